@@ -5,7 +5,8 @@
 
     monitor = fv.Monitor("runs.db", run="digits")
 
-Names load on first use: `import fedvitals` itself loads neither torch nor any extra.
+These names are the public interface; tests/golden/public_names.txt lists them with their signatures. They load on
+first use: `import fedvitals` itself loads neither torch nor any extra.
 """
 
 from __future__ import annotations
@@ -16,12 +17,20 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
+    from fedvitals import errors as errors
     from fedvitals import lab as lab
     from fedvitals import plot as plot
+    from fedvitals import probes as probes
+    from fedvitals import sinks as sinks
+    from fedvitals.diagnosis.corrections.policy import CorrectionPolicy as CorrectionPolicy
     from fedvitals.hosts import flower as flower
     from fedvitals.hosts.loop.single_model import watch as watch
     from fedvitals.monitor.monitor import Monitor as Monitor
     from fedvitals.probes.presets import preset as preset
+    from fedvitals.records import Event as Event
+    from fedvitals.records import Finding as Finding
+    from fedvitals.records import Metric as Metric
+    from fedvitals.records import Where as Where
     from fedvitals.replay.debugger.session import open_replay as open_replay
     from fedvitals.replay.tape.tape import Tape as Tape
     from fedvitals.resources.capture import Capture as Capture
@@ -33,11 +42,15 @@ if TYPE_CHECKING:
     from fedvitals.store import open_store as open_store
     from fedvitals.transport.timing import timed as timed
 
+# Where each public name is defined: a module that has the name, or the package itself.
 _HOME = {
     "Monitor": "fedvitals.monitor.monitor",
     "flower": "fedvitals.hosts.flower",
     "lab": "fedvitals.lab",
     "plot": "fedvitals.plot",
+    "probes": "fedvitals.probes",
+    "sinks": "fedvitals.sinks",
+    "errors": "fedvitals.errors",
     "watch": "fedvitals.hosts.loop.single_model",
     "preset": "fedvitals.probes.presets",
     "budget": "fedvitals.schedule",
@@ -47,9 +60,14 @@ _HOME = {
     "timed": "fedvitals.transport.timing",
     "Alerts": "fedvitals.sinks.alerts.sink",
     "Capture": "fedvitals.resources.capture",
+    "CorrectionPolicy": "fedvitals.diagnosis.corrections.policy",
     "open_store": "fedvitals.store",
     "Tape": "fedvitals.replay.tape.tape",
     "open_replay": "fedvitals.replay.debugger.session",
+    "Event": "fedvitals.records",
+    "Finding": "fedvitals.records",
+    "Metric": "fedvitals.records",
+    "Where": "fedvitals.records",
 }
 
 _EXTRA = {"lab": "lab", "Tape": "replay", "open_replay": "replay"}  # what is missing where torch is; else «torch»
@@ -69,9 +87,9 @@ def __getattr__(name: str) -> Any:
         from fedvitals.errors import MissingExtraError  # noqa: PLC0415 - nothing is loaded before it is needed
 
         raise MissingExtraError("torch", _EXTRA.get(name, "torch"), f"fedvitals.{name}") from error
-    value = module if home.endswith(f".{name}") else getattr(module, name)  # a package of ours is its own value
-    globals()[name] = value
-    return value
+    public = module if home.endswith(f".{name}") else getattr(module, name)  # a package stands for itself
+    globals()[name] = public
+    return public
 
 
 def __dir__() -> list[str]:

@@ -463,3 +463,13 @@ def from_update(record: Record) -> bool:
         case Snapshot(kind=kind):
             return kind == "update"
     return isinstance(record, Sketch)
+
+
+def unit_of(name: str, otherwise: str = "") -> str:
+    """Return the metric's unit; `otherwise` for one that is not in the catalogue, such as a user's own."""
+    return CATALOG[name].unit if name in CATALOG else otherwise
+
+
+def meaning_of(name: str) -> str:
+    """Return what the metric means; "" for one that is not in the catalogue."""
+    return CATALOG[name].meaning if name in CATALOG else ""

@@ -6,6 +6,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+__all__ = [
+    "BusyError",
+    "ConfigError",
+    "FedvitalsError",
+    "MissingExtraError",
+    "PluginError",
+    "RecordError",
+    "StoreError",
+    "StoreLostError",
+]
+
 
 class FedvitalsError(Exception):
     """Any error that fedvitals raises on purpose."""
@@ -43,6 +54,10 @@ class MissingExtraError(FedvitalsError, ImportError):
             f"{purpose} needs the package '{package}', which is not installed. "
             f"Install it with:  pip install 'fedvitals[{extra}]'"
         )
+
+
+class PluginError(FedvitalsError):
+    """A verb or a detector of another distribution that cannot be loaded."""
 
 
 def unknown(what: str, got: str, known: Iterable[str]) -> str:

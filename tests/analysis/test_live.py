@@ -19,7 +19,7 @@ from fedvitals.testing import MemorySink
 from support.spans_by_hand import in_turn, journey, server, side_by_side, span, whole
 
 
-def told(*rounds):
+def emitted(*rounds):
     """What is emitted for rounds given by their Spans."""
     found = []
     live = LiveProfile(found.append)
@@ -70,7 +70,7 @@ ROUNDS = {
 def test_live_shares_are_those_of_the_verdict(name):
     (time,) = timeline(ROUNDS[name])
     verdict = judge_round(time)
-    found = shares(told(ROUNDS[name]))
+    found = shares(emitted(ROUNDS[name]))
     for kind in ("compute", "upload", "download", "aggregation", "server"):
         assert found[kind] == pytest.approx(verdict.shares.get(kind, 0.0), abs=0.02), kind
     assert found["data_loading"] == pytest.approx(verdict.shares.get("data loading", 0.0), abs=0.02)
@@ -87,7 +87,7 @@ def test_a_batch_that_is_delivered_twice_counts_once():
     live.write(spans)
     live.write(spans)
     live.write([Metric(Where("r", 0), 5.0, "time.round", 0.1)])
-    assert shares(found) == shares(told(spans))
+    assert shares(found) == shares(emitted(spans))
 
 
 def test_no_client_tells_of_the_round_or_of_the_server():
@@ -95,19 +95,19 @@ def test_no_client_tells_of_the_round_or_of_the_server():
         span("c1", "round", 0.0, 600.0, own="lie", clock="virtual"),
         span("c1", "server", 0.0, 600.0, clock="virtual", parts={"aggregate": 600.0}),
     ]
-    assert shares(told([*ROUNDS["upload"], *lies])) == shares(told(ROUNDS["upload"]))
+    assert shares(emitted([*ROUNDS["upload"], *lies])) == shares(emitted(ROUNDS["upload"]))
 
 
 def test_the_client_that_was_waited_for_is_named():
-    (metric,) = [m for m in told(side_by_side(SLOW)) if m.name == "time.critical"]
+    (metric,) = [m for m in emitted(side_by_side(SLOW)) if m.name == "time.critical"]
     assert (metric.where.node, metric.value) == ("c3", pytest.approx(8.0))
-    assert all(m.name in {measure.name for measure in catalog.MEASURES} for m in told(side_by_side(SLOW)))
+    assert all(m.name in {measure.name for measure in catalog.MEASURES} for m in emitted(side_by_side(SLOW)))
 
 
 def test_the_virtual_clock_comes_first_and_rounds_do_not_mix():
     both = [*in_turn({"c1": 0.1, "c2": 0.1}), *side_by_side(SLOW)]
     first, second = both, side_by_side({f"c{i}": EVEN for i in range(8)}, number=1)
-    found = told(first, second)
+    found = emitted(first, second)
     by_round = [shares([m for m in found if m.where.round == number]) for number in (0, 1)]
     assert by_round[0]["upload"] == pytest.approx(6.0 / 8.5)
     assert by_round[1]["upload"] == pytest.approx(0.5 / 3.0)
@@ -116,7 +116,7 @@ def test_the_virtual_clock_comes_first_and_rounds_do_not_mix():
 
 def test_who_began_before_the_round_is_no_straggler():
     ways = [journey(f"c{i}", began=-4.0, ends=2.0, compute=3.0 + i, upload=0.5) for i in range(4)]
-    assert shares(told([whole(2.0, clock="virtual"), *ways]))["straggler"] == 0
+    assert shares(emitted([whole(2.0, clock="virtual"), *ways]))["straggler"] == 0
 
 
 def test_lies_are_held_to_what_can_be_and_memory_is_bounded():
@@ -128,7 +128,7 @@ def test_lies_are_held_to_what_can_be_and_memory_is_bounded():
         span("server", "server", 0.0, 9.0, parts={"aggregate": 1e307}),
         whole(4.0),
     ]
-    found = told(bad)
+    found = emitted(bad)
     assert all(0 <= m.value <= 1 for m in found if m.name.startswith("bottleneck."))
     live = LiveProfile(found.append)
     for number in range(1000):  # rounds that never close
@@ -142,7 +142,7 @@ def test_lies_are_held_to_what_can_be_and_memory_is_bounded():
 
 
 def test_a_round_without_spans_says_nothing():
-    assert told([], [span("c1", "client", 0.0, 1.0, 1)]) == []
+    assert emitted([], [span("c1", "client", 0.0, 1.0, 1)]) == []
 
 
 def history(kinds, seconds=20.0):

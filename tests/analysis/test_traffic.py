@@ -14,7 +14,7 @@ def sent(sender, receiver, size=100, raw=None, seconds=None, kind="update", numb
     return Transfer(Where("r", number), 0.0, sender, receiver, size, size if raw is None else raw, seconds, kind)
 
 
-def told(name, node, number):
+def warning(name, node, number):
     return Event(Where("r", number, node), 0.0, "warning", name, "")
 
 
@@ -101,8 +101,8 @@ def test_availability_and_failures_over_the_rounds():
     """Of several troubles in one round the worst counts; rounds in which a client was not asked do not."""
     attendance = {None: range(5), "c0": [0, 1], "server": [0]}
     events = [
-        told("client.dropped_out", "c0", 2), told("update.late", "c0", 3), told("update.lost", "c0", 3),
-        told("client.failed", "c1", 0), told("exception", "c0", 1), told("update.late", "edge-1", 0),
+        warning("client.dropped_out", "c0", 2), warning("update.late", "c0", 3), warning("update.lost", "c0", 3),
+        warning("client.failed", "c1", 0), warning("exception", "c0", 1), warning("update.late", "edge-1", 0),
     ]  # fmt: skip
     clients = {one.node: one for one in traffic.traffic_of([], events, attendance).clients}
     assert clients["c0"].outcomes == {0: "answered", 1: "answered", 2: "away", 3: "lost"}
@@ -148,7 +148,9 @@ def test_the_bandwidth_that_a_target_needs():
 def test_a_client_that_never_came_home_is_lost():
     """It was handed the model and nothing of it came; whose telemetry alone is missing has answered."""
     transfers = [sent("server", "c0", kind="model"), sent("server", "c1", kind="model"), sent("c1", "server")]
-    events = [told("worker.lost", node, 0) for node in ("c0", "c1", "c2", "c3")] + [told("client.failed", "c3", 0)]
+    events = [warning("worker.lost", node, 0) for node in ("c0", "c1", "c2", "c3")] + [
+        warning("client.failed", "c3", 0)
+    ]
     found = traffic.traffic_of(transfers, events, {None: [0], "c2": [0]})
     outcomes = {one.node: one.outcomes[0] for one in found.clients}
     assert outcomes == {"c0": "lost", "c1": "answered", "c2": "answered", "c3": "failed"}
@@ -161,7 +163,7 @@ def test_bytes_of_a_round_do_not_depend_on_how_many_came_in_time():
         for n in range(10)
         for m in (sent("server", "c0", 60, number=n, kind="model"), sent("c0", "server", 40, number=n))
     ]
-    late = traffic.traffic_of(messages, [told("update.late", "c0", n) for n in range(9)])
+    late = traffic.traffic_of(messages, [warning("update.late", "c0", n) for n in range(9)])
     (one,) = traffic.needed({"c0": [{"download": 1.0, "compute": 1.0, "upload": 1.0}]}, late, 2.0, 0.0)
     assert (one.bytes, one.bits_per_second) == (100, 800)
 

@@ -88,7 +88,7 @@ def test_every_setting(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "It has no rule"),
         (RULE, "There is no channel"),
@@ -116,13 +116,13 @@ def test_every_setting(tmp_path, monkeypatch):
         ("channels = 3\n" + RULE, "`channels` is dict"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_told(tmp_path, text, said):
+def test_what_is_wrong_in_a_file_is_told(tmp_path, text, message):
     """With the file's name, what was got and what to write."""
     path = tmp_path / "alerts.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
         load(path)
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert str(path) in str(error.value)
 
 

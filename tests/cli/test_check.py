@@ -11,7 +11,7 @@ import torch
 import fedvitals as fv
 from fedvitals import lab
 from fedvitals.diagnosis import examine as examining
-from fedvitals.diagnosis.compare import compare
+from fedvitals.diagnosis.compare import compare_findings
 from fedvitals.diagnosis.examine import DETECTORS, examine
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.records import Finding
@@ -76,7 +76,7 @@ def test_live_and_later_are_twins(name, tmp_path):
         stored = queries.records(reader, run, Finding)
         later = examine(reader.history(run), detectors=detectors)
     for one in (live, stored):
-        found = compare(one, later)
+        found = compare_findings(one, later)
         assert not found, [(f.where, f.issue, f.message) for f in (*found.only_now, *found.only_stored, *found.changed)]
         assert found.same == len(later) >= 7
 

@@ -47,7 +47,7 @@ def refused(capsys, folder, *words):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--superlink", "there"], "--superlink is for --engine flower"),
         (["--timeout", "3"], "--timeout is for --engine flower"),
@@ -62,8 +62,8 @@ def refused(capsys, folder, *words):
         (["--engine", "flower", "--set", "dataset=gtsrb", "--data", "/"], "gtsrb was not found"),
     ],
 )
-def test_what_does_not_go_together_is_refused_at_once(capsys, tmp_path, words, told):
-    assert told in refused(capsys, tmp_path, *words)
+def test_what_does_not_go_together_is_refused_at_once(capsys, tmp_path, words, message):
+    assert message in refused(capsys, tmp_path, *words)
     assert not (tmp_path / "runs.db.d").exists()
 
 
@@ -88,8 +88,8 @@ def test_an_old_flower_or_one_without_ray_is_told(monkeypatch):
 def test_a_password_stays_on_this_machine(capsys, tmp_path, monkeypatch):
     """An app's configuration goes to every node: an address of a database is in the server's environment alone."""
     seen = []
-    monkeypatch.setattr(launch, "simulate", lambda *told: seen.append(told))
-    monkeypatch.setattr(launch, "submit", lambda *told: seen.append(told))
+    monkeypatch.setattr(launch, "simulate", lambda *arguments: seen.append(arguments))
+    monkeypatch.setattr(launch, "submit", lambda *arguments: seen.append(arguments))
     monkeypatch.chdir(tmp_path)
     address = "postgresql://ann:secret@127.0.0.1:1/lab"
     for more in ([], ["--superlink", "there"]):

@@ -44,9 +44,9 @@ def settle(page: Any) -> None:
     )
 
 
-def ask(page: Any, question: str, given: Any = None) -> Any:
+def ask(page: Any, question: str, argument: Any = None) -> Any:
     """What the gallery answers (chart_gallery/asked.js)."""
-    return page.evaluate(f"(given) => window.gallery.asked.{question}(given)", given)
+    return page.evaluate(f"(given) => window.gallery.asked.{question}(given)", argument)
 
 
 def move(page: Any, chart: str, at: int) -> None:
@@ -250,7 +250,9 @@ def test_a_saved_waterfall_has_its_legend(page: Any, gallery: str, tmp_path: Pat
     draw(page, gallery, "round")
     root = ET.fromstring(saved(page, "Round 12", "SVG", tmp_path).decode())
     words = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
-    for part in page.locator("#main figure").first.locator(".chart-legend").all_inner_texts():
+    legend = page.locator("#main figure").first.locator(".chart-legend").all_inner_texts()
+    assert legend
+    for part in legend:
         assert part in words
 
 

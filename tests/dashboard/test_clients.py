@@ -61,7 +61,7 @@ def more_records(names=NAMES):
     yield Event(Where(charted.RUN, 0, "c0"), charted.STARTED, "info", "labels", "0: 1", {"histogram": {"0": 1, "1": 1}})
 
 
-def told(path, **options):
+def write_run(path, **options):
     found = [charted.finding("c3", number=n) for n in range(4, ROUNDS)]
     found += [charted.finding(IMAGE, since=8, number=9, severity="note", confidence=0.3, issue="UNUSUAL_CLIENT")]
     return charted.written(path, rounds=ROUNDS, names=NAMES, findings=found, more=[*more_records()], **options)
@@ -69,7 +69,7 @@ def told(path, **options):
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    return told(tmp_path_factory.mktemp("clients") / "s.db")
+    return write_run(tmp_path_factory.mktemp("clients") / "s.db")
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_sorting_filtering_and_paging_happen_on_the_server(client):
 
 
 def test_muted_troubles_do_not_count(tmp_path):
-    path = told(tmp_path / "s.db")
+    path = write_run(tmp_path / "s.db")
     rosters = Rosters()
     with open_reader(path) as reader:
         assert clients_page(rosters.roster(reader, charted.RUN, "1")).rows[0].severity == "warning"

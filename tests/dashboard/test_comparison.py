@@ -57,8 +57,8 @@ def compare(client, *runs, **params):
     return answer.json()
 
 
-def picture(found, name, kind="pictures"):
-    return next(one for one in found[kind] if one["name"] == name)
+def picture(comparison, name, kind="pictures"):
+    return next(one for one in comparison[kind] if one["name"] == name)
 
 
 def test_says_what_changed_in_words(client):
@@ -201,7 +201,7 @@ def test_the_database_adds_up_the_same_traffic_as_we_do(tmp_path, groups):
     path = stored(tmp_path / "runs.db", told)
     with open_reader(path) as reader:
         ours, theirs = traffic_of(queries.records(reader, "r", Transfer)), traffic_sums(reader, "r")
-    flow = lambda one: (one.bytes, one.raw_bytes, one.messages)  # noqa: E731
+    flow = lambda sums: (sums.bytes, sums.raw_bytes, sums.messages)  # noqa: E731
     for name in ("up", "down", "between"):
         assert flow(getattr(theirs, name)) == flow(getattr(ours, name)), name
     assert (theirs.bytes, theirs.telemetry_bytes) == (ours.bytes, ours.telemetry_bytes)

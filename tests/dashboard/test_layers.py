@@ -15,8 +15,8 @@ from fedvitals.errors import ConfigError
 from fedvitals.records import Layer, LayerStats, LayerTable, Metric, Where
 from fedvitals.stats import EXPONENTS, LOWEST_EXPONENT
 from fedvitals.store import open_reader
-from fedvitals.views import layer_history as history_module
-from fedvitals.views.layer_history import layer_history
+from fedvitals.store.read import layer_history as history_module
+from fedvitals.store.read.layer_history import layer_history
 from fedvitals.views.layers import FAMILIES, WORDS, chosen_rounds, layers_page
 from support.dashboard_server import judge, ready, serve
 from support.timed_run import STARTED, begin, stored
@@ -162,12 +162,12 @@ def breaking(number, node, values):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "words"),
     [(dying, "does not reach 1 of 3 weights (conv.weight)"), (breaking, "not finite in 1 of 3 weights (head.weight)")],
 )
-def test_a_dead_or_broken_gradient_is_the_headline(tmp_path, change, said):
+def test_a_dead_or_broken_gradient_is_the_headline(tmp_path, change, words):
     with open_reader(stored(tmp_path / "ill.db", layered("ill", rounds=5, change=change))) as reader:
-        assert said in layers_page(reader, "ill").headline
+        assert words in layers_page(reader, "ill").headline
 
 
 def test_a_layer_without_any_finite_value_is_not_hidden(tmp_path):

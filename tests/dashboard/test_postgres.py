@@ -5,7 +5,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from fedvitals.dashboard.app import create_app
-from fedvitals.dashboard.change_tracker import Pulse
+from fedvitals.dashboard.change_tracker import ChangeTracker
 from fedvitals.store import open_reader
 from fedvitals.store.ddl import quoted
 from fedvitals.store.postgres import PostgresStore, write_postgres
@@ -59,7 +59,7 @@ def test_a_batch_that_is_seen_late_is_seen(store):
     """Numbers are given out when a row is written, and seen when its batch is: not in the same order."""
     columns = ", ".join(quoted(one.name) for one in TABLE["metric"].columns if one.name != "arrival")
     copied = f"INSERT INTO metric ({columns}) SELECT {columns} FROM metric WHERE run = ? LIMIT 1"
-    watched = Pulse()
+    watched = ChangeTracker()
     with open_reader(store.address.url, patience=5) as reader:
         watched.look(reader)
         a, b = (reader.names.number(run) for run in ("a-ill", "b"))

@@ -16,9 +16,9 @@ from starlette.testclient import TestClient
 
 from fedvitals.dashboard import change_tracker, presence, warming
 from fedvitals.dashboard.app import create_app
-from fedvitals.dashboard.change_tracker import Pulse
+from fedvitals.dashboard.change_tracker import ChangeTracker
 from fedvitals.dashboard.live import Live
-from fedvitals.dashboard.reader_cache import Shelf
+from fedvitals.dashboard.reader_cache import ReaderCache
 from fedvitals.dashboard.routes import compare as routes_compare
 from fedvitals.dashboard.routes import status as routes_status
 from fedvitals.errors import StoreError
@@ -26,11 +26,11 @@ from fedvitals.records import Metric, Span, Where
 from fedvitals.store import open_reader, open_store
 from fedvitals.store.lock import WriterLock
 from fedvitals.store.read import queries
+from fedvitals.store.read.layer_history import _covered
 from fedvitals.store.schema import VERSION
 from fedvitals.store.sqlite import maintain_sqlite
 from fedvitals.store.upkeep import retention
 from fedvitals.views import matrix as views_matrix
-from fedvitals.views.layer_history import _covered
 from fedvitals.views.matrix import Matrices
 from fedvitals.views.memo import MOST, remembered
 from fedvitals.views.status import SILENT, state_of
@@ -129,33 +129,33 @@ def test_the_state_goes_by_the_last_that_was_heard():
 
 
 def test_a_look_that_failed_is_made_up_for(store, monkeypatch):
-    shelf = Shelf(store)
-    shelf.look()
-    before = shelf.version("a")
+    cache = ReaderCache(store)
+    cache.look()
+    before = cache.version("a")
     more(store, "a", 0)
     with monkeypatch.context() as patch:
         patch.setattr(change_tracker, "removals", lambda _: (_ for _ in ()).throw(StoreError("gone")))
         with pytest.raises(StoreError):
-            shelf.look()
-    shelf.look()
-    assert shelf.version("a") != before
-    shelf.close()
+            cache.look()
+    cache.look()
+    assert cache.version("a") != before
+    cache.close()
 
 
 def test_another_reader_does_not_believe_what_the_last_one_saw(store):
-    watched = Pulse()
+    watched = ChangeTracker()
     with open_reader(store) as reader:
         watched.look(reader)
         before = watched.version("a")
     more(store, "a", 0)
     with open_reader(store) as reader:
-        watched._seen = change_tracker._seen(reader)  # two connections may count alike
+        watched._seen = change_tracker.data_version(reader)  # two connections may count alike
         watched.look(reader)
     assert watched.version("a") != before
 
 
 def test_those_who_wait_for_a_look_share_one(store, monkeypatch):
-    shelf = Shelf(store)
+    cache = ReaderCache(store)
     looks, go, entered = [], threading.Event(), threading.Event()
 
     def look(_):
@@ -173,22 +173,22 @@ def test_those_who_wait_for_a_look_share_one(store, monkeypatch):
         def __exit__(self, *_):
             turn.release()
 
-    shelf._looking = Counted()
-    monkeypatch.setattr(shelf._pulse, "look", look)
-    first = threading.Thread(target=shelf.look)
+    cache._looking = Counted()
+    monkeypatch.setattr(cache._tracker, "look", look)
+    first = threading.Thread(target=cache.look)
     first.start()
     assert entered.wait(10)
-    others = [threading.Thread(target=shelf.look) for _ in range(5)]
+    others = [threading.Thread(target=cache.look) for _ in range(5)]
     for other in others:
         other.start()
     while len(waiting) < 6:
         threading.Event().wait(0.01)
-    shelf.remembered("asked", "1")  # needs no look
+    cache.remembered("asked", "1")  # needs no look
     go.set()
     for thread in (first, *others):
         thread.join(10)
     assert len(looks) == 2, "one that was under way, and one for all who came meanwhile"
-    shelf.close()
+    cache.close()
 
 
 def test_a_deletion_from_a_page_takes_no_pause_and_nothing_is_remembered_of_it(store, client):
@@ -239,7 +239,7 @@ def test_what_nobody_asks_for_does_not_pile_up(store, monkeypatch):
 
 def test_the_newest_run_is_read_ahead_also_when_it_begins_later(store, caplog, monkeypatch):
     read, failed = [], threading.Event()
-    shelf = Shelf(store)
+    cache = ReaderCache(store)
 
     def total(_, run):
         read.append(run)
@@ -248,17 +248,17 @@ def test_the_newest_run_is_read_ahead_also_when_it_begins_later(store, caplog, m
             raise RuntimeError("broken")
 
     monkeypatch.setattr(warming, "traffic_total", total)
-    shelf.warming.asked(None)
+    cache.warming.asked(None)
     assert failed.wait(10)
     with open_store(store) as sink:
         sink.write(course("c", "three", started=STARTED + 5000).records)
     for _ in range(1000):
-        shelf.warming.asked(None)
+        cache.warming.asked(None)
         if "c" in read:
             break
         threading.Event().wait(0.01)
     assert read == ["b", "c"]
-    shelf.close()
+    cache.close()
     assert "Reading ahead failed" in caplog.text
 
 
@@ -268,7 +268,7 @@ def test_pages_are_told_of_trouble_and_of_another_store(store, tmp_path, trouble
     other = stored(tmp_path / "other.db", course("z", "another"))
     told = []
 
-    class Fails(Shelf):
+    class Fails(ReaderCache):
         times = 0
 
         def look(self):
@@ -278,8 +278,8 @@ def test_pages_are_told_of_trouble_and_of_another_store(store, tmp_path, trouble
             super().look()
 
     async def watch():
-        shelf = Fails(store)
-        live = Live(shelf)
+        cache = Fails(store)
+        live = Live(cache)
         async with live.watching():
             events = live.events()
             async for event in events:
@@ -290,7 +290,7 @@ def test_pages_are_told_of_trouble_and_of_another_store(store, tmp_path, trouble
                 if kinds.count(b"event: change") == 2:
                     break
             await events.aclose()
-        shelf.close()
+        cache.close()
 
     asyncio.run(asyncio.wait_for(watch(), 20))
     assert [lines[0] for lines in told][1:] == [
@@ -373,20 +373,25 @@ def test_what_was_worked_out_is_told_again_until_its_records_change(store):
     with open_reader(store) as reader:
         views_matrix.share(reader, Matrices())
 
-        def told(key, sign):
+        def remembered_count(key, sign):
             return remembered(reader, "kind", key, sign, lambda: made.append(key) or len(made))
 
-        assert [told("a", 1), told("a", 1), told("a", 2), told("a", 2)] == [1, 1, 2, 2]
+        assert [
+            remembered_count("a", 1),
+            remembered_count("a", 1),
+            remembered_count("a", 2),
+            remembered_count("a", 2),
+        ] == [1, 1, 2, 2]
         with pytest.raises(ZeroDivisionError):
             remembered(reader, "kind", "x", 1, lambda: 1 / 0)
-        assert told("x", 1) == 3, "what failed is tried again"
+        assert remembered_count("x", 1) == 3, "what failed is tried again"
         for key in range(MOST):
-            told(key, 1)
+            remembered_count(key, 1)
         before = len(made)
-        told("a", 2)
+        remembered_count("a", 2)
         assert len(made) == before + 1, "only the last few are kept"
         retention.delete(store, ["a"], give_back=False)
-        told("a", 2)
+        remembered_count("a", 2)
         assert len(made) == before + 2
 
 

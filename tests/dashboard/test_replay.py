@@ -15,11 +15,11 @@ from starlette.testclient import TestClient
 from fedvitals.dashboard.app import create_app
 from fedvitals.dashboard.pages.replay import ReplayIndex, ReplayRound, replay_index, replay_round
 from fedvitals.dashboard.pages.shell_commands import Here, commands_of
-from fedvitals.dashboard.pages.tape_index import NoTapeError, Row, Standing, opened, standings
+from fedvitals.dashboard.pages.tape_index import NoTapeError, RoundCoverage, TapedRound, coverages, opened
 from fedvitals.dashboard.pages.what_if import RULES, WhatIf, what_if
 from fedvitals.errors import ConfigError
 from fedvitals.records import Finding, Run
-from fedvitals.replay.tape.journal import Journal
+from fedvitals.replay.tape.journal import RoundJournal
 from fedvitals.replay.tape.reader import open_tape
 from fedvitals.store import open_reader
 from fedvitals.store.read import queries
@@ -80,25 +80,26 @@ def test_findings_are_flags_of_their_rounds(reader, taped):
 
 def test_a_round_that_went_back_is_run_from_before_that():
     whole = frozenset({"aa" * 16, "bb" * 16})
-    rows = [Row(0, ("aa" * 16,)), Row(1, ("cc" * 16,)), Row(2, ("bb" * 16,)), Row(3, ("dd" * 16,), restores=0)]
-    found = standings(rows, whole, from_seed=False)
+    rows = [TapedRound(i, (digest * 16,)) for i, digest in enumerate(("aa", "cc", "bb"))]
+    rows.append(TapedRound(3, ("dd" * 16,), restores=0))
+    found = coverages(rows, whole, from_seed=False)
     assert [one.since for one in found] == [0, 0, 2, 0]
     assert [one.kind for one in found] == ["whole", "again", "whole", "again"]
-    lost = standings(rows[1:2], whole, from_seed=False)
+    lost = coverages(rows[1:2], whole, from_seed=False)
     assert [(one.kind, one.since) for one in lost] == [("digests", None)]
-    assert standings(rows[1:2], whole, from_seed=True)[0].since == 0
+    assert coverages(rows[1:2], whole, from_seed=True)[0].since == 0
 
 
 def test_each_entry_is_read_once_for_all_requests(taped, monkeypatch):
     read = []
-    plain = Journal.read_as
+    plain = RoundJournal.read_as
     monkeypatch.setattr(
-        Journal, "read_as", lambda self, kind, n: read.append((kind.__name__, n)) or plain(self, kind, n)
+        RoundJournal, "read_as", lambda self, kind, n: read.append((kind.__name__, n)) or plain(self, kind, n)
     )
     with TestClient(create_app(taped[0]), base_url=HOME) as client:
         for _ in range(3):
             client.get(f"/api/runs/{taped[1]}/replay")
-        assert read == [("Glance", number) for number in range(ROUNDS)]
+        assert read == [("EntrySummary", number) for number in range(ROUNDS)]
         read.clear()
         client.get(f"/api/runs/{taped[1]}/replay/5?node=c1")
         assert read == [("Entry", 5), ("Before", 4)]
@@ -144,7 +145,7 @@ def test_the_cohort_says_who_was_used_and_who_failed_and_why(reader, taped, tape
     for row in rest:
         assert row.norm == pytest.approx(norms[row.node])
         assert row.ratio == pytest.approx(norms[row.node] / middle)
-        losses = np.frombuffer(entry.of(row.node).losses, "<f4")
+        losses = np.frombuffer(entry.reply_of(row.node).losses, "<f4")
         assert (row.first_loss, row.last_loss, row.steps) == (losses[0], losses[-1], len(losses))
 
 
@@ -227,7 +228,7 @@ def test_commands_are_understood_by_the_session(reader, taped):
 def test_hostile_names_stay_one_word_of_the_shell(tmp_path):
     store = tmp_path / "it's a store.db"
     for node in (EVIL, "-rf", "c1; into c2"):
-        for one in commands_of(Here("$(reboot)", store, "lab", 3, node, True), Standing("whole", 3, 0), ()):
+        for one in commands_of(Here("$(reboot)", store, "lab", 3, node, True), RoundCoverage("whole", 3, 0), ()):
             words = shlex.split(one.text)
             assert words[:3] == ["fedvitals", "replay", "$(reboot)"]
             assert words[words.index("--store") + 1] == str(store)
@@ -238,7 +239,7 @@ def test_hostile_names_stay_one_word_of_the_shell(tmp_path):
     ("host", "kind", "count"), [("lab", "digests", 0), ("flower", "digests", 2), ("torch", "whole", 2)]
 )
 def test_only_what_can_be_done_is_offered(host, kind, count):
-    found = commands_of(Here("r", "runs.db", host, 3), Standing(kind, None, 0), ())
+    found = commands_of(Here("r", "runs.db", host, 3), RoundCoverage(kind, None, 0), ())
     assert len(found) == count
     assert all("--store" not in one.text for one in found)  # the default one needs no word
     assert all(("--loop" in one.text) == (host == "torch") for one in found)
@@ -323,7 +324,7 @@ def test_corrections_in_force_are_told_whatever_they_hold(tmp_path):
         {"arguments": {}},
     ]
     folder = written(store, "hand", ["a"])
-    journal = Journal(folder)
+    journal = RoundJournal(folder)
     entry = journal.read(1)
     entry.notes["actions"] = actions
     journal.write(entry)
@@ -382,7 +383,7 @@ def test_a_damaged_setting_is_a_tape_that_cannot_be_read(hand):
 def test_hostile_entries_do_no_harm(hand):
     """Digests that are paths, lengths that do not fit, clocks that are none."""
     store, folder = hand
-    journal = Journal(folder)
+    journal = RoundJournal(folder)
     entry = journal.read(2)
     evil = type(entry.came[0].mark)("../../../../etc/passwd", ("x",), (None,) * 50)
     came = (type(entry.came[0])("a", evil, float("1e308"), losses=b"abc"),)

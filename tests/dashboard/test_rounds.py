@@ -5,9 +5,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from fedvitals.dashboard.app import create_app
-from fedvitals.dashboard.pages import time_costs as spending_module
+from fedvitals.dashboard.pages import time_costs as time_costs_module
 from fedvitals.dashboard.pages.costs import costs
-from fedvitals.dashboard.pages.time_costs import changes, spending, window_of
+from fedvitals.dashboard.pages.time_costs import changes, time_costs, window_of
 from fedvitals.errors import ConfigError
 from fedvitals.records import Event, Finding, Metric, Span, Where
 from fedvitals.store import open_reader, open_store
@@ -22,7 +22,7 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 SLOW = {"c0": (1.0, 2.0, 1.0), "c1": (1.0, 9.0, 2.0), "c2": (1.0, 3.0, 1.0), "c3": (1.0, 2.5, 1.0)}
 
 
-def told(name="slow", rounds=6, **kwargs):
+def slow_run(name="slow", rounds=6, **kwargs):
     """c1 computes three times as long as the others: it determines every round, at 12.5 s."""
     run = begin(name, name, **kwargs)
     for number in range(rounds):
@@ -45,7 +45,7 @@ def grouped(topology, groups, name="grouped", rounds=2):
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    return stored(tmp_path_factory.mktemp("rounds") / "runs.db", told())
+    return stored(tmp_path_factory.mktemp("rounds") / "runs.db", slow_run())
 
 
 @pytest.fixture
@@ -117,12 +117,12 @@ def test_a_round_that_was_not_timed(tmp_path):
     with open_reader(stored(tmp_path / "bare.db", run)) as reader:
         page = round_page(reader, "bare", 0)
         assert (page.timed, page.lanes, page.seconds) == (False, (), None)
-        assert spending(reader, "bare").timed is False
+        assert time_costs(reader, "bare").timed is False
         assert topology_page(reader, "bare").told is False
 
 
 def test_a_round_that_failed_has_no_end(tmp_path):
-    run = told(rounds=2)
+    run = slow_run(rounds=2)
     run.records = [
         one for one in run.records if not (isinstance(one, Span) and one.name == "round" and one.where.round == 1)
     ]
@@ -144,7 +144,7 @@ def test_the_table_of_a_round_is_sorted_and_paged(reader):
 
 
 def test_a_page_says_of_all_rounds_what_the_terminal_says(reader):
-    page, whole = spending(reader, "slow"), profile_of(reader, "slow")
+    page, whole = time_costs(reader, "slow"), profile_of(reader, "slow")
     assert page.headline == whole.verdict.text
     assert page.kind == "straggler"
     assert [one.node for one in page.stragglers] == [one.node for one in whole.stragglers] == ["c1"]
@@ -161,10 +161,10 @@ def test_remedies_are_those_of_the_terminal(reader):
 
 
 def test_a_large_run_is_looked_at_in_its_newest_rounds(reader, monkeypatch):
-    monkeypatch.setattr(spending_module, "SPANS", 12)  # six Spans a round
+    monkeypatch.setattr(time_costs_module, "SPANS", 12)  # six Spans a round
     window = window_of(reader, "slow", None, None)
     assert (window.first, window.last, window.rounds, window.of, window.narrowed) == (4, 5, 2, 6, False)
-    monkeypatch.setattr(spending_module, "MOST_SPANS", 18)
+    monkeypatch.setattr(time_costs_module, "MOST_SPANS", 18)
     asked = window_of(reader, "slow", 0, 4)
     assert (asked.first, asked.last, asked.rounds, asked.narrowed) == (2, 4, 3, True)
     assert window_of(reader, "slow", 1, 2).narrowed is False
@@ -180,7 +180,7 @@ def test_costs_are_counted(reader):
 
 
 def test_memory_is_told_by_what_it_is_for(tmp_path):
-    run = told(rounds=3)
+    run = slow_run(rounds=3)
     for number in range(3):
         for node, size in (("c0", 10.0), ("c1", 100.0 + number)):
             run.add(Metric(Where("slow", number, node), run.at, "memory.resident", size))
@@ -203,7 +203,7 @@ def test_memory_is_told_by_what_it_is_for(tmp_path):
 )
 def test_each_topology_has_its_picture(tmp_path, topology, kind):
     groups = {"edge-0": ["c0", "c2"], "edge-1": ["c1"]} if topology != "centralized" else {}
-    run = grouped(topology, groups) if groups else told()
+    run = grouped(topology, groups) if groups else slow_run()
     with open_reader(stored(tmp_path / "t.db", run)) as reader:
         page = topology_page(reader, run.run.id)
     assert page.kind == kind
@@ -229,7 +229,7 @@ def test_groups_are_those_of_the_round(tmp_path):
 
 
 def test_health_is_that_of_the_round(tmp_path):
-    run = told()
+    run = slow_run()
     for number in (3, 4, 5):
         run.add(Finding(Where("slow", number, "c1"), run.at, "STRAGGLER", "warning", 0.9, "c1 is slow.", {"since": 3}))
     with open_reader(stored(tmp_path / "t.db", run)) as reader:
@@ -308,13 +308,13 @@ def site(tmp_path):
     for _ in range(3):
         hostile.round({HOSTILE: (1.0, 5.0, 1.0), "c1": (1.0, 1.0, 1.0), "c2": (1.0, 1.0, 1.0)})
     hostile.add(Finding(Where("hostile", 1, HOSTILE), hostile.at, "STRAGGLER", "warning", 0.9, "slow.", {"since": 1}))
-    with serve(stored(tmp_path / "site.db", told(), rings, hostile)) as url:
+    with serve(stored(tmp_path / "site.db", slow_run(), rings, hostile)) as url:
         yield url
 
 
 @pytest.fixture
 def growing(tmp_path):
-    path = stored(tmp_path / "live.db", told(rounds=2))
+    path = stored(tmp_path / "live.db", slow_run(rounds=2))
     with serve(path) as url:
         yield url, path
 
@@ -377,6 +377,6 @@ def test_a_new_round_comes_by_itself(growing, page):
     ready(page, f"{url}/runs/slow/topology", "topology")
     assert page.locator("output").inner_text() == "1"
     store = open_store(path)
-    store.write(told(rounds=3).records)
+    store.write(slow_run(rounds=3).records)
     store.close()
     page.locator("output", has_text="2").wait_for()

@@ -14,7 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from fedvitals.dashboard.app import create_app
-from fedvitals.dashboard.change_tracker import Pulse
+from fedvitals.dashboard.change_tracker import ChangeTracker
 from fedvitals.records import Metric, Where
 from fedvitals.store import open_reader, open_store
 from fedvitals.store.upkeep.retention import delete
@@ -26,7 +26,7 @@ WRITE = {"X-Fedvitals": "1"}
 ONE, TWO = "20260101-000000-one", "20260102-000000-two"
 
 
-def _told(identity: str, name: str, started: float = 1.7e9):
+def timed_run(identity: str, name: str, started: float = 1.7e9):
     told = begin(identity, name, started=started)
     for number in range(4):
         told.round({"c0": (0.1, 1.0, 0.2), "c1": (0.1, 2.0, 0.2)}, accuracy=0.5 + number / 10)
@@ -41,7 +41,7 @@ def _more(path: Path, run: str, value: float, sequence: int, name: str = "accura
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    return stored(tmp_path / "runs.db", _told(ONE, "one"), _told(TWO, "two", 1.71e9))
+    return stored(tmp_path / "runs.db", timed_run(ONE, "one"), timed_run(TWO, "two", 1.71e9))
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def asking(store: Path) -> Iterator[TestClient]:
 @pytest.fixture(scope="module")
 def reading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     """The same, for all tests that change nothing."""
-    path = stored(tmp_path_factory.mktemp("read") / "runs.db", _told(ONE, "one"), _told(TWO, "two", 1.71e9))
+    path = stored(tmp_path_factory.mktemp("read") / "runs.db", timed_run(ONE, "one"), timed_run(TWO, "two", 1.71e9))
     with TestClient(create_app(path), base_url=HOME) as client:
         yield client
 
@@ -87,7 +87,7 @@ def test_a_deleted_run_is_gone_and_its_numbers_are_not_taken_for_anothers(asking
 
 def test_a_store_that_took_anothers_place_is_read_anew(asking: TestClient, store: Path, tmp_path: Path) -> None:
     assert asking.get(f"/api/runs/{ONE}").status_code == 200
-    other = stored(tmp_path / "other.db", _told("20270101-000000-new", "new"))
+    other = stored(tmp_path / "other.db", timed_run("20270101-000000-new", "new"))
     other.replace(store)
     assert asking.get("/api/runs/new").json()["id"] == "20270101-000000-new"
     assert asking.get(f"/api/runs/{ONE}").status_code == 404
@@ -99,7 +99,7 @@ def test_a_store_that_comes_later_is_seen_when_it_comes(tmp_path: Path) -> None:
         answer = asking.get("/api/runs")
         assert answer.status_code == 503
         assert "later.db" in answer.json()["error"]["message"]
-        stored(path, _told(ONE, "one"))
+        stored(path, timed_run(ONE, "one"))
         assert asking.get("/api/runs/one").status_code == 200
 
 
@@ -150,29 +150,29 @@ def test_raw_records_come_a_page_at_a_time_and_all_of_them(asking: TestClient, s
 
 
 def test_a_look_sees_each_change_once(store: Path) -> None:
-    pulse = Pulse()
+    tracker = ChangeTracker()
     with open_reader(store) as reader:
-        pulse.look(reader)
-        before, _ = pulse.versions()
-        pulse.look(reader)
-        assert pulse.versions()[0] == before
+        tracker.look(reader)
+        before, _ = tracker.versions()
+        tracker.look(reader)
+        assert tracker.versions()[0] == before
         _more(store, ONE, 1.0, 0)
-        pulse.look(reader)
-        (*same, count), versions = pulse.versions()
+        tracker.look(reader)
+        (*same, count), versions = tracker.versions()
         assert (*same, count - 1) == before
         assert [run for run, at in versions.items() if at == count] == [ONE]
 
 
-def _events(url: str, wanted: int, found: list, ready: threading.Event) -> None:
+def _events(url: str, wanted: int, events: list, ready: threading.Event) -> None:
     with httpx2.stream("GET", f"{url}/api/live", timeout=20) as stream:
         kind = ""
         for line in stream.iter_lines():
             if line.startswith("event: "):
                 kind = line.removeprefix("event: ")
             elif line.startswith("data: "):
-                found.append((kind, json.loads(line.removeprefix("data: "))))
+                events.append((kind, json.loads(line.removeprefix("data: "))))
                 ready.set()
-                if len(found) >= wanted:
+                if len(events) >= wanted:
                     return
 
 
@@ -204,6 +204,6 @@ def test_ctrl_c_ends_it_even_while_a_page_listens(store: Path) -> None:
     assert not listening.is_alive()
 
 
-def _quietly(url: str, found: list, ready: threading.Event) -> None:
+def _quietly(url: str, events: list, ready: threading.Event) -> None:
     with contextlib.suppress(httpx2.HTTPError):
-        _events(url, 1000, found, ready)
+        _events(url, 1000, events, ready)

@@ -8,15 +8,15 @@ import pytest
 pytest.importorskip("fastapi")
 
 from fedvitals.dashboard import warming
-from fedvitals.dashboard.reader_cache import Shelf
+from fedvitals.dashboard.reader_cache import ReaderCache
 from fedvitals.store.sqlite import SqliteStore
 from fedvitals_studies.bench.synthetic import Synthetic, write_run
 
 SIZE = Synthetic(clients=6, rounds=5, layers=3)
 
 
-def read_ahead(shelf):
-    return {name for _, name in shelf.matrices._used}
+def read_ahead(cache):
+    return {name for _, name in cache.matrices._used}
 
 
 def wait_for(holds):
@@ -30,32 +30,32 @@ def wait_for(holds):
 def test_the_vital_signs_are_read_while_nobody_asks(tmp_path, named):
     with SqliteStore(tmp_path / "runs.db") as store:
         write_run(store, SIZE)
-    shelf = Shelf(tmp_path / "runs.db")
-    shelf.warming.asked(SIZE.run if named else None)
-    with shelf.reader() as reader:
+    cache = ReaderCache(tmp_path / "runs.db")
+    cache.warming.asked(SIZE.run if named else None)
+    with cache.reader() as reader:
         known = {reader.names.number(name) for name in warming.WANTED} - {None}
-        wait_for(lambda: len(read_ahead(shelf)) >= 8)
-        assert read_ahead(shelf) <= known
-    shelf.close()
-    assert not shelf.warming._thread.is_alive()
+        wait_for(lambda: len(read_ahead(cache)) >= 8)
+        assert read_ahead(cache) <= known
+    cache.close()
+    assert not cache.warming._thread.is_alive()
 
 
 def test_it_stands_back_as_long_as_somebody_asks(tmp_path, monkeypatch):
     monkeypatch.setattr(warming, "QUIET", 3600.0)
     with SqliteStore(tmp_path / "runs.db") as store:
         write_run(store, SIZE)
-    shelf = Shelf(tmp_path / "runs.db")
-    shelf.warming.asked(SIZE.run)
-    wait_for(lambda: shelf.warming._thread is not None)
+    cache = ReaderCache(tmp_path / "runs.db")
+    cache.warming.asked(SIZE.run)
+    wait_for(lambda: cache.warming._thread is not None)
     time.sleep(0.2)
-    assert read_ahead(shelf) == set()
+    assert read_ahead(cache) == set()
     monkeypatch.setattr(warming, "QUIET", 0.0)  # its next look
-    shelf.warming._closed = True
+    cache.warming._closed = True
 
 
 def test_a_store_that_is_not_there_is_no_trouble(tmp_path):
-    shelf = Shelf(tmp_path / "none.db")
-    shelf.warming.want()
-    shelf.warming.want("nobody")
-    wait_for(lambda: not shelf.warming._wanted.is_set())
-    shelf.close()
+    cache = ReaderCache(tmp_path / "none.db")
+    cache.warming.want()
+    cache.warming.want("nobody")
+    wait_for(lambda: not cache.warming._wanted.is_set())
+    cache.close()

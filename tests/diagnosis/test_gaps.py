@@ -8,7 +8,7 @@ import pytest
 import fedvitals as fv
 from fedvitals.dashboard.pages.client import client_verdict
 from fedvitals.dashboard.pages.run_summary import facts_of
-from fedvitals.diagnosis.gaps import Failure, gaps
+from fedvitals.diagnosis.gaps import MonitorFailure, gaps
 from fedvitals.errors import RecordError
 from fedvitals.records import Event, Metric, Run, Where
 from fedvitals.report.write import report
@@ -224,13 +224,13 @@ def test_a_record_that_cannot_be_kept_costs_the_detectors_only_itself():
 
 
 def test_words():
-    failed = [Failure(f"the detector 'd{i}'", "TypeError", 3) for i in range(5)]
+    failed = [MonitorFailure(f"the detector 'd{i}'", "TypeError", 3) for i in range(5)]
     assert gaps([], 0) == ()
-    assert gaps([Failure("taping a round", "OSError", 1), Failure("log()", "ValueError")], 0) == ()
-    assert gaps([Failure("the probe 'scale'", "ConfigError", 0, "c0")], 0) == ()  # no detector looks at it
+    assert gaps([MonitorFailure("taping a round", "OSError", 1), MonitorFailure("log()", "ValueError")], 0) == ()
+    assert gaps([MonitorFailure("the probe 'scale'", "ConfigError", 0, "c0")], 0) == ()  # no detector looks at it
     assert gaps(failed[:1], 577) == ("the detector 'd0' failed in round 3 (TypeError)", "577 records were lost")
     assert gaps(failed, 1)[-2:] == ("2 detectors failed, too", "1 record was lost")
-    theirs = [Failure("<b>anything</b>", "x" * 999, 1, f"c{i}") for i in (10, 2, 1, 3)]
+    theirs = [MonitorFailure("<b>anything</b>", "x" * 999, 1, f"c{i}") for i in (10, 2, 1, 3)]
     assert gaps(theirs, 0) == ("what was measured of c1, c2, c3 and 1 more is incomplete",)
 
 

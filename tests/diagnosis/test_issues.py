@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from doc_pages import issues_page
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.diagnosis.issues import table as issues
 from fedvitals.diagnosis.issues.table import FAMILIES, ISSUES, ISSUES_BY_CODE, SEVERITIES
@@ -44,15 +45,15 @@ def test_every_fault_of_the_lab_is_an_issue():
 
 def test_the_page_is_up_to_date():
     page = ROOT / "docs" / "issues.md"
-    assert page.read_text(encoding="utf-8") == issues.markdown(), "write it again with scripts/docs"
+    assert page.read_text(encoding="utf-8") == issues_page(), "write it again with scripts/docs"
 
 
 def test_measured_rates_stand_beside_the_issues(tmp_path, monkeypatch):
     monkeypatch.setattr(issues, "RATES", tmp_path / "rates.json")
-    assert issues.markdown().count("| not measured") == len(ISSUES)
+    assert issues_page().count("| not measured") == len(ISSUES)
     told = {"bank": "1234", "healthy_rounds": 5000, "per_100_rounds": {"DIVERGENCE": 0.04, "NAN_UPDATE": 0.0}}
     issues.RATES.write_text(json.dumps(told), encoding="utf-8")
-    page = issues.markdown()
+    page = issues_page()
     assert "| The loss runs away | convergence | critical | 0.04 |" in page
     assert "| critical | 0.00 (exact) |" in page
     assert page.count("| not measured") == len(ISSUES) - 2

@@ -108,7 +108,7 @@ def test_sparse_gradients_are_measured_by_their_values():
 
 def test_without_the_kernel(monkeypatch):
     """The torch fallback serves it, too."""
-    monkeypatch.setattr(jit, "loaded", lambda: jit.Loaded(None, "test"))
+    monkeypatch.setattr(jit, "load_kernel", lambda: jit.LoadedKernel(None, "test"))
     parameters = list(model_with_gradients().parameters())
     recorder = GradientRecorder(parameters)
     expected = recorded(recorder, parameters)

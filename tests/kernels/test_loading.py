@@ -73,21 +73,21 @@ def test_a_forked_child_measures_too():
 
 @pytest.fixture
 def nothing_loaded_yet():
-    for function in (jit.loaded, jit._load):
+    for function in (jit.load_kernel, jit._load):
         function.cache_clear()
     yield
-    for function in (jit.loaded, jit._load):
+    for function in (jit.load_kernel, jit._load):
         function.cache_clear()
 
 
 def test_threads_that_start_together_compile_once(monkeypatch, nothing_loaded_yet):
     reasons, start = [], threading.Barrier(4)
-    monkeypatch.setattr(jit, "_without", lambda reason, _: reasons.append(reason) or jit.Loaded(None, reason))
+    monkeypatch.setattr(jit, "_fall_back", lambda reason, _: reasons.append(reason) or jit.LoadedKernel(None, reason))
     monkeypatch.setenv("FEDVITALS_KERNEL", "torch")
 
     def load():
         start.wait()
-        jit.loaded()
+        jit.load_kernel()
 
     threads = [threading.Thread(target=load) for _ in range(4)]
     for thread in threads:

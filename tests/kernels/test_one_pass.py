@@ -17,10 +17,10 @@ from support.kernel_oracle import FLOATS, INF, NAN, assert_close, oracle, random
 @pytest.fixture(params=["llvm", "torch"])
 def backend(request, monkeypatch):
     if request.param == "torch":
-        monkeypatch.setattr(jit, "loaded", lambda: jit.Loaded(None, "the test asks for it"))
+        monkeypatch.setattr(jit, "load_kernel", lambda: jit.LoadedKernel(None, "the test asks for it"))
     else:
         pytest.importorskip("llvmlite", reason="llvmlite is not installed, so there is no compiled kernel to test")
-        assert jit.loaded().kernel, jit.loaded().reason
+        assert jit.load_kernel().kernel, jit.load_kernel().reason
     return request.param
 
 
@@ -196,16 +196,18 @@ def test_code_for_older_processors(monkeypatch, name):
     missing = [feature for feature in OLDER[name].split(",") if feature not in llvm.get_host_cpu_features().flatten()]
     if missing:
         pytest.skip(f"this processor lacks {missing}")
-    kernel = jit.compiled("x86-64", OLDER[name])
+    kernel = jit.compile_kernel("x86-64", OLDER[name])
     assert (torch.float16 in kernel.functions) == (name != "sse2")
-    monkeypatch.setattr(jit, "loaded", lambda: jit.Loaded(kernel, "built by the test"))
+    monkeypatch.setattr(jit, "load_kernel", lambda: jit.LoadedKernel(kernel, "built by the test"))
     tensors = [random(length, dtype) for dtype in FLOATS for length in (*range(40), 511, 8192, 9001)]
     tensors += [tensor.clone().fill_(NAN) for tensor in tensors[-3:]] + [tensors[42] * 1e-30]
     assert_close(kernels.sums(tensors), [oracle(tensor) for tensor in tensors])
 
 
 @pytest.mark.parametrize(
-    "machine", [statistics_ir.Machine(64, 2), statistics_ir.Machine(32, 2), statistics_ir.Machine(16, 4)], ids=str
+    "machine",
+    [statistics_ir.VectorShape(64, 2), statistics_ir.VectorShape(32, 2), statistics_ir.VectorShape(16, 4)],
+    ids=str,
 )
 def test_the_assembly_is_valid(machine):
     llvm = pytest.importorskip("llvmlite.binding")
@@ -221,7 +223,7 @@ def test_a_kernel_that_miscounts_is_refused(monkeypatch):
     monkeypatch.setattr(statistics_ir, "TERMS_PER_LANE", 1)
     monkeypatch.setitem(statistics_ir.START, "add", 1.0)
     with pytest.raises(RuntimeError, match="on known values"):
-        jit._check(jit.compiled())
+        jit._check(jit.compile_kernel())
 
 
 def test_two_threads_at_once():

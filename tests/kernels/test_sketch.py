@@ -47,13 +47,13 @@ def test_every_path_follows_the_definition(length, dtype):
 
 
 def test_compiled_code_serves_the_cpu():
-    assert jit.loaded().kernel is not None, jit.loaded().reason
+    assert jit.load_kernel().kernel is not None, jit.load_kernel().reason
 
 
 def test_without_compiled_code_torch_computes_the_same(monkeypatch):
     vectors = random(3, 700).float()
     compiled = count_sketch(vectors)
-    monkeypatch.setattr(jit, "loaded", lambda: jit.Loaded(None, "the test asks for it"))
+    monkeypatch.setattr(jit, "load_kernel", lambda: jit.LoadedKernel(None, "the test asks for it"))
     torch.testing.assert_close(count_sketch(vectors), compiled, rtol=0, atol=1e-11)
 
 

@@ -167,8 +167,8 @@ def test_norm_clipping_cuts_what_is_longer_than_the_bound():
     states = [[3, 4], [0.3, 0.4]]
     assert aggregate(NormClipping(norm=1), states).tolist() == pytest.approx([0.45, 0.6])
     assert aggregate(NormClipping(), [*states, [0, 30]]).tolist() == pytest.approx([1.1, (4 + 0.4 + 5) / 3])
-    assert NormClipping().holds
-    assert not NormClipping(norm=1).holds
+    assert NormClipping().keeps_all_states
+    assert not NormClipping(norm=1).keeps_all_states
 
 
 # Laws.
@@ -183,7 +183,7 @@ def test_the_order_of_clients_does_not_matter(rule, cohort, shuffled):
     shuffled.shuffle(order)
     first = aggregate(rule, states, samples)
     second = aggregate(rule, states[order], [samples[row] for row in order], nodes=[f"c{row}" for row in order])
-    tolerance = 0 if rule.holds else 2e-7 * float(states.abs().max())
+    tolerance = 0 if rule.keeps_all_states else 2e-7 * float(states.abs().max())
     if isinstance(rule, FedAdam | FedYogi):
         tolerance = 2e-7  # steps of 0.01, but Δ / √Δ² near 0 magnifies the last bit of a float64
     torch.testing.assert_close(first, second, rtol=2e-7 if tolerance else 0, atol=tolerance)

@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from fedvitals import lab
 from fedvitals.lab.engines.engine import Engine
-from fedvitals.lab.federation import Federation, Server
+from fedvitals.lab.federation import Federation, ServerState
 from fedvitals.lab.topologies import clustered
 from fedvitals.protocols import NullObserver
 from support.lab.by_hand import Watcher, experiment, groups_of, run
@@ -56,7 +56,7 @@ def own_accuracy(e):
     """On each client's own samples, with the model that the topology would give it."""
     site = lab.Site.of(e)
     with Engine(site, "sequential") as engine:
-        federation = Federation(site, engine, NullObserver(), Server(site.layout.flat(site.module)))
+        federation = Federation(site, engine, NullObserver(), ServerState(site.layout.flat(site.module)))
         for number in range(e.rounds):
             federation.round = number
             federation.server.model = e.topology.round(federation)
@@ -82,7 +82,7 @@ def test_sr_fca_ends_in_one_group_under_iid_and_is_centralized_there():
 def federated(e, watcher, number, clusters, models):
     """A federation in the midst of a run, with the clusters that a test wants."""
     site = lab.Site.of(e)
-    server = Server(site.layout.flat(site.module), dict(models), {"clusters": clusters})
+    server = ServerState(site.layout.flat(site.module), dict(models), {"clusters": clusters})
     federation = Federation(site, Engine(site, "sequential"), watcher, server)
     federation.round = number
     watcher.round_begin()
@@ -156,5 +156,5 @@ def test_connected_links_by_steps_and_keeps_what_is_not_finite_alone():
     nan = float("nan")
     places = torch.tensor([0.0, 10.0, 1.0, 2.0, 11.0, nan])
     distances = (places[:, None] - places[None, :]).abs()
-    assert clustered.connected("abcdef", distances, 1.0) == [["a", "c", "d"], ["b", "e"], ["f"]]
-    assert clustered.connected("abcdef", distances, 0.5) == [["a"], ["b"], ["c"], ["d"], ["e"], ["f"]]
+    assert clustered.connected_groups("abcdef", distances, 1.0) == [["a", "c", "d"], ["b", "e"], ["f"]]
+    assert clustered.connected_groups("abcdef", distances, 0.5) == [["a"], ["b"], ["c"], ["d"], ["e"], ["f"]]

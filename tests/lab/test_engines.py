@@ -13,7 +13,7 @@ from fedvitals import lab
 from fedvitals.errors import ConfigError
 from fedvitals.lab.engines.engine import Engine
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.engines.work import Task
+from fedvitals.lab.engines.tasks import Task
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.protocols import NullObserver
 from fedvitals.testing import MemorySink
@@ -65,7 +65,7 @@ def test_engines_agree_on_images(model):
 )
 def test_the_number_of_workers_changes_no_bit(engine, topology, monkeypatch):
     monkeypatch.setattr(
-        "fedvitals.lab.stacked.steps.STACK", 3
+        "fedvitals.lab.stacked.executor.STACK", 3
     )  # several stacks, so that the workers have something to share
     e = experiment(topology=topology)
     states = [lab.run(e, engine=engine, workers=workers).state for workers in (1, 2, 3)]
@@ -132,7 +132,7 @@ def test_what_a_client_keeps_of_its_optimiser_is_of_its_own_steps(optimizer):
         with Engine(site, "stacked", workers=1) as engine:
             for number in range(2):
                 list(engine.train([Task(number, (node,), start) for node in nodes], NullObserver()))
-            return engine._desk.kept
+            return engine._executor.kept
 
     together = kept(*e.nodes)
     assert len({steps for _, steps in together.values()}) > 2

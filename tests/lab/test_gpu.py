@@ -10,7 +10,7 @@ import fedvitals as fv
 from fedvitals import lab
 from fedvitals.lab.aggregators.averages import FedAdam, FedAvg, FedAvgM
 from fedvitals.lab.aggregators.robust import NormClipping
-from fedvitals.lab.topologies.exchanges import average, pass_on, together
+from fedvitals.lab.topologies.exchanges import average, exchange_for_stack, pass_to_next
 from fedvitals.protocols import NullObserver
 from fedvitals.testing import MemorySink
 from support.device_cases import CASES, TOPOLOGIES, Doctor, experiment
@@ -29,9 +29,9 @@ def on_gpu(e, observer=None, **more):
     return lab.run(e, observer, engine="stacked", device="cuda", **more)
 
 
-def alike(found, expected, rtol=1e-4, atol=2e-5):
-    assert found.is_cpu
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, equal_nan=True)
+def alike(computed, expected, rtol=1e-4, atol=2e-5):
+    assert computed.is_cpu
+    torch.testing.assert_close(computed, expected, rtol=rtol, atol=atol, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", [*CASES])
@@ -85,7 +85,7 @@ def test_aggregation_waits_for_nobody():
     states = torch.randn(9, 1000)
     start, there = torch.zeros(1000).cuda(), states.cuda()
     groups, samples = [slice(0, 2), slice(2, 6), slice(6, 9)], torch.arange(1, 10)
-    exchanges = {kind: together(kind, groups, samples, "cuda") for kind in (average, pass_on)}
+    exchanges = {kind: exchange_for_stack(kind, groups, samples, "cuda") for kind in (average, pass_to_next)}
     found, torch_mode = {}, torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -117,7 +117,7 @@ def test_what_is_not_finite_stays_in_its_group(spoilt):
         pytest.skip("no CUDA device")
     states = torch.randn(7, 50)
     states[0, 3] = spoilt
-    exchange = together(average, [slice(0, 2), slice(2, 7)], torch.ones(7), "cuda")
+    exchange = exchange_for_stack(average, [slice(0, 2), slice(2, 7)], torch.ones(7), "cuda")
     there = states.cuda()
     assert exchange is not None
     exchange(there)

@@ -167,8 +167,8 @@ def test_stackable_models_can_be_stacked(case):
     }
     assert not list(clients[0].buffers())
 
-    def loss(one, x, y):
-        return F.cross_entropy(functional_call(clients[0], one, (x,)), y)
+    def loss(parameters, x, y):
+        return F.cross_entropy(functional_call(clients[0], parameters, (x,)), y)
 
     together = vmap(grad(loss))(stacked, x, y)
     for index, client in enumerate(clients):

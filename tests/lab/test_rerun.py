@@ -15,7 +15,7 @@ from fedvitals import lab
 from fedvitals.analysis.remedies import Remedy
 from fedvitals.cli.main import main
 from fedvitals.cli.profile import lab as profile_lab
-from fedvitals.lab.rerun import Tried
+from fedvitals.lab.rerun import RemedyTrial
 from fedvitals.records import Metric, Run, Where
 from fedvitals.testing import MemorySink
 from support.paths import ROOT
@@ -74,7 +74,7 @@ def test_what_keeps_the_accuracy_comes_first(monkeypatch):
 
     def tried(seconds, after):
         remedy = Remedy({}, f"{seconds}", "", 10.0, seconds, 10.0 - seconds, 0.5, "", "", {})
-        return Tried(remedy, {}, 10.0, seconds, seconds, 0.78, after)
+        return RemedyTrial(remedy, {}, 10.0, seconds, seconds, 0.78, after)
 
     found = [tried(1.0, 0.14), tried(4.0, 0.77), tried(3.0, 0.74), tried(2.0, None)]
     monkeypatch.setattr("fedvitals.lab.rerun.try_remedies", lambda *_, **__: found)

@@ -106,15 +106,15 @@ def test_what_a_client_claims_and_how_long_it_was_under_way():
     )
     _, records = watched(e)
 
-    def told(name):
+    def by_node(name):
         return {r.where.node: r.value for r in records if type(r).__name__ == "Metric" and r.name == name}
 
-    own, claimed, seconds = told("samples"), told("update.samples"), told("time.client_virtual")
+    own, claimed, seconds = by_node("samples"), by_node("update.samples"), by_node("time.client_virtual")
     assert claimed == {node: own[node] * (10 if node == "c1" else 1) for node in e.nodes}
     ways = {r.where.node: r.attributes["parts"] for r in records if type(r).__name__ == "Span" and r.name == "journey"}
     for node in e.nodes:
         assert seconds[node] == sum(ways[node][part] for part in ("download", "compute", "upload"))
-        assert told("time.download")[node] == ways[node]["download"]
+        assert by_node("time.download")[node] == ways[node]["download"]
 
 
 def test_over_selection_asks_more_and_takes_the_first():

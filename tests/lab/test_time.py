@@ -19,7 +19,7 @@ pytestmark = pytest.mark.thorough  # seconds of training, or of other processes
 GROUPED = ("hierarchical", "rings")  # from the first round on
 
 
-def told(e, **more):
+def spans_and_metrics(e, **more):
     """The spans of a run, by their ids, and its metrics."""
     sink = MemorySink()
     with Monitor(None, sinks=[sink], strict=True) as monitor:
@@ -37,7 +37,7 @@ def virtual(spans, name, number):
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_virtual_round_is_told_as_nested_spans_whose_parts_fill_it(name):
     e = experiment(topology=TOPOLOGIES[name], network=BUSY, rounds=3, clients=9)
-    spans, metrics = told(e)
+    spans, metrics = spans_and_metrics(e)
     for number in range(3):
         (whole,) = virtual(spans, "round", number)
         (server,) = virtual(spans, "server", number)
@@ -147,7 +147,7 @@ def test_asynchronous_rounds_tell_whole_journeys_and_queue_at_the_servers_line()
         rounds=5,
         faults=[lab.Timeout(nodes=["c2"])],
     )
-    spans, _ = told(e)
+    spans, _ = spans_and_metrics(e)
     whole = {number: virtual(spans, "round", number)[0] for number in range(5)}
     gone = set()
     for number, span in whole.items():

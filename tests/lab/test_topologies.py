@@ -20,7 +20,7 @@ from fedvitals import lab
 from fedvitals.errors import ConfigError
 from fedvitals.lab import streams
 from fedvitals.lab.engines.engine import Engine
-from fedvitals.lab.federation import Federation, Server
+from fedvitals.lab.federation import Federation, ServerState
 from fedvitals.lab.topologies import asynchronous, hierarchical, rings
 from fedvitals.protocols import NullObserver
 from fedvitals.testing import check_topology
@@ -72,7 +72,7 @@ def test_averaging_at_the_edge_each_iteration_is_one_step_on_its_mean_gradient()
     """With plain SGD from a common start: mean(w − η·g_i) = w − η·mean(g_i), in every iteration."""
     e = experiment(topology=lab.Hierarchical(edges=2))
     site = lab.Site.of(e)
-    edges = hierarchical.deal_out(site.labels, 2)
+    edges = hierarchical.assign_to_edges(site.labels, 2)
     model = site.layout.flat(site.module)
     for number in range(e.rounds):
         at_edges = {}
@@ -90,16 +90,18 @@ def test_averaging_at_the_edge_each_iteration_is_one_step_on_its_mean_gradient()
 def test_edges_are_of_equal_size_and_each_resembles_the_whole():
     """Clients that hold one class each are dealt out one by one: every edge gets all classes."""
     labels = {f"c{i}": torch.eye(5, dtype=torch.int64)[i // 4] * 30 for i in range(20)}
-    for members in hierarchical.deal_out(labels, 4).values():
+    for members in hierarchical.assign_to_edges(labels, 4).values():
         assert torch.equal(sum(labels[node] for node in members), torch.full((5,), 30))
-    assert sorted(node for members in hierarchical.deal_out(labels, 3).values() for node in members) == sorted(labels)
+    assert sorted(node for members in hierarchical.assign_to_edges(labels, 3).values() for node in members) == sorted(
+        labels
+    )
 
 
 def test_ring_trains_each_model_at_one_member_after_the_other():
     """The model that is with a member at the end began as many places before it as there were passings."""
     e = experiment(topology=lab.Rings(rings=3))
     site = lab.Site.of(e)
-    circles = rings.close_rings(site.labels, 3, streams.stream(e.seed, "rings"))
+    circles = rings.build_rings(site.labels, 3, streams.stream(e.seed, "rings"))
     assert sum(map(len, circles.values())) == e.clients
     model = site.layout.flat(site.module)
     for number in range(e.rounds):
@@ -173,12 +175,12 @@ def test_models_in_flight_are_kept_and_no_others():
     e = experiment(topology=lab.Asynchronous(buffer=2, concurrency=6), network=lab.Network(jitter=1.0), rounds=5)
     site = lab.Site.of(e)
     with Engine(site, "sequential") as engine:
-        federation = Federation(site, engine, NullObserver(), Server(site.layout.flat(site.module)))
+        federation = Federation(site, engine, NullObserver(), ServerState(site.layout.flat(site.module)))
         for number in range(5):
             federation.round = number
             federation.server.model = e.topology.round(federation)
             flights = federation.server.notes["flights"]
-            assert set(federation.server.memory) == {asynchronous.version(flight["began"]) for flight in flights}
+            assert set(federation.server.memory) == {asynchronous.version_key(flight["began"]) for flight in flights}
             assert len(flights) == 5  # a place is filled at each landing but the last
 
 
@@ -197,7 +199,7 @@ def test_bytes_of_a_round_are_those_computed_by_hand():
     """Of a model of s bytes, n clients, k iterations: 2ns at the server, 2nks at the edges, (k − 1)s at each ringer."""
     e = experiment(clients=9, rounds=1)
     size = 4 * lab.Site.of(e).layout.size
-    circles = rings.close_rings(lab.Site.of(e).labels, 3, streams.stream(e.seed, "rings"))
+    circles = rings.build_rings(lab.Site.of(e).labels, 3, streams.stream(e.seed, "rings"))
     ringers = sum(len(members) for members in circles.values() if len(members) > 1)
     expected = {
         lab.Centralized(): (18 * size, 0),
@@ -231,7 +233,7 @@ def test_edge_sends_to_the_server_after_it_has_heard_from_all_its_clients():
     watcher = Watcher()
     e = experiment(topology=lab.Hierarchical(edges=3))
     run(e, watcher)
-    edges = hierarchical.deal_out(lab.Site.of(e).labels, 3)
+    edges = hierarchical.assign_to_edges(lab.Site.of(e).labels, 3)
     assert groups_of(watcher) == [{edge: set(nodes) for edge, nodes in edges.items()}]  # told once: it never changes
     for transfers in watcher.transfers:
         ends = [(sender, receiver) for sender, receiver, *_ in transfers]
@@ -243,7 +245,7 @@ def test_ring_passes_models_only_to_the_next():
     watcher = Watcher()
     e = experiment(topology=lab.Rings(rings=2))
     run(e, watcher)
-    circles = rings.close_rings(lab.Site.of(e).labels, 2, streams.stream(e.seed, "rings"))
+    circles = rings.build_rings(lab.Site.of(e).labels, 2, streams.stream(e.seed, "rings"))
     following = {(c[i], c[(i + 1) % len(c)]) for c in circles.values() for i in range(len(c)) if len(c) > 1}
     passed = {(sender, receiver) for sender, receiver, *_ in watcher.transfers[0] if "server" not in (sender, receiver)}
     assert passed == following
@@ -332,7 +334,7 @@ class Forgetful:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ("short", "did not come to its end"),
         ("not finite", "not finite"),
@@ -342,8 +344,8 @@ class Forgetful:
         ("everybody", "use cohort"),
     ],
 )
-def test_check_says_what_is_wrong_with_a_topology(how, said):
-    with pytest.raises(AssertionError, match=said):
+def test_check_says_what_is_wrong_with_a_topology(how, message):
+    with pytest.raises(AssertionError, match=message):
         check_topology(Forgetful(how))
 
 

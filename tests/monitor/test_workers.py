@@ -417,7 +417,7 @@ def test_a_thinned_parcel_is_counted_by_the_monitor():
 
 
 @pytest.mark.parametrize(
-    "told",
+    "metric",
     [
         Span(Where("r", 0), 0.0, "round", 1e6, "a" * 32, "b" * 16),
         Span(Where("r", 0, "c0"), 0.0, "round", 1e6, "a" * 32, "b" * 16),
@@ -426,14 +426,14 @@ def test_a_thinned_parcel_is_counted_by_the_monitor():
         Metric(Where("r", 0), 0.0, "time.round", 1e6),
         Metric(Where("r", 0), 0.0, "bottleneck.upload", 1.0),
     ],
-    ids=lambda told: f"{told.name} {told.where.node}",
+    ids=lambda metric: f"{metric.name} {metric.where.node}",
 )
-def test_no_worker_says_what_a_round_was(told):
+def test_no_worker_says_what_a_round_was(metric):
     """Its length and what it was bound by are the monitor's to tell; a client's own metrics are taken."""
     monitor, sink = watched(strict=False)
-    where = dataclasses.replace(told.where, run=monitor.run.id)
+    where = dataclasses.replace(metric.where, run=monitor.run.id)
     with monitor, monitor.round(0):
-        monitor.host.absorb(encode([stamped(dataclasses.replace(told, where=where), "worker-1", 0)]))
+        monitor.host.absorb(encode([stamped(dataclasses.replace(metric, where=where), "worker-1", 0)]))
         own = Metric(Where(monitor.run.id, 0, "c0"), 0.0, "time.data", 0.5)
         monitor.host.absorb(encode([stamped(own, "worker-2", 0)]))
     assert monitor.lost == 1

@@ -227,8 +227,8 @@ def test_a_model_that_works_on_its_input_in_place():
     assert torch.equal(x, kept)
 
 
-@pytest.mark.parametrize(("privacy", "told"), [(1, False), (2, False), (3, True)])
-def test_labels_only_where_privacy_allows(privacy, told):
+@pytest.mark.parametrize(("privacy", "allowed"), [(1, False), (2, False), (3, True)])
+def test_labels_only_where_privacy_allows(privacy, allowed):
     """The label histogram and its entropy leave a client from level 3 on, once, not each round."""
     monitor, sink = watched(privacy=privacy)
     x, y = make_data()
@@ -237,8 +237,8 @@ def test_labels_only_where_privacy_allows(privacy, told):
             with monitor.round(number), monitor.client("c0", make("mlp"), data=(x, y), loss=functional.cross_entropy):
                 pass
     events = sink.events("labels")
-    assert len(events) == len(sink.metrics("label.entropy")) == told
-    if told:
+    assert len(events) == len(sink.metrics("label.entropy")) == allowed
+    if allowed:
         shares = np.bincount(y.numpy()) / len(y)
         assert events[0].data["histogram"] == {str(i): int((y == i).sum()) for i in range(3)}
         close(sink.value("label.entropy"), -(shares * np.log(shares)).sum())

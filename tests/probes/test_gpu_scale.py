@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from fedvitals import lab
-from fedvitals.lab.stacked.plans import plans
+from fedvitals.lab.stacked.plans import available_plans
 from fedvitals.probes.scale import gradient_scale, scale
 from fedvitals.probes.stacked.full_gradient import stacked_full_gradient
 from fedvitals.probes.stacked.model import StackModel
@@ -137,7 +137,7 @@ def graph_module(name):
 
 def own_way(model):
     """The lab's: its first plan for this module."""
-    plan = plans(model.module, model.states.device)[0]
+    plan = available_plans(model.module, model.states.device)[0]
     sizes = [p.numel() for _, p in model.parameters]
 
     def forward(states, x):

@@ -141,9 +141,9 @@ def rows_of(vectors, *, models=(), sizes=SIZES, **settings):
     return [None if row is None else dict(zip(PEER_COLUMNS, row[0].tolist(), strict=True)) for row in found]
 
 
-def check(found, vectors, models, *, near=2e-5, columns=PEER_COLUMNS):
+def check(rows, vectors, models, *, near=2e-5, columns=PEER_COLUMNS):
     doubles = [vector.double() for vector in vectors]
-    for i, row in enumerate(found):
+    for i, row in enumerate(rows):
         wanted = twin(doubles, i, SHAPES, [model.double() for model in models] or [doubles[0]])
         for column in columns:
             sketched = column == "nearest" and wanted[column] < peers.CANDIDATE

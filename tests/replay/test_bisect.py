@@ -15,7 +15,7 @@ from fedvitals import lab
 from fedvitals.cli.main import app
 from fedvitals.errors import ConfigError
 from fedvitals.replay.counterfactual.bisect import bisect
-from fedvitals.replay.counterfactual.evidence import FEATURES, Evidence
+from fedvitals.replay.counterfactual.evidence import FEATURES, ClientEvidence
 from fedvitals.replay.debugger.conditions import parse
 from fedvitals.replay.player.player import Player
 from fedvitals.replay.tape.reader import open_tape
@@ -67,7 +67,7 @@ def test_a_feature_that_drifts_early_does_not_date_what_all_show_later() -> None
     values = np.zeros((12, 3, len(FEATURES)))
     values[8:, 1, :3] = 1.0, -1.0, 1.0  # from round 8 on c1 is longer, points elsewhere and has another loss
     values[5:8, 1, 1] = -0.3  # its direction has moved a little since round 5
-    found = Evidence(list(range(12)), ("c0", "c1", "c2"), 3, values)
+    found = ClientEvidence(list(range(12)), ("c0", "c1", "c2"), 3, values)
     assert found._gains("c1")[:, 1].argmax() == 5  # by its direction alone
     assert found.onset("c1")[0] == found.onset_of_all(["c1"]) == 8
     assert found.onset("c0") == (None, 0.0)

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 import fedvitals as fv
 from fedvitals.errors import ConfigError, FedvitalsError
-from fedvitals.replay.debugger.commands import ALIASES, COMMANDS, Interpreter, split, stretch
+from fedvitals.replay.debugger.commands import ALIASES, COMMANDS, Interpreter, parse_rounds, split_commands
 from support.recorded_run import record
 
 
@@ -19,7 +19,7 @@ def store(tmp_path_factory):
 def typed(store):
     """An interpreter; what it would draw is listed."""
     with fv.open_replay("rewound", store) as session:
-        interpreter = Interpreter(session, lambda one, path: interpreter.drawn.append((one.title, str(path))))
+        interpreter = Interpreter(session, lambda shown, path: interpreter.drawn.append((shown.title, str(path))))
         interpreter.drawn = []
         yield interpreter
 
@@ -158,10 +158,10 @@ def test_tab_offers_what_may_come_next(typed):
 
 
 def test_commands_are_split_at_semicolons_outside_quotes():
-    assert split("goto 12; into c7") == ["goto 12", "into c7"]
-    assert split('whatif "drop c4; clip 1.5" ;; where # and so on') == ['whatif "drop c4; clip 1.5"', "where"]
-    assert split("  ") == []
-    assert (stretch("3-9"), stretch("12"), stretch("3–4")) == ((3, 9), (12, 12), (3, 4))
+    assert split_commands("goto 12; into c7") == ["goto 12", "into c7"]
+    assert split_commands('whatif "drop c4; clip 1.5" ;; where # and so on') == ['whatif "drop c4; clip 1.5"', "where"]
+    assert split_commands("  ") == []
+    assert (parse_rounds("3-9"), parse_rounds("12"), parse_rounds("3–4")) == ((3, 9), (12, 12), (3, 4))
 
 
 def test_every_command_has_help_and_every_short_name_a_command(typed):
@@ -173,12 +173,12 @@ def test_every_command_has_help_and_every_short_name_a_command(typed):
 
 
 def test_several_changes_are_one_what_if(typed):
-    assert split("goto 2; whatif drop c4; clip 1.5 rounds 2-3; where") == [
+    assert split_commands("goto 2; whatif drop c4; clip 1.5 rounds 2-3; where") == [
         "goto 2",
         "whatif drop c4; clip 1.5 rounds 2-3",
         "where",
     ]
-    shown = typed.do(split("whatif drop c4; clip 1.5 rounds 2-3")[0])
+    shown = typed.do(split_commands("whatif drop c4; clip 1.5 rounds 2-3")[0])
     assert shown.title == "what if: drop c4; clip 1.5"
     assert [row[0] for row in shown.rows] == [2, 3]
 

@@ -13,7 +13,7 @@ from fedvitals.errors import ConfigError
 from fedvitals.protocols import History
 from fedvitals.records import Finding, Metric, Where
 from fedvitals.replay.debugger.breakpoints import Breakpoints, Hit
-from fedvitals.replay.debugger.cached_history import Remembered
+from fedvitals.replay.debugger.cached_history import CachedHistory
 from fedvitals.replay.debugger.conditions import EXAMPLES, parse, parse_quantity
 from fedvitals.store import MemoryStore, open_reader
 from fedvitals.store.read.queries import records
@@ -37,7 +37,7 @@ def ill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         yield reader.history(monitor.run.id), list(records(reader, monitor.run.id, Finding))
 
 
-def told(run: Run, text: str) -> dict[int, str]:
+def rounds_that_hold(run: Run, text: str) -> dict[int, str]:
     """What a condition says, by the rounds in which it holds."""
     history, findings = run
     condition = parse(text)
@@ -64,7 +64,7 @@ def test_every_example_is_understood_and_reads_back(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "meant"),
+    ("text", "meant"),
     [
         ("ANY nan", "any NaN"),
         ("nan of c7", "NaN in c7"),
@@ -90,13 +90,13 @@ def test_every_example_is_understood_and_reads_back(text: str) -> None:
         ("user.F1 < 0.5", "user.F1 < 0.5"),
     ],
 )
-def test_people_say_the_same_in_many_ways(said: str, meant: str) -> None:
-    assert str(parse(said)) == meant
-    assert parse(meant) == parse(said)
+def test_people_say_the_same_in_many_ways(text: str, meant: str) -> None:
+    assert str(parse(text)) == meant
+    assert parse(meant) == parse(text)
 
 
 @pytest.mark.parametrize(
-    ("said", "taught"),
+    ("text", "taught"),
     [
         ("", "«any NaN»"),
         ("hello", "«accuracy drops by 3 points»"),
@@ -116,50 +116,52 @@ def test_people_say_the_same_in_many_ways(said: str, meant: str) -> None:
         ("x" * 501, "501 characters"),
     ],
 )
-def test_what_is_not_understood_is_answered_with_what_would_be(said: str, taught: str) -> None:
+def test_what_is_not_understood_is_answered_with_what_would_be(text: str, taught: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        parse(said)
+        parse(text)
     assert taught in str(refused.value)
 
 
 def test_nan_is_found_where_it_was_made(ill: Run) -> None:
-    said = told(ill, "any NaN")
+    said = rounds_that_hold(ill, "any NaN")
     assert [*said] == [4, 5]
     assert said[4].startswith("gradient of dense1.weight in c5 has NaN: ")
     assert said[5].startswith("gradient of dense1.weight in c0 has NaN: ")
-    assert 4 in told(ill, "NaN in c5")
-    assert [*told(ill, "NaN in c4")] == [5]
-    assert told(ill, "any infinity") == {}
-    assert [*told(ill, "loss is NaN")] == [4, 5]
+    assert 4 in rounds_that_hold(ill, "NaN in c5")
+    assert [*rounds_that_hold(ill, "NaN in c4")] == [5]
+    assert rounds_that_hold(ill, "any infinity") == {}
+    assert [*rounds_that_hold(ill, "loss is NaN")] == [4, 5]
 
 
 def test_a_norm_against_its_own_past_and_against_the_others(ill: Run) -> None:
-    assert [*told(ill, "update.norm of c3 > 5 × its median")] == [3]
-    assert told(ill, "update.norm > 5 × its median") == told(ill, "update.norm of c3 > 5 × its median")
-    assert [*told(ill, "update.norm of c3 > 5 × the cohort's median")] == [3]
-    assert told(ill, "update.norm of c2 > 5 × the cohort's median") == {}
-    said = told(ill, "update.norm of layer dense1 in c3 > 5 × its mean")
+    assert [*rounds_that_hold(ill, "update.norm of c3 > 5 × its median")] == [3]
+    assert rounds_that_hold(ill, "update.norm > 5 × its median") == rounds_that_hold(
+        ill, "update.norm of c3 > 5 × its median"
+    )
+    assert [*rounds_that_hold(ill, "update.norm of c3 > 5 × the cohort's median")] == [3]
+    assert rounds_that_hold(ill, "update.norm of c2 > 5 × the cohort's median") == {}
+    said = rounds_that_hold(ill, "update.norm of layer dense1 in c3 > 5 × its mean")
     assert [*said] == [3]
     assert said[3].startswith("update.norm of dense1.weight in c3 is ")
 
 
 def test_the_federations_own_accuracy_and_loss(ill: Run) -> None:
-    assert [*told(ill, "accuracy < 0.27")] == [0, 4, 5]
-    assert [*told(ill, "accuracy < 27 % and round > 0")] == [4, 5]
-    drops = told(ill, "accuracy drops by 3 points")
+    assert [*rounds_that_hold(ill, "accuracy < 0.27")] == [0, 4, 5]
+    assert [*rounds_that_hold(ill, "accuracy < 27 % and round > 0")] == [4, 5]
+    drops = rounds_that_hold(ill, "accuracy drops by 3 points")
     assert [*drops] == [3, 4]
     assert re.fullmatch(r"accuracy drops by 6\.\d+ points, from 0\.4\d+ in round 2 to 0\.4\d+", drops[3])
-    assert [*told(ill, "accuracy drops by 3 points from its best")] == [3, 4, 5]
-    assert [*told(ill, "loss < 2.1")] == [3]  # and NaN is under nothing
+    assert [*rounds_that_hold(ill, "accuracy drops by 3 points from its best")] == [3, 4, 5]
+    assert [*rounds_that_hold(ill, "loss < 2.1")] == [3]  # and NaN is under nothing
 
 
 def test_findings_events_and_rounds(ill: Run) -> None:
-    assert [*told(ill, "finding BYZANTINE")] == [3]
-    assert told(ill, "finding byzantine of c2") == {}
-    assert "does not send what it trained" in told(ill, "any finding of c3")[3]
-    assert [*told(ill, "event client.failed of c1")] == [*told(ill, "any failure")] == [2]
-    assert told(ill, "event client.failed of c2") == {}
-    assert [*told(ill, "round 4")] == [4]
+    assert [*rounds_that_hold(ill, "finding BYZANTINE")] == [3]
+    assert rounds_that_hold(ill, "finding byzantine of c2") == {}
+    assert "does not send what it trained" in rounds_that_hold(ill, "any finding of c3")[3]
+    assert [*rounds_that_hold(ill, "event client.failed of c1")] == [*rounds_that_hold(ill, "any failure")] == [2]
+    assert rounds_that_hold(ill, "event client.failed of c2") == {}
+    assert [*rounds_that_hold(ill, "round 4")] == [4]
 
 
 def test_the_median_is_of_the_earlier_rounds_that_are_finite() -> None:
@@ -245,9 +247,9 @@ def test_a_watchpoint_tells_of_changes_alone(ill: Run) -> None:
 
 def test_a_remembered_history_gives_the_same_answers(ill: Run) -> None:
     history, findings = ill
-    known = Remembered(history)
+    known = CachedHistory(history)
     for text in ("any NaN", "any failure", "update.norm > 5 × its median", "update.norm of layer dense1 > 3"):
-        assert told((known, findings), text) == told(ill, text)
+        assert rounds_that_hold((known, findings), text) == rounds_that_hold(ill, text)
     assert [e.name for e in known.events(None, 2)] == [e.name for e in history.events(None, 2)]
 
 

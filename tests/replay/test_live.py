@@ -17,10 +17,10 @@ import torch
 import fedvitals as fv
 from fedvitals import lab
 from fedvitals.errors import BusyError, ConfigError
-from fedvitals.replay.debugger import gate
+from fedvitals.replay.debugger import round_gate
 from fedvitals.replay.debugger.breakpoints import Breakpoints, Hit
-from fedvitals.replay.debugger.gate import Gate, Handle
-from fedvitals.replay.debugger.live import Live
+from fedvitals.replay.debugger.live_session import LiveSession
+from fedvitals.replay.debugger.round_gate import GateHandle, RoundGate
 from fedvitals.replay.tape.reader import open_tape, tape_folder
 
 pytestmark = pytest.mark.thorough  # CI runs it; `scripts/test --fast` does not
@@ -33,8 +33,8 @@ TRAINING = f"""
 import sys
 import fedvitals as fv
 from fedvitals import lab
-from fedvitals.replay import gate
-gate.STALE = float(sys.argv[2])
+from fedvitals.replay.debugger import round_gate
+round_gate.STALE_SECONDS = float(sys.argv[2])
 experiment = lab.Experiment(
     dataset="digits", model="mlp", clients=4, rounds={ROUNDS}, faults=[lab.crash(nodes=["c1"], since=3, until=3)]
 )
@@ -49,7 +49,7 @@ with fv.Monitor(sys.argv[1], run="live", host="lab", tape=fv.Tape(), id="live") 
 SESSION = """
 import sys, time
 from fedvitals.replay.debugger.breakpoints import Breakpoints
-from fedvitals.replay.debugger.live import Live
+from fedvitals.replay.debugger.live_session import Live
 with Live(sys.argv[1], "live", Breakpoints("round 2")) as live:
     print("attached", flush=True)
     print(live.wait_for_hit(60), flush=True)
@@ -107,7 +107,7 @@ def test_a_live_run_is_held_stepped_and_ends_with_the_same_weights(tmp_path: Pat
     store, told = tmp_path / "runs.db", list[Hit]()
     points = Breakpoints("round 2", "finding CRASH", "loss > 100")
     points.watch("accuracy")
-    with training(store) as run, Live(store, "live", points, tell=told.append) as live:
+    with training(store) as run, LiveSession(store, "live", points, tell=told.append) as live:
         go(run)
         hit = live.wait_for_hit(SOON)
         assert hit is not None
@@ -132,10 +132,10 @@ def test_a_live_run_is_held_stepped_and_ends_with_the_same_weights(tmp_path: Pat
     assert len(undisturbed) == ROUNDS
     assert [hit.round for hit in told if not hit.stops] == [1, 2, 3, 4, 5]
     folder = tape_folder(store, "live")
-    assert not (folder / gate.SIGN).exists()
-    assert not (folder / gate.AT).exists()
+    assert not (folder / round_gate.CLAIM_FILE).exists()
+    assert not (folder / round_gate.WAITING_FILE).exists()
     with pytest.raises(ConfigError, match="has ended"):
-        Live(store, "live")
+        LiveSession(store, "live")
 
 
 @pytest.mark.thorough
@@ -145,8 +145,8 @@ def test_a_session_that_is_killed_holds_nobody_up(tmp_path: Path, undisturbed: l
         assert line_of(session) == "attached"
         go(run)
         assert line_of(session) == "Breakpoint 1, round 2: it is round 2"
-        assert Handle(tape_folder(store, "live")).waiting() == 2
-        with pytest.raises(BusyError, match=f"process {session.pid} on "), Live(store, "live"):
+        assert GateHandle(tape_folder(store, "live")).waiting() == 2
+        with pytest.raises(BusyError, match=f"process {session.pid} on "), LiveSession(store, "live"):
             pass
         os.kill(session.pid, signal.SIGKILL)
         session.wait()
@@ -158,13 +158,13 @@ def test_a_session_that_is_killed_holds_nobody_up(tmp_path: Path, undisturbed: l
 def test_who_leaves_lets_the_run_go_on_and_another_may_take_it(tmp_path: Path, undisturbed: list[str]) -> None:
     store = tmp_path / "runs.db"
     with training(store) as run:
-        with Live(store, "live", Breakpoints("round 1")) as live:
-            with pytest.raises(BusyError, match=f"process {os.getpid()} on "), Live(store, "live"):
+        with LiveSession(store, "live", Breakpoints("round 1")) as live:
+            with pytest.raises(BusyError, match=f"process {os.getpid()} on "), LiveSession(store, "live"):
                 pass
             go(run)
             hit = live.wait_for_hit(SOON)
             assert hit is not None
-            with pytest.raises(BusyError), Live(store, "live"):
+            with pytest.raises(BusyError), LiveSession(store, "live"):
                 pass
             assert live.paused == 1
         assert run.wait(SOON) == 0
@@ -174,7 +174,7 @@ def test_who_leaves_lets_the_run_go_on_and_another_may_take_it(tmp_path: Path, u
 @pytest.mark.thorough
 def test_a_run_that_is_killed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = tmp_path / "runs.db"
-    with training(store) as run, Live(store, "live", Breakpoints("round 2")) as live:
+    with training(store) as run, LiveSession(store, "live", Breakpoints("round 2")) as live:
         go(run)
         assert live.wait_for_hit(SOON) is not None
         os.kill(run.pid, signal.SIGKILL)
@@ -182,9 +182,9 @@ def test_a_run_that_is_killed_is_not_waited_for(tmp_path: Path, monkeypatch: pyt
         assert live.wait_for_hit(SOON) is None
         assert live.ended
         assert live.paused is None
-    monkeypatch.setattr("fedvitals.replay.debugger.live.SILENT", 0.0)
+    monkeypatch.setattr("fedvitals.replay.debugger.live_session.SILENT_SECONDS", 0.0)
     with pytest.raises(ConfigError, match="was broken off"):
-        Live(store, "live")
+        LiveSession(store, "live")
 
 
 def looped(store: Path, begun: threading.Event, go_on: threading.Event) -> None:
@@ -207,7 +207,7 @@ def test_what_is_logged_after_the_round_stops_after_the_next(tmp_path: Path) -> 
     thread.start()
     try:
         assert begun.wait(SOON)
-        with Live(store, "loop", Breakpoints("accuracy < 0.75")) as live:
+        with LiveSession(store, "loop", Breakpoints("accuracy < 0.75")) as live:
             go_on.set()
             hit = live.wait_for_hit(SOON)
             assert hit is not None
@@ -228,11 +228,11 @@ def test_a_run_on_flower_is_told_of_and_never_held(tmp_path: Path) -> None:
         running = lab.rounds(experiment, monitor, workers=1)
         next(running)
         monitor.flush()
-        with Live(store, "remote", Breakpoints("round 1", "round 0")) as live:
+        with LiveSession(store, "remote", Breakpoints("round 1", "round 0")) as live:
             assert not live.holds
             for _ in running:
                 pass
-            assert not (tape_folder(store, monitor.run.id) / gate.SIGN).exists()
+            assert not (tape_folder(store, monitor.run.id) / round_gate.CLAIM_FILE).exists()
             with pytest.raises(ConfigError, match="never held"):
                 live.step()
             monitor.close()
@@ -250,7 +250,7 @@ def test_a_run_without_a_tape_is_refused(tmp_path: Path) -> None:
             pass
         monitor.flush()
         with pytest.raises(ConfigError, match="has no tape"):
-            Live(store, "bare")
+            LiveSession(store, "bare")
 
 
 class StillHeldError(Exception):
@@ -270,9 +270,9 @@ def patience(looks: int) -> Callable[[float], None]:
 
 
 def test_nobody_is_waited_for_unless_a_session_is_alive(tmp_path: Path) -> None:
-    door, sign = Gate(tmp_path), tmp_path / gate.SIGN
+    door, sign = RoundGate(tmp_path), tmp_path / round_gate.CLAIM_FILE
     assert not door.asked
-    Handle(tmp_path).claim()
+    GateHandle(tmp_path).claim()
     assert door.asked
     for hours in (-1, 1):  # of a session that died an hour ago; and after the clock was set back by one
         os.utime(sign, (time.time() + hours * 3600,) * 2)
@@ -282,7 +282,7 @@ def test_nobody_is_waited_for_unless_a_session_is_alive(tmp_path: Path) -> None:
 
 
 def test_a_run_is_held_until_it_is_let_go(tmp_path: Path) -> None:
-    door, handle = Gate(tmp_path), Handle(tmp_path)
+    door, handle = RoundGate(tmp_path), GateHandle(tmp_path)
     handle.claim()
     with pytest.raises(StillHeldError):
         door.wait(3, patience(5))
@@ -295,9 +295,9 @@ def test_a_run_is_held_until_it_is_let_go(tmp_path: Path) -> None:
 
 
 def test_while_it_waits_no_clock_that_is_set_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    door, handle, sign = Gate(tmp_path), Handle(tmp_path), tmp_path / gate.SIGN
-    monkeypatch.setattr(gate, "STALE", 0.5)
-    monkeypatch.setattr(gate, "BEAT", 0.01)
+    door, handle, sign = RoundGate(tmp_path), GateHandle(tmp_path), tmp_path / round_gate.CLAIM_FILE
+    monkeypatch.setattr(round_gate, "STALE", 0.5)
+    monkeypatch.setattr(round_gate, "BEAT", 0.01)
     handle.claim()
     os.utime(sign, (time.time() + 3600,) * 2)
     door.wait(3)  # nothing is renewed: it goes on, though the sign is of the future
@@ -315,44 +315,44 @@ def test_while_it_waits_no_clock_that_is_set_matters(tmp_path: Path, monkeypatch
 
 
 def test_what_a_killed_run_or_session_left_behind_is_not_believed(tmp_path: Path) -> None:
-    handle, at = Handle(tmp_path), tmp_path / gate.AT
+    handle, at = GateHandle(tmp_path), tmp_path / round_gate.WAITING_FILE
     at.write_text("7", encoding="ascii")
     assert handle.waiting() == 7
     os.utime(at, (time.time() - 3600,) * 2)
     assert handle.waiting() is None
     assert handle.stands()
-    Gate(tmp_path)  # the run goes on after a crash
+    RoundGate(tmp_path)  # the run goes on after a crash
     assert not handle.stands()
     at.write_bytes(b"\xff")
     assert handle.waiting() is None
-    (tmp_path / gate.SIGN).write_bytes(b"{")  # no orders
+    (tmp_path / round_gate.CLAIM_FILE).write_bytes(b"{")  # no orders
     handle.claim()
     assert handle.waiting() is None
 
 
 def test_two_sessions_at_once(tmp_path: Path) -> None:
-    first, second = Handle(tmp_path), Handle(tmp_path)
+    first, second = GateHandle(tmp_path), GateHandle(tmp_path)
     first.claim()
     first.claim()  # its own
     with pytest.raises(BusyError, match="one does at a time"):
         second.claim()
-    os.utime(tmp_path / gate.SIGN, (time.time() - 3600,) * 2)  # stopped for long
+    os.utime(tmp_path / round_gate.CLAIM_FILE, (time.time() - 3600,) * 2)  # stopped for long
     second.claim()
     with pytest.raises(BusyError):
         first.renew()
     first.release()  # not its own any more
     second.renew()
-    assert Gate(tmp_path).asked
+    assert RoundGate(tmp_path).asked
 
 
 def test_of_a_session_whose_process_is_gone_nobody_waits_ten_seconds(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from fedvitals.replay.debugger.gate import Handle; "
+        "import sys, pathlib; from fedvitals.replay.debugger.round_gate import Handle; "
         "Handle(pathlib.Path(sys.argv[1])).claim()"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
-    assert Gate(tmp_path).asked
-    Handle(tmp_path).claim()
+    assert RoundGate(tmp_path).asked
+    GateHandle(tmp_path).claim()
 
 
 def test_a_store_that_goes_away_lets_the_run_go_on(tmp_path: Path) -> None:
@@ -361,7 +361,7 @@ def test_a_store_that_goes_away_lets_the_run_go_on(tmp_path: Path) -> None:
         with monitor.round(0, torch.nn.Linear(2, 2)):
             pass
         monitor.flush()
-        with Live(store, "gone", Breakpoints("round 9")) as live:
+        with LiveSession(store, "gone", Breakpoints("round 9")) as live:
             folder = tape_folder(store, monitor.run.id)
             folder.rename(tmp_path / "elsewhere")
             with pytest.raises(OSError, match="debugger"):

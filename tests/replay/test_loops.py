@@ -19,7 +19,7 @@ from fedvitals.errors import ConfigError, StoreError
 from fedvitals.loop_tape import random_states, set_random_states
 from fedvitals.protocols import Replayable
 from fedvitals.replay.debugger.commands import Interpreter
-from fedvitals.replay.player.loops import LoopPlayer, load_loop, loop_player
+from fedvitals.replay.player.loop_player import LoopPlayer, load_loop, loop_player
 from fedvitals.replay.player.proof import verify
 from fedvitals.replay.tape.reader import open_tape
 from fedvitals.store import open_reader
@@ -178,11 +178,13 @@ def test_an_aggregation_of_ones_own_is_asked_for_and_taken(tmp_path):
     assert (wrong.mismatch.round, wrong.mismatch.what) == (0, "state after")
 
 
-@pytest.mark.parametrize("given", [None, lambda _, updates, weights: by_hand([*updates.values()], [*weights.values()])])
-def test_a_loop_may_aggregate_after_its_round(tmp_path, given):
+@pytest.mark.parametrize(
+    "aggregate", [None, lambda _, updates, weights: by_hand([*updates.values()], [*weights.values()])]
+)
+def test_a_loop_may_aggregate_after_its_round(tmp_path, aggregate):
     store = tmp_path / "runs.db"
     _, monitor = run_loop(store, fv.Tape(), outside=True, rounds=3)
-    proof = verify(LoopPlayer(open_tape(store, monitor.run.id), Loop().restore, Loop().train, given))
+    proof = verify(LoopPlayer(open_tape(store, monitor.run.id), Loop().restore, Loop().train, aggregate))
     assert proof.holds, proof.mismatch
     assert proof.proved == [0, 1, 2]
 

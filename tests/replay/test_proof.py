@@ -205,8 +205,8 @@ def test_weights_are_the_same_with_and_without_a_tape(tmp_path):
 
 
 def test_another_machine_is_compared_by_a_stated_tolerance(tape, monkeypatch):
-    here = proofs.machine()
-    monkeypatch.setattr(proofs, "machine", lambda: here | {"capability": "NEON"})
+    here = proofs.machine_description()
+    monkeypatch.setattr(proofs, "machine_description", lambda: here | {"capability": "NEON"})
     with Player(tape) as player:
         proof = verify(player)
     assert (proof.exact, proof.holds, proof.deviation) == (False, True, 0.0)
@@ -215,8 +215,8 @@ def test_another_machine_is_compared_by_a_stated_tolerance(tape, monkeypatch):
 
 
 def test_another_machine_that_is_too_far_off(tape, monkeypatch):
-    here, ours = proofs.machine(), Site.tensors
-    monkeypatch.setattr(proofs, "machine", lambda: here | {"torch": "1.0"})
+    here, ours = proofs.machine_description(), Site.tensors
+    monkeypatch.setattr(proofs, "machine_description", lambda: here | {"torch": "1.0"})
     monkeypatch.setattr(Site, "tensors", lambda s, n, r: (ours(s, n, r)[0] * (1 + 1e-6), ours(s, n, r)[1]))
     with Player(tape) as player:
         close = verify(player)

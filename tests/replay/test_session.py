@@ -17,9 +17,9 @@ from torch import nn
 import fedvitals as fv
 from fedvitals import lab
 from fedvitals.errors import ConfigError, StoreError
-from fedvitals.replay.debugger import shown
-from fedvitals.replay.player.trace import trace
-from fedvitals.replay.tape.digests import mark_of
+from fedvitals.replay.debugger import debugger_output
+from fedvitals.replay.player.trace import trace_client
+from fedvitals.replay.tape.digests import state_digest_of
 from fedvitals.replay.tape.retention import losses_of
 from support.recorded_run import ROUNDS, record
 
@@ -78,27 +78,27 @@ def test_a_state_is_the_recorded_one_read_or_run_again(session):
     assert False in stored
     for number in (4, 1, 5, 0, 2, ROUNDS):
         marks = session.tape.marks(number)
-        state = session.material.state(number)
-        assert {name: mark_of(tensors).digest for name, tensors in state.items()} == {
+        state = session.states.state(number)
+        assert {name: state_digest_of(tensors).digest for name, tensors in state.items()} == {
             name: mark.digest for name, mark in marks.items()
         }
 
 
 def test_what_was_run_again_once_is_at_hand(session):
     again = next(number for number in range(1, ROUNDS) if not session.tape.has_state(number))
-    session.material.play(again)
-    count = session.material.again
-    session.material.play(again)
-    session.material.state(again)
-    assert session.material.again == count
-    session.material.play(again + 1)
-    assert session.material.again == count + 1
+    session.states.play(again)
+    count = session.states.rerun_rounds
+    session.states.play(again)
+    session.states.state(again)
+    assert session.states.rerun_rounds == count
+    session.states.play(again + 1)
+    assert session.states.rerun_rounds == count + 1
 
 
 def test_progress_hears_of_every_round_that_is_run_again(session):
     heard = []
-    session.progress = lambda *told: heard.append(told)
-    session.material.play(2)
+    session.progress = lambda *progress: heard.append(progress)
+    session.states.play(2)
     assert heard == [(0, 0, 2), (1, 0, 2), (2, 0, 2)]
 
 
@@ -109,10 +109,10 @@ def test_gradients_are_those_of_the_step(tmp_path, engine):
     with fv.open_replay("rewound", store) as session:
         session.goto(2)
         session.into("c4")
-        found = session.material.trace(2, "c4")
+        found = session.states.trace(2, "c4")
         assert found.exact
         assert len(found.steps) == 12
-        recorded = losses_of(session.tape.entry(2).of("c4"))
+        recorded = losses_of(session.tape.entry(2).reply_of("c4"))
         for step in (0, 5, 11):
             session.step(step - session.step_number)
             one = session.at("c4")
@@ -132,8 +132,8 @@ def test_each_step_leads_to_the_next_and_the_last_to_what_was_sent(tmp_path, eng
     """By the formula of plain SGD: weights less rate times gradients."""
     store = record(tmp_path, engine=engine, rounds=2, faults=(), local=lab.Local(optimizer=lab.SGD(0.1)))
     with fv.open_replay("rewound", store) as session:
-        steps = session.material.trace(1, "c1").steps
-        later = [*(step.weights for step in steps[1:]), session.material.sent(1, "c1")]
+        steps = session.states.trace(1, "c1").steps
+        later = [*(step.weights for step in steps[1:]), session.states.sent(1, "c1")]
         for step, after in zip(steps, later, strict=True):
             for name, weight in step.weights.items():
                 torch.testing.assert_close(weight - 0.1 * step.gradients[name], after[name])
@@ -144,29 +144,29 @@ def test_steps_are_exact_in_other_topologies(tmp_path, topology):
     store = record(tmp_path, topology=topology, rounds=3, faults=())
     with fv.open_replay("rewound", store) as session:
         for node in ("c0", "c3"):
-            assert session.material.trace(2, node).exact
+            assert session.states.trace(2, node).exact
 
 
 def test_steps_are_exact_where_optimisers_are_kept(tmp_path):
     """What an earlier look left in the engine must not be seen by the next."""
     store = record(tmp_path, rounds=4, faults=(), local=lab.Local(keep_optimizer=True))
     with fv.open_replay("rewound", store) as session:
-        assert session.material.trace(2, "c1").exact
-        assert session.material.trace(1, "c0").exact
-        assert session.material.trace(3, "c5").exact
-        session.material.play(2)
-        assert session.material.trace(3, "c0").exact
+        assert session.states.trace(2, "c1").exact
+        assert session.states.trace(1, "c0").exact
+        assert session.states.trace(3, "c5").exact
+        session.states.play(2)
+        assert session.states.trace(3, "c0").exact
 
 
 def test_a_window_of_steps_fits_into_the_memory(session):
     """Of a model too large to keep every step of, those around the one that is asked for are kept."""
     size = session.player.site.layout.size
-    found = trace(session.player, 1, "c1", first=4, memory=3 * 8 * size)
+    found = trace_client(session.player, 1, "c1", first=4, memory=3 * 8 * size)
     assert found.kept == range(4, 7)
     assert len(found.steps) == 12
     assert found.steps[0].weights is None
     assert found.steps[11].loss is not None
-    whole = trace(session.player, 1, "c1")
+    whole = trace_client(session.player, 1, "c1")
     for name, weight in found.steps[5].weights.items():
         assert torch.equal(weight, whole.steps[5].weights[name])
 
@@ -241,7 +241,7 @@ def test_an_update_stands_out_from_its_cohort(session):
 
 def test_two_rounds_differ_by_what_was_aggregated_between(session):
     moved = session.diff(2, 3)
-    before, after = session.material.model(2), session.material.model(3)
+    before, after = session.states.model(2), session.states.model(3)
     distance = torch.sqrt(sum(((after[name] - before[name]) ** 2).sum() for name in before))
     assert moved.rows[-1][3] == pytest.approx(float(distance), rel=1e-5)
     assert "accuracy" in moved.note
@@ -282,9 +282,9 @@ def test_a_run_is_proved_forked_and_asked_what_if(session):
 def test_what_is_seen_can_be_exported(session, tmp_path):
     session.goto(2)
     state = safetensors.torch.load_file(session.export(tmp_path / "state.safetensors", "state"))
-    assert torch.equal(state["model/head.bias"], session.material.model(2)["head.bias"])
+    assert torch.equal(state["model/head.bias"], session.states.model(2)["head.bias"])
     update = safetensors.torch.load_file(session.export(tmp_path / "update.safetensors", "update c4"))
-    assert torch.equal(update["head.bias"], session.material.update(2, "c4")["head.bias"])
+    assert torch.equal(update["head.bias"], session.states.update(2, "c4")["head.bias"])
     session.into("c1")
     gradient = safetensors.torch.load_file(session.export(tmp_path / "g.safetensors", "gradient"))
     assert torch.equal(gradient["head.bias"], session.at("c1").gradients["head.bias"])
@@ -308,19 +308,19 @@ def test_a_run_without_a_tape_says_how_to_get_one(tmp_path):
 
 def test_a_summary_counts_what_is_odd():
     values = torch.tensor([[0.0, 3.0], [float("nan"), float("inf")], [-4.0, 0.0]])
-    found = shown.summary(values)
+    found = debugger_output.summarize(values)
     assert (found.shape, found.count, found.nan, found.inf, found.zeros) == ((3, 2), 6, 1, 1, 2)
     assert (found.min, found.max, found.mean) == (-4.0, 3.0, -0.25)
     assert sum(found.counts) == 4
-    assert shown.summary(torch.tensor([3.0, 4.0])).norm == 5.0
-    assert shown.summary(torch.full((5,), 2.0)).counts == (5,)
-    assert shown.summary(torch.empty(0)).counts == ()
-    assert np.isnan(shown.summary(torch.tensor([float("nan")])).mean)
-    assert shown.summary(torch.tensor([1.5], dtype=torch.bfloat16)).norm == 1.5
+    assert debugger_output.summarize(torch.tensor([3.0, 4.0])).norm == 5.0
+    assert debugger_output.summarize(torch.full((5,), 2.0)).counts == (5,)
+    assert debugger_output.summarize(torch.empty(0)).counts == ()
+    assert np.isnan(debugger_output.summarize(torch.tensor([float("nan")])).mean)
+    assert debugger_output.summarize(torch.tensor([1.5], dtype=torch.bfloat16)).norm == 1.5
 
 
 def test_names_from_a_tape_move_no_cursor():
-    told = str(shown.table("a\x1b[2Jb", ("x",), [("c\x07d",)]))
+    told = str(debugger_output.table_output("a\x1b[2Jb", ("x",), [("c\x07d",)]))
     assert "\x1b" not in told
     assert "\x07" not in told
 
@@ -351,7 +351,7 @@ def test_a_live_run_is_held_looked_at_and_let_go(tmp_path):
             assert held == session.round
             assert session.next().title.startswith(f"round {held + 1} ")
             session.into("c1")
-            assert session.material.trace(held + 1, "c1").exact
+            assert session.states.trace(held + 1, "c1").exact
             hit = session.run_until(f"round {held + 4}", timeout=60)
             assert (hit.round, session.round, session.running.held) == (held + 4,) * 3
             assert running.poll() is None

@@ -21,11 +21,11 @@ from fedvitals.errors import ConfigError, StoreError
 from fedvitals.protocols import Message
 from fedvitals.records import Finding, Run, Suspect, Where
 from fedvitals.replay.tape import gradients
-from fedvitals.replay.tape.digests import digest_of, first_difference, mark_of
-from fedvitals.replay.tape.journal import Entry, Journal
-from fedvitals.replay.tape.objects import Objects, pack, unpack
+from fedvitals.replay.tape.digests import digest_of, first_difference, state_digest_of
+from fedvitals.replay.tape.journal import RoundEntry, RoundJournal
+from fedvitals.replay.tape.objects import StateFiles, pack, unpack
 from fedvitals.replay.tape.reader import TapeReader, open_tape
-from fedvitals.replay.tape.tape import size_of
+from fedvitals.replay.tape.tape import byte_count
 from fedvitals.schedule import first
 from fedvitals.store import open_reader
 from fedvitals.store.read import queries
@@ -66,15 +66,15 @@ def test_a_name_a_type_or_a_shape_makes_another_state():
 
 
 def test_what_is_there_already_is_not_written_again(tmp_path):
-    objects, tensors = Objects(tmp_path), {"w": some(1, torch.float32, (50,))}
+    objects, tensors = StateFiles(tmp_path), {"w": some(1, torch.float32, (50,))}
     digest = digest_of(tensors)
     assert objects.put(digest, tensors) > 0
     assert objects.put(digest, tensors) == 0
-    assert Objects(tmp_path).bytes == objects.bytes == objects.size(digest)
+    assert StateFiles(tmp_path).bytes == objects.bytes == objects.size(digest)
 
 
 def test_a_damaged_state_is_told(tmp_path):
-    objects, tensors = Objects(tmp_path), {"w": some(1, torch.float32, (50,))}
+    objects, tensors = StateFiles(tmp_path), {"w": some(1, torch.float32, (50,))}
     digest = digest_of(tensors)
     objects.put(digest, tensors)
     (file,) = tmp_path.glob("??/*")
@@ -92,29 +92,29 @@ def test_a_damaged_state_is_told(tmp_path):
 @pytest.mark.parametrize("name", ["../../etc/passwd", "", "A" * 32, "0" * 31, "0" * 31 + "/"])
 def test_names_that_are_no_digests_are_refused(tmp_path, name):
     with pytest.raises(StoreError, match="no name of a state"):
-        Objects(tmp_path).get(name)
+        StateFiles(tmp_path).get(name)
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", zstandard.ZstdCompressor().compress(b'{"round": "x"}')])
 def test_a_damaged_round_is_told(tmp_path, content):
-    journal = Journal(tmp_path)
-    journal.write(Entry(3, {}))
+    journal = RoundJournal(tmp_path)
+    journal.write(RoundEntry(3, {}))
     (tmp_path / "rounds" / "00000003").write_bytes(content)
     with pytest.raises(StoreError, match="Round 3 on the tape cannot be read"):
         journal.read(3)
 
 
 @pytest.mark.parametrize(
-    ("said", "bytes_"), [(5, 5), ("2 GB", 2 * 10**9), ("1.5kb", 1500), ("7", 7), ("30 MB", 3 * 10**7)]
+    ("text", "bytes_"), [(5, 5), ("2 GB", 2 * 10**9), ("1.5kb", 1500), ("7", 7), ("30 MB", 3 * 10**7)]
 )
-def test_sizes_as_people_write_them(said, bytes_):
-    assert size_of(said, "budget") == bytes_
+def test_sizes_as_people_write_them(text, bytes_):
+    assert byte_count(text, "budget") == bytes_
 
 
-@pytest.mark.parametrize("said", [0, -1, "", "GB", "many", "-3 MB", None, True, float("nan")])
-def test_sizes_that_are_none(said):
+@pytest.mark.parametrize("size", [0, -1, "", "GB", "many", "-3 MB", None, True, float("nan")])
+def test_sizes_that_are_none(size):
     with pytest.raises(ConfigError, match="number of bytes"):
-        size_of(said, "budget")
+        byte_count(size, "budget")
 
 
 @pytest.mark.parametrize("how", [{"every": 0}, {"updates": -1}, {"budget": "much"}])
@@ -159,7 +159,7 @@ def opened(tmp_path, **how):
     return tape, told
 
 
-def found(number, node):
+def finding_on(number, node):
     return Finding(Where("r", number), 0.0, "BYZANTINE", "critical", 0.9, "It lies.", suspects=(Suspect(node, 1.0),))
 
 
@@ -177,7 +177,7 @@ def test_states_every_few_rounds_the_last_one_and_the_last_updates(tmp_path):
 
 def test_around_a_finding_states_and_the_suspects_updates_are_kept(tmp_path):
     tape, _ = opened(tmp_path, every=50, updates=1)
-    drive(tape, 12, findings={5: [found(5, "c2")]})
+    drive(tape, 12, findings={5: [finding_on(5, "c2")]})
     tape.close()
     reader = TapeReader(tape.folder)
     stored = [c.round for c in reader.coverage() if c.stored]
@@ -189,7 +189,7 @@ def test_around_a_finding_states_and_the_suspects_updates_are_kept(tmp_path):
 
 def test_durable_updates_are_there_at_once_and_go_in_time(tmp_path):
     tape, _ = opened(tmp_path, updates=2, durable=True)
-    drive(tape, 6, findings={2: [found(2, "c1")]})
+    drive(tape, 6, findings={2: [finding_on(2, "c1")]})
     reader = TapeReader(tape.folder)  # it is still being written
     assert [c.updates for c in reader.coverage()] == [0, 1, 4, 1, 4, 4]
     tape.close()
@@ -197,7 +197,7 @@ def test_durable_updates_are_there_at_once_and_go_in_time(tmp_path):
 
 def test_a_full_tape_thins_itself_oldest_healthy_rounds_first(tmp_path):
     tape, told = opened(tmp_path, every=1, updates=1, durable=True, budget=16000)
-    sizes = drive(tape, 30, findings={3: [found(3, "c0")]})
+    sizes = drive(tape, 30, findings={3: [finding_on(3, "c0")]})
     tape.close()
     reader = TapeReader(tape.folder)
     assert reader._objects.bytes <= 16000
@@ -276,11 +276,11 @@ def test_losses_weights_and_failures_are_in_the_journal(tmp_path):
         result = lab.run(e, monitor, workers=1)
     entry = open_tape(tmp_path / "runs.db", monitor.run.id).entry(1)
     assert [came.node for came in entry.came] == ["c0", "c1", "c2", "c3"]
-    assert (entry.of("c1").mark, entry.of("c1").used) == (None, False)
-    assert entry.of("c1").error
-    recorded = np.frombuffer(entry.of("c0").losses, "<f4")
+    assert (entry.reply_of("c1").mark, entry.reply_of("c1").used) == (None, False)
+    assert entry.reply_of("c1").error
+    recorded = np.frombuffer(entry.reply_of("c0").losses, "<f4")
     assert recorded.tobytes() == result.rounds[1].losses["c0"].numpy().tobytes()
-    assert entry.of("c0").weight > 0
+    assert entry.reply_of("c0").weight > 0
     assert entry.metrics["accuracy"] == pytest.approx(result.rounds[1].metrics["accuracy"])
 
 
@@ -298,24 +298,24 @@ def watched(tmp_path, privacy):
 
 def test_gradients_of_chosen_clients_on_a_schedule(tmp_path):
     tape, _ = watched(tmp_path, 4)
-    kept = [(one.round, one.node, one.step) for one in gradients.kept(tape.folder)]
+    kept = [(one.round, one.node, one.step) for one in gradients.recorded_gradients(tape.folder)]
     assert kept == [(0, "c1", 0), (0, "c1", 1), (2, "c1", 0), (2, "c1", 1)]
-    tensors = gradients.read(tape.folder, 2, "c1", 1)
+    tensors = gradients.read_gradient(tape.folder, 2, "c1", 1)
     assert tuple(tensors) == tape.setting.layers
     assert float(tensors["head.weight"].abs().sum()) > 0
-    assert gradients.read(tape.folder, 1, "c1", 0) is None
+    assert gradients.read_gradient(tape.folder, 1, "c1", 0) is None
 
 
 def test_gradients_need_privacy_level_four(tmp_path):
     tape, monitor = watched(tmp_path, 3)
-    assert gradients.kept(tape.folder) == []
+    assert gradients.recorded_gradients(tape.folder) == []
     with open_reader(tmp_path / "runs.db") as reader:
         said = [event for event in queries.events(reader, monitor.run.id) if event.name == "tape.gradients"]
     assert "privacy=4" in said[0].message
 
 
 def test_marks_of_what_is_not_finite_can_be_written(tmp_path):
-    journal = Journal(tmp_path)
-    journal.write(Entry(0, {"model": mark_of({"w": torch.tensor([torch.inf])})}, metrics={"loss": None}))
+    journal = RoundJournal(tmp_path)
+    journal.write(RoundEntry(0, {"model": state_digest_of({"w": torch.tensor([torch.inf])})}, metrics={"loss": None}))
     assert journal.read(0).state["model"].norms == (None,)
     assert msgspec.json.encode(journal.read(0))

@@ -16,11 +16,11 @@ from fedvitals.cli.main import main
 from fedvitals.errors import ConfigError, StoreError
 from fedvitals.hosts.flower.rerun.client import rerun_client
 from fedvitals.hosts.flower.tape.entries import Heard, Site
-from fedvitals.replay.debugger.gate import AT, SIGN, Handle
+from fedvitals.replay.debugger.round_gate import CLAIM_FILE, WAITING_FILE, GateHandle
 from fedvitals.replay.tape import gradients, unpack_limits
-from fedvitals.replay.tape.digests import digest_of, mark_of
-from fedvitals.replay.tape.journal import Entry, Journal, Setting
-from fedvitals.replay.tape.objects import Objects
+from fedvitals.replay.tape.digests import digest_of, state_digest_of
+from fedvitals.replay.tape.journal import RoundEntry, RoundJournal, TapeSettings
+from fedvitals.replay.tape.objects import StateFiles
 from fedvitals.replay.tape.reader import TapeReader
 
 MILLION = 10**6
@@ -132,14 +132,14 @@ def header(count: int) -> bytes:
 
 def tape_with(folder: Path, states: dict[str, dict[str, torch.Tensor]], rounds: int = 1) -> TapeReader:
     """A tape of a plain loop whose rounds all begin with these states."""
-    journal, objects = Journal(folder), Objects(folder / "objects")
-    journal.set(Setting(run=folder.name, name=folder.name, host="torch", told={"kind": "loop"}))
+    journal, objects = RoundJournal(folder), StateFiles(folder / "objects")
+    journal.set(TapeSettings(run=folder.name, name=folder.name, host="torch", told={"kind": "loop"}))
     marks = {}
     for name, tensors in states.items():
-        marks[name] = mark_of(tensors)
+        marks[name] = state_digest_of(tensors)
         objects.put(marks[name].digest, tensors)
     for number in range(rounds):
-        journal.write(Entry(number, marks))
+        journal.write(RoundEntry(number, marks))
     return TapeReader(folder)
 
 
@@ -221,7 +221,7 @@ def test_a_round_that_would_fill_the_memory_is_named_and_the_others_are_read(tmp
     file = tmp_path / "runs.db.d" / "tape" / "loop1" / "rounds" / "00000001"
     file.write_bytes(zstandard.ZstdCompressor(level=3).compress(text()))
     assert file.stat().st_size < 100_000
-    journal = Journal(file.parent.parent)
+    journal = RoundJournal(file.parent.parent)
     with pytest.raises(StoreError, match="Round 1 on the tape cannot be read") as refused:
         journal.read(1)
     assert str(file) in str(refused.value)
@@ -271,21 +271,21 @@ def test_holding_a_run_writes_through_no_link_in_its_tape(tmp_path):
     precious, folder = tmp_path / "precious", tmp_path / "tape"
     folder.mkdir()
     precious.write_text("mine")
-    for name in (f"{SIGN}.partial", f"{SIGN}.lock", SIGN):
+    for name in (f"{CLAIM_FILE}.partial", f"{CLAIM_FILE}.lock", CLAIM_FILE):
         (folder / name).symlink_to(precious)
     with contextlib.suppress(OSError):
-        Handle(folder).claim()
+        GateHandle(folder).claim()
     assert precious.read_text() == "mine"
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
 def test_notes_that_are_pipes_are_not_waited_for(tmp_path):
     (tmp_path / gradients.FOLDER).mkdir()
-    for file in (tmp_path / SIGN, tmp_path / AT, tmp_path / gradients.FOLDER / "a.json"):
+    for file in (tmp_path / CLAIM_FILE, tmp_path / WAITING_FILE, tmp_path / gradients.FOLDER / "a.json"):
         os.mkfifo(file)
-    handle = Handle(tmp_path)
+    handle = GateHandle(tmp_path)
     assert handle.waiting() is None
-    assert gradients.kept(tmp_path) == []
+    assert gradients.recorded_gradients(tmp_path) == []
     handle.claim()
     handle.release()
 
@@ -295,11 +295,11 @@ def test_links_do_not_raise_the_limit_on_unpacking(tmp_path):
     large, names = tmp_path / "large", [f"ab{i:030x}" for i in range(100)]
     large.write_bytes(os.urandom(5 << 20))
     (tmp_path / "states" / "ab").mkdir(parents=True)
-    before = Objects(tmp_path / "states").limit_together()
+    before = StateFiles(tmp_path / "states").limit_together()
     for name in names:
         (tmp_path / "states" / "ab" / name).symlink_to(large)
     (tmp_path / "states" / "cd").mkdir()
     (tmp_path / "states" / "cd" / f"cd{0:030x}").write_bytes(large.read_bytes())
     for i in range(10, 99):
         (tmp_path / "states" / str(i)).symlink_to(tmp_path / "states" / "cd")
-    assert Objects(tmp_path / "states").limit_together() == before
+    assert StateFiles(tmp_path / "states").limit_together() == before

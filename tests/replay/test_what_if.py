@@ -11,12 +11,12 @@ import torch
 import fedvitals as fv
 from fedvitals import lab
 from fedvitals.errors import ConfigError
-from fedvitals.replay.counterfactual.change import Change, change_of, parse
+from fedvitals.replay.counterfactual.change import Change, change_from, parse
 from fedvitals.replay.counterfactual.fork import fork
-from fedvitals.replay.counterfactual.reaggregate import Recorded, reaggregate
-from fedvitals.replay.player.drift import Drift
+from fedvitals.replay.counterfactual.reaggregate import RecordedRounds, reaggregate
+from fedvitals.replay.player.drift import DriftEstimate
 from fedvitals.replay.player.player import Player, flattened
-from fedvitals.replay.player.reused_updates import Reused, Steering, copied
+from fedvitals.replay.player.reused_updates import ChangeObserver, ReusingFederation, copy_of_server
 from fedvitals.replay.tape.reader import open_tape
 from fedvitals.store import open_reader
 from fedvitals.store.read import queries
@@ -49,7 +49,7 @@ def thin(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Player]:
 
 
 @pytest.mark.parametrize(
-    ("said", "meant"),
+    ("text", "meant"),
     [
         ("drop c7", Change(drop=("c7",))),
         ("without c7, c8", Change(drop=("c7", "c8"))),
@@ -64,13 +64,13 @@ def thin(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Player]:
         ("drop c1; clip 2 and no faults", Change(drop=("c1",), clip=2.0, no_faults=True)),
     ],
 )
-def test_a_change_is_what_a_person_says_and_says_itself_again(said: str, meant: Change) -> None:
-    assert parse(said) == meant
+def test_a_change_is_what_a_person_says_and_says_itself_again(text: str, meant: Change) -> None:
+    assert parse(text) == meant
     assert parse(meant.text) == meant
 
 
 @pytest.mark.parametrize(
-    ("said", "answer"),
+    ("text", "answer"),
     [
         ("kick c7", "Examples: drop c7"),
         ("clip much", "needs a number"),
@@ -80,15 +80,15 @@ def test_a_change_is_what_a_person_says_and_says_itself_again(said: str, meant: 
         ("aggregator krum 2", "name=value"),
     ],
 )
-def test_what_is_no_change_is_answered_with_what_is_one(said: str, answer: str) -> None:
+def test_what_is_no_change_is_answered_with_what_is_one(text: str, answer: str) -> None:
     with pytest.raises(ConfigError, match=answer):
-        parse(said)
+        parse(text)
 
 
 def test_a_change_in_parts_of_a_wrong_name_is_refused() -> None:
-    assert change_of(drop="c7") == change_of("drop c7")
+    assert change_from(drop="c7") == change_from("drop c7")
     with pytest.raises(ConfigError, match="Did you mean 'clip'"):
-        change_of(clips=1.5)
+        change_from(clips=1.5)
 
 
 # -- without training -------------------------------------------------------------------------------------------------
@@ -97,9 +97,11 @@ def test_a_change_in_parts_of_a_wrong_name_is_refused() -> None:
 def models(player: Player, first: int, last: int, change: Change) -> tuple[list[torch.Tensor], list[float]]:
     """The changed models after each round, and their stated errors."""
     start = player.server(first)
-    path = Reused(player.site, player.engine(), Steering(player.tape, first, change), copied(start))
-    drift, found, errors = Drift(player.site.layout.weights), [], []
-    for number, before, answers, after in Recorded(player, first, last, start):
+    path = ReusingFederation(
+        player.site, player.engine(), ChangeObserver(player.tape, first, change), copy_of_server(start)
+    )
+    drift, found, errors = DriftEstimate(player.site.layout.weights), [], []
+    for number, before, answers, after in RecordedRounds(player, first, last, start):
         stood = path.server.model
         path.play(number, answers, examined=False)
         drift.add(before.model, after, stood, path.server.model)

@@ -333,9 +333,9 @@ def test_nobody_enumerates_the_heap_and_only_own_processes_collect_garbage():
     for file in sorted(SOURCE.rglob("*.py")):
         for name in names_of_gc(ast.parse(file.read_text(encoding="utf-8"))):
             used.setdefault(name, set()).add(file.relative_to(SOURCE).as_posix())
-    assert used.pop("get_stats") == {"profiling/leaks.py"}
+    assert used.pop("get_stats") == {"resources/leaks.py"}
     users = [path for path in set().union(*used.values()) if not path.startswith(("trials/", "cli/"))]
-    assert set(users) <= {"lab/stacked/cuda.py", "dashboard/server.py"}
+    assert set(users) <= {"lab/stacked/cuda_round.py", "dashboard/server.py"}
     assert used.keys() <= {"collect", "disable", "enable", "isenabled", "freeze", "set_threshold"}
 
 

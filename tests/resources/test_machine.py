@@ -72,7 +72,7 @@ def test_what_fails_is_told_once_and_ends_it():
     pytest.importorskip("psutil")
     failed = []
 
-    def tell(_found):
+    def tell(_samples):
         raise OSError("no such counter")
 
     sampler = MachineSampler(tell, failed.append, period=0.01)

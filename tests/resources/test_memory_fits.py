@@ -7,8 +7,15 @@ import pytest
 
 from fedvitals.diagnosis.detectors import memory as detect_memory
 from fedvitals.diagnosis.detectors import system
-from fedvitals.diagnosis.detectors.memory import growing
-from fedvitals.diagnosis.fits import ROOM, device_table, fits, largest_share, predicted_peak, size_words
+from fedvitals.diagnosis.detectors.memory import memory_growth
+from fedvitals.diagnosis.memory_fit import (
+    USABLE_SHARE,
+    device_table,
+    largest_share,
+    memory_remedies,
+    predicted_peak,
+    size_words,
+)
 from fedvitals.lab.network.profiles import DEVICES
 from fedvitals.records import Event, Metric, Where
 from fedvitals.store.in_memory import MemoryStore
@@ -22,22 +29,22 @@ def test_each_remedy_brings_the_peak_under_the_limit():
     assert predicted_peak(SHARES) == 800 * MB
     assert predicted_peak(SHARES, batch=64, to_batch=32) == 480 * MB
     assert largest_share(SHARES) == ("activations", 0.8)
-    remedies = {one.kind: one for one in fits(SHARES, 500 * MB, 64)}
+    remedies = {one.kind: one for one in memory_remedies(SHARES, 500 * MB, 64)}
     assert remedies["batch"].value == (0.9 * 500 - 160) // 10  # 10 MB a sample
     assert "accumulated over 3" in remedies["batch"].text
     assert remedies["half"].bytes == 440 * MB
     assert remedies["prune"].value == pytest.approx(0.44)
-    assert all(one.bytes <= ROOM * 500 * MB for one in remedies.values())
-    assert fits(SHARES, 900 * MB, 64) == []
-    assert [one.kind for one in fits(SHARES, 10 * MB, 64)] == []
+    assert all(one.bytes <= USABLE_SHARE * 500 * MB for one in remedies.values())
+    assert memory_remedies(SHARES, 900 * MB, 64) == []
+    assert [one.kind for one in memory_remedies(SHARES, 10 * MB, 64)] == []
     assert largest_share({}) is None
 
 
 def test_one_more_sample_would_not_fit():
     for limit in (300, 444, 500, 777):
-        batch = next(one for one in fits(SHARES, limit * MB, 64) if one.kind == "batch")
-        assert predicted_peak(SHARES, 64, batch.value) <= ROOM * limit * MB
-        assert predicted_peak(SHARES, 64, batch.value + 1) > ROOM * limit * MB
+        batch = next(one for one in memory_remedies(SHARES, limit * MB, 64) if one.kind == "batch")
+        assert predicted_peak(SHARES, 64, batch.value) <= USABLE_SHARE * limit * MB
+        assert predicted_peak(SHARES, 64, batch.value + 1) > USABLE_SHARE * limit * MB
 
 
 def test_the_table_of_devices():
@@ -111,14 +118,14 @@ def test_a_larger_batch_than_was_measured_is_scaled():
     assert "a batch of 74 in place of 128" in found.message
 
 
-def told(number, name, value, node="c1"):
+def memory_metric(number, name, value, node="c1"):
     return Metric(Where("r", number, node), 3.0, f"memory.{name}", float(value))
 
 
 def small(telemetry, resident, limit, activations=3_000):
     """A model of 5 kB, and what else there is."""
     shares = {"model": 2_000, "gradients": 2_000, "optimizer": 0, "activations": activations, "telemetry": telemetry}
-    return [told(1, name, value) for name, value in {**shares, "resident": resident, "limit": limit}.items()]
+    return [memory_metric(1, name, value) for name, value in {**shares, "resident": resident, "limit": limit}.items()]
 
 
 def test_tensors_that_are_no_real_part_are_not_blamed():
@@ -147,7 +154,7 @@ def test_a_process_that_was_killed_has_its_own_words():
     assert killed.issue == "OUT_OF_MEMORY"
     assert killed.message.startswith("The process of c1 was killed, as the kernel does when memory runs out.")
     assert killed.confidence == 0.8
-    held = [told(1, "resident", 100 * MB)]
+    held = [memory_metric(1, "resident", 100 * MB)]
     assert ran_out(failed("WorkerKilled", ""), 500.0 * MB, more=held).confidence == 0.6  # others may have filled it
     counted = Metric(Where("r", 1, "server"), 2.0, "machine.oom_kills", 1.0)
     proved = ran_out(failed(None, "The worker process died (killed, or out of memory)."), 500.0 * MB, more=[counted])
@@ -183,13 +190,13 @@ def leaking(count=24, each=3.0):
     ids=["flat", "logarithm", "exponential", "saw-tooth", "step", "little", "soon"],
 )
 def test_what_levels_off_or_comes_back_does_not_grow(values):
-    assert growing(range(len(values)), values) is None
+    assert memory_growth(range(len(values)), values) is None
 
 
 @pytest.mark.parametrize("tooth", [0, 20])
 def test_what_does_not_level_off_grows(tooth):
     values = [value + tooth * 2**20 * (n % 4) for n, value in enumerate(leaking())]
-    grown = growing(range(len(values)), values)
+    grown = memory_growth(range(len(values)), values)
     assert grown is not None
     assert grown.per_round == pytest.approx(3 * 2**20, rel=0.15)
 
@@ -276,7 +283,7 @@ def test_growth_outside_of_what_hooks_have_seen_is_said_to_be_so():
 
 
 @pytest.mark.parametrize(
-    ("heaps", "found"),
+    ("heaps", "expected"),
     [
         ((7.5, 15), True),
         ((None, None), False),
@@ -286,7 +293,7 @@ def test_growth_outside_of_what_hooks_have_seen_is_said_to_be_so():
         (("7", 15), False),
     ],
 )
-def test_less_growth_is_enough_where_the_heap_in_use_grows_as_well(heaps, found):
+def test_less_growth_is_enough_where_the_heap_in_use_grows_as_well(heaps, expected):
     """Tensors that no hook saw: 3 MiB a round, of which the heap in use explains most or not."""
     nothing = [
         seen(until, 100)
@@ -294,8 +301,8 @@ def test_less_growth_is_enough_where_the_heap_in_use_grows_as_well(heaps, found)
         for until, heap in zip((8, 11), heaps, strict=True)
     ]
     findings = told_of(RESIDENT, nothing)
-    assert [finding.issue for finding in findings] == ["MEMORY_LEAK"] * found
-    if found:
+    assert [finding.issue for finding in findings] == ["MEMORY_LEAK"] * expected
+    if expected:
         assert "It is outside of the tensors that fedvitals sees" in findings[0].message
 
 

@@ -23,7 +23,7 @@ from fedvitals.testing import check_sink, tiny_run
 from fedvitals.transport import otel_names
 from fedvitals.transport import queue as queue_module
 from fedvitals.transport.queue import Queue
-from support.otlp_listener import listening, told
+from support.otlp_listener import attributes_of, listening
 from support.paths import ROOT
 from support.sinks import wait_until
 
@@ -67,10 +67,10 @@ def test_a_span_keeps_its_ids_parent_and_times(listener):
     assert found.start_time_unix_nano == 1_790_000_000_250_000_000
     assert found.end_time_unix_nano - found.start_time_unix_nano == 1_500_000_000
     assert found.status.code == 0
-    attributes = told(found.attributes)
+    attributes = attributes_of(found.attributes)
     place = {"fedvitals.round": 3, "fedvitals.node": "c7", "fedvitals.group": "edge-0", "fedvitals.span.steps": 20}
     assert place.items() <= attributes.items()
-    resource = told(listener.of("/v1/traces")[0].resource_spans[0].resource.attributes)
+    resource = attributes_of(listener.of("/v1/traces")[0].resource_spans[0].resource.attributes)
     wanted = {"service.name": "fedvitals", "service.instance.id": "r1", "fedvitals.run.name": "digits"}
     assert wanted.items() <= resource.items()
 
@@ -82,7 +82,7 @@ def test_parts_of_a_span_become_its_children(listener):
     assert {data.parent_span_id, forward.parent_span_id} == {parent.span_id}
     assert data.end_time_unix_nano == forward.start_time_unix_nano
     assert forward.end_time_unix_nano == parent.end_time_unix_nano
-    assert told(data.attributes)["fedvitals.part"] is True
+    assert attributes_of(data.attributes)["fedvitals.part"] is True
 
 
 def test_a_failed_client_has_an_error_and_its_exception(listener):
@@ -92,14 +92,14 @@ def test_a_failed_client_has_an_error_and_its_exception(listener):
             raise ZeroDivisionError("division by zero")
         with monitor.client("c2"):
             pass
-    spans = {told(s.attributes).get("fedvitals.node"): s for s in listener.spans() if s.name == "client"}
+    spans = {attributes_of(s.attributes).get("fedvitals.node"): s for s in listener.spans() if s.name == "client"}
     failed, fine = spans["c1"], spans["c2"]
     assert failed.status.code == 2
     assert "division by zero" in failed.status.message
-    assert told(failed.attributes)["error.type"] == "ZeroDivisionError"
+    assert attributes_of(failed.attributes)["error.type"] == "ZeroDivisionError"
     (event,) = failed.events
     assert event.name == "exception"
-    exception = told(event.attributes)
+    exception = attributes_of(event.attributes)
     assert exception["exception.type"] == "ZeroDivisionError"
     assert "raise ZeroDivisionError" in exception["exception.stacktrace"]
     assert (fine.status.code, len(fine.events)) == (0, 0)
@@ -120,8 +120,8 @@ def test_metrics_are_gauges_with_few_attributes(listener):
     losses = [point for name, _, point in points if name == "fedvitals.loss"]
     assert [repr(point.as_double) for point in losses] == ["0.5", "nan", "inf"]
     # A round in the attributes would make a new series in each round.
-    assert {tuple(told(point.attributes)) for point in losses} == {("fedvitals.run.id", "fedvitals.node")}
-    assert [told(p.exemplars[0].filtered_attributes)["fedvitals.round"] for p in losses] == [0, 1, 2]
+    assert {tuple(attributes_of(point.attributes)) for point in losses} == {("fedvitals.run.id", "fedvitals.node")}
+    assert [attributes_of(p.exemplars[0].filtered_attributes)["fedvitals.round"] for p in losses] == [0, 1, 2]
 
 
 def test_nodes_beyond_a_limit_make_no_series_and_it_is_said_once(listener, caplog):
@@ -130,7 +130,7 @@ def test_nodes_beyond_a_limit_make_no_series_and_it_is_said_once(listener, caplo
         sink = OpenTelemetry(listener.endpoint, nodes=3)
         sink.write([*sent, span(node="c9")])
         sink.write([*sent, Metric(Where("r1", 1), AT, "accuracy", 1.0)])
-    nodes = [told(point.attributes).get("fedvitals.node") for _, _, point in listener.points()]
+    nodes = [attributes_of(point.attributes).get("fedvitals.node") for _, _, point in listener.points()]
     assert nodes == ["c0", "c1", "c2", "c0", "c1", "c2", None]
     assert len(listener.spans()) == 1
     assert len(caplog.records) == 1
@@ -151,7 +151,7 @@ def test_events_and_findings_are_log_records(listener):
     assert (one.event_name, one.body.string_value, one.severity_number) == ("exception", "it broke", 17)
     assert (one.trace_id.hex(), one.span_id.hex()) == (TRACE, CLIENT)
     assert (two.event_name, two.severity_text) == ("finding.label_flip", "error")
-    assert told(two.attributes)["fedvitals.data.z"] == 4.5
+    assert attributes_of(two.attributes)["fedvitals.data.z"] == 4.5
 
 
 def test_the_contract_of_sinks_holds(listener):
@@ -218,9 +218,9 @@ def test_a_receiver_that_is_down_costs_nothing_and_gets_everything_later(listene
     assert torch.equal(alone, watched)
     assert waiting[0] > 100, "twenty rounds went on meanwhile"
     assert monitor.lost == 0
-    rounds = [told(s.attributes)["fedvitals.round"] for s in listener.spans() if s.name == "round"]
+    rounds = [attributes_of(s.attributes)["fedvitals.round"] for s in listener.spans() if s.name == "round"]
     assert sorted(rounds) == list(range(30)), "each once: what got through is not sent again"
-    clients = [told(s.attributes)["fedvitals.round"] for s in listener.spans() if s.name == "client"]
+    clients = [attributes_of(s.attributes)["fedvitals.round"] for s in listener.spans() if s.name == "client"]
     assert sorted(clients) == list(range(30))
     lengths = [p for name, _, p in listener.points() if name == "fedvitals.time.round"]
     assert len(lengths) == 30

@@ -66,7 +66,7 @@ def check(events: list[dict]) -> None:
 def check_nesting(slices: list[tuple[int, int]]) -> None:
     """Any two are apart, or one lies in the other: as a reader does it, with a stack."""
     open_ends: list[int] = []
-    for begin, end in sorted(slices, key=lambda one: (one[0], -one[1])):
+    for begin, end in sorted(slices, key=lambda ends: (ends[0], -ends[1])):
         while open_ends and open_ends[-1] <= begin:
             open_ends.pop()
         assert not open_ends or end <= open_ends[-1]

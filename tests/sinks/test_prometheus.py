@@ -22,7 +22,7 @@ from support.exported_runs import RUN, round_of, run_of, small
 from support.sinks import ending_queues
 
 pytest.importorskip("prometheus_client")
-from fedvitals.sinks.prometheus.sink import RULES, Prometheus
+from fedvitals.sinks.prometheus.sink import Prometheus
 from fedvitals.sinks.prometheus.state import page_name
 
 MISSING = "no Prometheus server to start (Debian, Ubuntu: apt install prometheus; scripts/servers does it for root)"
@@ -255,7 +255,7 @@ def test_a_missing_package_is_said_at_once(monkeypatch):
 def test_the_rules_hold_and_fire(tmp_path):
     """`promtool` accepts them, and each alert fires on a course that it is for, and not on a healthy one."""
     tool = shutil.which("promtool")
-    subprocess.run([tool, "check", "rules", RULES], check=True, capture_output=True)
+    subprocess.run([tool, "check", "rules", Prometheus.RULES], check=True, capture_output=True)
 
     def series(name: str, values: str, labels: str = "") -> dict[str, str]:
         return {"series": f'fedvitals_{name}{{run="r"{labels}}}', "values": values}
@@ -285,7 +285,7 @@ def test_the_rules_hold_and_fire(tmp_path):
         expression = f'count(ALERTS{{alertname="{alert}",alertstate="firing"}})'
         samples = [{"labels": "{}", "value": 1}] if fires else []
         test = {
-            "rule_files": [str(RULES)],
+            "rule_files": [str(Prometheus.RULES)],
             "evaluation_interval": "1m",
             "tests": [
                 {
@@ -317,7 +317,7 @@ def test_the_real_server_scrapes_it_and_answers(exporter, tmp_path):
         port = probe.getsockname()[1]
     config = {
         "global": {"scrape_interval": "250ms", "evaluation_interval": "250ms"},
-        "rule_files": [str(RULES)],
+        "rule_files": [str(Prometheus.RULES)],
         "scrape_configs": [{"job_name": "fedvitals", "static_configs": [{"targets": [f"127.0.0.1:{exporter.port}"]}]}],
     }
     (tmp_path / "prometheus.yml").write_text(json.dumps(config))

@@ -179,7 +179,7 @@ def test_two_writers(tmp_path, monkeypatch, caplog):
     """The second waits, training all the while, and writes when the first has ended."""
     path = tmp_path / "runs.db"
     code = (
-        "import sys\nfrom fedvitals.store import open_store\nfrom store_contract import RUN, metric\n"
+        "import sys\nfrom fedvitals.store import open_store\nfrom support.store_contract import RUN, metric\n"
         "store = open_store(sys.argv[1])\nstore.write([RUN, metric(1, 'c1', 1.0, sequence=1)])\n"
         "print('written', flush=True)\nsys.stdin.read()\nstore.close()\n"
     )

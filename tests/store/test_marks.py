@@ -36,7 +36,7 @@ def path(tmp_path):
     return tmp_path / "runs.db"
 
 
-def told(where, run=None):
+def stored_marks(where, run=None):
     with open_reader(where) as reader:
         return [(mark.run, mark.kind, mark.target, mark.value) for mark in marks(reader, run)]
 
@@ -45,29 +45,29 @@ def try_everything(where):
     """What marks must do, in any database."""
     with open_store(where) as store:
         store.write([RUN, metric(1, "c1", 1.0, sequence=1)])
-    assert told(where) == []
+    assert stored_marks(where) == []
     before = time.time()
     mark = set_mark(where, "r-1", "tag", "good one")
     assert before <= mark.at <= time.time()
     set_mark(where, "r-1", "muted", "LABEL_NOISE~c7~~", "known; it's the old camera")
     set_mark(where, "r-1", "tag", "good one", "again")
-    assert told(where, "r-1") == [
+    assert stored_marks(where, "r-1") == [
         ("r-1", "muted", "LABEL_NOISE~c7~~", "known; it's the old camera"),
         ("r-1", "tag", "good one", "again"),
     ]
-    assert told(where, "r-2") == []
+    assert stored_marks(where, "r-2") == []
     assert clear_mark(where, "r-1", "tag", "good one")
     assert not clear_mark(where, "r-1", "tag", "good one")
     hostile = "<img src=x onerror=alert(1)>'; DROP TABLE mark; --\x00"
     set_mark(where, "r-1", "tag", hostile, hostile)
-    assert told(where)[-1][2:] == (hostile, hostile)
+    assert stored_marks(where)[-1][2:] == (hostile, hostile)
     set_mark(where, "r-1", "tag", "c\udc80")
-    assert told(where)[-1][2] == "c?"
+    assert stored_marks(where)[-1][2] == "c?"
     with pytest.raises(ConfigError, match="Unknown run 'r-9'"):
         set_mark(where, "r-9", "tag", "x")
     assert not [sign for sign in examine(where) if sign.state == "trouble"]
     retention.delete(where, ["r-1"])
-    assert told(where) == []
+    assert stored_marks(where) == []
 
 
 def test_marks_are_set_written_over_cleared_and_go_with_their_run(path):
@@ -93,7 +93,7 @@ def test_what_is_no_mark_is_refused(path):
         set_mark(path, "r-1", "tag", " ")
     with pytest.raises(ConfigError, match="at most 2000 characters"):
         set_mark(path, "r-1", "muted", "x", "y" * (LONGEST + 1))
-    assert told(path) == []
+    assert stored_marks(path) == []
 
 
 def test_an_old_store_has_no_marks_until_one_is_set(path):
@@ -103,7 +103,7 @@ def test_an_old_store_has_no_marks_until_one_is_set(path):
         database.execute("INSERT INTO run VALUES (1, 'digits', 'lab', NULL, '{}', 0, 1.0, 2.0, '{}', '[]', 1, 1)")
         database.commit()
     before = path.read_bytes()
-    assert told(path) == []
+    assert stored_marks(path) == []
     with open_reader(path) as reader:
         assert [run.id for run in queries.list_runs(reader)] == ["r-1"]
         assert whole_layers(reader, "r-1", "gradient")[0] == []
@@ -120,7 +120,7 @@ def test_an_old_store_has_no_marks_until_one_is_set(path):
     assert "is being written by process" in second.stderr
     lock.release()
     set_mark(path, "r-1", "tag", "x")
-    assert told(path) == [("r-1", "tag", "x", "")]
+    assert stored_marks(path) == [("r-1", "tag", "x", "")]
 
 
 def test_marks_are_set_while_another_process_trains(path):
@@ -141,7 +141,7 @@ def test_marks_are_set_while_another_process_trains(path):
             clear_mark(path, "r-1", "tag", f"tag {i}")
         training.communicate()
     assert training.returncode == 0
-    assert [target for _, _, target, _ in told(path)] == [f"tag {i}" for i in range(1, 40, 2)]
+    assert [target for _, _, target, _ in stored_marks(path)] == [f"tag {i}" for i in range(1, 40, 2)]
     with open_reader(path) as reader:
         assert reader.history("r-1").nodes() == [f"c{r}" for r in range(120)]
         assert len(queries.records(reader, "r-1", LayerStats)) == 120

@@ -78,12 +78,12 @@ def sqlite(folder, records):
         yield reader.history("r-1"), lambda: queries.truth_of(reader, "r-1")
 
 
-@pytest.mark.parametrize("made", [memory, sqlite])
-def test_no_method_of_a_history_shows_it(tmp_path, made):
+@pytest.mark.parametrize("opened", [memory, sqlite])
+def test_no_method_of_a_history_shows_it(tmp_path, opened):
     """The same run with and without a truth gives the same answers; and none of them is empty for want of records."""
     with (
-        made(tmp_path, [RUN, *RECORDS]) as (clean, _),
-        made(tmp_path, [RUN, TOLD, MISPLACED, *RECORDS]) as (ill, truth),
+        opened(tmp_path, [RUN, *RECORDS]) as (clean, _),
+        opened(tmp_path, [RUN, TOLD, MISPLACED, *RECORDS]) as (ill, truth),
     ):
         answers = every_answer(ill)
         assert same(list(answers.values()), list(every_answer(clean).values()))
@@ -210,7 +210,7 @@ def fill(path):
         store.write([replace(RUN, finished=200.0), TOLD, *RECORDS])
 
 
-def told(path):
+def stored_truth(path):
     with open_reader(path) as reader:
         return queries.truth_of(reader, "r-1")
 
@@ -261,7 +261,7 @@ def test_it_goes_with_its_run_and_stays_when_a_run_is_thinned(tmp_path):
     path = tmp_path / "runs.db"
     fill(path)
     retention.thin(path, retention.SMALLEST)
-    assert told(path) == [TOLD]
+    assert stored_truth(path) == [TOLD]
     retention.delete(path, ["r-1"])
     with open_reader(path) as reader:
         assert queries.records(reader, "r-1", Truth) == []
@@ -277,7 +277,7 @@ def test_it_is_salvaged(tmp_path):
         )
     said = salvage(path)
     assert "1 of truth" in said
-    assert told(tmp_path / "runs.salvaged.db") == [TOLD]
+    assert stored_truth(tmp_path / "runs.salvaged.db") == [TOLD]
 
 
 @pytest.mark.parametrize("gone", [0, 84, 200])
@@ -299,7 +299,7 @@ def test_a_store_of_version_1_is_examined_mended_and_brought_up_to_date(old):
     mend(old)
     with open_store(old) as store:
         store.write([TOLD])
-    assert told(old) == [TOLD]
+    assert stored_truth(old) == [TOLD]
     assert not [sign for sign in examine(old) if sign.state != "fine"]
 
 

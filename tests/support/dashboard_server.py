@@ -84,7 +84,8 @@ def page(chromium: object, request: pytest.FixtureRequest) -> Iterator[object]:
     page.expected_errors = []
     troubles: list[str] = []
     page.on(
-        "console", lambda said: said.type == "error" and troubles.append(f"{said.text} ({said.location.get('url')})")
+        "console",
+        lambda message: message.type == "error" and troubles.append(f"{message.text} ({message.location.get('url')})"),
     )
     page.on("pageerror", lambda error: troubles.append(f"uncaught: {error}"))
     context.on("request", lambda asked: _is_local(asked.url) or troubles.append(f"left this machine: {asked.url}"))

@@ -9,7 +9,7 @@ from fedvitals import lab
 from fedvitals.lab.compression import COMPRESSIONS
 from fedvitals.lab.description import kind_of
 from fedvitals.lab.experiment import AGGREGATORS
-from fedvitals.lab.faults.fault import Setting
+from fedvitals.lab.faults.fault import RunFault
 from fedvitals.lab.faults.table import FAULTS
 from fedvitals.protocols import NullObserver
 from fedvitals.records import Action, Where
@@ -32,7 +32,7 @@ def images() -> lab.Arrays:
 
 def fault(kind: type, **more):
     name = kind_of(kind.__name__)
-    whole = issubclass(kind, Setting) or kind.strikes == "server"
+    whole = issubclass(kind, RunFault) or kind.strikes == "server"
     nodes = {} if whole else {"nodes": ["c1", "c2", "c5"] if name in MANY else ["c1"]}
     return kind(**nodes, **NEEDS.get(name, {}), **more)
 

@@ -9,12 +9,12 @@ from fedvitals import lab
 from fedvitals.kernels.cuda import loading, stacked_conv, stacked_optimizer
 from fedvitals.lab.engines.engine import Engine
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.engines.work import Task
+from fedvitals.lab.engines.tasks import Task
 from fedvitals.lab.model_blocks import Residual
-from fedvitals.lab.stacked import cuda
-from fedvitals.lab.stacked.conv_blocks import Blocks
-from fedvitals.lab.stacked.plans import Grouped, Mapped
-from fedvitals.lab.topologies.exchanges import average, pass_on
+from fedvitals.lab.stacked import cuda_round
+from fedvitals.lab.stacked.conv_blocks import ConvBlocks
+from fedvitals.lab.stacked.plans import GroupedPlan, MappedPlan
+from fedvitals.lab.topologies.exchanges import average, pass_to_next
 from fedvitals.protocols import NullObserver
 
 
@@ -39,7 +39,7 @@ def convolution():
         theirs = [t.clone().requires_grad_() for t in (x, w, b)]
         # The last one is too large for the kernels' counting, as it were, and is cut.
         stacked_conv._LARGEST = 4 * 9 * 50 * 2 if kernel == 5 else 1 << 30
-        y = stacked_conv.convolved(*ours, stacked_conv.Block(kernel, padding, kind, slope)).permute(0, 1, 4, 2, 3)
+        y = stacked_conv.conv_block(*ours, stacked_conv.ConvBlock(kernel, padding, kind, slope)).permute(0, 1, 4, 2, 3)
         one = [F.max_pool2d(F.conv2d(theirs[0][c], theirs[1][c], theirs[2][c], padding=padding), 2) for c in range(2)]
         expected = torch.stack(one)
         expected = expected.tanh() if kind == stacked_conv.TANH else F.leaky_relu(expected, slope)
@@ -110,7 +110,11 @@ def plans():
         x, y = (t[:6].unflatten(0, (2, 3)) for t in (site.dataset.inputs(site.dataset.x), site.dataset.y))
         states = site.layout.flat(site.module) * torch.tensor([[0.9], [1.1]])
         found = {}
-        candidates = [Mapped(site.module), Grouped.of(site.module, "float32"), Blocks.of(site.module, "float32")]
+        candidates = [
+            MappedPlan(site.module),
+            GroupedPlan.of(site.module, "float32"),
+            ConvBlocks.of(site.module, "float32"),
+        ]
         for plan in candidates:
             if plan is None:
                 assert model is small_resnet
@@ -134,12 +138,12 @@ class Watcher(NullObserver):
         self.sums = self.stack.sums() if self.stack.sums else None
 
 
-def crew():
-    """Rooms and tables give what plain steps give: unequal clients, groups, faults, fewer clients than before."""
-    cuda.captured = lambda work, warm_up, pool: (warm_up(), cuda.AtOnce(work))[1]
-    cuda._seconds = lambda graph: 1.0
+def stacked_round():
+    """Buffers and tables give what plain steps give: unequal clients, groups, faults, fewer clients than before."""
+    cuda_round.captured = lambda work, warm_ups, pool: (warm_ups[0](), cuda_round.AtOnce(work))[1]
+    cuda_round._seconds = lambda graph: 1.0
     # The statistics' kernels have tests of their own, and would take most of the time here.
-    loading.loaded = lambda: loading.Loaded(None, "the test asks for it")
+    loading.load_kernels = lambda: loading.LoadedKernels(None, "the test asks for it")
     cnn = lab.paper_cnn(channels=(2, 4))
     unequal = lab.Local(epochs=1, batch=4, optimizer=lab.SGD(0.1, momentum=0.9), proximal=0.1, keep_optimizer=True)
     kept = lab.Local(iterations=3, batch=4, optimizer=lab.Adam(), clip=lab.Clip(0.5), keep_optimizer=True)
@@ -149,29 +153,29 @@ def crew():
         (experiment(lab.MLP(hidden=(6,)), local=unequal, partition=lab.dirichlet(0.5)), None),
         (experiment(lab.MLP(hidden=(6,)), local=kept, faults=faults), None),
         (experiment(lab.MLP(hidden=(6,))), average),
-        (experiment(lab.MLP(hidden=(6,))), pass_on),
+        (experiment(lab.MLP(hidden=(6,))), pass_to_next),
     )
     for e, exchange in cases:
         site = Site.of(e)
         start = site.layout.flat(site.module)
         groups = [("c0", "c1", "c2"), ("c3", "c4")]
         found = []
-        for rooms in (False, True):
+        for buffered in (False, True):
             engine = Engine(site, "stacked", workers=1)
-            desk = engine._desk
-            desk.rooms = cuda.Rooms(desk) if rooms else None
+            executor = engine._executor
+            executor.buffer_pool = cuda_round.CudaBufferPool(executor) if buffered else None
             watcher = Watcher()
             everybody = [Task(0, nodes, start, exchange=exchange) for nodes in groups]
             updates = [
                 (u.node, u.state.clone(), u.losses.clone())
-                for u in desk.train(everybody, watcher, torch.empty(5, len(start)))
+                for u in executor.train(everybody, watcher, torch.empty(5, len(start)))
             ]
             fewer = [Task(1, groups[0], start, exchange=exchange)]
             updates += [
                 (u.node, u.state.clone(), u.losses.clone())
-                for u in desk.train(fewer, watcher, torch.empty(3, len(start)))
+                for u in executor.train(fewer, watcher, torch.empty(3, len(start)))
             ]
-            found.append((updates, watcher, desk.kept))
+            found.append((updates, watcher, executor.kept))
         (plain, _, remembered), (ours, watcher, kept_there) = found
         for (node, state, losses), (other, wanted, expected) in zip(ours, plain, strict=True):
             assert node == other
@@ -186,16 +190,16 @@ def crew():
         torch.testing.assert_close(watcher.sums[..., 2], norms, atol=1e-12, rtol=1e-5)
 
 
-def rooms():
-    """Cohorts of ever other sizes do not pile up: a room goes where another can stand in for it."""
+def buffer_pool():
+    """Cohorts of ever other sizes do not pile up: buffers go where another can stand in for it."""
     site = Site.of(experiment(lab.MLP(hidden=(6,))))
-    made = cuda.Rooms(Engine(site, "stacked", workers=1)._desk)
-    made.largest = lambda members: members
+    pool = cuda_round.CudaBufferPool(Engine(site, "stacked", workers=1)._executor)
+    pool.largest = lambda members: members
     for clients in (9, 10, 11, 12, 40, 41, 3, 4, 5, 30):
-        assert made.fitting(clients, 3) is made.fitting(clients, 2)
-    assert sorted(room.clients for room in made._made) == [5, 12, 41]
-    assert made.fitting(12, 17).steps == 32
-    assert sorted(room.clients for room in made._made) == [5, 12, 41]
+        assert pool.buffers_for(clients, 3) is pool.buffers_for(clients, 2)
+    assert sorted(buffers.clients for buffers in pool._buffers) == [5, 12, 41]
+    assert pool.buffers_for(12, 17).steps == 32
+    assert sorted(buffers.clients for buffers in pool._buffers) == [5, 12, 41]
 
 
 def _sizes(site):
@@ -203,5 +207,5 @@ def _sizes(site):
 
 
 if __name__ == "__main__":
-    for check in (convolution, optimizer, plans, crew, rooms):
+    for check in (convolution, optimizer, plans, stacked_round, buffer_pool):
         check()

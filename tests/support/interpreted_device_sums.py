@@ -8,7 +8,7 @@ import torch
 from fedvitals import stats
 from fedvitals.kernels import count_sketch
 from fedvitals.kernels.cuda import loading
-from fedvitals.kernels.cuda.sums import DeviceRing, Tuning, list_plan, listed
+from fedvitals.kernels.cuda.sums import DeviceRing, Tuning, list_partition, sums_of_list
 from fedvitals.kernels.sketch import by_torch, by_triton
 from support.kernel_oracle import FLOATS, INF, NAN, assert_close, oracle, random
 
@@ -17,9 +17,9 @@ LONG = Tuning(most=8192, items=1)
 
 
 def measured(tensors, tuning=SMALL):
-    loaded = loading.loaded()
+    loaded = loading.load_kernels()
     assert loaded.kernels, loaded.reason
-    return listed(loaded.kernels, tensors, None, tuning).numpy()
+    return sums_of_list(loaded.kernels, tensors, None, tuning).numpy()
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -77,18 +77,18 @@ def test_layouts_and_types_that_need_a_copy_and_that_need_none():
 
 
 def test_clients_of_a_list():
-    kernels = loading.loaded().kernels
+    kernels = loading.load_kernels().kernels
     stacked = [random((3, 7, 11)), None, random((3, 700), torch.bfloat16), random((3, 20))[:, 3:9]]
-    got = listed(kernels, stacked, 3, SMALL).numpy()
+    got = sums_of_list(kernels, stacked, 3, SMALL).numpy()
     expected = [[stats.empty_sums(1)[0] if t is None else oracle(t[i]) for t in stacked] for i in range(3)]
     assert_close(got, np.array(expected))
 
 
 def test_the_way_memory_is_cut_is_kept():
-    before = list_plan.cache_info().hits
+    before = list_partition.cache_info().hits
     for _ in range(3):
         measured([random(77)])
-    assert list_plan.cache_info().hits >= before + 2
+    assert list_partition.cache_info().hits >= before + 2
 
 
 SIZES, TRAINED = [7, 2081, 40, 12], [True, True, False, True]

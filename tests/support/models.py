@@ -128,6 +128,6 @@ def flat(model) -> torch.Tensor:
     return torch.cat([p.detach().double().reshape(-1) for p in model.parameters()])
 
 
-def close(found, wanted, tolerance: float = 1e-5) -> None:
+def close(computed, wanted, tolerance: float = 1e-5) -> None:
     """Equal within the tolerance of float32 sums, which cancel to about 1e-7 instead of 0."""
-    np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=max(1e-6, tolerance / 10))
+    np.testing.assert_allclose(computed, wanted, rtol=tolerance, atol=max(1e-6, tolerance / 10))

@@ -98,6 +98,6 @@ def listening():
         listener.stop()
 
 
-def told(pairs) -> dict:
+def attributes_of(pairs) -> dict:
     """Attributes as a dict."""
     return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in pairs}

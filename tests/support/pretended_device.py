@@ -24,7 +24,7 @@ REFUSED = {"numpy", "__array__"}
 MIXING = {"copy_", "__getitem__", "__setitem__", "index_put_"}  # copies between devices, and indices of the CPU
 
 
-class Away(Tensor):
+class DeviceTensor(Tensor):
     """On the pretended device; `waits` counts by operation how often its values were asked for."""
 
     waits: ClassVar[Counter[str]] = Counter()
@@ -42,7 +42,7 @@ class Pretending(TorchFunctionMode):
 
 
 def away(tensor: Tensor) -> Tensor:
-    return tensor.as_subclass(Away)
+    return tensor.as_subclass(DeviceTensor)
 
 
 def here(tensor: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def _called(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _answer(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    absent = [tensor for tensor in tensors if isinstance(tensor, Away)]
+    absent = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
     if name == "__get__" and absent and func in (Tensor.device.__get__, Tensor.is_cpu.__get__):
         return DEVICE if func == Tensor.device.__get__ else False
     if name in ("cpu", "to") or kwargs.get("device") is not None:
@@ -65,38 +65,38 @@ def _answer(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     if name in REFUSED:
         raise TypeError(f"{name} of a tensor on {DEVICE}: copy it to the CPU first.")
-    strange = [tensor for tensor in tensors if not isinstance(tensor, Away) and tensor.dim()]
+    strange = [tensor for tensor in tensors if not isinstance(tensor, DeviceTensor) and tensor.dim()]
     if strange and name not in MIXING:
         raise RuntimeError(f"{name}: a tensor on {DEVICE} meets one of {[*strange[0].shape]} on the CPU.")
-    at_home = name in MIXING and not isinstance(args[0], Away)
+    at_home = name in MIXING and not isinstance(args[0], DeviceTensor)
     if name in READS or at_home:
-        Away.waits["copy home" if at_home else name] += 1
+        DeviceTensor.waits["copy home" if at_home else name] += 1
     return _placed(func(*args, **kwargs), torch.device("cpu") if at_home else DEVICE)
 
 
 def _moved(func: Any, name: str, args: Any, kwargs: Any, absent: list[Any]) -> Any:
     """A copy to another device, or a tensor that is made on one."""
-    now = DEVICE if absent and args and isinstance(args[0], Away) else CPU
+    now = DEVICE if absent and args and isinstance(args[0], DeviceTensor) else CPU
     given = [CPU] if name == "cpu" else [*args[1:], *kwargs.values()] if name == "to" else [kwargs["device"]]
     wanted = next((place for one in given if (place := _place(one)) is not None), now)
     if now == DEVICE and wanted.type == "cpu":
-        Away.waits["copy home"] += 1
-    args, kwargs = tree_map(lambda one: CPU if isinstance(one, torch.device) else one, (args, kwargs))
+        DeviceTensor.waits["copy home"] += 1
+    args, kwargs = tree_map(lambda leaf: CPU if isinstance(leaf, torch.device) else leaf, (args, kwargs))
     result = func(*args, **kwargs)
     return _placed(result.clone() if name in ("cpu", "to") and wanted.type != now.type else result, wanted)
 
 
 def _place(value: Any) -> torch.device | None:
     if isinstance(value, Tensor):
-        return DEVICE if isinstance(value, Away) else CPU
+        return DEVICE if isinstance(value, DeviceTensor) else CPU
     return torch.device(value) if isinstance(value, str | torch.device) else None
 
 
 def _placed(result: Any, device: torch.device) -> Any:
-    kind = Away if device.type == DEVICE.type else Tensor
+    kind = DeviceTensor if device.type == DEVICE.type else Tensor
 
     def put(value: Any) -> Any:
-        return value.as_subclass(kind) if type(value) in (Tensor, Away) else value
+        return value.as_subclass(kind) if type(value) in (Tensor, DeviceTensor) else value
 
     if type(result).__module__ == "torch.return_types":
         return type(result)([put(value) for value in result])
@@ -113,20 +113,20 @@ class PretendedEngine:
         self.name = self._engine.name
 
     def train(self, tasks: Any, observer: Any, absorb: Any = None) -> Any:
-        assert all(isinstance(task.start, Away) for task in tasks)
+        assert all(isinstance(task.start, DeviceTensor) for task in tasks)
         plain = [dataclasses.replace(task, start=here(task.start)) for task in tasks]
         for batch in self._engine.train(plain, observer, absorb):
             for update in batch:
                 update.state, update.start = away(update.state), away(update.start)
             yield batch
 
-    def examine(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        assert isinstance(state, Away)
-        return self._engine.examine(here(state))
+    def evaluate(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        assert isinstance(state, DeviceTensor)
+        return self._engine.evaluate(here(state))
 
-    def examine_locally(self, states: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        assert all(isinstance(state, Away) for state in states.values())
-        return self._engine.examine_locally({node: here(state) for node, state in states.items()})
+    def evaluate_locally(self, states: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        assert all(isinstance(state, DeviceTensor) for state in states.values())
+        return self._engine.evaluate_locally({node: here(state) for node, state in states.items()})
 
     def optimizers(self) -> dict[str, Tensor]:
         return {name: away(tensor) for name, tensor in self._engine.optimizers().items()}

@@ -25,19 +25,19 @@ def course(identity, name="quiet", *, rounds=4, best=0.9, seed=0, rate=0.1, star
     return told
 
 
-def change(told, **fields):
+def change(timed, **fields):
     """Other words for the run itself."""
-    told.run = replace(told.run, **fields)
-    told.records[0] = told.run
-    object.__setattr__(told.run, "source", "hand")
-    object.__setattr__(told.run, "sequence", 0)
+    timed.run = replace(timed.run, **fields)
+    timed.records[0] = timed.run
+    object.__setattr__(timed.run, "source", "hand")
+    object.__setattr__(timed.run, "sequence", 0)
 
 
-def find(told, node, issue="LABEL_NOISE", severity="warning", since=1, confidence=0.96):
+def find(timed, node, issue="LABEL_NOISE", severity="warning", since=1, confidence=0.96):
     """The detector speaks in every round from `since` on."""
-    for number in range(since, told.rounds):
-        where = Where(told.run.id, number, node)
-        told.add(Finding(where, told.at, issue, severity, confidence, f"{node} has it.", {"since": since}))
+    for number in range(since, timed.rounds):
+        where = Where(timed.run.id, number, node)
+        timed.add(Finding(where, timed.at, issue, severity, confidence, f"{node} has it.", {"since": since}))
 
 
 def ward(path):

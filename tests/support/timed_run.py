@@ -13,7 +13,7 @@ BYTES = 4 * 400  # of a model
 
 
 @dataclass
-class Told:
+class TimedRun:
     """One run's records: rounds one after the other, each as long as its slowest client and the server's own part."""
 
     run: Run
@@ -50,15 +50,17 @@ class Told:
         self.at += whole
         return number
 
-    def client(self, spot, way, whole, told, ids, size):
+    def client(self, spot, way, whole, attributes, ids, size):
         trace, own, parent = ids
         if way is None:
-            self.add(Span(spot, self.at, "journey", whole, trace, own, parent, {**told, "parts": {"away": whole}}))
+            self.add(
+                Span(spot, self.at, "journey", whole, trace, own, parent, {**attributes, "parts": {"away": whole}})
+            )
             self.add(Event(spot, self.at, "warning", "client.dropped_out", f"{spot.node} is not there."))
             return
         download, compute, upload = way
         parts = {"download": download, "compute": compute, "upload": upload, "wait": whole - sum(way)}
-        self.add(Span(spot, self.at, "journey", whole, trace, own, parent, {**told, "parts": parts}))
+        self.add(Span(spot, self.at, "journey", whole, trace, own, parent, {**attributes, "parts": parts}))
         for name, value in (("steps", 10.0), ("update.norm", 1.0)):
             self.add(Metric(spot, self.at, name, value))
         peer = spot.group or "server"
@@ -73,15 +75,15 @@ class Told:
 
 def begin(identity="r1", name="invented", *, seed=0, config=None, topology="centralized", started=STARTED):
     run = Run(identity, name, "lab", topology, config or {}, seed, started, started + 100, {"torch": "2.13"}, (TABLE,))
-    told = Told(run, at=started)
+    told = TimedRun(run, at=started)
     told.add(run)
     return told
 
 
-def stored(path, *told):
+def stored(path, *runs):
     """The store that holds them."""
     store = open_store(path)
-    for one in told:
+    for one in runs:
         store.write(one.records)
     store.close()
     return path

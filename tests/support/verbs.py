@@ -8,6 +8,12 @@ import pytest
 from fedvitals.cli.main import main
 
 
+def verbs_of(help_text: str) -> list[str]:
+    """The verbs that `--help` lists, in order."""
+    listed = help_text.split("Commands:\n")[1].split("\n\n", maxsplit=1)[0]
+    return [line.split()[0] for line in listed.splitlines()]
+
+
 def run(capsys, *arguments):
     """Exit code, standard output, standard error."""
     with pytest.raises(SystemExit) as done:

@@ -33,7 +33,7 @@ def serving(token=None, **settings):
         server.close()
 
 
-def said(server, text: bytes) -> bytes:
+def answer_to(server, text: bytes) -> bytes:
     """Everything that is answered."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
         connection.sendall(text)
@@ -70,8 +70,8 @@ def test_who_drips_is_shut_out_at_the_deadline(begun, monkeypatch):
 def test_a_token_is_looked_at_before_a_body_is_read():
     """The answer is there though nothing of the body ever comes; with the token, the body is waited for."""
     with serving("secret") as server:
-        assert b" 401 " in said(server, head(900)).splitlines()[0]
-        answer = said(server, head(2, Authorization="Bearer secret") + b"ok")
+        assert b" 401 " in answer_to(server, head(900)).splitlines()[0]
+        answer = answer_to(server, head(2, Authorization="Bearer secret") + b"ok")
         assert b" 200 " in answer.splitlines()[0]
         assert answer.endswith(b"ok")
 
@@ -79,8 +79,8 @@ def test_a_token_is_looked_at_before_a_body_is_read():
 def test_a_refused_body_does_not_swallow_the_answer():
     with serving("secret") as server:
         for _ in range(20):
-            assert b" 401 " in said(server, head(1000) + bytes(1000))
-            assert b" 401 " in said(server, head(1 << 30) + bytes(1 << 20))
+            assert b" 401 " in answer_to(server, head(1000) + bytes(1000))
+            assert b" 401 " in answer_to(server, head(1 << 30) + bytes(1 << 20))
 
 
 def test_who_has_shown_the_token_keeps_the_place():
@@ -113,8 +113,8 @@ def test_a_thread_that_cannot_start_costs_no_place(monkeypatch):
     with serving(at_once=1) as server:
         for _ in range(5):
             with contextlib.suppress(OSError):
-                assert said(server, head()) == b""
-        assert b" 200 " in said(server, head())
+                assert answer_to(server, head()) == b""
+        assert b" 200 " in answer_to(server, head())
         wait_until(lambda: not server._server.places)
 
 
@@ -140,4 +140,4 @@ def test_a_second_close_does_nothing():
     with serving() as server:
         server.close()
     with pytest.raises(ConnectionRefusedError):
-        said(server, head())
+        answer_to(server, head())

@@ -63,7 +63,7 @@ def test_a_round_speaks_for_ten_or_for_nobody(clients, privacy):
 
 
 @pytest.mark.parametrize(
-    ("groups", "told"),
+    ("groups", "expected"),
     [
         ({"a": 10, "b": 10}, {"a", "b", None}),
         ({"a": 10, "b": 9}, {None}),  # the round less «a» would be «b»
@@ -74,9 +74,9 @@ def test_a_round_speaks_for_ten_or_for_nobody(clients, privacy):
     ],
 )
 @pytest.mark.parametrize("privacy", [1, 2])
-def test_groups_speak_for_ten_or_for_nobody(groups, told, privacy):
+def test_groups_speak_for_ten_or_for_nobody(groups, expected, privacy):
     """Nor do they by subtraction from the round."""
-    assert speakers(cohort_run(privacy, groups)) == told
+    assert speakers(cohort_run(privacy, groups)) == expected
 
 
 def test_k_is_chosen():

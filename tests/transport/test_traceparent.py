@@ -17,7 +17,7 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 @pytest.mark.parametrize(
-    ("header", "found"),
+    ("header", "expected"),
     [
         (f"00-{TRACE}-{SPAN}-01", TraceParent(TRACE, SPAN, sampled=True)),
         (f"00-{TRACE}-{SPAN}-00", TraceParent(TRACE, SPAN, sampled=False)),
@@ -42,8 +42,8 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
         (3, None),
     ],
 )
-def test_headers_are_read_as_the_standard_asks(header, found):
-    assert read_traceparent(header) == found
+def test_headers_are_read_as_the_standard_asks(header, expected):
+    assert read_traceparent(header) == expected
 
 
 @given(st.text())

@@ -26,8 +26,8 @@ def run_of(identity, name, *, seed=0, rate=0.1, compute=2.0, best=0.9, noise=0.0
     return told
 
 
-def rows(found):
-    return {row["name"]: row for row in found["rows"]}
+def rows(comparison):
+    return {row["name"]: row for row in comparison["rows"]}
 
 
 @pytest.fixture(scope="module")

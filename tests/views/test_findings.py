@@ -13,10 +13,10 @@ import fedvitals as fv
 from fedvitals.cli.main import main
 from fedvitals.diagnosis import history_cutoff
 from fedvitals.diagnosis.cases import cases
-from fedvitals.diagnosis.compare import compare
-from fedvitals.diagnosis.examine import DETECTORS, choose, examine
+from fedvitals.diagnosis.compare import compare_findings
+from fedvitals.diagnosis.examine import DETECTORS, choose_detectors, examine
 from fedvitals.diagnosis.finding import Number, finding
-from fedvitals.diagnosis.history_cutoff import Horizon, Until
+from fedvitals.diagnosis.history_cutoff import CutoffRound, HistoryCutoff
 from fedvitals.errors import ConfigError
 from fedvitals.records import Event, Finding, LayerStats, LayerTable, Metric, Run, Suspect, Where
 from fedvitals.records import Layer as LayerOf
@@ -81,7 +81,7 @@ def test_a_gap_counts_only_rounds_in_which_the_node_took_part():
     always = {None: list(range(30)), "c1": list(range(30))}
     (case,) = cases(seen([1, 20]), always)
     assert (case.returned, case.still_there) == (1, False)
-    assert "returned once, last in round 20" in case.course
+    assert "returned once, last in round 20" in case.timeline
     rarely = {None: list(range(30)), "c1": [0, 1, 12, 20, 28]}
     (case,) = cases(seen([1, 20]), rarely)
     assert (case.returned, case.still_there) == (0, True)
@@ -95,7 +95,7 @@ def test_the_edge_of_being_quiet(gap, returned):
 
 def test_issues_of_a_users_own_are_cases_too():
     (case,) = cases([Finding(Where("r", 1, "c1"), 0.0, "MINE", "warning", 0.5, "odd")])
-    assert (case.known.code, case.known.family, case.since) == ("MINE", "user", 1)
+    assert (case.issue_entry.code, case.issue_entry.family, case.since) == ("MINE", "user", 1)
 
 
 # -- what detectors see -----------------------------------------------------------------------------------------------
@@ -146,10 +146,10 @@ def answers(history, upto):
 @pytest.mark.parametrize("finished", [True, False])
 def test_a_stored_run_looks_as_it_did_when_it_trained(finished):
     """Up to each round, the whole run shows what the run so far showed: who comes later is not there yet."""
-    horizon, now = Horizon(), Horizon()
-    past = Until(history_of(6), horizon, finished=finished)
+    horizon, now = CutoffRound(), CutoffRound()
+    past = HistoryCutoff(history_of(6), horizon, finished=finished)
     for number in range(4):
-        live = Until(history_of(number + 1, joins=6), now)
+        live = HistoryCutoff(history_of(number + 1, joins=6), now)
         horizon.move_to(number)
         now.move_to(number)
         for _ in range(2):  # the second time out of what was kept
@@ -175,8 +175,8 @@ def test_no_further_back_than_live(monkeypatch):
     """A training may be longer than memory is large: a stored run is examined as if it were live."""
 
     monkeypatch.setattr(history_cutoff, "LOOK_BACK", 3)
-    horizon = Horizon()
-    past = Until(history_of(8), horizon)
+    horizon = CutoffRound()
+    past = HistoryCutoff(history_of(8), horizon)
     horizon.move_to(5)
     assert past.rounds() == [3, 4, 5]
     assert past.series("update.norm", "c1")[0] == [3, 4, 5]
@@ -202,14 +202,14 @@ def test_which_detectors_are_meant():
     def mine(history, number):
         return ()
 
-    assert choose("standard") == DETECTORS
-    assert choose(()) == ()
-    assert choose([mine]) == (mine,)
-    assert choose(["standard", mine]) == (*DETECTORS, mine)
+    assert choose_detectors("standard") == DETECTORS
+    assert choose_detectors(()) == ()
+    assert choose_detectors([mine]) == (mine,)
+    assert choose_detectors(["standard", mine]) == (*DETECTORS, mine)
     with pytest.raises(ConfigError, match=r"Unknown set of detectors 'standrad'.*Did you mean 'standard'"):
-        choose("standrad")
+        choose_detectors("standrad")
     with pytest.raises(ConfigError, match="takes a list of functions"):
-        choose(mine)
+        choose_detectors(mine)
     assert fv.Monitor(None).run.config["fedvitals"]["detectors"] == len(DETECTORS)
     assert fv.Monitor(None, detectors=()).run.config["fedvitals"]["detectors"] == 0
 
@@ -220,21 +220,21 @@ def test_which_detectors_are_meant():
 def test_what_differs_between_two_examinations():
     before = [*seen([1, 2, 3]), Finding(Where("r", 1), 0.0, "MINE", "note", 0.5, "own")]
     after = [*seen([1]), *seen([2], confidence=0.7), *seen([4])]
-    found = compare(before, after)
+    found = compare_findings(before, after)
     assert (found.same, found.own) == (1, 1)
     assert [f.where.round for f in found.only_stored] == [3]
     assert [f.where.round for f in found.only_now] == [4]
     assert [f.confidence for f in found.changed] == [0.7]
     assert found
-    assert not compare(before[:3], before[:3])
+    assert not compare_findings(before[:3], before[:3])
 
 
 def test_what_json_does_to_evidence_is_no_difference():
     one = finding("LABEL_NOISE", 1, "m", confidence=0.5, more={"pair": (1, 2), "far": float("inf"), "by": {3: "x"}})
     stored = finding("LABEL_NOISE", 1, "m", confidence=0.5, more={"pair": [1, 2], "far": "Infinity", "by": {"3": "x"}})
-    assert not compare([stored], [one])
+    assert not compare_findings([stored], [one])
     other = finding("LABEL_NOISE", 1, "m", confidence=0.5, more={"pair": (1, 3), "far": float("inf"), "by": {3: "x"}})
-    assert compare([stored], [other]).changed == (other,)
+    assert compare_findings([stored], [other]).changed == (other,)
 
 
 # -- the verbs --------------------------------------------------------------------------------------------------------
@@ -439,7 +439,7 @@ def test_a_client_with_nan_comes_first_and_its_count_is_shown(tmp_path, capsys):
 
 def test_what_is_found_while_the_run_closes_is_not_lost_to_the_detectors_themselves():
     """They take nothing any more when they close, least of all what they say then."""
-    from fedvitals.diagnosis.live import LiveDetectors
+    from fedvitals.diagnosis.live_detectors import LiveDetectors
     from fedvitals.testing import MemorySink
     from fedvitals.transport.privacy import policy_for
     from fedvitals.transport.sink_writer import SinkWriter

@@ -22,9 +22,9 @@ ILL, OTHER, MUTE, LIAR = "7249075217557368631", "195914681145553265", "125237717
 HOSTILE = "[red]<img src=x onerror=alert(1)>"
 
 
-def partition(told, node, number, at_round):
-    where = Where(told.run.id, at_round, node)
-    told.add(Event(where, told.at, "info", "client.partition", "Told.", {"partition": number}))
+def partition(timed, node, number, at_round):
+    where = Where(timed.run.id, at_round, node)
+    timed.add(Event(where, timed.at, "info", "client.partition", "Told.", {"partition": number}))
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +48,12 @@ def store(session_folder):
 def ask(store, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
 
-    def told(*arguments):
+    def printed(*arguments):
         with pytest.raises(SystemExit):
             main([*arguments, "--store", str(store)])
         return capsys.readouterr().out
 
-    return told
+    return printed
 
 
 def test_the_newest_partition_is_the_label_and_lies_are_none(store):

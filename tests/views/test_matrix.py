@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from fedvitals.records import Event, Metric, Transfer, Where, is_client
 from fedvitals.store import PostgresStore, open_reader
 from fedvitals.store.read import queries
+from fedvitals.store.read.metrics import values_of_everybody
 from fedvitals.store.sqlite import SqliteStore
 from fedvitals.store.upkeep import retention
 from fedvitals.store.upkeep.doctor import examine
@@ -23,7 +24,6 @@ from fedvitals.views.cases import failures_by_client
 from fedvitals.views.cohort import buckets, matrix_of
 from fedvitals.views.grid import ABSENT, FAILED, MINUS, NAN, PLUS, VALUE, make_grid
 from fedvitals.views.matrix import Matrices, metric_matrix, share
-from fedvitals.views.metric_history import courses
 from fedvitals.views.profile import profile_of
 from fedvitals.views.traffic_counts import Total, traffic_total
 from fedvitals_studies.bench.synthetic import Synthetic, records_of_round, write_run
@@ -51,7 +51,7 @@ def records(batch, start=0):
 
 def expected(reader, name):
     """What the courses say, as the matrix should: nodes, rounds, values."""
-    told = {node: course for node, course in courses(reader, "r-1", name).items() if is_client(node)}
+    told = {node: course for node, course in values_of_everybody(reader, "r-1", name).items() if is_client(node)}
     rounds = sorted({number for course in told.values() for number in course})
     there = np.array([[number in course for number in rounds] for course in told.values()], bool)
     largest = float(np.finfo(np.float32).max)

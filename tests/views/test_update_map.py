@@ -199,10 +199,10 @@ def test_the_map_of_a_store(store: Path) -> None:
         assert newest.points[0].name == "c4"
         assert newest.points[0].severity == "warning"
         assert [step.round for step in newest.trail] == [2, 3, 8, 13]
-        between = update_map(reader, "r", layouts, round=7)
+        between = update_map(reader, "r", layouts, round_index=7)
         assert between.round == 5
         assert between.total == 5
-        assert update_map(reader, "r", layouts, round=0).round == 2
+        assert update_map(reader, "r", layouts, round_index=0).round == 2
         assert update_map(reader, "nobody", layouts).round is None
 
 
@@ -210,8 +210,8 @@ def test_whoever_opens_a_round_sees_what_others_saw_who_went_there(store: Path) 
     with open_reader(store) as reader:
         walked = Layouts()
         for number in (2, 3, 5, 8, 13):
-            by_steps = update_map(reader, "r", walked, round=number)
-        at_once = update_map(reader, "r", Layouts(), round=13)
-        first = {p.name: p for p in update_map(reader, "r", Layouts(), round=2).points}
+            by_steps = update_map(reader, "r", walked, round_index=number)
+        at_once = update_map(reader, "r", Layouts(), round_index=13)
+        first = {p.name: p for p in update_map(reader, "r", Layouts(), round_index=2).points}
     assert [(p.name, p.x, p.y) for p in by_steps.points] == [(p.name, p.x, p.y) for p in at_once.points]
     assert all(abs(p.x - first[p.name].x) < 0.3 and abs(p.y - first[p.name].y) < 0.3 for p in at_once.points)

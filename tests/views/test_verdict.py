@@ -18,7 +18,7 @@ FACTS = Facts(rounds=40, clients=20, detectors=34, accuracy=0.87)
 HOSTILE = "<img src=x onerror=alert(1)>/~%2F é"
 
 
-def found(issue="LABEL_NOISE", number=39, confidence=0.96, node="c7", since=5, **more):
+def label_noise(issue="LABEL_NOISE", number=39, confidence=0.96, node="c7", since=5, **more):
     return finding(
         issue, number, more.pop("message", "so it is"), confidence=confidence, node=node, since=since, **more
     )
@@ -29,7 +29,7 @@ def verdict(*findings, facts=FACTS, rounds=40):
 
 
 def test_the_sentence_says_who_what_since_when_and_how_sure():
-    told = verdict(found())
+    told = verdict(label_noise())
     assert told.headline == "c7 sends updates like a client with wrong labels, since round 5 (96 %)"
     assert (told.state, told.since, told.confidence, told.node, told.issue) == ("ill", 5, 0.96, "c7", "LABEL_NOISE")
     assert told.key == "LABEL_NOISE~c7~~"
@@ -69,11 +69,11 @@ def test_the_sentence_says_who_what_since_when_and_how_sure():
     ],
 )
 def test_another_finding_gives_another_sentence(change, words):
-    assert verdict(found(**change)).headline == words
+    assert verdict(label_noise(**change)).headline == words
 
 
 def test_several_culprits_of_one_issue_are_one_sentence():
-    told = verdict(*(found(node=f"c{i}", since=i, confidence=0.6 + i / 100) for i in (12, 3, 7, 5)))
+    told = verdict(*(label_noise(node=f"c{i}", since=i, confidence=0.6 + i / 100) for i in (12, 3, 7, 5)))
     assert told.headline == "c3, c5 and 2 more send updates like clients with wrong labels, since round 3 (up to 72 %)"
     assert told.key == "LABEL_NOISE~c12~~"  # of the surest
     assert "other" not in told.detail
@@ -81,10 +81,10 @@ def test_several_culprits_of_one_issue_are_one_sentence():
 
 def test_the_worst_decides_and_the_others_are_counted():
     told = verdict(
-        found(),
-        found("NAN_UPDATE", node="c2", confidence=1.0, since=30),
-        found("MISSING_CLASSES", node="c4", severity="note"),
-        found("STRAGGLER", node="c9", number=10),
+        label_noise(),
+        label_noise("NAN_UPDATE", node="c2", confidence=1.0, since=30),
+        label_noise("MISSING_CLASSES", node="c4", severity="note"),
+        label_noise("STRAGGLER", node="c9", number=10),
     )
     assert told.headline == "c2 sends updates that are NaN or infinite, since round 30 (100 %)"
     assert told.detail == "Accuracy 0.87. 1 other finding, 1 other note, 1 over."
@@ -111,29 +111,29 @@ def test_what_could_not_be_seen_is_said_with_healthy():
 
 
 def test_notes_and_what_is_over_never_make_a_run_ill():
-    note = verdict(found(severity="note", confidence=0.43))
+    note = verdict(label_noise(severity="note", confidence=0.43))
     assert note.state == "watch"
     assert note.headline.startswith("Nothing serious. A note: c7 sends updates")
-    over = verdict(found(number=9))
+    over = verdict(label_noise(number=9))
     assert over.state == "watch"
     assert over.headline == (
         "Nothing serious now. Seen in rounds 5 to 9: c7 sends updates like a client with wrong labels (96 %)"
     )
-    assert verdict(found(number=9, severity="note")).state == "healthy"
+    assert verdict(label_noise(number=9, severity="note")).state == "healthy"
 
 
 def test_who_is_hardly_suspected_any_more_does_not_make_a_run_ill():
-    told = verdict(found(number=20), found(number=39, severity="note", confidence=0.24))
+    told = verdict(label_noise(number=20), label_noise(number=39, severity="note", confidence=0.24))
     assert told.state == "watch"
     assert "24 %" in told.headline
 
 
 def test_muted_cases_do_not_decide_and_acknowledged_ones_say_so():
     key = "LABEL_NOISE~c7~~"
-    muted = verdict(found(), facts=dataclasses.replace(FACTS, muted=frozenset({key})))
+    muted = verdict(label_noise(), facts=dataclasses.replace(FACTS, muted=frozenset({key})))
     assert muted.state == "healthy"
     assert "(1 muted)" in muted.headline
-    seen = verdict(found(), facts=dataclasses.replace(FACTS, acknowledged=frozenset({key})))
+    seen = verdict(label_noise(), facts=dataclasses.replace(FACTS, acknowledged=frozenset({key})))
     assert seen.state == "ill"
     assert seen.headline.endswith("since round 5 (96 %, acknowledged)")
 
@@ -154,25 +154,25 @@ def test_no_verdict_yet_is_a_state_of_its_own(change, state, words):
 
 
 def test_an_exact_finding_makes_a_run_ill_in_its_first_round():
-    told = verdict(found("NAN_UPDATE", 0, 1.0, since=0), facts=dataclasses.replace(FACTS, rounds=1), rounds=1)
+    told = verdict(label_noise("NAN_UPDATE", 0, 1.0, since=0), facts=dataclasses.replace(FACTS, rounds=1), rounds=1)
     assert told.state == "ill"
 
 
 def test_the_detail_tells_shares_and_what_was_done_and_invents_nothing():
     facts = dataclasses.replace(FACTS, samples={"c7": 50.0, "c1": 150.0, "c2": 800.0})
-    assert verdict(found(), facts=facts).detail == "Accuracy 0.87. c7 holds 5 % of the data."
+    assert verdict(label_noise(), facts=facts).detail == "Accuracy 0.87. c7 holds 5 % of the data."
     why = "The loss is better than the trend before it."
     done = Action(Where("", 9, "c7"), 1.0, "LABEL_NOISE c7", "quarantine", "c7", {"why": why}, "applied")
-    told = verdict(found(), facts=dataclasses.replace(facts, actions=[done]))
+    told = verdict(label_noise(), facts=dataclasses.replace(facts, actions=[done]))
     assert "Quarantine of c7 in force since round 9: The loss is better than the trend before it." in told.detail
     of_another = dataclasses.replace(done, finding="LABEL_NOISE c8")
-    assert "Quarantine" not in verdict(found(), facts=dataclasses.replace(facts, actions=[of_another])).detail
+    assert "Quarantine" not in verdict(label_noise(), facts=dataclasses.replace(facts, actions=[of_another])).detail
 
 
 @pytest.mark.parametrize("issue", ISSUES, ids=lambda issue: issue.code)
 @pytest.mark.parametrize("place", [{"node": "c7"}, {"node": None}, {"node": None, "group": "ring-1"}], ids=str)
 def test_every_issue_can_be_said_of_a_client_a_group_and_the_run(issue, place):
-    told = verdict(found(issue.code, severity="warning", **place))
+    told = verdict(label_noise(issue.code, severity="warning", **place))
     assert "{" not in told.headline
     assert told.headline.endswith("since round 5 (96 %)")
     if place.get("node"):
@@ -185,7 +185,13 @@ def test_the_words_are_of_known_issues():
 
 
 def test_keys_are_one_part_of_a_path_and_tell_cases_apart():
-    hostile = cases([found(node=HOSTILE, layer="a~b/c"), found(node=HOSTILE, layer="a"), found(node=HOSTILE + "~a")])
+    hostile = cases(
+        [
+            label_noise(node=HOSTILE, layer="a~b/c"),
+            label_noise(node=HOSTILE, layer="a"),
+            label_noise(node=HOSTILE + "~a"),
+        ]
+    )
     keys = [case_key(case) for case in hostile]
     assert len(set(keys)) == 3
     assert all(key.count("~") == 3 and not set(key) & set("/<> ?#") for key in keys)
@@ -193,7 +199,7 @@ def test_keys_are_one_part_of_a_path_and_tell_cases_apart():
 
 def test_from_a_store_as_from_memory(tmp_path):
     path = tmp_path / "runs.db"
-    where = dataclasses.replace(found().where, run="r")
+    where = dataclasses.replace(label_noise().where, run="r")
     records = [Run("r", "demo", config={"fedvitals": {"detectors": 34, "false_alarms": 2.0}}, started=1.0)]
     records += [
         Metric(Where("r", number, node), float(number), "steps", 5.0)
@@ -203,8 +209,8 @@ def test_from_a_store_as_from_memory(tmp_path):
     ]
     records += [Metric(Where("r", 11), 11.0, "accuracy", 0.5), Metric(Where("r", 11, "c1"), 11.0, "samples", 9.0)]
     records += [
-        dataclasses.replace(found(number=3, since=3), where=dataclasses.replace(where, round=3)),
-        dataclasses.replace(found(), where=Where("r", 11, HOSTILE)),
+        dataclasses.replace(label_noise(number=3, since=3), where=dataclasses.replace(where, round=3)),
+        dataclasses.replace(label_noise(), where=Where("r", 11, HOSTILE)),
     ]
     numbered = [dataclasses.replace(record, source="test", sequence=i) for i, record in enumerate(records)]
     with open_store(path) as store:

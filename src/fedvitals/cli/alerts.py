@@ -40,20 +40,20 @@ def test(config: str, channel: str | None, as_json: bool) -> int:
 
     plan = load(config)
     _remark(plan.rules)
-    names = [one.name for one in plan.channels]
+    names = [target.name for target in plan.channels]
     if channel is not None and channel not in names:
         raise ConfigError(unknown("channel", channel, names))
     results: list[dict[str, Any]] = []
-    for one in plan.channels:
-        if channel not in (None, one.name):
+    for target in plan.channels:
+        if channel not in (None, target.name):
             continue
-        click.echo(f"{one.name}: sending, for at most {one.seconds:g} s ...", err=True)
+        click.echo(f"{target.name}: sending, for at most {target.seconds:g} s ...", err=True)
         outcome, why = "taken", ""
         try:
-            one.send(Message((), test=os.urandom(8).hex()))
+            target.send(Message((), test=os.urandom(8).hex()))
         except DeliveryError as error:
             outcome, why = error.outcome, str(error)
-        results.append({"channel": one.name, "kind": type(one).__name__.lower(), "outcome": outcome, "why": why})
+        results.append({"channel": target.name, "kind": type(target).__name__.lower(), "outcome": outcome, "why": why})
     if as_json:
         print_json("alerts test", {"rules": len(plan.rules), "channels": results})
     else:
@@ -95,28 +95,24 @@ def check(run: str, config: str, everything: bool, store: str | None, as_json: b
     _remark(plan.rules)
     with open_reader(store) as reader:
         chosen = queries.find_run(reader, run)
-        made = _replayed(reader, chosen, plan.rules, plan.names or ("",))
+        alerts = _replayed(reader, chosen, plan.rules, plan.names or ("",))
     if as_json:
-        print_json("alerts check", {"run": chosen, "rules": len(plan.rules), "alerts": [alert_json(a) for a in made]})
+        print_json("alerts check", {"run": chosen, "rules": len(plan.rules), "alerts": [alert_json(a) for a in alerts]})
     else:
-        _print(made, chosen, len(plan.rules), len(made) if everything else ROWS)
+        _print(alerts, chosen, len(plan.rules), len(alerts) if everything else ROWS)
 
 
 def _replayed(reader: Reader, run: str, rules: Sequence[Rule], channels: Sequence[str] = ("",)) -> list[Alert]:
     """The alerts of a stored run; of its metrics only those are read that a rule asks for."""
-    from fedvitals.records import Finding, Metric
+    from fedvitals.records import Finding
+    from fedvitals.sinks.alerts.evaluation import ATTENDANCE, ROUND_COMPLETE, replay
     from fedvitals.sinks.alerts.rules import Condition
-    from fedvitals.sinks.alerts.watch import ATTENDANCE, ROUND_COMPLETE, replay
-    from fedvitals.store import rows
     from fedvitals.store.read import queries
+    from fedvitals.store.read.metrics import metrics_of_names
 
     asked = {rule.when.metric for rule in rules if isinstance(rule.when, Condition)}
     names = sorted({ROUND_COMPLETE, *ATTENDANCE, *asked})
-    marks = ", ".join("?" * len(names))
-    found = reader.database.rows(
-        f"{rows.select(Metric)} WHERE run = ? AND name IN ({marks}) ORDER BY arrival", (run, *names)
-    )
-    metrics = rows.from_rows(Metric, found)
+    metrics = metrics_of_names(reader, run, names)
     return replay(run, rules, metrics, queries.records(reader, run, Finding), _families(), channels)
 
 
@@ -129,21 +125,21 @@ def _families() -> dict[str, str]:
 def _remark(rules: Sequence[Rule]) -> None:
     from fedvitals.sinks.alerts.rules import unknown_names
 
-    for said in unknown_names(rules, _families()):
-        click.echo(f"fedvitals: {said}", err=True)
+    for remark in unknown_names(rules, _families()):
+        click.echo(f"fedvitals: {remark}", err=True)
 
 
-def _print(made: Sequence[Alert], run: str, rules: int, most: int) -> None:
+def _print(alerts: Sequence[Alert], run: str, rules: int, most: int) -> None:
     from rich.console import Console
 
     from fedvitals.cli.screen import shown
 
     console = Console(highlight=False)
-    firing = sum(alert.kind == "firing" for alert in made)
-    told = f"{firing} alert{'s' * (firing != 1)}, {len(made) - firing} of them resolved"
-    console.print(f"[bold]{told}[/bold], by {rules} rule{'s' * (rules != 1)} on run {shown(run)}")
+    firing = sum(alert.kind == "firing" for alert in alerts)
+    counts = f"{firing} alert{'s' * (firing != 1)}, {len(alerts) - firing} of them resolved"
+    console.print(f"[bold]{counts}[/bold], by {rules} rule{'s' * (rules != 1)} on run {shown(run)}")
     colours = {"critical": "red", "warning": "yellow"}
-    for alert in made[:most]:
+    for alert in alerts[:most]:
         word = alert.kind if alert.kind == "resolved" else alert.severity
         colour = "green" if alert.kind == "resolved" else colours.get(alert.severity, "dim")
         console.print(
@@ -151,5 +147,5 @@ def _print(made: Sequence[Alert], run: str, rules: int, most: int) -> None:
             f"[dim]({shown(alert.rule)})[/dim]",
             soft_wrap=True,
         )
-    if len(made) > most:
-        console.print(f"  and {len(made) - most} more: --all")
+    if len(alerts) > most:
+        console.print(f"  and {len(alerts) - most} more: --all")

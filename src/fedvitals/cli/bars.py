@@ -70,7 +70,7 @@ def style_of(part: str) -> str:
 
 
 def stacked(parts: Mapping[str, float], width: int) -> Text:
-    """One bar of `width` cells, each part's share of it in its letters."""
+    """Return one bar of `width` cells, in which each part's share is filled with its letter."""
     from rich.text import Text
 
     bar = Text()
@@ -80,7 +80,7 @@ def stacked(parts: Mapping[str, float], width: int) -> Text:
 
 
 def shares_of(parts: Mapping[str, float], width: int) -> dict[str, int]:
-    """Whole cells for each part, `width` in all; what is lost by rounding down goes to the largest remainders."""
+    """Return whole cells for each part, `width` in all; what rounding loses goes to the largest remainders."""
     total = math.fsum(parts.values())
     if not total > 0 or width < 1:
         return {}
@@ -93,16 +93,16 @@ def shares_of(parts: Mapping[str, float], width: int) -> dict[str, int]:
 
 
 def percents(parts: Mapping[str, float]) -> list[Text]:
-    """Each part's letter, name and share, the largest first: the bar's legend."""
+    """Return the bar's legend: each part's letter, name and share, the largest first."""
     from rich.text import Text
 
     whole = math.fsum(parts.values())
-    told = sorted(((value / whole, part) for part, value in parts.items() if value > 0), reverse=True)
-    return [Text.assemble((letter_of(part), style_of(part)), f" {part} {percent(share)}") for share, part in told]
+    shares = sorted(((value / whole, part) for part, value in parts.items() if value > 0), reverse=True)
+    return [Text.assemble((letter_of(part), style_of(part)), f" {part} {percent(share)}") for share, part in shares]
 
 
 def in_lines(title: str, items: Sequence[Text | str], width: int) -> list[Text]:
-    """A title and items after it, two spaces apart, on as many lines as they need; none is broken in two."""
+    """Return a title and items after it, two spaces apart, on as many lines as they need; no item is broken."""
     from rich.text import Text
 
     lines = [Text(title)]
@@ -121,7 +121,7 @@ def percent(share: float) -> str:
 
 
 def along(intervals: Sequence[tuple[str, float, float]], began: float, seconds: float, width: int) -> Text:
-    """A time axis of `width` cells: (part, began, seconds) each; a cell shows what took the most of it, or nothing.
+    """Draw (part, began, seconds) intervals on a time axis of `width` cells; each cell shows its longest part.
 
     Work is shown before rest, unless that took most of the cell: short work is what a reader looks for.
     """
@@ -148,7 +148,7 @@ def _in_cell(cell: Mapping[str, float]) -> str:
 
 
 def strip(seconds: Sequence[float], kinds: Sequence[str], width: int) -> tuple[Text, Text]:
-    """The rounds from left to right: how long each took as blocks, and below by what it was bound, in letters.
+    """Return the rounds from left to right: their lengths as blocks, and below, in letters, what bound them.
 
     More rounds than cells share them: a cell has its longest round, and what bounded most of its rounds.
     """
@@ -168,14 +168,14 @@ def strip(seconds: Sequence[float], kinds: Sequence[str], width: int) -> tuple[T
 
 
 def log_plot(courses: Sequence[Mapping[int, float]], letters: str, width: int, height: int = 10) -> list[Text]:
-    """Courses over the rounds on one logarithmic axis, with 0 as a level of its own, and one for what is not finite.
+    """Plot series over the rounds on one log axis, with a level for 0 and one for what is not finite.
 
     One letter a run; where several fall together, `SEVERAL`.
     """
     from rich.text import Text
 
-    rounds = sorted({number for course in courses for number in course})
-    values = [value for course in courses for value in course.values()]
+    rounds = sorted({number for series in courses for number in series})
+    values = [value for series in courses for value in series.values()]
     positive = [math.log10(value) for value in values if math.isfinite(value) and value > 0]
     if not rounds:
         return []
@@ -188,8 +188,8 @@ def log_plot(courses: Sequence[Mapping[int, float]], letters: str, width: int, h
     levels = ["∞"] * any(not math.isfinite(value) for value in values) + [*range(height - 1, -1, -1)]
     levels += ["0"] * any(value <= 0 for value in values)
     cells: dict[tuple[object, int], set[str]] = {}
-    for letter, course in zip(letters, courses, strict=False):
-        for number, value in course.items():
+    for letter, series in zip(letters, courses, strict=False):
+        for number, value in series.items():
             level: object = "∞" if not math.isfinite(value) else "0" if value <= 0 else None
             if level is None:
                 level = round((math.log10(value) - low) / (high - low) * (height - 1))

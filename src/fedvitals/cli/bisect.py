@@ -12,7 +12,7 @@ from fedvitals.cli.options import json_option, print_json, store_option
 from fedvitals.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from fedvitals.replay.counterfactual.bisect import Culprit
+    from fedvitals.replay.counterfactual.bisect import BisectResult
 
 
 @click.command(
@@ -55,7 +55,7 @@ def command(
     condition = None if until is None else conditions.parse(until)
     chosen, suspects = _suspects(store, run, good, bad)
     with Player(open_tape(store, chosen), data=data, workers=workers) as player:
-        found = bisect.bisect(
+        culprit = bisect.bisect(
             player,
             good,
             bad,
@@ -65,9 +65,9 @@ def command(
             progress=lambda text: click.echo(text, err=True),
         )
     if as_json:
-        print_json("bisect", found)
+        print_json("bisect", culprit)
     else:
-        _print(found, store)
+        _print(culprit, store)
 
 
 def _suspects(store: str | None, run: str, good: int, bad: int) -> tuple[str, list[str]]:
@@ -78,12 +78,12 @@ def _suspects(store: str | None, run: str, good: int, bad: int) -> tuple[str, li
 
     with open_reader(store) as reader:
         chosen = queries.find_run(reader, run)
-        told = [f for f in queries.records(reader, chosen, Finding) if good < (f.where.round or 0) <= bad]
-    named = [node for f in told for node in (f.where.node, *(suspect.node for suspect in f.suspects)) if node]
+        findings = [f for f in queries.records(reader, chosen, Finding) if good < (f.where.round or 0) <= bad]
+    named = [node for f in findings for node in (f.where.node, *(suspect.node for suspect in f.suspects)) if node]
     return chosen, [*dict.fromkeys(named)]
 
 
-def _print(found: Culprit, store: str | None) -> None:
+def _print(culprit: BisectResult, store: str | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -91,18 +91,18 @@ def _print(found: Culprit, store: str | None) -> None:
 
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False)
-    for heading in ("without", "from round", f"{found.metric} in round {found.bad}"):
+    for heading in ("without", "from round", f"{culprit.metric} in round {culprit.bad}"):
         table.add_column(heading)
-    table.add_row("nobody (recorded)", "", _number(found.recorded))
-    for one in found.tries:
-        table.add_row(shown(", ".join(one.without)), str(one.first), _number(one.value))
+    table.add_row("nobody (recorded)", "", _number(culprit.recorded))
+    for attempt in culprit.tries:
+        table.add_row(shown(", ".join(attempt.without)), str(attempt.first), _number(attempt.value))
     console.print(table)
-    console.print(f"\n[bold]{shown(str(found))}[/bold]")
-    console.print(f"[dim]Restored means: {shown(found.criterion)}.[/dim]")
-    if found.clients:
+    console.print(f"\n[bold]{shown(str(culprit))}[/bold]")
+    console.print(f"[dim]Restored means: {shown(culprit.criterion)}.[/dim]")
+    if culprit.clients:
         option = "" if store is None else f" --store {shown(shlex.quote(store))}"
         console.print(
-            f"[dim]Look at it:  fedvitals replay {shown(found.run)}{option} -c 'goto {found.round}'[/dim]",
+            f"[dim]Look at it:  fedvitals replay {shown(culprit.run)}{option} -c 'goto {culprit.round}'[/dim]",
             soft_wrap=True,
         )
 

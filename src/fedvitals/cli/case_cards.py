@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A case on the terminal: one line in a list, or a card with the numbers, the causes and what to do; or as JSON."""
+"""Prints a case: one line in a list, a card with numbers, causes and remedies, or JSON."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NO_LABELS: Mapping[str, str] = MappingProxyType({})
 def print_list(
     console: Any, cases: Sequence[Case], most: int | None = None, labels: Mapping[str, str] = NO_LABELS
 ) -> None:
-    """One line a case, and its message. `labels`: of nodes, see `views.labels`."""
+    """Print one line per case, and its message. `labels`: of nodes, see `views.labels`."""
     from fedvitals.cli.screen import shown
     from fedvitals.views.labels import place_of
 
     for case in cases[:most]:
-        words = f"{shown(place_of(case, labels))}: {case.issue}, {case.confidence:.0%} sure, {case.course}"
+        words = f"{shown(place_of(case, labels))}: {case.issue}, {case.confidence:.0%} sure, {case.timeline}"
         console.print(f"{_coloured(case.severity)}  {words}", soft_wrap=True)
         console.print(f"          {shown(case.newest.message)}", soft_wrap=True)
     if most is not None and len(cases) > most:
@@ -44,12 +44,12 @@ def print_card(
     from fedvitals.views.cases import more_of, text_of
     from fedvitals.views.labels import named, place_of
 
-    known = case.known
+    known = case.issue_entry
     console.print(f"{_coloured(case.severity)}  [bold]{case.issue}[/bold]: {shown(known.title)}", soft_wrap=True)
     for title, text in (
         ("what", case.newest.message),
         ("where", place_of(case, labels)),
-        ("when", case.course),
+        ("when", case.timeline),
         ("how sure", _how_sure(case)),
     ):
         console.print(f"  {title:9} {shown(text)}", soft_wrap=True)
@@ -69,8 +69,8 @@ def print_card(
     if known.refutation:
         console.print(f"  proved wrong by: {shown(known.refutation)}", soft_wrap=True)
     for action in actions:
-        told = f"{action.status}: {action.kind} {action.target or ''} (round {action.where.round})"
-        console.print(f"  action    {shown(told)}", soft_wrap=True)
+        action_text = f"{action.status}: {action.kind} {action.target or ''} (round {action.where.round})"
+        console.print(f"  action    {shown(action_text)}", soft_wrap=True)
     console.print()
 
 
@@ -101,9 +101,9 @@ def _coloured(severity: str) -> str:
 def _how_sure(case: Case) -> str:
     from fedvitals.cli.screen import sparkline
 
-    course = f"  {sparkline(case.confidences)}  first {case.confidences[0]:.0%}" if len(case.confidences) > 1 else ""
-    exact = ", an exact test" if case.known.exact else ""
-    return f"{case.confidence:.0%}{exact}{course}"
+    trend = f"  {sparkline(case.confidences)}  first {case.confidences[0]:.0%}" if len(case.confidences) > 1 else ""
+    exact = ", an exact test" if case.issue_entry.exact else ""
+    return f"{case.confidence:.0%}{exact}{trend}"
 
 
 def _numbers(case: Case) -> Any:
@@ -113,8 +113,8 @@ def _numbers(case: Case) -> Any:
     from fedvitals.cli.screen import number, shown
     from fedvitals.views.cases import number_of, numbers_of
 
-    told = numbers_of(case)
-    if not told:
+    numbers = numbers_of(case)
+    if not numbers:
         return None
     table = Table(box=None, pad_edge=False)
     table.add_column("number")
@@ -122,11 +122,11 @@ def _numbers(case: Case) -> Any:
         table.add_column(title, justify="right")
     table.add_column("of")
     table.add_column("standard deviations", justify="right")
-    for one in told:
-        value, usual, score = (number_of(one.get(name)) for name in ("value", "usual", "score"))
-        of = "" if usual is None else str(one.get("of", ""))
+    for row in numbers:
+        value, usual, score = (number_of(row.get(name)) for name in ("value", "usual", "score"))
+        of = "" if usual is None else str(row.get("of", ""))
         away = "" if score is None else number(score)
-        table.add_row(shown(str(one.get("name"))), number(value), "" if usual is None else number(usual), of, away)
+        table.add_row(shown(str(row.get("name"))), number(value), "" if usual is None else number(usual), of, away)
     return Padding(table, (0, 0, 0, 4))
 
 
@@ -140,10 +140,10 @@ def _enumerate(console: Any, title: str, sentences: Sequence[str]) -> None:
 
 
 def as_json(case: Case, actions: Iterable[Action] = (), failure: Event | None = None) -> dict[str, Any]:
-    """The case, with what the table of issues says of it, and the error that it is about where there is one."""
+    """Return the case with what the table of issues says about it, and the error behind it if there is one."""
     from fedvitals.views.cases import traceback_of
 
-    known, newest = case.known, case.newest
+    known, newest = case.issue_entry, case.newest
     return {
         "issue": case.issue,
         "title": known.title,

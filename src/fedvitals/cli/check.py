@@ -12,7 +12,7 @@ from fedvitals.cli.options import json_option, print_json, store_option
 
 if TYPE_CHECKING:
     from fedvitals.diagnosis.cases import Case
-    from fedvitals.diagnosis.compare import Difference
+    from fedvitals.diagnosis.compare import FindingsDifference
     from fedvitals.records import Finding
 
 ROWS = 20  # of each list
@@ -32,20 +32,20 @@ def command(run: str, store: str | None, as_json: bool) -> int:
     """
     from fedvitals.cli import case_cards
     from fedvitals.diagnosis.cases import cases, is_trouble
-    from fedvitals.diagnosis.compare import compare
+    from fedvitals.diagnosis.compare import compare_findings
     from fedvitals.diagnosis.examine import DETECTORS, examine
-    from fedvitals.diagnosis.gaps import Failure, incomplete, no_all_clear
+    from fedvitals.diagnosis.gaps import MonitorFailure, incomplete, no_all_clear
     from fedvitals.records import Finding
     from fedvitals.store import open_reader
     from fedvitals.store.read import queries
     from fedvitals.views.gaps import gaps_of
     from fedvitals.views.labels import labels_of
 
-    failures: list[Failure] = []
+    failures: list[MonitorFailure] = []
     messages: list[str] = []
 
     def note(error: Exception, who: str) -> None:
-        failures.append(Failure(who, type(error).__name__))
+        failures.append(MonitorFailure(who, type(error).__name__))
         messages.append(f"{who} failed: {error!r}")
 
     with open_reader(store) as reader:
@@ -54,35 +54,37 @@ def command(run: str, store: str | None, as_json: bool) -> int:
         fresh = examine(reader.history(chosen), failed=note)
         missing = gaps_of(reader, chosen, failures)
         attendance, labels = queries.attendance(reader, chosen), labels_of(reader, chosen)
-    found, difference = cases(fresh, attendance), compare(stored, fresh)
+    fresh_cases, difference = cases(fresh, attendance), compare_findings(stored, fresh)
     for message in dict.fromkeys(messages):
         click.echo(f"fedvitals: {message}", err=True)
     if as_json:
-        told = {
+        report = {
             "run": chosen,
             "detectors": len(DETECTORS),
-            "cases": [case_cards.as_json(case) for case in found],
+            "cases": [case_cards.as_json(case) for case in fresh_cases],
             "difference": difference,
             "failed": messages,
             "not_judged": missing,
         }
-        print_json("check", told)
+        print_json("check", report)
     else:
-        _print(found, difference, len(DETECTORS), labels)
+        _print(fresh_cases, difference, len(DETECTORS), labels)
         if missing:
-            click.echo(incomplete(missing) if found else no_all_clear(missing))
-    return int(any(is_trouble(case) for case in found) or bool(missing))
+            click.echo(incomplete(missing) if fresh_cases else no_all_clear(missing))
+    return int(any(is_trouble(case) for case in fresh_cases) or bool(missing))
 
 
-def _print(found: list[Case], difference: Difference, detectors: int, labels: Mapping[str, str]) -> None:
+def _print(fresh_cases: list[Case], difference: FindingsDifference, detectors: int, labels: Mapping[str, str]) -> None:
     from rich.console import Console
 
     from fedvitals.cli import case_cards
 
     console = Console(highlight=False)
-    console.print(f"[bold]{len(found)} case{'s' * (len(found) != 1)}[/bold] by {detectors} detectors, looking again\n")
-    case_cards.print_list(console, found, ROWS, labels)
-    if found:
+    console.print(
+        f"[bold]{len(fresh_cases)} case{'s' * (len(fresh_cases) != 1)}[/bold] by {detectors} detectors, looking again\n"
+    )
+    case_cards.print_list(console, fresh_cases, ROWS, labels)
+    if fresh_cases:
         console.print()
     if difference.own:
         console.print(f"{difference.own} stored findings are by detectors of your own, and were left aside.")
@@ -101,7 +103,7 @@ def _list(console: Any, title: str, findings: tuple[Finding, ...]) -> None:
     if not findings:
         return
     console.print(f"  {title}: {len(findings)}")
-    for one in findings[:ROWS]:
-        place = one.where.node or one.where.group or "the whole run"
-        words = f"round {one.where.round}, {place}: {one.issue}, {one.confidence:.0%}: {one.message}"
+    for finding in findings[:ROWS]:
+        place = finding.where.node or finding.where.group or "the whole run"
+        words = f"round {finding.where.round}, {place}: {finding.issue}, {finding.confidence:.0%}: {finding.message}"
         console.print(f"    {shown(words)}", soft_wrap=True)

@@ -12,7 +12,7 @@ from fedvitals.cli.options import json_option, print_json, store_option
 if TYPE_CHECKING:
     from fedvitals.views.comparison.chance import Change
     from fedvitals.views.comparison.divergence_point import Differing
-    from fedvitals.views.comparison.runs import Comparison, Row, Trouble
+    from fedvitals.views.comparison.runs import Comparison, ComparisonRow, Trouble
 
 ROWS = 12  # of findings and settings, unless --all
 PLACES = 4  # of one issue, unless --all
@@ -35,32 +35,32 @@ def command(runs: tuple[str, ...], repeats: bool, everything: bool, store: str |
     from fedvitals.views.comparison.runs import compare
 
     with open_reader(store) as reader:
-        found = compare(reader, runs, repeats=repeats)
+        comparison = compare(reader, runs, repeats=repeats)
     if as_json:
-        print_json("compare", found)
+        print_json("compare", comparison)
     else:
-        _print(found, everything=everything)
+        _print(comparison, everything=everything)
 
 
-def _print(found: Comparison, *, everything: bool) -> None:
+def _print(comparison: Comparison, *, everything: bool) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    _head(console, found)
-    _opening(console, found)
-    console.print(_table(found))
-    console.print(f"{found.confidence}\n", soft_wrap=False)
+    _head(console, comparison)
+    _opening(console, comparison)
+    console.print(_table(comparison))
+    console.print(f"{comparison.confidence}\n", soft_wrap=False)
     most = None if everything else ROWS
-    _troubles(console, found, most)
-    _plot(console, found)
-    _partings(console, found)
-    _settings(console, found, most, everything=everything)
+    _troubles(console, comparison, most)
+    _plot(console, comparison)
+    _partings(console, comparison)
+    _settings(console, comparison, most, everything=everything)
 
 
-def _head(console: Any, found: Comparison) -> None:
+def _head(console: Any, comparison: Comparison) -> None:
     from fedvitals.cli.screen import shown
 
-    for side in found.sides:
+    for side in comparison.sides:
         runs = side.runs[0] if len(side.runs) == 1 else f"{len(side.runs)} runs, {side.runs[0]} the newest"
         size = f"{side.rounds} rounds, {side.clients} clients"
         console.print(f"{_letter(side.letter)}  [bold]{shown(side.name)}[/bold]  {shown(runs)}  [dim]{size}[/dim]")
@@ -75,9 +75,9 @@ def _letter(letter: str) -> str:
     return f"[bold {colour}]{letter}[/]"
 
 
-def _opening(console: Any, found: Comparison) -> None:
+def _opening(console: Any, comparison: Comparison) -> None:
     """Round time, memory and number of issues, before and after."""
-    for row in found.opening:
+    for row in comparison.opening:
         courses = " → ".join("not told" if v is None else _value(v, row.unit) for v in row.values)
         if row.name == "issues":
             courses = " → ".join("not judged" if v is None else f"{v:.3g}" for v in row.values)
@@ -86,25 +86,25 @@ def _opening(console: Any, found: Comparison) -> None:
     console.print()
 
 
-def _table(found: Comparison) -> Any:
+def _table(comparison: Comparison) -> Any:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("")
     table.add_column("")
-    for i, side in enumerate(found.sides):
+    for i, side in enumerate(comparison.sides):
         table.add_column(_letter(side.letter), justify="right", no_wrap=True)
         if i:
-            table.add_column(f"from {found.sides[0].letter}", justify="right", no_wrap=True)
+            table.add_column(f"from {comparison.sides[0].letter}", justify="right", no_wrap=True)
     topic = ""
-    for row in found.rows:
+    for row in comparison.rows:
         cells = [_value(row.values[0], row.unit)]
         for value, change in zip(row.values[1:], row.changes, strict=True):
             cells += [_value(value, row.unit), _change(change, row)]
         table.add_row("" if row.topic == topic else f"[bold]{row.topic}[/bold]", row.name, *cells)
         topic = row.topic
-    if any(c is not None and c.beyond_chance is not None for row in found.rows for c in row.changes):
-        by_seed = any(c is not None and c.paired for row in found.rows for c in row.changes)
+    if any(c is not None and c.beyond_chance is not None for row in comparison.rows for c in row.changes):
+        by_seed = any(c is not None and c.paired for row in comparison.rows for c in row.changes)
         of = ", seed by seed" if by_seed else ""
         table.caption, table.caption_justify = f"± 95 % interval{of}; * larger than chance explains", "left"
     return table
@@ -118,7 +118,7 @@ def _value(value: float | None, unit: str) -> str:
     return f"{number(value)} ×" if unit == "times" and value is not None else with_unit(value, unit)
 
 
-def _change(change: Change | None, row: Row, *, plain: bool = False) -> str:
+def _change(change: Change | None, row: ComparisonRow, *, plain: bool = False) -> str:
     """In percent, points of a share or by itself; green if for the better and red if for the worse."""
     if change is None:
         return "" if plain else "–"
@@ -133,7 +133,7 @@ def _change(change: Change | None, row: Row, *, plain: bool = False) -> str:
     return f"[{'#009e73' if good else '#d55e00'}]{size}[/]"
 
 
-def _size(change: Change, row: Row) -> str:
+def _size(change: Change, row: ComparisonRow) -> str:
     from fedvitals.cli.screen import number
 
     if not change.difference:
@@ -153,7 +153,7 @@ def _signed(value: float, unit: str) -> str:
     return f"{'+' if value > 0 else ''}{number(value)}{unit}"
 
 
-def _reach(change: Change, row: Row) -> str:
+def _reach(change: Change, row: ComparisonRow) -> str:
     """Half of the interval's width, in the unit of the change itself."""
     from fedvitals.cli.screen import number
 
@@ -166,50 +166,53 @@ def _reach(change: Change, row: Row) -> str:
     return f"± {number(reach)}"
 
 
-def _troubles(console: Any, found: Comparison, most: int | None) -> None:
+def _troubles(console: Any, comparison: Comparison, most: int | None) -> None:
     from rich.table import Table
 
     from fedvitals.cli.case_cards import COLOURS
     from fedvitals.cli.screen import number
 
-    unjudged = [side.letter for side in found.sides if not side.judged]
+    unjudged = [side.letter for side in comparison.sides if not side.judged]
     if unjudged:
         console.print(f"Not judged, or not in full: {', '.join(unjudged)}. `fedvitals findings RUN` says why.")
-    if not found.troubles:
-        if len(unjudged) < len(found.sides):
+    if not comparison.troubles:
+        if len(unjudged) < len(comparison.sides):
             console.print("[bold]Findings[/bold]  none")
         console.print()
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("Findings", header_style="bold")
     table.add_column("")
-    for side in found.sides:
+    for side in comparison.sides:
         table.add_column(_letter(side.letter), justify="right")
     table.add_column("where", overflow="fold")
     issues = {
-        trouble.issue: [one for one in found.troubles if one.issue == trouble.issue] for trouble in found.troubles
+        trouble.issue: [other for other in comparison.troubles if other.issue == trouble.issue]
+        for trouble in comparison.troubles
     }
     for issue, same in [*issues.items()][:most]:
         colour = COLOURS.get(same[0].severity, "dim")
-        sums = [sum(one.runs[i] for one in same) / len(side.runs) for i, side in enumerate(found.sides)]
+        sums = [sum(other.runs[i] for other in same) / len(side.runs) for i, side in enumerate(comparison.sides)]
         counts = [number(count) if count else "·" for count in sums]
-        table.add_row(f"[{colour}]{same[0].severity}[/]", issue, *counts, _places(found, same, everything=most is None))
+        table.add_row(
+            f"[{colour}]{same[0].severity}[/]", issue, *counts, _places(comparison, same, everything=most is None)
+        )
     console.print(table)
-    if any(len(side.runs) > 1 for side in found.sides):
+    if any(len(side.runs) > 1 for side in comparison.sides):
         console.print("[dim]cases a run[/dim]")
     if most is not None and len(issues) > most:
         console.print(f"[dim]and {len(issues) - most} more: --all[/dim]")
     console.print()
 
 
-def _places(found: Comparison, troubles: list[Trouble], *, everything: bool) -> str:
+def _places(comparison: Comparison, troubles: list[Trouble], *, everything: bool) -> str:
     """Where, and in which runs if not in all."""
     from fedvitals.cli.screen import shown
 
     by_sides: dict[str, list[str]] = {}
-    for one in troubles:
-        which = "".join(side.letter for side, n in zip(found.sides, one.runs, strict=True) if n)
-        by_sides.setdefault(which, []).append(shown(one.place))
+    for trouble in troubles:
+        which = "".join(side.letter for side, n in zip(comparison.sides, trouble.runs, strict=True) if n)
+        by_sides.setdefault(which, []).append(shown(trouble.place))
     most = None if everything else PLACES
     texts = []
     for which, places in by_sides.items():
@@ -218,11 +221,11 @@ def _places(found: Comparison, troubles: list[Trouble], *, everything: bool) -> 
     return "; ".join(texts)
 
 
-def _plot(console: Any, found: Comparison) -> None:
+def _plot(console: Any, comparison: Comparison) -> None:
     from fedvitals.cli.bars import SEVERAL, log_plot
 
-    letters = "".join(side.letter for side in found.sides)
-    lines = log_plot(found.gsc, letters, max(20, console.width - 14))
+    letters = "".join(side.letter for side in comparison.sides)
+    lines = log_plot(comparison.gsc, letters, max(20, console.width - 14))
     if not lines:
         return
     console.print(f"[bold]GSC[/bold], median over the clients; log axis; {SEVERAL} where runs fall together")
@@ -231,26 +234,32 @@ def _plot(console: Any, found: Comparison) -> None:
     console.print()
 
 
-def _partings(console: Any, found: Comparison) -> None:
+def _partings(console: Any, comparison: Comparison) -> None:
     from fedvitals.views.comparison.divergence_point import NOISE
 
-    first = found.sides[0]
-    for side, told in zip(found.sides[1:], found.partings, strict=True):
+    first = comparison.sides[0]
+    for side, divergence in zip(comparison.sides[1:], comparison.partings, strict=True):
         title = f"[bold]Where {first.letter} and {side.letter} part[/bold]"
-        if told.exact is None:
-            lengths = "" if told.rounds[0] == told.rounds[1] else f", as far as both go ({min(told.rounds)} rounds)"
+        if divergence.exact is None:
+            lengths = (
+                ""
+                if divergence.rounds[0] == divergence.rounds[1]
+                else f", as far as both go ({min(divergence.rounds)} rounds)"
+            )
             console.print(f"{title}  nowhere: accuracy, loss and update norms are bit for bit the same{lengths}.")
             continue
-        console.print(f"{title}  round {told.exact.round} is the first that differs at all: {_differing(told.exact)}.")
-        if told.beyond_noise is None:
+        console.print(
+            f"{title}  round {divergence.exact.round} is the first that differs at all: {_differing(divergence.exact)}."
+        )
+        if divergence.beyond_noise is None:
             console.print(f"  Nowhere by more than {NOISE:g} of the value: floating-point noise.")
-        elif told.beyond_noise.round != told.exact.round:
-            where = f"round {told.beyond_noise.round}: {_differing(told.beyond_noise)}"
+        elif divergence.beyond_noise.round != divergence.exact.round:
+            where = f"round {divergence.beyond_noise.round}: {_differing(divergence.beyond_noise)}"
             console.print(f"  Beyond floating-point noise ({NOISE:g}) first in {where}.")
-        if min(told.repeats) > 1:
-            where = f"first in round {told.beyond_repeats}, by {told.beyond_repeats_by}"
-            said = where if told.beyond_repeats is not None else "in no round"
-            console.print(f"  Beyond what repeats differ by: {said} (95 % over all rounds together).")
+        if min(divergence.repeats) > 1:
+            where = f"first in round {divergence.beyond_repeats}, by {divergence.beyond_repeats_by}"
+            first_round = where if divergence.beyond_repeats is not None else "in no round"
+            console.print(f"  Beyond what repeats differ by: {first_round} (95 % over all rounds together).")
 
 
 def _differing(what: Differing) -> str:
@@ -270,24 +279,24 @@ def _differing(what: Differing) -> str:
     return ", ".join(words)
 
 
-def _settings(console: Any, found: Comparison, most: int | None, *, everything: bool) -> None:
+def _settings(console: Any, comparison: Comparison, most: int | None, *, everything: bool) -> None:
     from rich.table import Table
 
     from fedvitals.cli.screen import shown
 
     console.print()
-    if not found.settings:
+    if not comparison.settings:
         console.print("[bold]Why[/bold]  no setting, seed or version differs: what differs lies outside of them.")
         return
     console.print("[bold]Why[/bold]  settings that differ")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("")
-    for side in found.sides:
+    for side in comparison.sides:
         table.add_column(_letter(side.letter), overflow="fold")
-    for setting in found.settings[:most]:
+    for setting in comparison.settings[:most]:
         texts = ["–" if value is None else str(value) for value in setting.values]
         cells = [text if everything or len(text) <= TEXT else f"{text[: TEXT - 1]}…" for text in texts]
         table.add_row(shown(setting.name), *(shown(cell) for cell in cells))
     console.print(table)
-    if most is not None and len(found.settings) > most:
-        console.print(f"[dim]and {len(found.settings) - most} more: --all[/dim]")
+    if most is not None and len(comparison.settings) > most:
+        console.print(f"[dim]and {len(comparison.settings) - most} more: --all[/dim]")

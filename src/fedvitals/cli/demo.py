@@ -47,15 +47,15 @@ def command(
     except ModuleNotFoundError as error:
         raise MissingExtraError("torch", "lab", "The demo") from error
     from fedvitals.cli import case_cards
-    from fedvitals.diagnosis.evidence.outlier_ranking import clients_that_stand_out
+    from fedvitals.diagnosis.evidence.outlier_ranking import rank_outlier_clients
     from fedvitals.lab.data import datasets
-    from fedvitals.lab.demo import ILL_CLIENT, ILL_SINCE, Settings, federate
+    from fedvitals.lab.demo import ILL_CLIENT, ILL_SINCE, DemoSettings, federate
     from fedvitals.monitor.monitor import Monitor
     from fedvitals.store.in_memory import MemoryStore
 
     usual = (10, 8) if quick else (20, 20)
-    chosen = [default if given is None else given for given, default in zip((clients, rounds), usual, strict=True)]
-    settings = Settings(clients=chosen[0], rounds=chosen[1], seed=seed)
+    chosen = [default if wanted is None else wanted for wanted, default in zip((clients, rounds), usual, strict=True)]
+    settings = DemoSettings(clients=chosen[0], rounds=chosen[1], seed=seed)
     datasets.load("digits")  # a missing extra is told before anything is made
     torch.set_num_threads(1)
     memory = MemoryStore()
@@ -69,18 +69,18 @@ def command(
             try:
                 for number, accuracy in federate(settings, monitor):
                     monitor.flush()
-                    view.show(number, accuracy, history, clients_that_stand_out(history))
+                    view.show(number, accuracy, history, rank_outlier_clients(history))
             except KeyboardInterrupt:
                 click.echo(f"\nStopped; what was measured is kept: fedvitals show {monitor.run.id}", err=True)
                 raise
-        standing, found = clients_that_stand_out(history), monitor.findings()
+        standing, findings = rank_outlier_clients(history), monitor.findings()
     took = time.perf_counter() - began
     if as_json:
         result = {"run": monitor.run.id, "store": target, "accuracy": accuracy, "seconds": took, "stand_out": standing}
-        cases = [case_cards.as_json(case) for case in found.cases]
-        print_json("demo", {**result, "cases": cases, "not_judged": found.gaps})
+        cases = [case_cards.as_json(case) for case in findings.cases]
+        print_json("demo", {**result, "cases": cases, "not_judged": findings.gaps})
         return
-    _closing(monitor.run.id, store, accuracy, took, standing, found, settings)
+    _closing(monitor.run.id, store, accuracy, took, standing, findings, settings)
     if not no_ui and sys.stdout.isatty():
         _dashboard(target, monitor.run.id, port)
 
@@ -96,7 +96,7 @@ def _dashboard(store: str, run: str, port: int | None) -> None:
 
 
 def _closing(
-    run: str, store: str | None, accuracy: float, took: float, standing: Any, found: Any, settings: Any
+    run: str, store: str | None, accuracy: float, took: float, standing: Any, findings: Any, settings: Any
 ) -> None:
     from rich.console import Console
 
@@ -116,12 +116,12 @@ def _closing(
         worst = standing[0]
         console.print(f"{worst.name} stands out most ({worst.why}), {number(worst.score)}× the spread of its peers.")
     console.print("\n[bold]Findings[/bold]")
-    if found:
-        case_cards.print_list(console, found.cases, ROWS)
-        if found.gaps:
-            console.print(incomplete(found.gaps), soft_wrap=True)
+    if findings:
+        case_cards.print_list(console, findings.cases, ROWS)
+        if findings.gaps:
+            console.print(incomplete(findings.gaps), soft_wrap=True)
     else:
-        console.print(str(found))
+        console.print(str(findings))
     if settings.rounds > ILL_SINCE:
         console.print(f"[dim](The truth: {ILL_CLIENT} has had wrong labels since round {ILL_SINCE}.)[/dim]")
     console.print("\nLook next at")
@@ -200,7 +200,7 @@ class _Live:
             if sign.values:
                 signs.add_row(name, sparkline(sign.values), text(sign.values[-1]), f"[dim]{sign.of}[/dim]")
         clients = Table.grid(padding=(0, 2))
-        for one in standing[:4]:
-            bar = "█" * min(20, max(1, round(one.score)))
-            clients.add_row(one.name, bar, f"{text(one.score)}×", one.why if one.score >= 3 else "")
+        for client in standing[:4]:
+            bar = "█" * min(20, max(1, round(client.score)))
+            clients.add_row(client.name, bar, f"{text(client.score)}×", client.why if client.score >= 3 else "")
         self._live.update(Group(head, "", "[bold]vital signs[/bold]", signs, "", "[bold]stands out[/bold]", clients))

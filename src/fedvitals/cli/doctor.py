@@ -116,10 +116,10 @@ def _tapes(where: Path | str) -> list[Sign]:
     from fedvitals.store.tapes import lost_tapes, tapes
     from fedvitals.store.upkeep.doctor import Sign
 
-    found = tapes(where)
-    if not found:
+    tape_sizes = tapes(where)
+    if not tape_sizes:
         return [Sign("tapes", "fine", "none")]
-    signs = [Sign("tapes", "fine", f"{len(found)}, {size(sum(found.values()))}")]
+    signs = [Sign("tapes", "fine", f"{len(tape_sizes)}, {size(sum(tape_sizes.values()))}")]
     try:
         with open_reader(where) as reader:
             lost = lost_tapes(where, (run.id for run in queries.list_runs(reader)))
@@ -189,13 +189,13 @@ def _flower() -> Sign:
 
     version = _version("flwr")
     ray = "" if importlib.util.find_spec("ray") is None else f", ray {_version('ray')} for simulations"
-    found, oldest, tested = (
+    installed, oldest, tested = (
         tuple(int(part) for part in text.split(".")[:2] if part.isdecimal())
         for text in (version, FLOWER_OLDEST, FLOWER_TESTED)
     )
-    if found < oldest:
+    if installed < oldest:
         return Sign("flower", "note", f"{version} is too old: fedvitals attaches to {FLOWER_OLDEST} and newer")
-    newer = f"; newer than what fedvitals was tested with, {FLOWER_TESTED}" if found > tested else ""
+    newer = f"; newer than what fedvitals was tested with, {FLOWER_TESTED}" if installed > tested else ""
     return Sign("flower", "fine", f"{version}{ray}{newer}")
 
 

@@ -61,32 +61,32 @@ def command(
             known = f"It has rounds {rounds[0]} to {rounds[-1]}." if rounds else "It has no rounds."
             raise ConfigError(f"Run {chosen.id} has nothing of round {round_}. {known}")
         try:
-            made = _WRITERS[form](reader, chosen, out, round_, endpoint)
+            export = _WRITERS[form](reader, chosen, out, round_, endpoint)
         except OSError as error:
             where = f"'{out}'" if out is not None else "this folder"
             raise ConfigError(
                 f"The export cannot be written to {where} ({error.strerror or error}"
                 f"{f': {error.filename}' if error.filename else ''}). Choose another --out, or mend the cause."
             ) from error
-    result = {"run": chosen.id, "to": form, "round": round_, **made}
+    result = {"run": chosen.id, "to": form, "round": round_, **export}
     if as_json:
         print_json("export", result)
         return
-    for line in _told(made):
+    for line in _lines(export):
         click.echo(line)
 
 
-Made = dict[str, Any]
+Export = dict[str, Any]
 """`where` the result is, `records` or `rows` in it, and how to `open` it."""
 
 
-def _told(made: Made) -> Iterator[str]:
+def _lines(export: Export) -> Iterator[str]:
     from fedvitals.cli.screen import number
 
-    if "files" in made:
-        yield from (f"{file['rows']:>10}  {file['path']}" for file in made["files"])
-    yield f"{number(made['count'])} {made['what']} → {made['where']}"
-    yield made["open"]
+    if "files" in export:
+        yield from (f"{file['rows']:>10}  {file['path']}" for file in export["files"])
+    yield f"{number(export['count'])} {export['what']} → {export['where']}"
+    yield export["open"]
 
 
 def _label(run: Run) -> str:
@@ -96,28 +96,28 @@ def _label(run: Run) -> str:
     return f"{name}-{identity}" if name else identity
 
 
-def _counted(things: Iterable[T], what: str, tally: list[int]) -> Iterator[T]:
+def _counted(things: Iterable[T], what: str, count: list[int]) -> Iterator[T]:
     """The same things; says how far it is when that takes long, and leaves their number in `tally`."""
     last = time.monotonic()
     for thing in things:
-        tally[0] += 1
-        if tally[0] % 1000 == 0 and time.monotonic() - last > TELL_SECONDS:
+        count[0] += 1
+        if count[0] % 1000 == 0 and time.monotonic() - last > TELL_SECONDS:
             last = time.monotonic()
-            click.echo(f"… {tally[0]:,} {what}", err=True)
+            click.echo(f"… {count[0]:,} {what}", err=True)
         yield thing
 
 
-def _perfetto(reader: Reader, run: Run, out: Path | None, round_: int | None, _endpoint: str | None) -> Made:
+def _perfetto(reader: Reader, run: Run, out: Path | None, round_: int | None, _endpoint: str | None) -> Export:
     from fedvitals.records import Event, Finding, Metric, Span, Transfer
     from fedvitals.sinks.parquet import whole
     from fedvitals.sinks.perfetto import perfetto
     from fedvitals.store.read.paging import records_of_kind
 
     path = out or Path(f"{_label(run)}{'' if round_ is None else f'-round-{round_}'}.trace.json")
-    tally = [0]
+    count = [0]
 
     def of(kind: type[R]) -> Iterator[R]:
-        return _counted(records_of_kind(reader, run.id, kind, round_), "records", tally)
+        return _counted(records_of_kind(reader, run.id, kind, round_), "records", count)
 
     pieces = perfetto(
         run,
@@ -130,11 +130,11 @@ def _perfetto(reader: Reader, run: Run, out: Path | None, round_: int | None, _e
     with whole(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
         file.writelines(pieces)
     how = "Open it: ui.perfetto.dev, «Open trace file» (it stays on this machine), or chrome://tracing."
-    return {"where": str(path), "count": tally[0], "what": "records", "open": how}
+    return {"where": str(path), "count": count[0], "what": "records", "open": how}
 
 
-def _tables(form: str) -> Callable[..., Made]:
-    def write(reader: Reader, run: Run, out: Path | None, round_: int | None, _endpoint: str | None) -> Made:
+def _tables(form: str) -> Callable[..., Export]:
+    def write(reader: Reader, run: Run, out: Path | None, round_: int | None, _endpoint: str | None) -> Export:
         from fedvitals.sinks.parquet import check_form, write_table
         from fedvitals.store.read.tables import plain_tables
 
@@ -143,11 +143,11 @@ def _tables(form: str) -> Callable[..., Made]:
         files: list[dict[str, Any]] = []
         total = 0
         for table in plain_tables(reader, run.id, round_):
-            tally = [0]
-            batches = ([*_counted(batch, f"rows of {table.name}", tally)] for batch in table.batches)
+            count = [0]
+            batches = ([*_counted(batch, f"rows of {table.name}", count)] for batch in table.batches)
             path = write_table(folder, table.name, table.columns, batches, form)
-            files.append({"table": table.name, "path": str(path), "rows": tally[0]})
-            total += tally[0]
+            files.append({"table": table.name, "path": str(path), "rows": count[0]})
+            total += count[0]
         first = folder / f"metrics{Path(files[0]['path']).suffix}"
         reads = {"parquet": "pandas.read_parquet", "arrow": "pandas.read_feather", "csv": "pandas.read_csv"}[form]
         how = f'Open one: {reads}("{first}"); columns: docs/schema.md.'
@@ -160,9 +160,9 @@ def _fed(reader: Reader, run: Run, round_: int | None, sink: Sink) -> int:
     """Feed the run to a sink as a training would have; how many records."""
     from fedvitals.store.read.paging import records_in_order
 
-    tally, batch, written = [0], [], 0
+    count, batch, written = [0], [], 0
     try:
-        for record in _counted(records_in_order(reader, run.id, round_), "records", tally):
+        for record in _counted(records_in_order(reader, run.id, round_), "records", count):
             if not isinstance(record, sink.ignores):
                 batch.append(record)
             if len(batch) == BATCH:
@@ -180,7 +180,7 @@ def _fed(reader: Reader, run: Run, round_: int | None, sink: Sink) -> int:
             + (f"It has taken {written} records, and perhaps more." if written else "It has taken nothing so far.")
             + " Mend the cause and export again."
         ) from error
-    return tally[0]
+    return count[0]
 
 
 def _store_of(reader: Reader) -> str:
@@ -189,7 +189,7 @@ def _store_of(reader: Reader) -> str:
     return shown if "://" in shown else str(Path(shown).absolute())
 
 
-def _tensorboard(reader: Reader, run: Run, out: Path | None, round_: int | None, _endpoint: str | None) -> Made:
+def _tensorboard(reader: Reader, run: Run, out: Path | None, round_: int | None, _endpoint: str | None) -> Export:
     from fedvitals.sinks.tensorboard import TensorBoard
 
     sink = TensorBoard(out or Path("tb"), store=_store_of(reader))
@@ -198,7 +198,7 @@ def _tensorboard(reader: Reader, run: Run, out: Path | None, round_: int | None,
     return {"where": str(sink.folder_of(run.id)), "count": count, "what": "records", "open": how}
 
 
-def _mlflow(reader: Reader, run: Run, out: Path | None, round_: int | None, endpoint: str | None) -> Made:
+def _mlflow(reader: Reader, run: Run, out: Path | None, round_: int | None, endpoint: str | None) -> Export:
     from fedvitals.sinks.mlflow import MLflow
 
     if out is not None and endpoint is not None:
@@ -211,7 +211,7 @@ def _mlflow(reader: Reader, run: Run, out: Path | None, round_: int | None, endp
     return {"where": f"{sink.uri} run {sink.run_of(run.id)}", "count": count, "what": "records", "open": how}
 
 
-def _wandb(reader: Reader, run: Run, out: Path | None, round_: int | None, _endpoint: str | None) -> Made:
+def _wandb(reader: Reader, run: Run, out: Path | None, round_: int | None, _endpoint: str | None) -> Export:
     from fedvitals.sinks.wandb import WeightsAndBiases
 
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # as above
@@ -222,7 +222,7 @@ def _wandb(reader: Reader, run: Run, out: Path | None, round_: int | None, _endp
     return {"where": str(where), "count": count, "what": "records", "open": how}
 
 
-def _otel(reader: Reader, run: Run, _out: Path | None, round_: int | None, endpoint: str | None) -> Made:
+def _otel(reader: Reader, run: Run, _out: Path | None, round_: int | None, endpoint: str | None) -> Export:
     from fedvitals.sinks.otel.sink import OpenTelemetry
 
     sink = OpenTelemetry(endpoint)
@@ -231,7 +231,7 @@ def _otel(reader: Reader, run: Run, _out: Path | None, round_: int | None, endpo
     return {"where": sink.endpoint, "count": count, "what": "records", "open": how}
 
 
-_WRITERS: dict[str, Callable[[Any, Any, Path | None, int | None, str | None], Made]] = {
+_WRITERS: dict[str, Callable[[Any, Any, Path | None, int | None, str | None], Export]] = {
     "perfetto": _perfetto,
     "parquet": _tables("parquet"),
     "arrow": _tables("arrow"),

@@ -50,24 +50,30 @@ def command(run: str, number: int | None, node: str | None, everything: bool, st
         chosen = queries.find_run(reader, run)
         labels = labels_of(reader, chosen)
         node = None if node is None else node_of(node, reader.history(chosen).nodes(), labels)
-        found = _cases(reader, chosen, number, node)
+        cases_listed = _cases(reader, chosen, number, node)
         actions = queries.records(reader, chosen, Action)
         described = queries.get_run(reader, chosen)
         installed = detectors_of(described)
-        clients = _verdicts(reader, chosen, number, found)
-        errors = failures_of(reader, chosen, found)
+        clients = _verdicts(reader, chosen, number, cases_listed)
+        errors = failures_of(reader, chosen, cases_listed)
         missing = gaps_of(reader, chosen)
-    cards = [(case, actions_about(case, actions), error) for case, error in zip(found, errors, strict=True)]
+    cards = [(case, actions_about(case, actions), error) for case, error in zip(cases_listed, errors, strict=True)]
     if as_json:
-        told = [case_cards.as_json(*card) for card in cards]
-        result = {"run": chosen, "name": described.name, "detectors": installed, "cases": told, "clients": clients}
+        cards_as_json = [case_cards.as_json(*card) for card in cards]
+        result = {
+            "run": chosen,
+            "name": described.name,
+            "detectors": installed,
+            "cases": cards_as_json,
+            "clients": clients,
+        }
         print_json("findings", {**result, "not_judged": missing})
     else:
         _print(cards, _judged(installed, missing, chosen), labels, full=everything or node is not None)
-        if found and missing:
+        if cases_listed and missing:
             click.echo(f"\n{incomplete(missing)}")
         _print_verdicts(clients, node)
-    return int(any(is_trouble(case) for case in found) or bool(missing))
+    return int(any(is_trouble(case) for case in cases_listed) or bool(missing))
 
 
 def _judged(installed: int, missing: Sequence[str], run: str) -> str:
@@ -83,22 +89,24 @@ def _judged(installed: int, missing: Sequence[str], run: str) -> str:
     return f"No findings by {installed} detectors."
 
 
-def _verdicts(reader: Reader, run: str, number: int | None, found: list[Case]) -> dict[str, str]:
+def _verdicts(reader: Reader, run: str, number: int | None, listed_cases: list[Case]) -> dict[str, str]:
     """What is to be thought of each client; nothing of a run so long that reading it all would keep people waiting.
 
     Who has a case that is more than a note is faulty, whatever the evidence as a whole says: NaN needs no peers.
     """
     from fedvitals.diagnosis.cases import is_trouble
-    from fedvitals.diagnosis.evidence.locate import verdicts
+    from fedvitals.diagnosis.evidence.faulty_clients import verdicts
     from fedvitals.views.gaps import gaps_of
 
     history = reader.history(run)
     rounds = [r for r in history.rounds() if number is None or r <= number]
-    said = verdicts(history, rounds[-1]) if 0 < len(rounds) <= MOST_ROUNDS else {}
+    verdict_of = verdicts(history, rounds[-1]) if 0 < len(rounds) <= MOST_ROUNDS else {}
     if gaps_of(reader, run):  # what is missing may be what would have spoken against them
-        said = {node: "not yet decidable" if verdict == "healthy" else verdict for node, verdict in said.items()}
-    ill = [case.node for case in found if case.still_there and case.node in said and is_trouble(case)]
-    return said | {node: "faulty" for node in ill if node is not None}
+        verdict_of = {
+            node: "not yet decidable" if verdict == "healthy" else verdict for node, verdict in verdict_of.items()
+        }
+    ill = [case.node for case in listed_cases if case.still_there and case.node in verdict_of and is_trouble(case)]
+    return verdict_of | {node: "faulty" for node in ill if node is not None}
 
 
 def _print_verdicts(clients: dict[str, str], node: str | None) -> None:
@@ -106,10 +114,10 @@ def _print_verdicts(clients: dict[str, str], node: str | None) -> None:
         if node in clients:
             click.echo(f"\nVerdict on {node}: {clients[node]}")
         return
-    counts = {word: [c for c, said in clients.items() if said == word] for word in WORDS}
-    told = [f"{len(those)} {word}" for word, those in counts.items() if those]
-    if told:
-        click.echo(f"\nClients: {', '.join(told)}.")
+    counts = {word: [c for c, verdict in clients.items() if verdict == word] for word in WORDS}
+    counts_in_words = [f"{len(those)} {word}" for word, those in counts.items() if those]
+    if counts_in_words:
+        click.echo(f"\nClients: {', '.join(counts_in_words)}.")
 
 
 def _cases(reader: Reader, run: str, number: int | None, node: str | None) -> list[Case]:
@@ -121,12 +129,12 @@ def _cases(reader: Reader, run: str, number: int | None, node: str | None) -> li
     if number is not None and number not in known:
         there = f"It has rounds {known[0]} to {known[-1]}" if known else "It has none"
         raise ConfigError(f"The run {run} has no round {number}. {there}.")
-    found = cases_of(reader, run, number)
+    selected = cases_of(reader, run, number)
     if number is not None:
-        found = [case for case in found if case.last == number]
+        selected = [case for case in selected if case.last == number]
     if node is not None:
-        found = [case for case in found if concerns(case, node)]
-    return found
+        selected = [case for case in selected if concerns(case, node)]
+    return selected
 
 
 def _print(
@@ -141,15 +149,15 @@ def _print(
     from fedvitals.cli import case_cards
 
     console = Console(highlight=False)
-    found = [case for case, _, _ in cards]
-    if not found:
+    cases = [case for case, _, _ in cards]
+    if not cases:
         console.print(judged, soft_wrap=True)
         return
-    there = sum(case.still_there for case in found)
-    console.print(f"[bold]{len(found)} case{'s' * (len(found) != 1)}[/bold], {there} still there\n")
+    there = sum(case.still_there for case in cases)
+    console.print(f"[bold]{len(cases)} case{'s' * (len(cases) != 1)}[/bold], {there} still there\n")
     if full:
         for case, own, failure in cards:
             case_cards.print_card(console, case, own, failure, labels)
         return
-    case_cards.print_list(console, found, ROWS, labels)
+    case_cards.print_list(console, cases, ROWS, labels)
     console.print("\n[dim]Numbers, causes and what to do: --all, or --node NAME[/dim]")

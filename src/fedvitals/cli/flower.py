@@ -68,7 +68,7 @@ def _settings(*, server: bool) -> Callable[[F], F]:
 @command.command(context_settings=PASSED_ON)
 @_settings(server=True)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS OF flwr run]...")
-def run(arguments: tuple[str, ...], **said: Any) -> int:
+def run(arguments: tuple[str, ...], **settings: Any) -> int:
     """Run an app as `flwr run` does, watched.
 
     All arguments but ours go on to it:  fedvitals flower run . --run-config "num-server-rounds=3"
@@ -81,8 +81,8 @@ def run(arguments: tuple[str, ...], **said: Any) -> int:
     from fedvitals.hosts.flower.superlink import termination_as_exit
 
     place = _programs()
-    said["run"] = said["run"] or os.environ.get("FEDVITALS_RUN") or _name_of(arguments)
-    environment = _environment(place, said)
+    settings["run"] = settings["run"] or os.environ.get("FEDVITALS_RUN") or _name_of(arguments)
+    environment = _environment(place, settings)
     address = flower_local.remote_address(arguments, environment)
     began = time.time()
     if address is not None or not flower_local.knows_local():
@@ -112,37 +112,37 @@ def run(arguments: tuple[str, ...], **said: Any) -> int:
 @command.command(context_settings=PASSED_ON)
 @_settings(server=True)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS OF flower-superlink]...")
-def superlink(arguments: tuple[str, ...], **said: Any) -> None:
+def superlink(arguments: tuple[str, ...], **settings: Any) -> None:
     """Start `flower-superlink`, watched.
 
     The server side of every app that is sent to it keeps its run in the store, on this machine.
     """
-    _become("flower-superlink", arguments, said)
+    _become("flower-superlink", arguments, settings)
 
 
 @command.command(context_settings=PASSED_ON)
 @_settings(server=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENTS OF flower-supernode]...")
-def supernode(arguments: tuple[str, ...], **said: Any) -> None:
+def supernode(arguments: tuple[str, ...], **settings: Any) -> None:
     """Start `flower-supernode`, watched.
 
     The client side of every app measures here; what may leave this machine is said here, too.
     """
-    _become("flower-supernode", arguments, said)
+    _become("flower-supernode", arguments, settings)
 
 
 @command.command()
 @_settings(server=True)
 @click.option("--file", "as_file", is_flag=True, help="Without `export`: for EnvironmentFile= of systemd, or Docker.")
-def env(as_file: bool, **said: Any) -> None:
+def env(as_file: bool, **settings: Any) -> None:
     """Print the environment variables.
 
     For servers that something else starts:  eval "$(fedvitals flower env)"
     """
     from fedvitals.hosts.flower.environment import Settings, absolute_store
 
-    said["store"] = absolute_store(said["store"])
-    for name, value in Settings(**said).variables(os.environ).items():
+    settings["store"] = absolute_store(settings["store"])
+    for name, value in Settings(**settings).variables(os.environ).items():
         click.echo(f"{name}={value}" if as_file else f"export {name}={shlex.quote(value)}")
 
 
@@ -154,19 +154,19 @@ def _programs() -> Path:
     return place
 
 
-def _environment(place: Path, said: dict[str, Any]) -> dict[str, str]:
+def _environment(place: Path, settings: dict[str, Any]) -> dict[str, str]:
     from fedvitals.hosts.flower.environment import Settings, absolute_store
 
-    if "store" in said:
-        said["store"] = absolute_store(said["store"])
+    if "store" in settings:
+        settings["store"] = absolute_store(settings["store"])
     # Flower's programs start each other by name.
     own = {**os.environ, "PATH": f"{place}{os.pathsep}{os.environ.get('PATH', '')}"}
-    return own | Settings(**said).variables(own)
+    return own | Settings(**settings).variables(own)
 
 
-def _become(program: str, arguments: tuple[str, ...], said: dict[str, Any]) -> NoReturn:
+def _become(program: str, arguments: tuple[str, ...], settings: dict[str, Any]) -> NoReturn:
     place = _programs()
-    environment = _environment(place, said)
+    environment = _environment(place, settings)
     if os.name == "posix":  # one process less: signals, and whoever waits for it, meet Flower's own
         os.execve(place / program, [program, *arguments], environment)  # noqa: S606
     sys.exit(subprocess.call([place / program, *arguments], env=environment))  # noqa: S603
@@ -199,7 +199,7 @@ def _closing(store: str, began: float, address: str | None) -> None:
 
     console = Console(highlight=False)
     where = store_target(store)
-    told = address_of(where).shown if isinstance(where, str) else store
+    store_shown = address_of(where).shown if isinstance(where, str) else store
     try:
         with open_reader(store) as reader:
             done = _newest(reader, began)
@@ -208,10 +208,13 @@ def _closing(store: str, began: float, address: str | None) -> None:
     except FedvitalsError:  # there is no such store yet
         done = None
     if done is None:
-        console.print(ELSEWHERE.format(address=address) if address else NOTHING.format(store=told), soft_wrap=True)
+        console.print(
+            ELSEWHERE.format(address=address) if address else NOTHING.format(store=store_shown), soft_wrap=True
+        )
         return
     console.print(
-        f"\n[bold]{shown(done.name)}[/bold]  {shown(done.id)}: {done.rounds} rounds, {done.clients} clients, in {told}",
+        f"\n[bold]{shown(done.name)}[/bold]  {shown(done.id)}: {done.rounds} rounds, {done.clients} clients, "
+        f"in {store_shown}",
         soft_wrap=True,
     )
     if cases:
@@ -220,7 +223,7 @@ def _closing(store: str, began: float, address: str | None) -> None:
         console.print(shown(incomplete(missing) if cases else no_all_clear(missing)), soft_wrap=True)
     elif not cases:
         console.print("No findings.")
-    option = "" if told == str(Path("runs.db").absolute()) else f" --store {shlex.quote(told)}"
+    option = "" if store_shown == str(Path("runs.db").absolute()) else f" --store {shlex.quote(store_shown)}"
     console.print("\nLook next at")
     for verb, why in (
         ("ui", "all of it in the browser"),
@@ -236,4 +239,4 @@ def _newest(reader: Any, began: float) -> RunSummary | None:
     from fedvitals.store.read import queries
 
     runs = queries.list_runs(reader)
-    return next((one for one in runs if one.host == "flower" and one.started >= began - 1.0), None)
+    return next((run for run in runs if run.host == "flower" and run.started >= began - 1.0), None)

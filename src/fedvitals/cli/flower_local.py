@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where `flwr run` would go: to a SuperLink elsewhere, or to one on this machine, for which ours can stand in."""
+"""Finds out where `flwr run` would go: to a remote SuperLink, or to a local one that ours can replace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VALUED = ("--federation", "--run-config", "-c", "--federation-config", "--format
 
 
 def remote_address(arguments: Sequence[str], environment: Mapping[str, str]) -> str | None:
-    """The address of the SuperLink that `flwr run` with these arguments goes to; None if that is a local one."""
+    """Return the address of the SuperLink that `flwr run` with these arguments goes to; None for a local one."""
     home = Path(environment.get("FLWR_HOME") or Path.home() / ".flwr")
     try:
         connections = tomllib.loads((home / "config.toml").read_text(encoding="utf-8")).get("superlink", {})
@@ -29,17 +29,17 @@ def remote_address(arguments: Sequence[str], environment: Mapping[str, str]) -> 
 
 
 def _positional(arguments: Sequence[str]) -> list[str]:
-    found, words = [], iter(arguments)
+    positional, words = [], iter(arguments)
     for word in words:
         if word in VALUED:
             next(words, None)
         elif not word.startswith("-"):
-            found.append(word)
-    return found
+            positional.append(word)
+    return positional
 
 
 def knows_local() -> bool:
-    """Whether this Flower has local SuperLinks that we can stand in for; older ones run apps as children of `flwr`."""
+    """Whether this Flower has local SuperLinks that we can replace; older versions run apps as children of `flwr`."""
     from flwr.cli import constant
 
     return hasattr(constant, "LOCAL_SUPERLINK_HTTP_API_PORT")

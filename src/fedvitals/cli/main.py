@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import sys
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from fedvitals import __version__
-from fedvitals.errors import FedvitalsError, unknown
+from fedvitals.errors import FedvitalsError, PluginError, unknown
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 VERBS = {
     "demo": "fedvitals.cli.demo",
@@ -33,48 +36,103 @@ VERBS = {
     "flower": "fedvitals.cli.flower",
     "doctor": "fedvitals.cli.doctor",
 }
-STUDIES = ("faultbank", "reproduce", "bench")  # verbs of the distribution fedvitals-studies
-PLUGINS = "fedvitals.verbs"  # the entry-point group by which other distributions add verbs
+STUDIES = ("faultbank", "reproduce", "bench")  # verbs of the distribution fedvitals-studies, in the order of `--help`
+STUDIES_DISTRIBUTION = "fedvitals-studies"
 
 
 class Verbs(click.Group):
-    """Finds a verb's module by its name, so that `--help` starts at once and a verb loads only what it needs."""
+    """Finds a verb's module by its name, so that `--help` starts at once and a verb loads only what it needs.
+
+    Other distributions add verbs by the entry-point group `fedvitals.verbs`: see `fedvitals.plugins`.
+    """
 
     def list_commands(self, _context: click.Context) -> list[str]:
-        return [*VERBS, *(name for name in plugin_verbs() if name not in VERBS)]
+        return [*VERBS, *plugin_verbs()]
 
     def get_command(self, _context: click.Context, name: str) -> click.Command | None:
+        """Return a verb; None where no verb has this name, or where that of a plug-in cannot be loaded."""
         if name in VERBS:
             command: click.Command = importlib.import_module(VERBS[name]).command
             return command
-        plugins = plugin_verbs()
-        if name in plugins:
-            return load_plugin(plugins[name])
-        if name in STUDIES:
-            raise click.UsageError(
-                f"'{name}' comes with the distribution fedvitals-studies: `pip install fedvitals-studies`, "
-                "or in a checkout `pip install -e studies`."
-            )
-        raise click.UsageError(unknown("verb", name, [*VERBS, *plugins]))
+        try:
+            return load_plugin(name)
+        except (PluginError, click.UsageError):
+            return None
+
+    def resolve_command(
+        self, context: click.Context, arguments: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the verb that was called; the error says why there is none."""
+        if arguments[0] not in VERBS and not context.resilient_parsing:
+            load_plugin(arguments[0])
+        return super().resolve_command(context, arguments)
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the verbs, then the plug-ins that are left out, with the reason."""
+        super().format_commands(context, formatter)
+        reasons = plugins_left_out()
+        if reasons:
+            with formatter.section("Plug-ins left out"):
+                for reason in reasons:
+                    formatter.write_text(reason)
+
+
+@functools.cache
+def installed_plugins() -> list[EntryPoint]:
+    """Return what other distributions offer as verbs. None is imported."""
+    from fedvitals import plugins
+
+    return plugins.installed(plugins.VERBS)
 
 
 def plugin_verbs() -> dict[str, EntryPoint]:
-    """Return the verbs that other distributions add, by name. Nothing of them is imported."""
-    return {point.name: point for point in entry_points(group=PLUGINS)}
+    """Return the verbs of other distributions by name: those of the studies, then the others. None is imported."""
+    usable = {point.name: point for point in reversed(installed_plugins()) if not is_taken(point)}
+    names = (*(name for name in STUDIES if name in usable), *sorted(usable.keys() - set(STUDIES)))
+    return {name: usable[name] for name in names}
 
 
-def load_plugin(point: EntryPoint) -> click.Command:
-    """Import a verb of another distribution. One that cannot be imported is named, without a traceback."""
-    try:
-        command = point.load()
-    except Exception as error:
-        source = point.dist.name if point.dist else point.value
-        raise click.ClickException(
-            f"The verb '{point.name}' of {source} cannot be loaded ({type(error).__name__}: {error})."
-        ) from error
-    if not isinstance(command, click.Command):
-        raise click.ClickException(f"The verb '{point.name}' ({point.value}) is not a click command.")
-    return command
+def is_taken(point: EntryPoint) -> bool:
+    """Whether a verb of fedvitals, or of its studies, has the name of this plug-in."""
+    from fedvitals import plugins
+
+    of_studies = plugins.distribution_of(point) == STUDIES_DISTRIBUTION
+    return point.name in VERBS or (point.name in STUDIES and not of_studies)
+
+
+def load_plugin(name: str) -> click.Command:
+    """Import the verb of another distribution; a name that nobody offers is a UsageError that lists the known ones."""
+    point = plugin_verbs().get(name)
+    if point is not None:
+        from fedvitals import plugins
+
+        command: click.Command = plugins.load(
+            point, "verb", lambda plugin: isinstance(plugin, click.Command), "a click command"
+        )
+        return command
+    if name in STUDIES:
+        raise click.UsageError(
+            f"'{name}' comes with the distribution {STUDIES_DISTRIBUTION}: `pip install {STUDIES_DISTRIBUTION}`, "
+            "or in a checkout `pip install -e studies`."
+        )
+    raise click.UsageError(unknown("verb", name, [*VERBS, *plugin_verbs()]))
+
+
+def plugins_left_out() -> list[str]:
+    """Return a sentence for each plug-in that adds no verb: its name is taken, or it cannot be loaded."""
+    from fedvitals import plugins
+
+    reasons = [
+        f"The verb '{point.name}' of {plugins.distribution_of(point)} has the name of a verb of fedvitals."
+        for point in installed_plugins()
+        if is_taken(point)
+    ]
+    for name in plugin_verbs():
+        try:
+            load_plugin(name)
+        except PluginError as error:
+            reasons.append(str(error))
+    return reasons
 
 
 @click.command(

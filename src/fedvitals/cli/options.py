@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options that verbs share, and the one shape of their `--json`."""
+"""Options that verbs share, and the common shape of their `--json`."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
 
 from fedvitals import __version__
+from fedvitals.plain_json import PlainJson
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_PLAIN = PlainJson(
+    name=lambda key: "whole" if key is None else str(key),
+    unknown=lambda value: f"{len(value)} bytes" if isinstance(value, bytes) else value,
+)
 
 
 def store_option(function: F) -> F:
@@ -28,23 +33,6 @@ def json_option(function: F) -> F:
 
 
 def print_json(verb: str, result: Any) -> None:
-    """One shape for every verb: {"fedvitals": version, "verb": ..., "result": ...}; what is not finite is null."""
-    shape = {"fedvitals": __version__, "verb": verb, "result": _plain(result)}
+    """Print {"fedvitals": version, "verb": ..., "result": ...}; numbers that are not finite are null."""
+    shape = {"fedvitals": __version__, "verb": verb, "result": _PLAIN(result)}
     click.echo(json.dumps(shape, indent=2, ensure_ascii=False, allow_nan=False))
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):  # numpy
-        value = value.tolist()
-    if hasattr(value, "__dataclass_fields__"):
-        value = {name: getattr(value, name) for name in value.__dataclass_fields__}
-    match value:
-        case float():
-            return value if math.isfinite(value) else None
-        case Mapping():
-            return {"whole" if key is None else str(key): _plain(entry) for key, entry in value.items()}
-        case list() | tuple() | set() | frozenset():
-            return [_plain(entry) for entry in value]
-        case bytes():
-            return f"{len(value)} bytes"
-    return value

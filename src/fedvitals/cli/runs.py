@@ -41,15 +41,15 @@ def _list(store: str | None, as_json: bool) -> None:
     from fedvitals.views.gaps import gaps_of
 
     with open_reader(store) as reader:
-        found = queries.list_runs(reader)
-        missing = {run.id: gaps_of(reader, run.id) for run in found}
-    tapes = {run.id: tape_bytes(store, run.id) for run in found}
+        runs = queries.list_runs(reader)
+        missing = {run.id: gaps_of(reader, run.id) for run in runs}
+    tapes = {run.id: tape_bytes(store, run.id) for run in runs}
     if as_json:
         print_json(
-            "runs", [{**asdict(run), "tape_bytes": tapes[run.id], "not_judged": missing[run.id]} for run in found]
+            "runs", [{**asdict(run), "tape_bytes": tapes[run.id], "not_judged": missing[run.id]} for run in runs]
         )
         return
-    if not found:
+    if not runs:
         click.echo("No runs yet. `fedvitals demo` makes one; the README's ten lines make your own.", err=True)
         return
     table = Table(box=None, pad_edge=False)
@@ -57,7 +57,7 @@ def _list(store: str | None, as_json: bool) -> None:
     table.add_column("id", no_wrap=True)
     for title in ("rounds", "clients", "accuracy", "loss", "alerts", "time"):
         table.add_column(title, justify="right")
-    for run in found:
+    for run in runs:
         alerts = sum(run.events.get(level, 0) for level in ("warning", "error", "critical")) + run.findings
         lost = f" ({run.lost} lost)" if run.lost else " (?)" if missing[run.id] else ""
         table.add_row(
@@ -72,14 +72,16 @@ def _list(store: str | None, as_json: bool) -> None:
         )
     console = Console(highlight=False)
     console.print(table)
-    unjudged = [run for run in found if missing[run.id]]
+    unjudged = [run for run in runs if missing[run.id]]
     if unjudged:
         text = f"Lost or (?): not all was judged. Why:  fedvitals findings {shown(unjudged[0].id)}"
         console.print(f"[dim]{text}[/dim]", soft_wrap=True)
     recorded = [name for name, taken in tapes.items() if taken]
     if recorded:
-        runs = "1 run is" if len(recorded) == 1 else f"{len(recorded)} runs are"
-        text = f"{runs} on tape, {size(sum(tapes.values()))}; the newest:  fedvitals replay {shown(recorded[0])}"
+        recorded_runs = "1 run is" if len(recorded) == 1 else f"{len(recorded)} runs are"
+        text = (
+            f"{recorded_runs} on tape, {size(sum(tapes.values()))}; the newest:  fedvitals replay {shown(recorded[0])}"
+        )
         console.print(f"[dim]{text}[/dim]", soft_wrap=True)
 
 
@@ -126,7 +128,7 @@ def thin(outer: str | None, keep_bytes: str, store: str | None, as_json: bool) -
 
 
 def bytes_of(text: str) -> int:
-    """The size that a person means by «500MB»."""
+    """Parse a size such as «500MB»."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None:
         raise ConfigError(f"A size is a number and a unit, for example 500MB; got '{text}'.")

@@ -14,7 +14,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """The course of a value; what is missing or not finite is a gap. Longer courses keep each bucket's last value."""
+    """Return values as small blocks, with a gap for what is missing. Long series keep each bucket's last value."""
     if len(values) > width:
         values = [values[(i + 1) * len(values) // width - 1] for i in range(width)]
     finite = [v for v in values if math.isfinite(v)]
@@ -26,7 +26,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def shown(text: str) -> str:
-    """Text from a record, fit for a terminal: no control character moves the cursor, no markup changes the style."""
+    """Return text from a record that is safe on a terminal: no control characters, no markup."""
     from rich.markup import escape
 
     return escape("".join(c if c.isprintable() else "?" for c in text))

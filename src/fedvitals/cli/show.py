@@ -112,8 +112,8 @@ def _health(console: Any, card: Card, store: str | None) -> None:
     from fedvitals.diagnosis.gaps import incomplete, no_all_clear
 
     if not card.detectors and not card.cases:
-        told = f"not judged, no detector was installed; `fedvitals check {shown(card.run.id)}` does so now."
-        console.print(f"Health: {told} Here is what stands out, for your eyes.\n", soft_wrap=True)
+        verdict = f"not judged, no detector was installed; `fedvitals check {shown(card.run.id)}` does so now."
+        console.print(f"Health: {verdict} Here is what stands out, for your eyes.\n", soft_wrap=True)
         return
     if not card.cases and card.gaps:
         console.print(f"[bold]Health[/bold]: {shown(no_all_clear(card.gaps))}\n", soft_wrap=True)
@@ -152,7 +152,7 @@ def _signs(card: Card) -> Any:
 
 def _clients(console: Any, card: Card, rows: int | None) -> Any:
     """The table of clients: who and how far is never cut; where there is no room, the last columns are left out."""
-    present = [m for m in COLUMNS if any(m in found for found in card.newest.values())]
+    present = [m for m in COLUMNS if any(m in signs for signs in card.newest.values())]
     table, anywhere = _client_table(card, rows, present), console.options.update(width=10 * console.width)
     while present and console.measure(table, options=anywhere).maximum > console.width + GIVES:
         present.pop()
@@ -228,15 +228,15 @@ def _show_node(reader: Reader, run: str, node: str, as_json: bool) -> None:
 
     labels = labels_of(reader, run)
     node = node_of(node, reader.history(run).nodes(), labels)
-    found = queries.node_history(reader, run, node)
+    history = queries.node_history(reader, run, node)
     if as_json:
-        print_json("show", {"node": node, "metrics": found})
+        print_json("show", {"node": node, "metrics": history})
         return
     table = Table(box=None, pad_edge=False, title=shown(named(node, labels)), title_justify="left", title_style="bold")
     table.add_column("metric")
     for title in ("first", "now"):
         table.add_column(title, justify="right")
     table.add_column("course")
-    for name, (_, values) in found.items():
+    for name, (_, values) in history.items():
         table.add_row(name, number(values[0]), number(values[-1]), sparkline(values))
     Console(highlight=False).print(table)

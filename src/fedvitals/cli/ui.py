@@ -43,7 +43,7 @@ def command(run: str | None, port: int | None, host: str, demo: bool, no_open: b
 
 
 def show(store: str | None, *, run: str | None = None, host: str, port: int | None, open_browser: bool) -> None:
-    """Serve until Ctrl-C; says where."""
+    """Serve until Ctrl-C, and print the address."""
     try:
         from fedvitals.dashboard.server import serve
     except ModuleNotFoundError as error:

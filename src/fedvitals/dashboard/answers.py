@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How every route answers: an ETag before any work, one shape for data, one shape for errors."""
+"""Answers requests in one form: an ETag before any work, JSON for data, one shape for errors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from fedvitals.dashboard.reader_cache import Shelf
+from fedvitals.dashboard.reader_cache import ReaderCache
 from fedvitals.errors import ConfigError, FedvitalsError, StoreError
+from fedvitals.plain_json import as_builtin
 from fedvitals.store.read.queries import find_run
 from fedvitals.store.read.reader import Reader
 
@@ -44,7 +45,7 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The one shape of everything that went wrong."""
+    """The one shape of all errors."""
 
     error: Trouble
 
@@ -67,40 +68,38 @@ def answer(
     `about(reader)`: of the whole store, the runs that matter; without it, a change of any run does.
     What cost time is remembered until the run changes: a second tab, or a person who comes back, does not wait again.
     """
-    shelf: Shelf = request.app.state.shelf
-    shelf.look()
-    with shelf.reader() as reader:
-        found = None if run is None else _find(reader, run)
-        shelf.warming.asked(found)
-        version = shelf.version(found) if about is None else _joint(shelf, about(reader))
-        version += also if isinstance(also, str) else also(found or "")
+    cache: ReaderCache = request.app.state.reader_cache
+    cache.look()
+    with cache.reader() as reader:
+        run_id = None if run is None else _find(reader, run)
+        cache.warming.asked(run_id)
+        version = cache.version(run_id) if about is None else _joint(cache, about(reader))
+        version += also if isinstance(also, str) else also(run_id or "")
         headers = {"ETag": f'"{version}"', "Cache-Control": "no-cache"}
         if headers["ETag"] in [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]:
             return Response(status_code=304, headers=headers)
         asked = str(request.url)
-        body = shelf.remembered(asked, version)
+        body = cache.remembered(asked, version)
         if body is None:
             began = time.perf_counter()
-            body = encode(work(reader) if found is None else work(reader, found))
+            body = encode(work(reader) if run_id is None else work(reader, run_id))
             if time.perf_counter() - began > WORTH_REMEMBERING:
-                shelf.remember(asked, version, body)
-    shelf.warming.asked(found)
+                cache.remember(asked, version, body)
+    cache.warming.asked(run_id)
     return Response(body, media_type="application/json", headers=headers)
 
 
-def _joint(shelf: Shelf, runs: Sequence[str]) -> str:
-    told = "\n".join(f"{run} {shelf.version(run)}" for run in runs)
-    return hashlib.blake2b(told.encode("utf-8", "replace"), digest_size=12).hexdigest()
+def _joint(cache: ReaderCache, runs: Sequence[str]) -> str:
+    versions = "\n".join(f"{run} {cache.version(run)}" for run in runs)
+    return hashlib.blake2b(versions.encode("utf-8", "replace"), digest_size=12).hexdigest()
 
 
 def encode(value: Any) -> bytes:
-    """JSON; NaN and infinity become null."""
-    return msgspec.json.encode(value, enc_hook=_plain)
+    """Encode as JSON; NaN and infinity become null."""
+    return msgspec.json.encode(value, enc_hook=lambda unknown: as_builtin(unknown, _refuse))
 
 
-def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):  # numpy
-        return value.tolist()
+def _refuse(value: Any) -> Any:
     raise TypeError(f"Cannot answer with a {type(value).__name__}.")
 
 
@@ -112,12 +111,13 @@ def _find(reader: Reader, run: str) -> str:
 
 
 def failure(status: int, message: str, hint: str | None = None, headers: Any = None) -> Response:
+    """Return the answer to a request that failed."""
     shape = Failure(Trouble(CODES.get(status, "failed"), message, hint))
     return Response(encode(shape), status, media_type="application/json", headers=headers)
 
 
 def answer_failures(app: FastAPI) -> None:
-    """Let every error come out in the one shape."""
+    """Make the app answer every error in the same shape."""
 
     @app.exception_handler(StarletteHTTPException)
     def http(_: Request, error: StarletteHTTPException) -> Response:
@@ -125,8 +125,12 @@ def answer_failures(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     def invalid(_: Request, error: RequestValidationError) -> Response:
-        told = "; ".join(f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors())
-        return failure(422, f"The request cannot be answered: {told}.", "GET /api/openapi.json says what can be asked.")
+        problems = "; ".join(
+            f"{'.'.join(map(str, problem['loc'][1:]))}: {problem['msg']}" for problem in error.errors()
+        )
+        return failure(
+            422, f"The request cannot be answered: {problems}.", "GET /api/openapi.json says what can be asked."
+        )
 
     @app.exception_handler(FedvitalsError)
     def ours(request: Request, error: FedvitalsError) -> Response:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dashboard's app: routes, guards, static files."""
+"""Builds the dashboard's app from routes, guards and static files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedvitals.dashboard import files
 from fedvitals.dashboard.answers import RESPONSES, answer_failures
 from fedvitals.dashboard.guard import Guard
 from fedvitals.dashboard.live import Live
-from fedvitals.dashboard.reader_cache import Shelf
+from fedvitals.dashboard.reader_cache import ReaderCache
 
 ROUTES = (
     "status", "records", "runs", "overview", "findings", "clients", "layers", "rounds", "replay", "compare", "live",
@@ -23,20 +23,20 @@ ROUTES = (
 
 
 def create_app(store: str | Path | None = None, *, token: str | None = None, hosts: tuple[str, ...] = ()) -> FastAPI:
-    """The app over a store. `hosts`: names that it may be called by, besides those of this machine itself.
+    """Build the app over a store. `hosts`: names that it may be called by, besides those of this machine itself.
 
     With a `token` nothing is shown to who does not have it.
     """
-    shelf = Shelf(store)
-    live = Live(shelf)
+    cache = ReaderCache(store)
+    live = Live(cache)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         _prepare(app)
-        shelf.warming.want()
+        cache.warming.want()
         async with live.watching():
             yield
-        shelf.close()
+        cache.close()
 
     app = FastAPI(
         title="fedvitals",
@@ -48,7 +48,7 @@ def create_app(store: str | Path | None = None, *, token: str | None = None, hos
         lifespan=lifespan,
         responses=RESPONSES,
     )
-    app.state.shelf, app.state.live = shelf, live
+    app.state.reader_cache, app.state.live = cache, live
     answer_failures(app)
     for name in ROUTES:
         app.include_router(importlib.import_module(f"fedvitals.dashboard.routes.{name}").router)

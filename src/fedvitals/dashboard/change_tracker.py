@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which runs have changed since the last look: what ETags and live updates go by.
+"""Tracks which runs have changed since the last look, for ETags and live updates.
 
 A look costs one statement while nothing happens. When something did, every table is asked whose rows are new, which
 is a walk over the new rows only: they are numbered in the order of their arrival.
@@ -11,24 +11,19 @@ import os
 import threading
 from typing import Any
 
+from fedvitals.store.read.changes import count_newest_rows, data_version, runs_with_new_rows, store_state
 from fedvitals.store.read.reader import Reader
-from fedvitals.store.schema import TABLES
 from fedvitals.store.upkeep.removal import removals
 
-_NUMBERED = tuple(
-    table.name
-    for table in TABLES
-    if {"arrival", "run"} <= {column.name for column in table.columns} and table.name != "truth"
-)
 # Where several write at once, numbers of one may be seen before smaller ones of another: so many of the last are looked
 # at again, and at most twice as many.
 WINDOW = 10_000
-Mark = tuple[str, int, int]
+StoreVersion = tuple[str, int, int]
 """Who counts, how often rows were removed, how many changes there were: equal where nothing has happened."""
 
 
-class Pulse:
-    """Versions of runs: they rise when a run gets a record, ends, is marked or vanishes."""
+class ChangeTracker:
+    """Versions of runs, which rise when a run gets a record, ends, is marked or deleted."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,33 +33,30 @@ class Pulse:
         self._versions: dict[str, int] = {}
         self._last: dict[str, int] = {}
         self._runs: dict[str, Any] = {}
-        self._marks: dict[str, Any] = {}
+        self._marks: dict[int, Any] = {}
         self._removed: object = None
         self._seen: Any = None
         self._reader: Reader | None = None  # that saw it
         self._bases: dict[str, tuple[int, dict[int, int]]] = {}  # of each table: from where, and how many rows of a run
 
-    def look(self, reader: Reader) -> None:
-        """Bring the versions up to date."""
+    def look(self, reader: Reader) -> bool:
+        """Bring the versions up to date; return whether rows were removed since the last look."""
         with self._lock:
-            seen = _seen(reader)
+            seen = data_version(reader)
             if seen is not None and seen == self._seen and reader is self._reader:
-                return
+                return False
+            epoch = self._epoch
             changed = self._changed(reader)
             self._seen, self._reader = seen, reader  # if that failed, the next look has it still to do
             if changed:
                 self._count += 1
                 for run in changed:
                     self._versions[run] = self._count
+            return epoch != self._epoch
 
     def _changed(self, reader: Reader) -> set[str]:
-        ask = reader.database.rows
-        newest = {table: int(ask(f"SELECT COALESCE(MAX(arrival), 0) FROM {table}")[0][0]) for table in _NUMBERED}  # noqa: S608 - our own words
-        runs = {row[0]: row[1:] for row in ask("SELECT id, source, sequence, finished FROM runs")}
-        marks = {
-            row[0]: row[1:]
-            for row in ask("SELECT run, COUNT(*), MAX(at), MIN(target), MAX(target) FROM mark GROUP BY run")
-        }
+        state = store_state(reader)
+        newest, runs, marks = state.newest, state.runs, state.marks
         removed = removals(reader.database)
         if removed != self._removed or any(newest[table] < known for table, known in self._last.items()):
             self._epoch += 1  # rows were removed, so numbers are used again: nothing that is remembered can be trusted
@@ -73,24 +65,23 @@ class Pulse:
         bases = dict(self._bases)
         for table, last in newest.items():
             if reader.database.dialect.shared:
-                found, bases[table] = _recounted(reader, table, last, self._bases.get(table))
-                numbers |= found
+                counted, bases[table] = _recounted(reader, table, last, self._bases.get(table))
+                numbers |= counted
             elif last > self._last.get(table, last):
-                new = f"SELECT DISTINCT run FROM {table} WHERE arrival > ? AND arrival <= ?"  # noqa: S608
-                numbers |= {row[0] for row in ask(new, (self._last[table], last))}
+                numbers |= runs_with_new_rows(reader, table, self._last[table], last)
         names = dict(zip(numbers, reader.names.texts(numbers), strict=True))
         changed = {run for run in {**runs, **self._runs} if runs.get(run) != self._runs.get(run)}
         self._last, self._runs, self._marks, self._removed, self._bases = newest, runs, marks, removed, bases
         return changed | {names[number] for number in numbers}
 
     def version(self, run: str | None) -> str:
-        """What a run is at, or the whole store."""
+        """Return the version of a run, or of the whole store (None)."""
         with self._lock:
             at = self._count if run is None else self._versions.get(run, 0)
             return f"{self._boot}.{self._epoch}.{at}"
 
-    def versions(self) -> tuple[Mark, dict[str, int]]:
-        """Where the store is at, and the last change of each run that had one."""
+    def versions(self) -> tuple[StoreVersion, dict[str, int]]:
+        """Return the version of the store, and the last change of each run that had one."""
         with self._lock:
             return (self._boot, self._epoch, self._count), dict(self._versions)
 
@@ -101,16 +92,6 @@ def _recounted(
     """The runs that have more of the last rows than were `known`, and what to know the next time."""
     base, counts = known or (max(0, newest - WINDOW), {})
     following = newest - WINDOW if newest - base > 2 * WINDOW else base
-    found = reader.database.rows(
-        f"SELECT run, COUNT(*), COUNT(CASE WHEN arrival > ? THEN 1 END) FROM {table} WHERE arrival > ? GROUP BY run",  # noqa: S608
-        (following, base),
-    )
-    changed = {run for run, count, _ in found if count != counts.get(run, 0)} if known else set()
-    return changed, (following, {run: count for run, _, count in found})
-
-
-def _seen(reader: Reader) -> Any:
-    """What stays the same as long as nobody writes; None where that cannot be asked in one word."""
-    if reader.database.dialect.shared:
-        return None
-    return tuple(reader.database.rows(f"PRAGMA {name}")[0][0] for name in ("data_version", "schema_version"))
+    rows = count_newest_rows(reader, table, following, base)
+    changed = {run for run, count, _ in rows if count != counts.get(run, 0)} if known else set()
+    return changed, (following, {run: count for run, _, count in rows})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stored example that ships with the dashboard; `scripts/example` makes it anew."""
+"""Unpacks the example store that ships with the dashboard; `scripts/example` makes it anew."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PACKED = Path(__file__).with_name("example.db.xz")
 
 
 def unpack(folder: Path) -> Path:
-    """The example as a store in that folder."""
+    """Unpack the example as a store in that folder, and return its path."""
     target = folder / "example.db"
     target.write_bytes(lzma.decompress(PACKED.read_bytes()))
     return target

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front end's own files: out of memory, and announced at once.
+"""Serves the front end's files from memory, and announces to the browser what a page will need.
 
 A page consists of some forty small modules. A browser learns of a module only when it has read the one that imports it:
 without a word from us they would come in five or six waves, each as long as the server needs to look at a disk. So the
@@ -32,6 +32,8 @@ _IMPORT = re.compile(r"""^\s*(?:import|export)\b(?:[^"';]*?\bfrom)?\s*["'](\.[^"
 
 @dataclass(frozen=True, slots=True)
 class File:
+    """A file of the front end."""
+
     body: bytes
     type: str
     etag: str
@@ -39,6 +41,7 @@ class File:
     imports: tuple[str, ...] = ()  # as they are written in it
 
     def answer(self, request: Request) -> Response:
+        """Return the file, or 304 where the browser has it."""
         headers = {"ETag": self.etag, "Cache-Control": "no-cache"}
         if self.etag in [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]:
             return Response(status_code=304, headers=headers)
@@ -54,14 +57,14 @@ class Files:
         self._pages: dict[str, File] = {}
 
     def get(self, name: str) -> File | None:
-        """A file by its path in the folder, written plainly; None where there is none."""
+        """Return a file by its path in the folder; None where there is none, or where the path leads out of it."""
         kind = TYPES.get(PurePosixPath(name).suffix)
         if kind is None or PurePosixPath(name).is_absolute() or ".." in name or "\\" in name or "\x00" in name:
             return None
         path = self._folder / name
         try:
-            found = path.stat()
-            state = found.st_mtime_ns, found.st_size
+            status = path.stat()
+            state = status.st_mtime_ns, status.st_size
             known = self._files.get(name)
             if known is None or known.state != state:
                 known = self._files[name] = _file(path.read_bytes(), kind, state)
@@ -82,18 +85,18 @@ class Files:
         return known
 
     def modules(self, *names: str) -> list[str]:
-        """These and all that they import, and what that imports, without what waits for its moment («import()»)."""
-        found: dict[str, None] = {}
+        """Return these modules and all that they import, directly or not; without those of «import()»."""
+        modules: dict[str, None] = {}
         todo = list(names)
         while todo:
             name = todo.pop(0)
             file = self.get(name)
-            if file is None or name in found:
+            if file is None or name in modules:
                 continue
-            found[name] = None
+            modules[name] = None
             folder = PurePosixPath(name).parent
             todo += [_plain(folder / target) for target in file.imports]
-        return list(found)
+        return list(modules)
 
 
 def _file(body: bytes, kind: str, state: tuple[int, int]) -> File:
@@ -113,7 +116,7 @@ def _plain(path: PurePosixPath) -> str:
 
 
 def view_of(path: str) -> str:
-    """Which view the page will show at an address."""
+    """Return the view that the page will show at an address."""
     parts = [part for part in path.split("/") if part]
     if not parts:
         return "runs"
@@ -147,9 +150,9 @@ def routes(*, last: bool = False) -> list[Route]:
         """No such page, which the page itself says; who asks the API is told in its own shape."""
         if request.url.path.startswith("/api/"):
             raise HTTPException(404, "Not Found")
-        found = files.page("runs").answer(request)
-        found.status_code = 404
-        return found
+        response = files.page("runs").answer(request)
+        response.status_code = 404
+        return response
 
     if last:
         return [Route("/{path:path}", lost)]
@@ -162,7 +165,7 @@ def routes(*, last: bool = False) -> list[Route]:
 
 
 def _named(files: Files, name: str, request: Request) -> Response:
-    found = files.get(name)
-    if found is None:
+    file = files.get(name)
+    if file is None:
         raise HTTPException(404, "There is no such file.")
-    return found.answer(request)
+    return file.answer(request)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may ask what: names this machine is called by, tokens, writes that come from our own page, sizes, headers.
+"""Decides who may ask what, by host name, token, origin and size, and sets security headers.
 
 Plain ASGI around the app, so that nothing, not even a static file or an error, leaves without passing here.
 """
@@ -37,6 +37,8 @@ Refusal = tuple[int, str, str | None]
 
 
 class Guard:
+    """Middleware in front of all routes."""
+
     def __init__(self, app: ASGIApp, *, token: str | None = None, hosts: tuple[str, ...] = ()) -> None:
         self._app = app
         self._tokens = None if token is None else Tokens(token)
@@ -99,12 +101,12 @@ class Guard:
         return 401, "This dashboard needs its token.", "Open /login, or send the header Authorization: Bearer ..."
 
     async def _login(self, scope: Scope, receive: Receive) -> Response:
-        given = _token_in(await _body(receive))
+        token = _token_in(await _body(receive))
         if self._tokens is None:
             return failure(400, "No token is needed here.")
-        if given is None:
+        if token is None:
             return failure(400, 'Send {"token": "..."}.')
-        wait = self._tokens.wait_after(given, _address(scope))
+        wait = self._tokens.wait_after(token, _address(scope))
         if wait is None:
             cookie = self._tokens.cookie(secure=scope.get("scheme") == "https")
             return Response(b"{}", media_type="application/json", headers={"Set-Cookie": cookie})

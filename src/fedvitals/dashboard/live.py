@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells open pages which runs have changed: one look at the store for all of them, four times a second."""
+"""Tells open pages which runs have changed, by one look at the store for all of them, four times a second."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fedvitals.dashboard.answers import encode
-from fedvitals.dashboard.reader_cache import Shelf
+from fedvitals.dashboard.reader_cache import ReaderCache
 from fedvitals.errors import FedvitalsError
 
 logger = logging.getLogger("fedvitals.dashboard")
@@ -21,12 +21,15 @@ MOST = 200  # pages
 
 
 class Live:
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
+    """The pages that listen, and what they are told."""
+
+    def __init__(self, cache: ReaderCache) -> None:
+        self._cache = cache
         self._pages: set[asyncio.Queue[bytes]] = set()
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
+        """Look for changes as long as the block runs."""
         task = asyncio.create_task(self._watch())
         try:
             yield
@@ -36,13 +39,13 @@ class Live:
                 await task
 
     async def _watch(self) -> None:
-        before, told, trouble = ("", 0, 0), dict[str, int](), ""
+        before, known, trouble = ("", 0, 0), dict[str, int](), ""
         while True:
             await asyncio.sleep(EVERY)
             if not self._pages:
                 continue
             try:
-                await asyncio.to_thread(self._shelf.look)
+                await asyncio.to_thread(self._cache.look)
             except Exception as error:
                 if str(error) != trouble:
                     if not isinstance(error, FedvitalsError):  # our own mistake: the pages shall live on
@@ -53,13 +56,13 @@ class Live:
             if trouble:
                 trouble = ""
                 self._tell("healed", {})
-            now, versions = self._shelf.versions()
+            now, versions = self._cache.versions()
             if now != before:
                 if now[:2] != before[:2]:  # another store, or rows were removed: nothing of before is known to hold
-                    changed = {**dict.fromkeys(told, 0), **versions}
+                    changed = {**dict.fromkeys(known, 0), **versions}
                 else:
                     changed = {run: version for run, version in versions.items() if version > before[2]}
-                before, told = now, versions
+                before, known = now, versions
                 self._tell("change", {"runs": changed, "at": time.time()})
 
     def _tell(self, kind: str, data: dict[str, Any]) -> None:
@@ -69,6 +72,7 @@ class Live:
 
     @property
     def full(self) -> bool:
+        """Whether no further page can listen."""
         return len(self._pages) >= MOST
 
     async def events(self) -> AsyncIterator[bytes]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a training is still there that may write to a run: a long round is no silence."""
+"""Tells whether a training is still there that may write to a run, so that a long round is not taken for silence."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from pathlib import Path
 from fedvitals.store.lock import writer_of
 from fedvitals.store.postgres import presence
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.runs import advisory_locks, is_newest_open_run
 
 
 def writers(reader: Reader, target: Path | str) -> Callable[[str, bool], bool]:
     """`(run, newest) -> bool`. Of a file, only its one writer is known, who writes the newest run without an end."""
     if isinstance(target, str):
-        held = {row[0] for row in reader.database.rows(
-            "SELECT (classid::bigint << 32) | objid::bigint FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 1"
-        )}  # fmt: skip
+        held = advisory_locks(reader)
         return lambda run, _newest: presence(run) in held
     writing = _is_held(target)
     return lambda _run, newest: writing and newest
@@ -42,9 +41,5 @@ def _is_held(store: Path) -> bool:
 
 def is_written(reader: Reader, target: Path | str, run: str) -> bool:
     """Whether somebody is there who may write to that run still."""
-    found = reader.database.rows(
-        "SELECT r.finished, COALESCE(r.started, 0) >= (SELECT MAX(COALESCE(o.started, 0)) FROM run AS o "
-        "WHERE o.finished IS NULL) FROM run AS r WHERE r.id = ?",
-        (reader.names.number(run) or 0,),
-    )
-    return bool(found) and found[0][0] is None and writers(reader, target)(run, bool(found[0][1]))
+    is_open, is_newest = is_newest_open_run(reader, run)
+    return is_open and writers(reader, target)(run, is_newest)

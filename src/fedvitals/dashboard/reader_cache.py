@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store as the pages see it: readers in turns, what is remembered between requests, and what has changed."""
+"""Lends readers of the store to requests, and keeps what is remembered between them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
-from fedvitals.dashboard.change_tracker import Mark, Pulse
+from fedvitals.dashboard.change_tracker import ChangeTracker, StoreVersion
 from fedvitals.dashboard.warming import Warming
 from fedvitals.errors import StoreError
 from fedvitals.store import open_reader, store_target
 from fedvitals.store.postgres import address_of
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.symbols import SymbolCache
 from fedvitals.views.clients import Rosters
 from fedvitals.views.matrix import Matrices, share
 from fedvitals.views.update_map import Layouts
@@ -24,17 +25,20 @@ REMEMBERED = 64_000_000  # bytes of answers
 PATIENCE = 60.0  # seconds for one statement of a request
 
 
-class Shelf:
+class ReaderCache:
+    """Readers of one store, the answers that were given, and what is known of changes; for several threads."""
+
     def __init__(self, store: str | Path | None = None) -> None:
         self.target = store_target(store)
-        self.matrices, self.layouts, self.rosters = Matrices(), Layouts(), Rosters()
+        self._start_over()
         self.warming = Warming(self)
-        self._pulse = Pulse()
+        self._tracker = ChangeTracker()
         self._lock = threading.Lock()
         self._looking = threading.Lock()  # its own: a look may take long, and answers that are known need not wait
         self._looks = self._looked = 0  # the number of the last look that began, and of the last that ended well
         self._readers: list[tuple[object, Reader]] = []
         self._watcher: tuple[object, Reader] | None = None  # the one whose `data_version` tells of changes
+        self._symbols: tuple[object, SymbolCache] = object(), SymbolCache()  # of the store that is watched
         self._answers: OrderedDict[tuple[str, str], bytes] = OrderedDict()
         self._answered = 0
 
@@ -45,7 +49,7 @@ class Shelf:
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Reader]:
-        """A reader of the store for one request. One that failed is not used again."""
+        """Lend a reader of the store to one request. A reader that failed is not used again."""
         identity = self._identity()
         with self._lock:
             kept = [pair for pair in self._readers if pair[0] == identity]
@@ -57,7 +61,7 @@ class Shelf:
         if reader is not None and _is_outdated(reader):
             reader.close()
             reader = None
-        reader = reader or open_reader(self.target, patience=PATIENCE)
+        reader = reader or self._open(identity)
         share(reader, self.matrices)
         try:
             yield reader
@@ -71,15 +75,26 @@ class Shelf:
         if not room:
             reader.close()
 
+    def _start_over(self) -> None:
+        """Remember nothing of the store: this is the first time that it is read, or another has its name now."""
+        self.matrices, self.layouts, self.rosters = Matrices(notice=False), Layouts(), Rosters()
+
+    def _open(self, identity: object) -> Reader:
+        """Open a reader of the store of that identity; it shares names with the other readers of the watched store."""
+        reader = open_reader(self.target, patience=PATIENCE)
+        if self._symbols[0] == identity:
+            reader.names.use(self._symbols[1])
+        return reader
+
     def _identity(self) -> object:
         """What tells this store from another of its name, which may have taken its place."""
         if isinstance(self.target, str):
             return None
         try:
-            found = self.target.stat()
+            status = self.target.stat()
         except FileNotFoundError:
             return None
-        return found.st_dev, found.st_ino
+        return status.st_dev, status.st_ino
 
     def look(self) -> None:
         """Notice what has changed in the store since the last look."""
@@ -97,31 +112,37 @@ class Shelf:
             watcher[1].close()
             self._watcher = None
             if watcher[0] != identity:
-                self._pulse = Pulse()
-                self.matrices, self.layouts, self.rosters = Matrices(), Layouts(), Rosters()
+                self._tracker = ChangeTracker()
+                self._start_over()
         if self._watcher is None:
-            self._watcher = identity, open_reader(self.target, patience=PATIENCE)
+            self._symbols = identity, SymbolCache()
+            self._watcher = identity, self._open(identity)
         try:
-            self._pulse.look(self._watcher[1])
+            if self._tracker.look(self._watcher[1]):
+                self.matrices.forget()
         except BaseException:
             self._watcher[1].close()
             self._watcher = None
             raise
 
     def version(self, run: str | None) -> str:
-        return self._pulse.version(run)
+        """Return what changes with the run, or with the whole store (None); for ETags."""
+        return self._tracker.version(run)
 
-    def versions(self) -> tuple[Mark, dict[str, int]]:
-        return self._pulse.versions()
+    def versions(self) -> tuple[StoreVersion, dict[str, int]]:
+        """Return the version of the store, and the last change of each run that had one."""
+        return self._tracker.versions()
 
     def remembered(self, asked: str, version: str) -> bytes | None:
+        """Return the answer that was given to this address at this version, or None."""
         with self._lock:
-            found = self._answers.get((asked, version))
-            if found is not None:
+            body = self._answers.get((asked, version))
+            if body is not None:
                 self._answers.move_to_end((asked, version))
-            return found
+            return body
 
     def remember(self, asked: str, version: str, body: bytes) -> None:
+        """Keep the answer to this address at this version, as long as there is room."""
         with self._lock:
             if (asked, version) in self._answers or len(body) > REMEMBERED // 4:
                 return
@@ -131,6 +152,7 @@ class Shelf:
                 self._answered -= len(self._answers.popitem(last=False)[1])
 
     def close(self) -> None:
+        """Close all readers that are not lent, and stop reading ahead."""
         self.warming.close()
         with self._looking, self._lock:
             for _, reader in self._readers:

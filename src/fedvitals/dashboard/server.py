@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serving the dashboard: which address, which port, who gets a token, and how it ends."""
+"""Serves the dashboard: chooses address and port, demands a token where others can reach it, and ends cleanly."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ NEXT = 20  # ports that are tried after the usual one
 
 @dataclass(frozen=True, slots=True)
 class Address:
+    """Where the dashboard listens."""
+
     host: str
     port: int
     token: str | None
@@ -43,6 +45,7 @@ class Address:
 
 
 def is_loopback(host: str) -> bool:
+    """Whether the host is this machine only."""
     if host == "localhost":
         return True
     try:
@@ -52,7 +55,7 @@ def is_loopback(host: str) -> bool:
 
 
 def bind(host: str, port: int | None) -> socket.socket:
-    """A socket that listens; without a port, the usual one or the next that is free."""
+    """Return a socket that listens; without a port, on the usual one or the next that is free."""
     wanted = [port] if port is not None else [*range(PORT, PORT + NEXT), 0]
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for number in wanted:

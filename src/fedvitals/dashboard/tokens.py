@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token of a dashboard that others can reach: who has shown it, and how often it may be guessed."""
+"""Checks the token of a dashboard that others can reach, and limits how often it may be guessed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ TRIES_OF_ALL = 50  # of all addresses together
 
 
 class Tokens:
+    """The token, and the sessions of those who have shown it."""
+
     def __init__(self, token: str) -> None:
         self._token = token.encode()
         self._sessions: OrderedDict[str, None] = OrderedDict()
@@ -23,8 +25,8 @@ class Tokens:
 
     def knows(self, cookies: str, authorization: str, address: str) -> bool:
         """Whether a request shows the token itself, or the cookie of who has shown it before."""
-        kind, _, given = authorization.partition(" ")
-        if kind.lower() == "bearer" and self.wait_after(given.strip(), address) is None:
+        kind, _, shown = authorization.partition(" ")
+        if kind.lower() == "bearer" and self.wait_after(shown.strip(), address) is None:
             return True
         try:
             morsel = SimpleCookie(cookies).get(COOKIE)
@@ -32,19 +34,19 @@ class Tokens:
             return False
         return morsel is not None and morsel.value in self._sessions
 
-    def wait_after(self, given: str, address: str) -> int | None:
-        """None: it is the token. Else the seconds after which one more try is allowed; 0: at once."""
+    def wait_after(self, token: str, address: str) -> int | None:
+        """Try a token: None if it is right, else the seconds until one more try is allowed."""
         wait = self.wait(address)
         if wait:
             return wait
-        if hmac.compare_digest(given.encode("utf-8", "replace"), self._token):
+        if hmac.compare_digest(token.encode("utf-8", "replace"), self._token):
             return None
         for who in (address, ""):
             self._tries.setdefault(who, deque(maxlen=TRIES_OF_ALL)).append(time.monotonic())
         return self.wait(address)
 
     def wait(self, address: str) -> int:
-        """Seconds until this address may try again."""
+        """Return the seconds until this address may try again."""
         now = time.monotonic()
         for who in list(self._tries):
             tries = self._tries[who]
@@ -59,7 +61,7 @@ class Tokens:
         return 0
 
     def cookie(self, *, secure: bool) -> str:
-        """A Set-Cookie for who has shown the token. The token itself is not in it."""
+        """Return a Set-Cookie for somebody who has shown the token; the token itself is not in it."""
         session = secrets.token_urlsafe(32)
         self._sessions[session] = None
         while len(self._sessions) > SESSIONS:

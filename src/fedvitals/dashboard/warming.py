@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading ahead: while nobody asks for anything, what the pages of a run will want next is read into memory.
+"""Reads ahead, while nobody asks for anything, what the pages of a run will need next.
 
 A metric of a thousand clients over five hundred rounds takes a third of a second to read the first time. The pages of
 the clients show several; whoever has looked at the run for a moment does not wait for them.
@@ -15,15 +15,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fedvitals.dashboard.pages.time_costs import changes, spending
+from fedvitals.dashboard.pages.time_costs import changes, time_costs
 from fedvitals.errors import FedvitalsError
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.runs import newest_run
 from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.traffic_counts import traffic_total
 
 if TYPE_CHECKING:
-    from fedvitals.dashboard.reader_cache import Shelf
+    from fedvitals.dashboard.reader_cache import ReaderCache
 
 logger = logging.getLogger("fedvitals.dashboard")
 
@@ -39,10 +40,10 @@ QUIET = 0.25  # seconds without a request after which we may work
 
 
 class Warming:
-    """One thread that reads ahead, a metric at a time, and stands back as soon as somebody asks for something."""
+    """A thread that reads ahead, one metric at a time, and pauses as soon as somebody asks for something."""
 
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
+    def __init__(self, cache: ReaderCache) -> None:
+        self._cache = cache
         self._runs: deque[str] = deque(maxlen=8)
         self._wanted = threading.Event()
         self._asked = 0.0
@@ -52,7 +53,7 @@ class Warming:
         self._done: dict[str, None] = {}  # in the order in which they were begun
 
     def asked(self, run: str | None) -> None:
-        """A request has come, or has been answered. Who asks for the list of runs is likely to open the newest."""
+        """Note a request, or its answer; whoever asks for the list of runs is likely to open the newest."""
         self._asked = time.monotonic()
         self.want(NEWEST if run is None else run)
 
@@ -92,20 +93,19 @@ class Warming:
             del self._done[next(iter(self._done))]
 
     def _read(self, run: str) -> None:
-        with self._shelf.reader() as reader:
+        with self._cache.reader() as reader:
             if run == NEWEST:
-                found = reader.database.rows("SELECT id FROM runs ORDER BY started DESC LIMIT 1")
-                run = str(found[0][0]) if found else NEWEST
+                run = newest_run(reader) or NEWEST
                 with self._lock:
                     if run in self._done or run == NEWEST:
                         return
                     self._note(run)
             traffic_total(reader, run)
-            told = set(queries.metric_names(reader, run))
+            measured = set(queries.metric_names(reader, run))
         for name in WANTED:
-            if name in told:
+            if name in measured:
                 self._quietly(functools.partial(_prepared, run=run, name=name))
-        for page in (spending, changes):
+        for page in (time_costs, changes):
             self._quietly(functools.partial(page, run=run))
 
     def _quietly(self, work: Callable[[Reader], object]) -> None:
@@ -113,11 +113,11 @@ class Warming:
         while time.monotonic() - self._asked < QUIET and not self._closed:
             time.sleep(QUIET / 5)
         if not self._closed:
-            with self._shelf.reader() as reader:
+            with self._cache.reader() as reader:
                 work(reader)
 
     def close(self) -> None:
-        """Waits for the metric that is being read."""
+        """Stop, after the metric that is being read."""
         self._closed = True
         self._wanted.set()
         if self._thread is not None:

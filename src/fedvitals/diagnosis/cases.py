@@ -16,11 +16,11 @@ from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE, SEVERITIES, Issue
 from fedvitals.protocols import History, Node
 from fedvitals.records import Finding
 
-QUIET = 5  # rounds with the node but without the trouble, after which it counts as gone
+QUIET_ROUNDS = 5  # rounds with the node but without the trouble, after which it counts as gone
 Attendance = Mapping[Node | None, Sequence[int]]
 """The rounds in which each node took part, ascending; None: all rounds of the run."""
 
-Key = tuple[str, Node | None, str | None, str | None]
+CaseKey = tuple[str, Node | None, str | None, str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Case:
     newest: Finding
 
     @property
-    def known(self) -> Issue:
+    def issue_entry(self) -> Issue:
         """What the table says of this issue; little, of a user's own."""
         return ISSUES_BY_CODE.get(self.issue) or Issue(self.issue, self.issue, "user", self.severity)
 
@@ -55,7 +55,7 @@ class Case:
         return ", ".join(part for part in parts if part) or "the whole run"
 
     @property
-    def course(self) -> str:
+    def timeline(self) -> str:
         """Since when, until when and how often: «since round 5, seen in 4 rounds, still there»."""
         if self.first is None:
             return "in no round"
@@ -67,16 +67,16 @@ class Case:
         return ", ".join(words)
 
     def __str__(self) -> str:
-        return f"{self.severity}: {self.newest.message} ({self.issue}, {self.confidence:.0%}; {self.course})"
+        return f"{self.severity}: {self.newest.message} ({self.issue}, {self.confidence:.0%}; {self.timeline})"
 
 
-def attend(attendance: dict[Node | None, list[int]], history: History, number: int) -> None:
+def record_attendance(attendance: dict[Node | None, list[int]], history: History, round_index: int) -> None:
     """Note who took part in one more round: whoever trained or sent an update."""
-    for node in (None, *{**history.latest("steps", number), **history.latest("update.norm", number)}):
-        attendance.setdefault(node, []).append(number)
+    for node in (None, *{**history.latest("steps", round_index), **history.latest("update.norm", round_index)}):
+        attendance.setdefault(node, []).append(round_index)
 
 
-def key_of(finding: Finding) -> Key:
+def key_of(finding: Finding) -> CaseKey:
     """What makes two findings one case. A client keeps its cases when it changes its cluster."""
     where = finding.where
     return finding.issue, where.node, where.group if where.node is None else None, where.layer
@@ -87,40 +87,40 @@ def cases(findings: Iterable[Finding], attendance: Attendance | None = None) -> 
 
     Without `attendance`, every node counts as present in every round up to the newest finding's.
     """
-    found: dict[Key, list[Finding]] = {}
+    by_case: dict[CaseKey, list[Finding]] = {}
     for finding in findings:
-        found.setdefault(key_of(finding), []).append(finding)
-    rounds = [f.where.round for same in found.values() for f in same if f.where.round is not None]
+        by_case.setdefault(key_of(finding), []).append(finding)
+    rounds = [f.where.round for same in by_case.values() for f in same if f.where.round is not None]
     present = dict(attendance or {})
     present.setdefault(None, range(max(rounds, default=-1) + 1))
-    return sorted((_case(key, same, present) for key, same in found.items()), key=_worst_first)
+    return sorted((_case(key, same, present) for key, same in by_case.items()), key=_worst_first)
 
 
-def _case(key: Key, findings: Sequence[Finding], present: Attendance) -> Case:
+def _case(case_key: CaseKey, findings: Sequence[Finding], attendance: Attendance) -> Case:
     by_round: dict[int | None, Finding] = {}
     for finding in findings:  # of several in one round, the surest
         before = by_round.get(finding.where.round)
         if before is None or finding.confidence >= before.confidence:
             by_round[finding.where.round] = finding
-    rounds = sorted(number for number in by_round if number is not None)
+    rounds = sorted(round_index for round_index in by_round if round_index is not None)
     newest = by_round[rounds[-1]] if rounds else findings[-1]
-    issue, node, group, layer = key
-    took_part = present.get(node) or present[None]
-    after = len(took_part) - bisect_right(took_part, rounds[-1]) if rounds else 0
+    issue, node, group, layer = case_key
+    attended = attendance.get(node) or attendance[None]
+    after = len(attended) - bisect_right(attended, rounds[-1]) if rounds else 0
     return Case(
         issue=issue,
         node=node,
         group=group,
         layer=layer,
-        severity=min((f.severity for f in findings), key=rank),
+        severity=min((f.severity for f in findings), key=severity_rank),
         confidence=newest.confidence,
         since=min((since for f in findings if (since := _since(f)) is not None), default=None),
         first=rounds[0] if rounds else None,
         last=rounds[-1] if rounds else None,
         rounds=tuple(rounds),
-        confidences=tuple(by_round[number].confidence for number in rounds),
-        still_there=after <= QUIET,
-        returned=sum(_between(took_part, one, next_) > QUIET for one, next_ in pairwise(rounds)),
+        confidences=tuple(by_round[round_index].confidence for round_index in rounds),
+        still_there=after <= QUIET_ROUNDS,
+        returned=sum(_between(attended, earlier, later) > QUIET_ROUNDS for earlier, later in pairwise(rounds)),
         newest=newest,
     )
 
@@ -131,11 +131,11 @@ def _between(rounds: Sequence[int], first: int, last: int) -> int:
 
 
 def _since(finding: Finding) -> int | None:
-    told = finding.evidence.get("since")
-    return told if isinstance(told, int) else finding.where.round
+    since = finding.evidence.get("since")
+    return since if isinstance(since, int) else finding.where.round
 
 
-def rank(severity: str) -> int:
+def severity_rank(severity: str) -> int:
     """0 for the worst; what nobody knows comes last."""
     return SEVERITIES.index(severity) if severity in SEVERITIES else len(SEVERITIES)
 
@@ -146,4 +146,4 @@ def is_trouble(case: Case) -> bool:
 
 
 def _worst_first(case: Case) -> tuple[int, float, int]:
-    return rank(case.severity), -case.confidence, case.first if case.first is not None else -1
+    return severity_rank(case.severity), -case.confidence, case.first if case.first is not None else -1

@@ -13,7 +13,7 @@ from fedvitals.records import Finding
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class FindingsDifference:
     """Findings that only one side has, or that both have in other words or numbers (as they are now)."""
 
     same: int
@@ -26,13 +26,13 @@ class Difference:
         return bool(self.only_stored or self.only_now or self.changed)
 
 
-def compare(stored: Sequence[Finding], now: Iterable[Finding]) -> Difference:
+def compare_findings(stored: Sequence[Finding], now: Iterable[Finding]) -> FindingsDifference:
     """What differs; the time at which something was found and its identity do not count."""
     known = [finding for finding in stored if finding.issue in ISSUES_BY_CODE]
     before, after = _by_place(known), _by_place(now)
     both = [(before[place], after[place]) for place in after if place in before]
     changed = tuple(later for earlier, later in both if not _alike(earlier, later))
-    return Difference(
+    return FindingsDifference(
         same=len(both) - len(changed),
         only_stored=tuple(finding for place, finding in before.items() if place not in after),
         only_now=tuple(finding for place, finding in after.items() if place not in before),
@@ -42,35 +42,35 @@ def compare(stored: Sequence[Finding], now: Iterable[Finding]) -> Difference:
 
 
 def _by_place(findings: Iterable[Finding]) -> dict[tuple[Any, ...], Finding]:
-    found: dict[tuple[Any, ...], Finding] = {}
+    placed: dict[tuple[Any, ...], Finding] = {}
     for finding in findings:
         where = finding.where
         place = (where.round, finding.issue, where.node, where.group, where.layer, where.step)
         copy = 0
-        while (*place, copy) in found:  # a detector may say several things of one place
+        while (*place, copy) in placed:  # a detector may say several things of one place
             copy += 1
-        found[*place, copy] = finding
-    return found
+        placed[*place, copy] = finding
+    return placed
 
 
-def _alike(one: Finding, other: Finding) -> bool:
-    same_words = (one.severity, one.message) == (other.severity, other.message)
-    sure = math.isclose(one.confidence, other.confidence, abs_tol=1e-9)
-    return same_words and sure and _stored(_reasons(one)) == _stored(_reasons(other))
+def _alike(stored: Finding, current: Finding) -> bool:
+    same_words = (stored.severity, stored.message) == (current.severity, current.message)
+    same_confidence = math.isclose(stored.confidence, current.confidence, abs_tol=1e-9)
+    return same_words and same_confidence and _stored(_reasons(stored)) == _stored(_reasons(current))
 
 
 def _reasons(finding: Finding) -> list[Any]:
     return [finding.evidence, [(suspect.node, suspect.score, suspect.reason) for suspect in finding.suspects]]
 
 
-def _stored(value: Any) -> Any:
+def _stored(evidence: Any) -> Any:
     """Evidence as a store gives it back: JSON has no tuples, and only words for what is not finite."""
-    if isinstance(value, Mapping):
-        return {str(key): _stored(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_stored(item) for item in value]
-    if hasattr(value, "tolist"):  # numpy
-        return _stored(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+    if isinstance(evidence, Mapping):
+        return {str(key): _stored(entry) for key, entry in evidence.items()}
+    if isinstance(evidence, list | tuple):
+        return [_stored(entry) for entry in evidence]
+    if hasattr(evidence, "tolist"):  # numpy
+        return _stored(evidence.tolist())
+    if isinstance(evidence, float) and not math.isfinite(evidence):
+        return "NaN" if math.isnan(evidence) else "Infinity" if evidence > 0 else "-Infinity"
+    return evidence

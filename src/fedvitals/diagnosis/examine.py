@@ -18,15 +18,15 @@ from fedvitals.diagnosis.detectors import (
     system,
     transformed,
 )
-from fedvitals.diagnosis.evidence import locate
-from fedvitals.diagnosis.history_cutoff import Horizon, Until
-from fedvitals.errors import ConfigError, unknown
+from fedvitals.diagnosis.evidence import faulty_clients
+from fedvitals.diagnosis.history_cutoff import CutoffRound, HistoryCutoff
+from fedvitals.errors import ConfigError
 from fedvitals.protocols import Detector, History, name_of
 from fedvitals.records import Finding
 
 STANDARD = "standard"
 MOST_ALARMS = 10.0
-Failed = Callable[[Exception, str], None]
+OnDetectorFailure = Callable[[Exception, str], None]
 """Hears of a detector that raised: the error, and which one it was."""
 
 RULES: tuple[Detector, ...] = (
@@ -39,35 +39,40 @@ RULES: tuple[Detector, ...] = (
     *system.DETECTORS,
     *memory.DETECTORS,
 )
-DETECTORS: tuple[Detector, ...] = (*RULES, *locate.DETECTORS)
+DETECTORS: tuple[Detector, ...] = (*RULES, *faulty_clients.DETECTORS)
 """What «standard» stands for. Together they keep to the false-alarm budget of docs/issues.md."""
 
 
-def choose(detectors: str | Sequence[Detector | str], false_alarms: float = 1.0) -> tuple[Detector, ...]:
-    """The detectors that a person means: «standard», a list of functions, or a list with «standard» in it.
+def choose_detectors(detectors: str | Sequence[Detector | str], false_alarms: float = 1.0) -> tuple[Detector, ...]:
+    """Return the detectors that a user chose: «standard», functions, names of installed plug-ins, or a list of these.
 
+    A plug-in that is not named is not imported; one that cannot be loaded fails in every round (`detectors.installed`).
     `false_alarms`: how many per 100 healthy rounds are allowed, over all rules together. What can be wrong only seldom,
     and is then plainly so, costs the same at any setting; the search for faulty clients takes what is left.
     """
-    number = isinstance(false_alarms, int | float) and not isinstance(false_alarms, bool)
-    if not number or not 0 < false_alarms <= MOST_ALARMS:
+    is_number = isinstance(false_alarms, int | float) and not isinstance(false_alarms, bool)
+    if not is_number or not 0 < false_alarms <= MOST_ALARMS:
         raise ConfigError(
             f"false_alarms= is how many alarms per 100 healthy rounds you allow: above 0, up to {MOST_ALARMS:g}; "
             f"got {false_alarms!r}."
         )
-    standard: tuple[Detector, ...] = DETECTORS if false_alarms == 1 else (*RULES, locate.Locator(false_alarms))
+    standard: tuple[Detector, ...] = (
+        DETECTORS if false_alarms == 1 else (*RULES, faulty_clients.FaultyClientLocator(false_alarms))
+    )
     if callable(detectors):
         raise ConfigError(
             'detectors= takes a list of functions: detectors=[my_detector], or ["standard", my_detector].'
         )
     chosen: list[Detector] = []
-    for one in [detectors] if isinstance(detectors, str) else detectors:
-        if callable(one):
-            chosen.append(one)
-        elif one == STANDARD:
+    for entry in [detectors] if isinstance(detectors, str) else detectors:
+        if callable(entry):
+            chosen.append(entry)
+        elif entry == STANDARD:
             chosen += standard
         else:
-            raise ConfigError(unknown("set of detectors", str(one), [STANDARD]))
+            from fedvitals.diagnosis.detectors.installed import detectors_named  # noqa: PLC0415 - seldom needed, slow
+
+            chosen += detectors_named(str(entry), [STANDARD])
     return tuple(chosen)
 
 
@@ -76,7 +81,7 @@ def examine(
     rounds: Iterable[int] | None = None,
     detectors: Iterable[Detector] | None = None,
     *,
-    failed: Failed | None = None,
+    failed: OnDetectorFailure | None = None,
 ) -> list[Finding]:
     """What the detectors (all of ours, unless given) say of each of these rounds (all, unless given), in order.
 
@@ -86,7 +91,9 @@ def examine(
     chosen = DETECTORS if detectors is None else tuple(detectors)
     examination = Examination(history, chosen, failed, finished=True)
     return [
-        finding for number in (history.rounds() if rounds is None else rounds) for finding in examination.of(number)
+        finding
+        for round_index in (history.rounds() if rounds is None else rounds)
+        for finding in examination.findings_of(round_index)
     ]
 
 
@@ -97,29 +104,34 @@ class Examination:
     """
 
     def __init__(
-        self, history: History, detectors: Sequence[Detector], failed: Failed | None, *, finished: bool = False
+        self,
+        history: History,
+        detectors: Sequence[Detector],
+        failed: OnDetectorFailure | None,
+        *,
+        finished: bool = False,
     ) -> None:
-        self._horizon = Horizon()
-        self._past = Until(history, self._horizon, finished=finished)
+        self._horizon = CutoffRound()
+        self._past = HistoryCutoff(history, self._horizon, finished=finished)
         self._detectors, self._failed = detectors, failed
 
-    def of(self, number: int) -> Iterator[Finding]:
+    def findings_of(self, round_index: int) -> Iterator[Finding]:
         """What the detectors say of a round, from what was known by its end."""
-        self._horizon.move_to(number)
+        self._horizon.move_to(round_index)
         for detector in self._detectors:
-            found: list[Finding] = []
+            findings: list[Finding] = []
             try:
                 # A client may send any number. What infinities come to (∞ − ∞ is no number) is beyond no limit, so that
                 # nobody is accused of it: that is meant, and no reason to warn. Medians of nothing still are.
                 with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-                    found.extend(detector(self._past, number))
+                    findings.extend(detector(self._past, round_index))
             except Exception as error:
                 if self._failed is None:
                     raise
                 self._failed(error, f"the detector '{name_of(detector)}'")
-            yield from found  # what it said before it failed counts
+            yield from findings  # what it said before it failed counts
 
 
-def of_run(finding: Finding, run: str, at: float) -> Finding:
+def with_run_and_time(finding: Finding, run: str, at: float) -> Finding:
     """The finding with the run that it is about, and the time, unless the detector gave one."""
     return replace(finding, where=replace(finding.where, run=finding.where.run or run), at=finding.at or at)

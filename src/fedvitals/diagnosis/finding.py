@@ -43,7 +43,7 @@ def finding(
 
     `since`: the round in which the trouble began, as far as can be seen. `more`: evidence of the issue's own, JSON.
     """
-    known = ISSUES_BY_CODE[issue]
+    issue_entry = ISSUES_BY_CODE[issue]
     evidence: dict[str, Any] = {
         "since": round_index if since is None else since,
         "numbers": [
@@ -53,6 +53,6 @@ def finding(
     }
     # What clients say may give any number, and a store takes no larger one.
     where = Where("", round_index, node, step if step is not None and abs(step) < 1 << 63 else None, layer, group)
-    level = known.severity if severity is None else severity
+    level = issue_entry.severity if severity is None else severity
     # The time, too, is filled in by whoever runs the detector: the same history must give the same finding.
     return Finding(where, 0.0, issue, level, min(max(confidence, 0.0), 1.0), message, evidence, tuple(suspects))

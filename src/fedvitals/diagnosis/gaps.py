@@ -22,7 +22,7 @@ UNRELATED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class MonitorFailure:
     """Work of the monitor that failed: what it was doing, the kind of error, and where."""
 
     doing: str
@@ -31,15 +31,15 @@ class Failure:
     node: str | None = None
 
 
-def failure_of(event: Event) -> Failure | None:
+def monitor_failure_of(event: Event) -> MonitorFailure | None:
     """The failure that an event tells of; None where it is another event."""
     if event.name != MONITOR_ERROR:
         return None
     doing, exception = (str(event.data.get(key) or "") for key in ("doing", "exception"))
-    return Failure(doing, exception, event.where.round, event.where.node)
+    return MonitorFailure(doing, exception, event.where.round, event.where.node)
 
 
-def gaps(failures: Iterable[Failure], lost: int) -> tuple[str, ...]:
+def gaps(failures: Iterable[MonitorFailure], lost: int) -> tuple[str, ...]:
     """What was not judged, in words; empty when everything was.
 
     Of a client, only its name is given: it may have written the rest itself.
@@ -68,9 +68,9 @@ def incomplete(reasons: Sequence[str]) -> str:
     return f"Not all was judged: {'; '.join(reasons)}."
 
 
-def _named(failures: Sequence[Failure], kind: str) -> list[str]:
+def _named(failures: Sequence[MonitorFailure], kind: str) -> list[str]:
     """«the detector 'plateau' failed in round 3 (TypeError)», for the first few."""
-    first: dict[str, Failure] = {}
+    first: dict[str, MonitorFailure] = {}
     for failure in failures:
         first.setdefault(failure.doing or "a step of the monitor", failure)
     sentences = [

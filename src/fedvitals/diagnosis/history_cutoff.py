@@ -24,25 +24,25 @@ SIGNS_OF_LIFE = ("time.client", "steps", "update.norm", "samples", "update.sampl
 T = TypeVar("T")
 
 
-class Horizon:
+class CutoffRound:
     """How far detectors may see. It is moved by whoever examines a run; they themselves have no hold of it."""
 
     def __init__(self) -> None:
         self.round = -1
         self.moves = 0
 
-    def move_to(self, number: int) -> None:
-        self.round = number
+    def move_to(self, round_index: int) -> None:
+        self.round = round_index
         self.moves += 1
 
 
-class Until:
+class HistoryCutoff:
     """A `protocols.History` of the rounds up to and with the horizon's.
 
     `finished`: nothing is being added to the history, so that answers about all of its rounds may be kept.
     """
 
-    def __init__(self, history: History, horizon: Horizon, *, finished: bool = False) -> None:
+    def __init__(self, history: History, horizon: CutoffRound, *, finished: bool = False) -> None:
         self._history = history
         self._horizon = horizon
         self._finished = finished
@@ -81,12 +81,16 @@ class Until:
         return every[self._span(every)]
 
     def nodes(self) -> list[Node]:
-        for number in self.rounds():
-            if number not in self._seen:
-                alive = (self._history.latest(name, number) for name in SIGNS_OF_LIFE)
-                told = {event.where.node for event in self.events(since=number) if event.where.round == number}
-                self._seen[number] = frozenset(node for found in (*alive, told) for node in found if node is not None)
-        present = {node for number in self.rounds() for node in self._seen[number]}
+        for round_index in self.rounds():
+            if round_index not in self._seen:
+                alive = (self._history.latest(name, round_index) for name in SIGNS_OF_LIFE)
+                mentioned = {
+                    event.where.node for event in self.events(since=round_index) if event.where.round == round_index
+                }
+                self._seen[round_index] = frozenset(
+                    node for nodes in (*alive, mentioned) for node in nodes if node is not None
+                )
+        present = {node for round_index in self.rounds() for node in self._seen[round_index]}
         return [node for node in self._history.nodes() if node in present]
 
     def layers(self, family: str) -> tuple[str, ...]:
@@ -118,6 +122,6 @@ class Until:
 
     def events(self, name: str | None = None, since: int | None = None) -> Sequence[Event]:
         # An event without a round comes from before the first one.
-        found = self._ask(self._kept, ("events", name), lambda: self._history.events(name))
-        seen = [event for event in found if event.where.round is None or event.where.round <= self._round]
+        events = self._ask(self._kept, ("events", name), lambda: self._history.events(name))
+        seen = [event for event in events if event.where.round is None or event.where.round <= self._round]
         return seen if since is None else [e for e in seen if e.where.round is not None and e.where.round >= since]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nine statistics of many tensors in one reading of memory, histograms and sketches: what probes measure with.
+"""Nine statistics of many tensors in one pass over memory, histograms and count sketches, for the probes.
 
 >>> import torch
 >>> sums([torch.tensor([3.0, -4.0, 0.0])]).tolist()
@@ -37,20 +37,22 @@ class Backend:
 
 
 def backend() -> Backend:
-    """Which implementation serves CPU tensors here. Compiles the kernel if nothing did so before."""
-    loaded = jit.loaded()
+    """Return the implementation for CPU tensors. Compiles the kernel on the first call."""
+    loaded = jit.load_kernel()
     return Backend("llvm" if loaded.kernel else "torch", loaded.reason)
 
 
 def device_backend() -> Backend | None:
-    """Which one serves tensors on a GPU; None where there is none. Compiles, too."""
+    """Return the implementation for GPU tensors, or None without a GPU. Compiles the kernels on the first call."""
     if not torch.cuda.is_available():
         return None
-    loaded = loading.loaded()
+    loaded = loading.load_kernels()
     return Backend("triton" if loaded.kernels else "torch", loaded.reason)
 
 
 def histogram(tensors: Sequence[Tensor | None]) -> Array | Tensor:
-    """`[layers, 128]`: how many values have which sign and binary exponent; columns are `stats.HISTOGRAM_COLUMNS`."""
+    """Return `[layers, 128]`: the number of values by sign and binary exponent; columns are
+    `stats.HISTOGRAM_COLUMNS`.
+    """
     result = exponents.histogram(tensors)
     return result.numpy() if result.is_cpu else result

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Histograms over sign and binary exponent, counted on the bits: no logarithm, and two of them merge by adding."""
+"""Histograms over sign and binary exponent, counted from the bits: no logarithms, and mergeable by addition."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fedvitals.stats import EXPONENTS, LOWEST_EXPONENT
 CHUNK = 1 << 22  # values at a time: their bits are copied as 64-bit integers
 
 
-class Bits(NamedTuple):
-    """How IEEE 754 lays out a number: sign, `exponent` bits, `mantissa` bits; the exponent is stored plus `bias`."""
+class FloatFormat(NamedTuple):
+    """The IEEE 754 layout of a number: sign, `exponent` bits, `mantissa` bits; the exponent is stored plus `bias`."""
 
     integer: torch.dtype
     exponent: int
@@ -25,11 +25,13 @@ class Bits(NamedTuple):
     bias: int
 
 
-FORMATS = {torch.float32: Bits(torch.int32, 8, 23, 127), torch.float64: Bits(torch.int64, 11, 52, 1023)}
+FORMATS = {torch.float32: FloatFormat(torch.int32, 8, 23, 127), torch.float64: FloatFormat(torch.int64, 11, 52, 1023)}
 
 
 def histogram(tensors: Sequence[Tensor | None]) -> Tensor:
-    """`[layers, 128]` in float64; the columns are `stats.HISTOGRAM_COLUMNS`. Zero, NaN and infinity are in no bin."""
+    """Return `[layers, 128]` in float64; the columns are `stats.HISTOGRAM_COLUMNS`. Zero, NaN and infinity are in no
+    bin.
+    """
     device = common_device(tensors)
     counts = torch.zeros(len(tensors), 2 * EXPONENTS, dtype=torch.float64, device=device)
     for layer, tensor in enumerate(tensors):
@@ -52,7 +54,7 @@ def _chunk(values: Tensor) -> Tensor:
     fields = 1 << bits.exponent
     # Count all patterns of sign and exponent first, then fold the few counts: one pass over the many values.
     head = (patterns >> bits.mantissa) & (2 * fields - 1)
-    counts = counted(head, 2 * fields).double().view(2, fields)
+    counts = count_values(head, 2 * fields).double().view(2, fields)
     # Field 0 holds the zeros beside the denormals; the sign bit alone, the most negative integer, is -0.0.
     counts[0, 0] -= (patterns == 0).sum()
     counts[1, 0] -= (patterns == torch.iinfo(bits.integer).min).sum()
@@ -63,10 +65,10 @@ def _chunk(values: Tensor) -> Tensor:
     return folded.flip(0).reshape(-1)  # the sign bit is 1 for negative numbers, whose bins come first
 
 
-def counted(places: Tensor, number: int) -> Tensor:
-    """How often each of `number` places occurs. On a GPU `torch.bincount` would wait, to find the largest."""
+def count_values(places: Tensor, number: int) -> Tensor:
+    """Return how often each of 0 to `number` − 1 occurs. On a GPU `torch.bincount` would synchronise."""
     if places.is_cpu:
         return torch.bincount(places, minlength=number)
     counts = torch.zeros(number, dtype=torch.int64, device=places.device)
-    one = torch.ones((), dtype=torch.int64, device=places.device)
-    return counts.scatter_add_(0, places.long(), one.expand(places.shape))
+    ones = torch.ones((), dtype=torch.int64, device=places.device)
+    return counts.scatter_add_(0, places.long(), ones.expand(places.shape))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same statistics by torch alone: on any device, without a compiled kernel, never waiting for the device."""
+"""The same statistics by torch alone: on any device, without a compiled kernel, and without synchronising."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ CHUNK = 1 << 22  # values in float64 at a time: 32 MB and a few temporaries of t
 
 
 def sums(tensors: Sequence[Tensor | None], clients: int | None = None) -> Tensor:
-    """`[layers, 9]`, or `[clients, layers, 9]` if every tensor has a leading axis of so many clients; in float64.
+    """Return `[layers, 9]`, or `[clients, layers, 9]` if every tensor has a leading client axis; in float64.
 
-    The result lies on the device of the tensors; if they are spread, on the first that is not the CPU.
+    The result is on the tensors' device; if there are several, on the first that is not the CPU.
     """
     groups = 1 if clients is None else clients
     device = common_device(tensors)
@@ -27,7 +27,7 @@ def sums(tensors: Sequence[Tensor | None], clients: int | None = None) -> Tensor
 
 
 def common_device(tensors: Sequence[Tensor | None]) -> torch.device:
-    """Where results go: MPS knows no float64, so that what lies there is brought to the CPU."""
+    """Return the device for results. MPS has no float64, so its results are on the CPU."""
     for tensor in tensors:
         if tensor is not None and tensor.device.type not in ("cpu", "mps"):
             return tensor.device
@@ -35,7 +35,7 @@ def common_device(tensors: Sequence[Tensor | None]) -> torch.device:
 
 
 def _rows(tensor: Tensor | None, groups: int, device: torch.device) -> Tensor:
-    """One row per group, `[groups, 9]`."""
+    """Return one row per group, `[groups, 9]`."""
     total = torch.zeros(groups, len(STATISTICS), dtype=torch.float64, device=device)
     total[:, MIN], total[:, MAX] = torch.inf, -torch.inf
     if tensor is None:
@@ -56,7 +56,7 @@ def _rows(tensor: Tensor | None, groups: int, device: torch.device) -> Tensor:
 
 
 def _chunk(values: Tensor) -> Tensor:
-    """The nine columns of `[groups, values]`, not empty."""
+    """Return the nine columns of non-empty `[groups, values]`."""
     finite = values.isfinite()
     kept = values.where(finite, 0.0)
     columns = (

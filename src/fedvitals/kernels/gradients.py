@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nine sums of the same parameters' gradients, recorded step after step: `sums` with all prepared that stays.
+"""Records the nine sums of the same parameters' gradients at every step, with all preparation done once.
 
-For a small model the reading of memory is nothing and the asking is all. So the kernel's table and the memory for its
-results are made once, and a step leaves no Python object behind. Address, type, length and layout of a gradient are
-asked anew at every step: torch frees gradients between steps and allocates them elsewhere, and a user may replace a
+For a small model the overhead per tensor outweighs the reading of memory. So the kernel's table and the memory for its
+results are created once, and a step leaves no Python object behind. Address, type, length and layout of a gradient are
+read at every step: torch frees gradients between steps and allocates them elsewhere, and a user may replace a
 parameter's data at any time.
 """
 
@@ -23,11 +23,11 @@ from fedvitals.kernels.one_pass import sums
 from fedvitals.stats import STATISTICS, Array
 
 _COLUMNS = len(STATISTICS)
-_FIRST_ROOM = 32  # steps that the first block of memory holds; each further one is as large as all before
+_FIRST_BLOCK_STEPS = 32  # steps that the first block of memory holds; each further one is as large as all before
 
 
 class GradientRecorder:
-    """`record(step)` before each optimiser step, `take()` at the end. One thread at a time."""
+    """Call `record(step)` before each optimiser step and `take()` at the end, from one thread at a time."""
 
     __slots__ = ("_address", "_blocks", "_call", "_device", "_free", "_kernel", "_known", "_odd", "_parameters", "_row",
                  "_steps", "_table")  # fmt: skip
@@ -38,7 +38,7 @@ class GradientRecorder:
         self._odd: dict[int, Array | Tensor] = {}  # by place: steps that went the general way
         self._blocks: list[Array] = []
         self._free, self._row = 0, len(parameters) * _COLUMNS * 8
-        kernel = jit.loaded().kernel
+        kernel = jit.load_kernel().kernel
         lines: list[int] = []
         self._known: list[tuple[Tensor, torch.dtype, int, int]] = []
         for parameter in parameters:
@@ -56,7 +56,7 @@ class GradientRecorder:
     def record(self, step: int) -> None:
         """Measure the gradients as they are now."""
         if self._kernel is None:
-            return self._record_anyhow(step)
+            return self._record_general(step)
         table = self._table
         for parameter, dtype, length, place in self._known:
             gradient = parameter.grad
@@ -66,10 +66,10 @@ class GradientRecorder:
                 or gradient.numel() != length
                 or not gradient.is_contiguous()
             ):
-                return self._record_anyhow(step)
+                return self._record_general(step)
             table[place] = gradient.data_ptr()
         if not self._free:
-            self._make_room()
+            self._allocate_block()
         self._kernel.call_at(self._address)
         self._call[2] += self._row
         self._free -= 1
@@ -77,7 +77,7 @@ class GradientRecorder:
         return None
 
     def scale(self, factor: float | Tensor) -> None:
-        """Correct the last step: its gradients were `factor` times the true ones."""
+        """Correct the last step, whose gradients were `factor` times the true ones."""
         place = len(self._steps) - 1
         rows = self._odd.get(place)
         if rows is None:
@@ -85,10 +85,10 @@ class GradientRecorder:
         _scale(rows, factor)
 
     def take(self) -> tuple[list[int], Array]:
-        """The steps, and [steps, layers, 9]; on the host, though single steps may have been kept on a device."""
+        """Return the steps, and [steps, layers, 9] on the host."""
         rows = self._rows()
         on_device = {place: odd for place, odd in self._odd.items() if isinstance(odd, Tensor)}
-        for place, odd in (self._odd | device_gradients.brought_home(on_device)).items():
+        for place, odd in (self._odd | device_gradients.copy_to_host(on_device)).items():
             rows[place] = np.asarray(odd)
         return self._steps, rows
 
@@ -100,22 +100,22 @@ class GradientRecorder:
             return np.empty((0, len(self._parameters), _COLUMNS))
         return self._blocks[0][: len(self._steps)]
 
-    def _make_room(self) -> None:
-        room = max(_FIRST_ROOM, len(self._steps))
+    def _allocate_block(self) -> None:
+        room = max(_FIRST_BLOCK_STEPS, len(self._steps))
         block = np.empty((room, len(self._parameters), _COLUMNS))
         self._blocks.append(block)
         self._free = room
         if self._kernel is not None:
             self._call[2] = block.ctypes.data
 
-    def _record_anyhow(self, step: int) -> None:
-        """Another device, a missing gradient, an unusual layout: the general way, which looks at each tensor."""
-        found: Array | Tensor | None = None if self._device is None else self._device.record()
-        if found is None:
-            found = sums([None if p is None else _dense(p.grad) for p in self._parameters])
+    def _record_general(self, step: int) -> None:
+        """Record in the general way, tensor by tensor: another device, a missing gradient or an unusual layout."""
+        rows: Array | Tensor | None = None if self._device is None else self._device.record()
+        if rows is None:
+            rows = sums([None if p is None else _dense(p.grad) for p in self._parameters])
         if not self._free:
-            self._make_room()
-        self._odd[len(self._steps)] = found
+            self._allocate_block()
+        self._odd[len(self._steps)] = rows
         self._free -= 1
         if self._kernel is not None:
             self._call[2] += self._row
@@ -123,14 +123,14 @@ class GradientRecorder:
 
 
 def _dense(gradient: Tensor | None) -> Tensor | None:
-    """Of a sparse gradient the values that it has: an embedding's untouched rows are neither counted nor read."""
+    """Return the stored values of a sparse gradient: an embedding's untouched rows are neither counted nor read."""
     if gradient is not None and gradient.is_sparse:
         return gradient.coalesce().values()
     return gradient
 
 
 def _scale(rows: Any, factor: float | Tensor) -> None:
-    """Divide nine sums by what the values were multiplied with: a factor, and its square for the squares."""
+    """Divide nine sums by the factor that the values were multiplied with, and the squares by its square."""
     factor = factor if isinstance(rows, Tensor) else float(factor)
     rows[:, 1:6] /= factor
     rows[:, 2] /= factor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors can be read as one flat run of numbers, and how the others become so."""
+"""Which tensors can be read as contiguous numbers, and how the others are converted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedvitals.errors import RecordError
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """The tensor itself, complex numbers as pairs of real ones. Refuses what has no numbers in memory."""
+    """Return the tensor, with complex numbers as pairs of real ones. Raises if it has no numbers in memory."""
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
         kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
         raise RecordError(
@@ -28,9 +28,9 @@ def readable(tensor: Tensor) -> Tensor:
 
 
 def flat(tensor: Tensor, dtypes: Collection[torch.dtype], *, clients: bool = False) -> Tensor:
-    """The tensor if its memory can be read from end to end in one of `dtypes`, else a copy that can.
+    """Return the tensor if its memory can be read from end to end in one of `dtypes`, else a copy that can.
 
-    With `clients` it is enough that every entry of the leading axis can be read so.
+    With `clients`, each entry of the leading axis only needs to be readable by itself.
     """
     tensor = readable(tensor).detach().resolve_neg()
     if tensor.dtype not in dtypes:
@@ -40,7 +40,9 @@ def flat(tensor: Tensor, dtypes: Collection[torch.dtype], *, clients: bool = Fal
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without gap or overlap, in any order (transposed, channels last)."""
+    """Return whether the elements fill their memory without gap or overlap, in any order (transposed, channels
+    last).
+    """
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

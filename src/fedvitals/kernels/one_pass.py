@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nine statistics of many tensors in one reading of memory."""
+"""Nine statistics of many tensors in one pass over memory."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _COLUMNS = len(STATISTICS)
 
 
 def sums(tensors: Sequence[Tensor | None], *, clients: bool = False) -> Array | Tensor:
-    """`[layers, 9]`: the columns `stats.STATISTICS` of every tensor, in float64; None gives the row of an empty one.
+    """Return `[layers, 9]`: the columns `stats.STATISTICS` of every tensor, in float64; None gives the row of an empty
+    one.
 
     The count is over all values, the other statistics over the finite ones. With `clients` every tensor has a leading
-    client axis and `[clients, layers, 9]` comes back. CPU tensors give a numpy array; tensors on another device give a
-    tensor there, and nothing waits for that device. Complex numbers count as two real ones.
+    client axis and the result is `[clients, layers, 9]`. CPU tensors give a numpy array; tensors on another device give
+    a tensor there, without synchronising. Complex numbers count as two real ones.
     """
     count = _clients(tensors) if clients else None
-    kernel = jit.loaded().kernel
+    kernel = jit.load_kernel().kernel
     if kernel is not None and tensors:
         rows = _call(kernel, tensors) if count is None else _call_clients(kernel, tensors, count)
         if rows is not None:
@@ -40,10 +41,10 @@ def sums(tensors: Sequence[Tensor | None], *, clients: bool = False) -> Array | 
 
 
 def _call(kernel: jit.Kernel, tensors: Sequence[Tensor | None]) -> Array | None:
-    """The rows by one call of the kernel; None if a tensor lies on another device.
+    """Return the rows by one call of the kernel, or None if a tensor is on another device.
 
-    This runs at every training step, and for a small model what it does per tensor costs more than the reading. The
-    addresses are asked for anew each time: torch frees gradients between steps and allocates them elsewhere.
+    This runs at every training step, and for a small model the overhead per tensor costs more than the reading. The
+    addresses are read each time: torch frees gradients between steps and allocates them elsewhere.
     """
     functions = kernel.functions
     table: list[int] = []
@@ -71,7 +72,7 @@ def _call(kernel: jit.Kernel, tensors: Sequence[Tensor | None]) -> Array | None:
 
 
 def _call_clients(kernel: jit.Kernel, tensors: Sequence[Tensor | None], clients: int) -> Array | None:
-    """As `_call`, with a table line for every client's part of every tensor."""
+    """Like `_call`, with a table row for every client's part of every tensor."""
     if not clients:
         return empty_sums(0, len(tensors))
     lines: list[tuple[int, int, int, int]] = []
@@ -96,7 +97,7 @@ def _call_clients(kernel: jit.Kernel, tensors: Sequence[Tensor | None], clients:
 
 
 def _rows(kernel: jit.Kernel, table: list[int]) -> Array:
-    """The rows of a table, which has three numbers per row: function, address, length."""
+    """Return the rows of a table, which has three numbers per row: function, address, length."""
     tensors = len(table) // 3
     # ctypes hands its own arrays over faster than numpy's; numpy then looks at the same memory.
     memory: Any = (ctypes.c_double * (tensors * _COLUMNS))()
@@ -106,7 +107,7 @@ def _rows(kernel: jit.Kernel, table: list[int]) -> Array:
 
 
 def _clients(tensors: Sequence[Tensor | None]) -> int:
-    """The length of the leading axis, which all tensors must share; 0 if there is no tensor."""
+    """Return the length of the leading axis, which all tensors must share; 0 if there is no tensor."""
     lengths = {tuple(tensor.shape[:1]) for tensor in tensors if tensor is not None}
     if len(lengths) > 1 or () in lengths:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors if tensor is not None)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A 256-dimensional count sketch of vectors, computed on the device on which they lie.
+"""A 256-dimensional count sketch of vectors, computed on their device.
 
-Each coordinate is multiplied by a random sign and added to one of 256 buckets. Inner products between sketches
-estimate inner products between vectors: E⟨s(a), s(b)⟩ = ⟨a, b⟩, and the standard error of a cosine is about 1/16.
+Each coordinate is multiplied by a random sign and added to one of 256 buckets. Inner products between sketches estimate
+inner products between vectors: E⟨s(a), s(b)⟩ = ⟨a, b⟩, and the standard error of a cosine is about 1/16.
 
 Nothing random is drawn or stored: signs and buckets are hashes of a coordinate's index (`sketch_hash`). Sums are
 float64, and their order depends only on the vector's length, so that equal vectors on one device have equal sketches,
-bit for bit. LLVM serves CPUs (`sketch_ir`), Triton GPUs (`device_sketch`), torch all else; they agree up to rounding.
+bit for bit. CPUs use LLVM (`cpu/sketch_ir`), GPUs Triton (`cuda/sketch`), all else torch; they agree up to rounding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedvitals.kernels.cpu import jit
 from fedvitals.kernels.cuda import loading
-from fedvitals.kernels.cuda.sums import launching_on
+from fedvitals.kernels.cuda.sums import device_context
 from fedvitals.kernels.sketch_hash import SIZE, VERSION, by_torch
 
 __all__ = ["COSINE_ERROR", "SIZE", "VERSION", "by_torch", "by_triton", "count_sketch"]
@@ -41,13 +41,13 @@ def count_sketch(vectors: Tensor) -> Tensor:
 
 
 def _by_kernel(rows: Tensor) -> Tensor | None:
-    """The sketches by a compiled kernel; None where this device has none."""
+    """Return the sketches by a compiled kernel, or None where this device has none."""
     if rows.is_cpu:
-        kernel = jit.loaded().kernel
+        kernel = jit.load_kernel().kernel
         return None if kernel is None else _by_llvm(kernel, rows)
     if rows.is_cuda and not torch.cuda.is_current_stream_capturing():
-        with launching_on(rows.device):
-            if loading.loaded().kernels is not None:
+        with device_context(rows.device):
+            if loading.load_kernels().kernels is not None:
                 return by_triton(rows)
     return None
 
@@ -60,7 +60,7 @@ def _by_llvm(kernel: jit.Kernel, rows: Tensor) -> Tensor:
 
 
 def by_triton(rows: Tensor) -> Tensor:
-    """The sketches by Triton: one program for each part of a vector, then one for each vector that adds its parts."""
+    """Return the sketches by Triton: one program per part of a vector, then one per vector that adds its parts."""
     from fedvitals.kernels.cuda import sketch as device_sketch  # noqa: PLC0415 - imports Triton
 
     blocks = -(-rows.shape[1] // SIZE)

@@ -44,6 +44,6 @@ def by_torch(vectors: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A 32-bit hash, whose upper bits are well mixed, of an int64 tensor that holds 32-bit numbers."""
+    """Return a 32-bit hash, whose upper bits are well mixed, of an int64 tensor that holds 32-bit numbers."""
     x = (x ^ x >> 16) * MIX_FACTORS[0] & _LOW
     return (x ^ x >> 15) * MIX_FACTORS[1] & _LOW

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lab: any federation in ten lines, made ill on purpose, watched through the `Observer` protocol only.
+"""A laboratory for federated learning: describe a federation in ten lines, plant faults in it, and observe it.
 
     from fedvitals import lab
     result = lab.run(lab.Experiment(dataset="digits", model="cnn", clients=20, rounds=15, seed=7,
         topology=lab.Hierarchical(edges=4), aggregator=lab.trimmed_mean(0.1), partition=lab.dirichlet(0.3),
         faults=[lab.label_noise(nodes=["c4"], rate=0.8, since=5)]), observer=fv.Monitor("runs.db"))
 
-Every kind of a part is here twice: as a class (`lab.LabelNoise`) and under its name in TOML (`lab.label_noise`).
+Each kind of part is available under two names: its class (`lab.LabelNoise`) and its name in TOML (`lab.label_noise`).
+The lab reports to the monitor through the `Observer` protocol only.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 from fedvitals.lab.aggregators.averages import AggregationError as AggregationError
 from fedvitals.lab.data.arrays import Arrays as Arrays
 from fedvitals.lab.engines.site import Site as Site
-from fedvitals.lab.engines.work import Task as Task
-from fedvitals.lab.engines.work import Update as Update
+from fedvitals.lab.engines.tasks import Task as Task
+from fedvitals.lab.engines.tasks import Update as Update
 from fedvitals.lab.experiment import CHOICES as _CHOICES
 from fedvitals.lab.experiment import Evaluation as Evaluation
 from fedvitals.lab.experiment import Experiment as Experiment
@@ -42,12 +43,12 @@ _CLASSES = {kind.__name__: kind for kind in KINDS.values()}
 
 
 def __getattr__(name: str) -> Any:
-    found = KINDS.get(name) or _CLASSES.get(name)
-    if found is None:
+    kind = KINDS.get(name) or _CLASSES.get(name)
+    if kind is None:
         from fedvitals.errors import unknown  # noqa: PLC0415
 
         raise AttributeError(unknown("part of the lab", name, [*KINDS, *_CLASSES]))
-    return found
+    return kind
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's state on disk, so that it can go on: tensors as safetensors, the rest as JSON. Nothing is ever unpickled."""
+"""Save and load the state of a run: tensors as safetensors, everything else as JSON. Nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError, MissingExtraError
 from fedvitals.lab.experiment import Experiment
-from fedvitals.lab.federation import Server
+from fedvitals.lab.federation import ServerState
 
 if TYPE_CHECKING:
     from fedvitals.lab.run import Round
@@ -21,7 +21,9 @@ FILE = "state.safetensors"
 
 
 class Checkpoint:
-    """One file, replaced whole: a run that is killed while saving goes on from the round before."""
+    """The saved state of a run in one file, replaced atomically: a run killed while saving resumes from the round
+    before.
+    """
 
     def __init__(self, folder: Path, experiment: Experiment) -> None:
         try:
@@ -33,7 +35,7 @@ class Checkpoint:
         folder.mkdir(parents=True, exist_ok=True)
 
     def engine_for(self, wanted: str) -> str:
-        """The engine to go on with: the bits are the same only within one."""
+        """Return the engine to resume with. Results are bit-identical only within one engine."""
         before = self._notes().get("engine", "auto") if self._file.exists() else "auto"
         if "auto" not in (before, wanted) and before != wanted:
             raise ConfigError(
@@ -46,7 +48,7 @@ class Checkpoint:
         with self._tensors.safe_open(self._file, framework="pt") as opened:
             return opened.metadata() or {}
 
-    def save(self, server: Server, rounds: int, history: list[Round], engine: str = "auto") -> None:
+    def save(self, server: ServerState, rounds: int, history: list[Round], engine: str = "auto") -> None:
         tensors = {"model": server.model}
         tensors |= {f"memory/{key}": tensor for key, tensor in server.memory.items()}
         tensors |= {f"past/{i}": tensor for i, tensor in enumerate(server.past)}
@@ -63,8 +65,10 @@ class Checkpoint:
         self._tensors.torch.save_file(here, partial, notes)
         os.replace(partial, self._file)  # noqa: PTH105 - atomic
 
-    def load(self, fresh: Server) -> tuple[Server, int, list[Round]]:
-        """The server as saved, on the CPU; the next round, and how the rounds before went. Nothing saved: as fresh."""
+    def load(self, fresh: ServerState) -> tuple[ServerState, int, list[Round]]:
+        """Return the saved server on the CPU, the next round, and the rounds so far; `fresh`, 0 and none if nothing is
+        saved.
+        """
         from fedvitals.lab.run import Round  # noqa: PLC0415 - run imports us
 
         if not self._file.exists():
@@ -77,7 +81,7 @@ class Checkpoint:
                 f"{self._file} is the state of another experiment (or of an earlier version of this one). "
                 "Resume with the experiment that it was saved by, or start afresh in another folder."
             )
-        server = Server(
+        server = ServerState(
             tensors["model"],
             {key.removeprefix("memory/"): t for key, t in tensors.items() if key.startswith("memory/")},
             json.loads(notes["notes"]),

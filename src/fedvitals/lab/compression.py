@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a message holds after its journey, and how many bytes it took: states are really encoded and decoded.
+"""Compression of updates: states are really encoded and decoded, so bytes and losses are exact.
 
-Updates go as the difference from the model that the client began with, which is small and compresses well; pruning,
-which is about the weights themselves, and no compression send the state. Models go down plain, or in half precision.
-Buffers, such as running means, are few and always travel as float32.
+An update is sent as the difference from the model that the client started with, which is small and compresses well;
+pruning, which is about the weights themselves, and no compression send the state. Models are sent to clients plain, or
+in half precision. Buffers, such as running means, are few and always sent as float32.
 
 A payload is a header (kind, number of values), then the arrays named in each class, little-endian.
 """
@@ -32,12 +32,12 @@ NOT_FINITE = -128  # the one code of int8 that a symmetric scale leaves free
 
 
 class PayloadError(FedvitalsError):
-    """Bytes that are not what the encoding would have written."""
+    """Raised when bytes are not what the encoding would have written."""
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """A state as its receiver has it."""
+class ReceivedState:
+    """A state as its receiver decoded it, and its size on the wire."""
 
     state: Tensor  # [size]
     bytes: int  # on the wire
@@ -45,7 +45,7 @@ class Message:
 
 
 class Compression(Description, frozen=True):
-    """How values are written; what is read back is what the receiver works with."""
+    """Base class of encodings. The receiver works with what `decode` returns."""
 
     code: ClassVar[int]
     differences: ClassVar[bool] = True  # of updates: the difference from the start, instead of the state
@@ -57,14 +57,16 @@ class Compression(Description, frozen=True):
         raise NotImplementedError
 
     def compress(self, values: Tensor, stream: torch.Generator | None = None) -> tuple[Tensor, int]:
-        """The values as they arrive, and their bytes on the wire. `stream` is for rules of one's own that draw."""
+        """Return the values as they arrive, and their bytes on the wire. `stream` is for custom rules that draw random
+        numbers.
+        """
         del stream
         payload = self.encode(values.detach().cpu().numpy())
         return torch.from_numpy(self.decode(payload)).to(values.device), len(payload)
 
 
 class Plain(Compression, frozen=True):
-    """float32 as it is; every bit survives. 4 bytes a value."""
+    """float32 unchanged and lossless, 4 bytes a value."""
 
     code: ClassVar[int] = 0
     differences: ClassVar[bool] = False  # start + (state − start) would round
@@ -73,14 +75,14 @@ class Plain(Compression, frozen=True):
         return HEADER.pack(self.code, len(values)) + values.astype("<f4").tobytes()
 
     def decode(self, payload: bytes) -> Values:
-        body, count = opened(self, payload)
-        return read(body, "<f4", count).astype(np.float32)
+        body, count = split_header(self, payload)
+        return decode_array(body, "<f4", count).astype(np.float32)
 
 
 class FP16(Compression, frozen=True):
     """Half precision, 2 bytes a value: 11 significant bits down to 6e-5, steps of 6e-8 below.
 
-    NaN and Inf survive; finite values beyond 65504 are held there, so that the encoding itself makes no Inf.
+    NaN and Inf survive; finite values beyond 65504 are clamped, so that the encoding never creates an Inf.
     """
 
     code: ClassVar[int] = 1
@@ -90,15 +92,15 @@ class FP16(Compression, frozen=True):
         return HEADER.pack(self.code, len(values)) + held.astype("<f2").tobytes()
 
     def decode(self, payload: bytes) -> Values:
-        body, count = opened(self, payload)
-        return read(body, "<f2", count).astype(np.float32)
+        body, count = split_header(self, payload)
+        return decode_array(body, "<f2", count).astype(np.float32)
 
 
 class TopK(Compression, frozen=True):
     """The `share` of values with the largest magnitude, exact; the others arrive as 0 (Aji and Heafield 2017).
 
-    4 bytes a kept value, and its place: 4 bytes each or one bit of all, whichever is less. Of equal magnitudes the
-    first are kept. NaN counts as the largest, then Inf, so that they survive as far as there is room.
+    4 bytes per kept value, plus its position: 4 bytes each, or one bit per value, whichever is smaller. Of equal
+    magnitudes the first are kept. NaN counts as the largest, then Inf, so that they survive while there is space.
     """
 
     share: float = 0.1
@@ -108,17 +110,17 @@ class TopK(Compression, frozen=True):
         require(0 < self.share <= 1, "share of top_k", self.share, "above 0, up to 1")
 
     def encode(self, values: Values) -> bytes:
-        return sparse(self.code, values, max(1, round(self.share * len(values))))
+        return encode_sparse(self.code, values, max(1, round(self.share * len(values))))
 
     def decode(self, payload: bytes) -> Values:
-        return dense(self, payload)
+        return decode_sparse(self, payload)
 
 
 class Int8(Compression, frozen=True):
-    """Whole numbers from −127 to 127 and a float32 scale for each `block` of values: about 1 byte a value.
+    """Integers from −127 to 127 with a float32 scale per `block` of values: about 1 byte a value.
 
-    The error is at most half a scale, which is the block's largest finite magnitude / 127. What is not finite
-    arrives as NaN, and does not touch its neighbours.
+    The error is at most half a scale, which is the block's largest finite magnitude / 127. A non-finite value arrives
+    as NaN and does not affect its neighbours.
     """
 
     block: int = 256
@@ -142,10 +144,10 @@ class Int8(Compression, frozen=True):
         return HEADER.pack(self.code, len(values)) + body
 
     def decode(self, payload: bytes) -> Values:
-        body, count = opened(self, payload)
+        body, count = split_header(self, payload)
         blocks = -(-count // self.block)
-        scales = read(body[: 4 * blocks], "<f4", blocks).astype(np.float64)
-        codes = read(body[4 * blocks :], "i1", count)
+        scales = decode_array(body[: 4 * blocks], "<f4", blocks).astype(np.float64)
+        codes = decode_array(body[4 * blocks :], "i1", count)
         values: Values = (codes * np.repeat(scales, self.block)[:count]).clip(-LARGEST, LARGEST).astype(np.float32)
         values[codes == NOT_FINITE] = np.nan
         return values
@@ -154,7 +156,7 @@ class Int8(Compression, frozen=True):
 class Pruning(Compression, frozen=True):
     """The state without the `share` of weights of the smallest magnitude, which arrive as 0 (Han et al. 2015).
 
-    Written as TopK writes; here it is the weights that are small, not what changed. NaN and Inf count as the largest.
+    Encoded as in TopK, but by the magnitude of the weights instead of their change. NaN and Inf count as the largest.
     """
 
     share: float = 0.5
@@ -165,10 +167,10 @@ class Pruning(Compression, frozen=True):
         require(0 <= self.share < 1, "share of pruning", self.share, "from 0 up to, but not including, 1")
 
     def encode(self, values: Values) -> bytes:
-        return sparse(self.code, values, len(values) - round(self.share * len(values)))
+        return encode_sparse(self.code, values, len(values) - round(self.share * len(values)))
 
     def decode(self, payload: bytes) -> Values:
-        return dense(self, payload)
+        return decode_sparse(self, payload)
 
 
 COMPRESSIONS = (Plain, FP16, TopK, Int8, Pruning)
@@ -176,63 +178,63 @@ COMPRESSIONS = (Plain, FP16, TopK, Int8, Pruning)
 
 def send_update(
     compression: Compression, state: Tensor, start: Tensor, weights: int, stream: torch.Generator | None = None
-) -> Message:
-    """A client's state as the server receives it, which knows `start`. Values from `weights` on are buffers.
+) -> ReceivedState:
+    """Return a client's state as the server, which knows `start`, receives it. Values from `weights` on are buffers.
 
-    A state that does not fit its start goes as it is: whoever aggregates shall see what is wrong with it.
+    A state whose shape does not match its start is sent unchanged, so that the aggregator can report it.
     """
     if state.shape != start.shape or state.dtype != start.dtype:
         length = state.numel() * state.element_size()
-        return Message(state, length, length)
+        return ReceivedState(state, length, length)
     trained = state[:weights]
     if compression.differences:
         received, sent = compression.compress(trained - start[:weights], stream)
         received = start[:weights] + received
     else:
         received, sent = compression.compress(trained, stream)
-    return joined(received, state[weights:], sent)
+    return received_state(received, state[weights:], sent)
 
 
 def update_bytes(compression: Compression, size: int, weights: int) -> int:
-    """What an update of this size takes on the wire, before there is one: no encoding here depends on the values."""
+    """Return the bytes of an encoded update of this size, known in advance since no encoding depends on the values."""
     return len(compression.encode(np.zeros(weights, np.float32))) + 4 * (size - weights)
 
 
-def joined(trained: Tensor, buffers: Tensor, sent: int) -> Message:
+def received_state(trained: Tensor, buffers: Tensor, sent: int) -> ReceivedState:
     state = torch.cat([trained, buffers])
-    return Message(state, sent + 4 * len(buffers), 4 * len(state))
+    return ReceivedState(state, sent + 4 * len(buffers), 4 * len(state))
 
 
-def sparse(code: int, values: Values, keep: int) -> bytes:
-    """The `keep` values of the largest magnitude, and where they stand."""
+def encode_sparse(code: int, values: Values, keep: int) -> bytes:
+    """Encode the `keep` values of the largest magnitude with their positions."""
     keep = min(keep, len(values))
-    kept = largest(values, keep)
+    kept = mask_of_largest(values, keep)
     bitmap = 4 * keep > -(-len(values) // 8)
     places = np.packbits(kept).tobytes() if bitmap else np.flatnonzero(kept).astype("<u4").tobytes()
     head = HEADER.pack(code, len(values)) + COUNT.pack(bitmap, keep)
     return head + places + values[kept].astype("<f4").tobytes()
 
 
-def dense(compression: Compression, payload: bytes) -> Values:
-    body, count = opened(compression, payload)
+def decode_sparse(compression: Compression, payload: bytes) -> Values:
+    body, count = split_header(compression, payload)
     if len(body) < COUNT.size:
         raise PayloadError(f"A sparse payload has {COUNT.size} bytes of head or more, but this has {len(body)}.")
     bitmap, keep = COUNT.unpack_from(body)
     width = -(-count // 8) if bitmap else 4 * keep
     places, kept = body[COUNT.size : COUNT.size + width], body[COUNT.size + width :]
     if bitmap:
-        where = np.flatnonzero(np.unpackbits(read(places, "u1", width), count=count))
+        where = np.flatnonzero(np.unpackbits(decode_array(places, "u1", width), count=count))
     else:
-        where = read(places, "<u4", keep)
+        where = decode_array(places, "<u4", keep)
     if len(where) != keep or (where >= count).any():
         raise PayloadError(f"The places of a sparse payload do not fit its {keep} kept of {count} values.")
     values = np.zeros(count, np.float32)
-    values[where] = read(kept, "<f4", keep)
+    values[where] = decode_array(kept, "<f4", keep)
     return values
 
 
-def largest(values: Values, keep: int) -> npt.NDArray[np.bool_]:
-    """A mask of exactly `keep` values: no other has a larger magnitude, and of equal ones the first are taken."""
+def mask_of_largest(values: Values, keep: int) -> npt.NDArray[np.bool_]:
+    """Return a mask of exactly `keep` values of the largest magnitude; of equal ones the first are taken."""
     if keep == 0:
         return np.zeros(len(values), bool)
     # Bit patterns of magnitudes are ordered as the magnitudes are, with Inf above them and NaN above Inf.
@@ -243,19 +245,19 @@ def largest(values: Values, keep: int) -> npt.NDArray[np.bool_]:
     return mask
 
 
-def opened(compression: Compression, payload: bytes) -> tuple[bytes, int]:
-    """The payload behind its header, and how many values it stands for."""
+def split_header(compression: Compression, payload: bytes) -> tuple[bytes, int]:
+    """Return the payload without its header, and the number of values it encodes."""
     if len(payload) < HEADER.size:
         raise PayloadError(f"A payload has a header of {HEADER.size} bytes, but this has {len(payload)} in all.")
     code, count = HEADER.unpack_from(payload)
     if code != compression.code:
-        names = {one.code: one.__name__ for one in COMPRESSIONS}
+        names = {kind.code: kind.__name__ for kind in COMPRESSIONS}
         got = names.get(code, f"unknown kind {code}")
         raise PayloadError(f"{type(compression).__name__} cannot read this payload: it is of {got}.")
     return payload[HEADER.size :], count
 
 
-def read(body: bytes, kind: str, count: int) -> npt.NDArray[Any]:
+def decode_array(body: bytes, kind: str, count: int) -> npt.NDArray[Any]:
     expected = count * np.dtype(kind).itemsize
     if len(body) != expected:
         raise PayloadError(f"Expected {expected} bytes for {count} values of {kind}, but got {len(body)}.")

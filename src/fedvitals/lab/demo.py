@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's federation: real digits, twenty clients with different data, one of which gets wrong labels on the way.
+"""The demo's federation: real digits, twenty clients with different data, one of which gets wrong labels midway.
 
-A plain PyTorch loop, written as a user would write it; the lines that mention `monitor` are all that fedvitals needs.
+A plain PyTorch loop, written as a user would write it; fedvitals needs only the lines that mention `monitor`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ ILL_CLIENT, ILL_SINCE = "c7", 5
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class DemoSettings:
+    """The settings of the demo's federation."""
+
     clients: int = 20
     rounds: int = 20
     local_epochs: int = 5
@@ -42,12 +44,12 @@ class Settings:
 
 
 def corrupt(labels: Tensor, seed: int) -> Tensor:
-    """Every label replaced by a random other one."""
+    """Replace every label by a random other one."""
     stream = torch.Generator().manual_seed(seed)
     return (labels + torch.randint(1, 10, labels.shape, generator=stream)) % 10
 
 
-def train(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], settings: Settings) -> None:
+def train(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], settings: DemoSettings) -> None:
     optimizer = torch.optim.SGD(model.parameters(), settings.learning_rate)
     for _ in range(settings.local_epochs):
         for x, y in loader:
@@ -56,8 +58,8 @@ def train(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], settings: Se
             optimizer.step()
 
 
-def federate(settings: Settings, monitor: Monitor) -> Iterator[tuple[int, float]]:
-    """Train, round by round; gives each round's number and the global model's accuracy on held-out digits."""
+def federate(settings: DemoSettings, monitor: Monitor) -> Iterator[tuple[int, float]]:
+    """Train round by round; yields each round's number and the global model's accuracy on held-out digits."""
     stream = torch.Generator().manual_seed(settings.seed)
     digits = datasets.load("digits")
     shards = deal(Dirichlet(settings.skew), digits, settings.clients, stream, test_share=0, least=16)
@@ -90,7 +92,7 @@ def federate(settings: Settings, monitor: Monitor) -> Iterator[tuple[int, float]
 
 @torch.no_grad()
 def average(into: nn.Module, models: list[nn.Module], sizes: list[int]) -> None:
-    """FedAvg: the mean of the clients' weights, each counted by its number of samples."""
+    """FedAvg: set `into` to the mean of the clients' weights, weighted by their numbers of samples."""
     total = sum(sizes)
     for target, *sources in zip(into.parameters(), *(m.parameters() for m in models), strict=True):
         target.copy_(sum(s * (n / total) for s, n in zip(sources, sizes, strict=True)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A federation in ten lines: what is learnt, by whom, how, and what goes wrong. Frozen, typed, and the same in TOML.
+"""The description of an experiment: the data, the model, the federation and its faults; the same in TOML.
 
 Experiment(dataset="digits", model="cnn", clients=20, rounds=15, seed=7, topology=Hierarchical(edges=4),
            aggregator=trimmed_mean(0.1), partition=dirichlet(0.3), faults=[label_noise(nodes=["c4"], rate=0.8)])
@@ -37,7 +37,7 @@ TOPOLOGIES = (Centralized, Clustered, Hierarchical, Rings, Asynchronous)
 
 
 class Evaluation(Part, frozen=True):
-    """When the global model is tested, on the test set and the clients' own: every so many rounds, and at the end."""
+    """When the global model is evaluated on the test set and the clients' own: every so many rounds, and at the end."""
 
     every: int = 1
     local: bool = True  # also on the clients' local tests
@@ -47,6 +47,8 @@ class Evaluation(Part, frozen=True):
 
 
 class Experiment(Part, frozen=True, kw_only=True):
+    """One experiment. Parts may be given as objects, as tables, or by the name of their kind."""
+
     name: str = "experiment"
     dataset: Any = Digits()
     partition: Any = IID()
@@ -67,13 +69,13 @@ class Experiment(Part, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for field, kinds in CHOICES.items():
-            msgspec.structs.force_setattr(self, field, _chosen(field, getattr(self, field), kinds))
+            msgspec.structs.force_setattr(self, field, _resolve_kind(field, getattr(self, field), kinds))
         if not isinstance(self.faults, list | tuple):
             raise ConfigError(f"The faults are a list, such as [lab.label_noise(nodes=['c4'])]; got {self.faults!r}.")
-        faults = tuple(_chosen("faults", fault, kinds_of(FAULTS)) for fault in self.faults)
+        faults = tuple(_resolve_kind("faults", fault, kinds_of(FAULTS)) for fault in self.faults)
         msgspec.structs.force_setattr(self, "faults", faults)
         for field, part in PARTS.items():
-            msgspec.structs.force_setattr(self, field, _part(field, getattr(self, field), part))
+            msgspec.structs.force_setattr(self, field, _resolve_part(field, getattr(self, field), part))
         for field, kind in SCALARS.items():
             value = getattr(self, field)
             fits = isinstance(value, kind) or (kind is float and isinstance(value, int))
@@ -87,14 +89,14 @@ class Experiment(Part, frozen=True, kw_only=True):
         self._check_aggregator()
 
     def _check_aggregator(self) -> None:
-        """Whether as many updates come together as it needs: clients, edges, or a buffer of them."""
+        """Check that enough updates come together for the aggregator: from clients, edges or a buffer."""
         asked = max(1, round(self.clients * self.participation))
         count = getattr(self.topology, "edges", None) or getattr(self.topology, "buffer", None) or asked
-        fewest = getattr(self.aggregator, "fewest", 1)
-        if count < fewest:
+        least = getattr(self.aggregator, "min_updates", 1)
+        if count < least:
             kind = kind_of(type(self.aggregator).__name__)
             raise ConfigError(
-                f"The aggregator {kind} needs at least {fewest} updates in a round, and {count} come together here. "
+                f"The aggregator {kind} needs at least {least} updates in a round, and {count} come together here. "
                 "Ask more clients, or expect fewer faulty ones."
             )
 
@@ -106,7 +108,7 @@ class Experiment(Part, frozen=True, kw_only=True):
         return toml.write(self)
 
     def digest(self) -> str:
-        """The same for equal experiments: which saved state belongs to it."""
+        """Return a digest that is the same for equal experiments; it identifies the saved state of an experiment."""
         try:
             text = self.to_toml()
         except ConfigError:  # objects of the user's own: by what they say of themselves
@@ -142,20 +144,20 @@ METHODS = {
 }
 
 
-def _chosen(field: str, value: Any, kinds: dict[str, type]) -> Any:
-    """A kind by its name, as a table, or the description itself; a user's own object is taken as it is."""
+def _resolve_kind(field: str, value: Any, kinds: dict[str, type]) -> Any:
+    """Return the description for a kind's name, a table or a description; a user's own object is returned unchanged."""
     if value is None and field == "compression":
         return None
     if isinstance(value, str):
         value = {"kind": value}
     if isinstance(value, dict):
-        return toml.described(field, value, kinds)
+        return toml.decode_kind(field, value, kinds)
     _check_object(field, value, kinds)
-    return toml.checked(value, field)
+    return toml.check_types(value, field)
 
 
 def _check_object(field: str, value: Any, kinds: dict[str, type]) -> None:
-    """A class that was not called, a function, a pair of arrays: said here what was probably meant."""
+    """Raise ConfigError, with the likely intention, for a class that was not called, a function or a pair of arrays."""
     known = ", ".join(sorted(kinds))
     if isinstance(value, type):
         raise ConfigError(
@@ -170,39 +172,41 @@ def _check_object(field: str, value: Any, kinds: dict[str, type]) -> None:
         raise ConfigError(f"The experiment's {field} is {type(value).__name__}. Known: {known}; or {meant}.")
 
 
-def _part(field: str, value: Any, part: type) -> Any:
+def _resolve_part(field: str, value: Any, part: type) -> Any:
     if value is None and field == "network":
         return None
     if isinstance(value, dict):
-        return toml.typed(part, _nested(value) if part is Local else value, field)
+        return toml.decode(part, _check_local_table(value) if part is Local else value, field)
     if not isinstance(value, part):
         raise ConfigError(f"The experiment's {field} is a lab.{part.__name__}(...) or a table; got {value!r}.")
     try:
-        return toml.checked(value, field)
+        return toml.check_types(value, field)
     except TypeError as error:  # something inside that no description holds, such as torch.optim.Adam
         raise ConfigError(
             f"The experiment's {field} cannot be read: {error}. Optimizers: lab.adam(), lab.sgd()."
         ) from None
 
 
-def _nested(table: dict[str, Any]) -> dict[str, Any]:
-    """The table of local training with its own parts checked; an optimizer without a kind is the default one."""
+def _check_local_table(table: dict[str, Any]) -> dict[str, Any]:
+    """Return the table of local training with its nested parts checked; an optimizer without a kind is the default
+    one.
+    """
     table = dict(table)
     optimizer = table.get("optimizer")
     if isinstance(optimizer, str | dict):
         usual = kind_of(type(Local().optimizer).__name__)
-        given = {"kind": optimizer} if isinstance(optimizer, str) else {"kind": usual, **optimizer}
-        table["optimizer"] = msgspec.to_builtins(toml.described("optimizer", given, kinds_of(OPTIMIZERS)))
+        described = {"kind": optimizer} if isinstance(optimizer, str) else {"kind": usual, **optimizer}
+        table["optimizer"] = msgspec.to_builtins(toml.decode_kind("optimizer", described, kinds_of(OPTIMIZERS)))
     if isinstance(table.get("clip"), dict):
-        table["clip"] = msgspec.to_builtins(toml.typed(Clip, table["clip"], "clip"))
+        table["clip"] = msgspec.to_builtins(toml.decode(Clip, table["clip"], "clip"))
     return table
 
 
 def read(text: str, changes: dict[str, Any] | None = None) -> Experiment:
-    """An experiment from TOML; `changes` by dotted names, such as {"local.batch": 32}, win over it."""
+    """Return an experiment from TOML; `changes` by dotted names, such as {"local.batch": 32}, take precedence."""
     table = toml.parse(text)
     for name, value in (changes or {}).items():
-        toml.change(table, name, value)
+        toml.set_key(table, name, value)
     known = [field.name for field in msgspec.structs.fields(Experiment)]
     for key in table:
         if key not in known:

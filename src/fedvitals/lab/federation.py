@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a topology sees of a federation: who takes part, training, averaging, sending. Everything else happens here.
+"""The federation as a topology sees it: cohort, training, aggregation and transfers.
 
-A topology says who trains with whom, from which model, and what becomes of the updates. On the way an update meets the
-faults, the network and the compression of the experiment, and the observer hears of all of it.
+A topology decides who trains with whom, from which model, and how the updates are used. On their way updates pass the
+experiment's faults, network and compression, and the observer is told about all of it.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedvitals.lab import streams, taped
-from fedvitals.lab.actions import Orders
-from fedvitals.lab.aggregators.averages import AggregationError, WeightError, checked
+from fedvitals.lab import streams, tape_recording
+from fedvitals.lab.aggregators.averages import AggregationError, WeightError, check_update
 from fedvitals.lab.compression import send_update
+from fedvitals.lab.corrections import ActiveCorrections
 from fedvitals.lab.description import kind_of
 from fedvitals.lab.engines.engine import AnyEngine
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.engines.work import Node, Task, Update
+from fedvitals.lab.engines.tasks import Node, Task, Update
 from fedvitals.lab.experiment import Experiment
-from fedvitals.lab.faults import table as ill
-from fedvitals.lab.network.journeys import Journeys, in_time
-from fedvitals.lab.network.spans import tell
-from fedvitals.lab.state import Pieces
+from fedvitals.lab.faults import table as fault_table
+from fedvitals.lab.network.journey_planner import JourneyPlanner, drop_unused
+from fedvitals.lab.network.spans import record_round_spans
+from fedvitals.lab.state import SplitVector
 from fedvitals.lab.stopwatch import Stopwatch
 from fedvitals.protocols import Observer
 
 
 @dataclass
-class Server:
-    """What is known between two rounds, and all that has to be saved to go on from there."""
+class ServerState:
+    """The state of the server between two rounds: everything that must be saved to resume a run."""
 
     model: Tensor  # [size]: the global model
     memory: dict[str, Tensor] = field(default_factory=dict)  # of the aggregator and the topology
@@ -44,17 +44,17 @@ class Server:
     past: list[Tensor] = field(default_factory=list)  # earlier models, newest last, for faults that remember
 
     def move(self, device: torch.device) -> None:
-        """All tensors to where the engine works; those that are there stay what they are."""
+        """Move all tensors to the engine's device."""
         self.model = self.model.to(device)
         self.memory = {name: tensor.to(device) for name, tensor in self.memory.items()}
         self.past = [model.to(device) for model in self.past]
 
 
 @dataclass(slots=True)
-class Past:
-    """What clients may remember, for the faults that need it."""
+class ServerModelHistory:
+    """The server's recent models, for the faults that need them."""
 
-    server: Server
+    server: ServerState
     weights: int
 
     def model(self, rounds_ago: int) -> Tensor | None:
@@ -64,84 +64,85 @@ class Past:
 
 
 class Federation:
-    """One round at a time: `round` says which.
+    """Runs one round at a time; `round` is its index.
 
-    States, the server's and the clients', lie where the engine trains, and nothing in an ordinary round waits for that
-    device; what draws does so on the CPU, so that chance is the same everywhere.
+    The states of server and clients are on the engine's device, and an ordinary round never waits for it. Random
+    numbers are drawn on the CPU, so that they are the same everywhere.
     """
 
-    def __init__(self, site: Site, engine: AnyEngine, observer: Observer, server: Server) -> None:
+    def __init__(self, site: Site, engine: AnyEngine, observer: Observer, server: ServerState) -> None:
         self.site, self.engine, self.observer, self.server = site, engine, observer, server
         self.experiment: Experiment = site.experiment
         server.move(torch.device(getattr(engine, "device", "cpu")))  # it may come from a file
         self.round = 0
         self.bytes = site.layout.size * 4  # of a model as it is
-        self.journeys = Journeys(site)
+        self.journey_planner = JourneyPlanner(site)
         self._sizes = [math.prod(shape) for shape in site.layout.shapes[: site.layout.trained]]
         self.losses: dict[Node, Tensor] = {}  # of this round's local batches, by client
-        self.orders = Orders()  # corrections in force in this round
+        self.corrections = ActiveCorrections()  # corrections in force in this round
         self.watch = Stopwatch()  # of this round
-        self._past = Past(server, site.layout.weights)
-        self._home: tuple[Tensor, Tensor] | None = None  # the server's model, and the same on the CPU
+        self._past = ServerModelHistory(server, site.layout.weights)
+        self._cpu_model: tuple[Tensor, Tensor] | None = None  # the server's model, and the same on the CPU
         self._fell_back = False
 
-    def model_at_home(self) -> Tensor:
-        """The server's model on the CPU, fetched once."""
+    def model_on_cpu(self) -> Tensor:
+        """Return the server's model on the CPU, copied once per model."""
         model = self.server.model
-        if self._home is None or self._home[0] is not model:
-            self._home = model, model.cpu()
-        return self._home[1]
+        if self._cpu_model is None or self._cpu_model[0] is not model:
+            self._cpu_model = model, model.cpu()
+        return self._cpu_model[1]
 
     # -- what topologies use ------------------------------------------------------------------------------------------
 
     def cohort(self) -> list[Node]:
-        """Who is asked in this round, in the order of their names."""
+        """Return the clients selected for this round, in the order of their names."""
         e = self.experiment
         wanted = max(1, round(e.clients * e.participation))
         count = wanted if e.network is None else e.network.selected(wanted, e.clients)
-        again = ("again",) if self.orders.another_cohort else ()
+        again = ("again",) if self.corrections.resample_cohort else ()
         stream = streams.stream(e.seed, "cohort", self.round, *again)
         chosen = torch.randperm(e.clients, generator=stream)[:count]
         return [f"c{index}" for index in sorted(chosen.tolist())]
 
     def train(self, tasks: Iterable[Task], *, timed: bool = True) -> Iterator[Update]:
-        """The updates as they arrive at their parents: faults, network and compression behind them, failures left out.
+        """Train the tasks and yield the updates that arrive at their parents, after faults, network and compression.
 
-        In the order of the tasks; each one's state is valid until the next is taken. `timed`: as a synchronous round
-        on the virtual clock, where the experiment has one; a topology with a clock of its own says False.
+        Updates come in the order of the tasks; failed ones are left out. A state is valid until the next update is
+        taken. With `timed`, this is a synchronous round on the virtual clock, if the experiment has one; a topology
+        that manages the clock itself passes False.
         """
-        orders = self.orders
-        tasks = [task for task in map(orders.task, tasks) if task.nodes]
-        if timed and self.journeys.network is not None:
-            table = self.journeys.plan(self.round, tasks, self.server.clock)
-            tasks = in_time(tasks, table, self.observer)
-            self.server.clock = table.ends
+        corrections = self.corrections
+        tasks = [task for task in map(corrections.adjust_task, tasks) if task.nodes]
+        if timed and self.journey_planner.network is not None:
+            timing = self.journey_planner.plan_round(self.round, tasks, self.server.clock)
+            tasks = drop_unused(tasks, timing, self.observer)
+            self.server.clock = timing.ends
         self.observer.expect(*(node for task in tasks for node in task.nodes))
         task_of = {node: task for task in tasks for node in task.nodes}
         self.watch.lap("aggregate")  # who calls us: the topology's own work
-        batches = self._arriving(tasks)
-        if ill.colludes(self.experiment.faults, self.round):
-            batches = iter([self._conspire(batches)])
+        batches = self._train_batches(tasks)
+        if fault_table.any_collusion(self.experiment.faults, self.round):
+            batches = iter([self._apply_collusion(batches)])
         for batch in batches:
             arrived = [update for update in batch if self._receive(update, task_of[update.node])]
-            excluded = self._show(arrived, task_of)
-            taped.messages(self, batch, arrived, excluded, task_of)
+            excluded = self._report_updates(arrived, task_of)
+            tape_recording.messages(self, batch, arrived, excluded, task_of)
             for update in arrived:
-                if update.node not in excluded and not orders.shut_out(update.node, update.group):
-                    taken = orders.update(update, task_of[update.node].start, self.site.layout.weights)
+                if update.node not in excluded and not corrections.is_quarantined(update.node, update.group):
+                    taken = corrections.adjust_update(update, task_of[update.node].start, self.site.layout.weights)
                     self.watch.lap("receive")
                     yield taken
                     self.watch.lap("aggregate")
 
     def aggregate(self, updates: Iterable[Update], model: Tensor | None = None, memory: str = "aggregator/") -> Tensor:
-        """The new model, by the experiment's aggregator, from the server's model (or a cluster's own) and the updates.
+        """Return the new model: the experiment's aggregator applied to the server's model (or `model`) and the updates.
 
-        What cannot be used is left out and told; if nothing is left, the model stays as it is. `memory`: whose
-        momentum, where several models are kept.
+        Unusable updates are left out and reported; if none is left, the model is returned unchanged. `memory` is the
+        prefix of the aggregator's stored tensors, for topologies with several models.
         """
         before = self.server.model if model is None else model
         own = {key.removeprefix(memory): t for key, t in self.server.memory.items() if key.startswith(memory)}
-        rule = self.orders.aggregator or self.experiment.aggregator
+        rule = self.corrections.aggregator or self.experiment.aggregator
         total = rule.begin(before, own, self.site.layout.weights)
         for update in updates:
             try:
@@ -155,37 +156,39 @@ class Federation:
             return before.clone()
         self.server.memory |= {memory + key: tensor for key, tensor in own.items()}
         weights = self.site.layout.weights
-        after = ill.apply_server(self.experiment.faults, self.round, before, after, weights)
-        return self.orders.model(before, after, weights)
+        after = fault_table.apply_server(self.experiment.faults, self.round, before, after, weights)
+        return self.corrections.adjust_model(before, after, weights)
 
     def refused(self, node: Node, error: AggregationError) -> None:
-        """Tell that a client's update cannot be used. Why, in a word that passes where sentences may not."""
+        """Report that a client's update cannot be used. The reason is also given as a flag that passes every privacy
+        level.
+        """
         weight = {"weight": True} if isinstance(error, WeightError) else None
         self.observer.event("error", "update.refused", str(error), node=node, data=weight)
 
     def passed(self, sender: Node, receiver: Node, times: int = 1, kind: str = "model") -> None:
-        """Whole models went from one node to another; announced as one transfer of all their bytes."""
+        """Report that whole models went from one node to another, as one transfer of all their bytes."""
         size = times * self.bytes
-        self.observer.transfer(sender, receiver, size, size, self.journeys.way_seconds(sender, receiver), kind)
+        self.observer.transfer(sender, receiver, size, size, self.journey_planner.edge_seconds(sender, receiver), kind)
 
     def groups(self, members: Mapping[str, Sequence[Node]]) -> None:
-        """Who belongs together in this round; told when it changes."""
-        told = {group: list(nodes) for group, nodes in members.items()}
-        if self.server.notes.get("groups") != told:
-            self.server.notes["groups"] = told
-            self.observer.event("info", "groups", f"{len(told)} groups.", data=told)
+        """Report the groups of this round if they have changed."""
+        groups = {group: list(nodes) for group, nodes in members.items()}
+        if self.server.notes.get("groups") != groups:
+            self.server.notes["groups"] = groups
+            self.observer.event("info", "groups", f"{len(groups)} groups.", data=groups)
 
     def close_clock(self, *, evaluated: bool) -> None:
-        """The round's end on the virtual clock, where `train` has moved it: everything about its time is told."""
+        """End the round on the virtual clock, and report its timing."""
         if evaluated:
-            self.server.clock += self.journeys.evaluate()
-        tell(self.journeys.tables, self.observer, metrics=self.experiment.network is not None)
-        self.journeys.tables = []
+            self.server.clock += self.journey_planner.evaluate()
+        record_round_spans(self.journey_planner.timings, self.observer, metrics=self.experiment.network is not None)
+        self.journey_planner.timings = []
 
     # -- on the way ---------------------------------------------------------------------------------------------------
 
-    def _arriving(self, tasks: Sequence[Task]) -> Iterator[list[Update]]:
-        """Batches of updates. Waiting for them is one thing, taking in what was measured on the way another."""
+    def _train_batches(self, tasks: Sequence[Task]) -> Iterator[list[Update]]:
+        """Yield batches of updates, timing the wait for them separately from reading their measurements."""
 
         def absorb(payload: bytes) -> None:
             self.watch.lap("wait")
@@ -197,38 +200,38 @@ class Federation:
             yield batch
             self.watch.lap("receive")
 
-    def _conspire(self, batches: Iterator[list[Update]]) -> list[Update]:
-        """Some attackers look at everybody's update first, so all of them must be held at once."""
+    def _apply_collusion(self, batches: Iterator[list[Update]]) -> list[Update]:
+        """Collect all updates of the round and apply the attacks that need every client's update."""
         held = []
         for update in itertools.chain.from_iterable(batches):
             update.state = update.state.clone()
             if update.error is None and not update.sent:
-                ill.apply_update(self.experiment.faults, self.round, update, self._past, self.experiment.seed)
+                fault_table.apply_update(self.experiment.faults, self.round, update, self._past, self.experiment.seed)
                 update.sent = True
             held.append(update)
         working = [update for update in held if update.error is None]
-        ill.apply_collusion(self.experiment.faults, self.round, working, self._past, self.experiment.seed)
+        fault_table.apply_collusion(self.experiment.faults, self.round, working, self._past, self.experiment.seed)
         return held
 
     def _receive(self, update: Update, task: Task) -> bool:
-        """Send it on its way; whether something of use arrives."""
+        """Apply faults and compression to an update, report its transfers, and return whether it is usable."""
         e, observer = self.experiment, self.observer
         if update.error is not None:
             if update.error_type in ("WorkerDied", "WorkerKilled"):  # who raised has told of it already
-                told = {"exception": update.error_type}
-                observer.event("error", "client.failed", update.error, node=update.node, data=told)
+                exception = {"exception": update.error_type}
+                observer.event("error", "client.failed", update.error, node=update.node, data=exception)
             return False
         if not update.sent:
-            ill.apply_update(e.faults, self.round, update, self._past, e.seed)
+            fault_table.apply_update(e.faults, self.round, update, self._past, e.seed)
         size = self._compress(update, task.start)
-        way = self.journeys.made.get(update.node)
+        journey = self.journey_planner.journeys.get(update.node)
         # Where a group exchanges at each iteration, the journey holds all those messages; this is one of them.
         times = 1 if task.exchange is None else max(1, update.steps)
-        down, up = (None, None) if way is None else (way.download / times, way.upload / times)
+        down, up = (None, None) if journey is None else (journey.download / times, journey.upload / times)
         observer.transfer(task.parent, update.node, self.bytes, self.bytes, down, "model")
         observer.transfer(update.node, task.parent, size, self.bytes, up, "update")
         try:
-            checked(update.state, float(update.samples), update.node, task.start)
+            check_update(update.state, float(update.samples), update.node, task.start)
         except AggregationError as error:  # here, so that no topology has to know
             self.refused(update.node, error)
             return False
@@ -236,21 +239,21 @@ class Federation:
             self.losses[update.node] = update.losses
         return True
 
-    def _show(self, arrived: Sequence[Update], task_of: Mapping[Node, Task]) -> set[Node]:
-        """What the clients changed, to the observer, before it is aggregated; gives whom it wants left out."""
+    def _report_updates(self, arrived: Sequence[Update], task_of: Mapping[Node, Task]) -> set[Node]:
+        """Show the clients' changes to the observer before aggregation; returns the clients that it wants excluded."""
         weights, sizes = self.site.layout.weights, self._sizes
         if not arrived:
             return set()
         sent = torch.stack([u.state[:weights] for u in arrived])
         sent -= torch.stack([task_of[u.node].start[:weights] for u in arrived])
-        deltas = {u.node: Pieces(row, sizes) for u, row in zip(arrived, sent, strict=True)}
+        deltas = {u.node: SplitVector(row, sizes) for u, row in zip(arrived, sent, strict=True)}
         for update in arrived:
             self.observer.log({"update.samples": float(update.samples)}, node=update.node)
         answers = self.observer.updates(self.round, deltas)
         return {action.target for action in answers if action.kind == "exclude" and action.target is not None}
 
     def _compress(self, update: Update, start: Tensor) -> int:
-        """Bytes on the wire; what does not survive the compression is gone from the update."""
+        """Compress an update in place, and return its bytes on the wire."""
         if self.experiment.compression is None:
             return update.state.numel() * update.state.element_size()
         if not update.state.is_cpu and not self._fell_back:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a client trains: its optimiser, its iterations, its clipping. Descriptions only."""
+"""The settings of local training: optimiser, iterations and clipping."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedvitals.lab.description import Description, Part, require
 
 
 class Adam(Description, frozen=True):
-    """The paper's optimiser by default, with Keras' ε. Its state is fresh in every client-round."""
+    """Adam with the paper's defaults and Keras' ε. Its state is reset in every client-round."""
 
     learning_rate: float = 1e-3
     beta1: float = 0.9
@@ -24,6 +24,8 @@ class Adam(Description, frozen=True):
 
 
 class SGD(Description, frozen=True):
+    """Stochastic gradient descent with momentum."""
+
     learning_rate: float = 0.05
     momentum: float = 0.0
 
@@ -36,7 +38,9 @@ OPTIMIZERS = (Adam, SGD)
 
 
 class Clip(Part, frozen=True):
-    """Gradients cut to a limit: the norm of each tensor («tensor», the paper's), of all together, or each value."""
+    """Gradient clipping: the norm of each tensor («tensor», as in the paper), of all tensors together, or each
+    value.
+    """
 
     limit: float = 1.0
     by: Literal["tensor", "whole", "value"] = "tensor"
@@ -46,9 +50,9 @@ class Clip(Part, frozen=True):
 
 
 class Local(Part, frozen=True):
-    """One client-round: `iterations` mini-batches, or `epochs` passes over the client's own samples.
+    """The local training of one client-round: `iterations` mini-batches, or `epochs` passes over the client's samples.
 
-    `proximal`: FedProx's µ, the pull towards the model that was received.
+    `proximal` is FedProx's µ, the pull towards the received model.
     """
 
     iterations: int | None = None
@@ -70,7 +74,7 @@ class Local(Part, frozen=True):
         require(self.proximal >= 0, "proximal term", self.proximal, "0 or more")
 
     def steps(self, samples: int) -> int:
-        """How many mini-batches a client with so many samples trains on. All are full: epochs run into each other."""
+        """Return the number of mini-batches for so many samples. All batches are full: epochs run into each other."""
         if self.iterations is not None:
             return self.iterations
         return math.ceil((self.epochs or 1) * samples / self.batch)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pieces that the larger models are made of: residual blocks, attention, recurrence.
+"""The building blocks of the larger models: residual blocks, attention, recurrence.
 
-Written with plain products and sums, so that they can also be computed for many clients at once (`torch.func.vmap`).
+Written with plain products and sums, so that they can be computed for many clients at once (`torch.func.vmap`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Residual(nn.Module):
-    """Two convolutions and a way around them."""
+    """Two convolutions with a skip connection."""
 
     def __init__(self, inside: int, outside: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Residual(nn.Module):
 
 
 class Attention(nn.Module):
-    """Every step looks at every other, with several heads."""
+    """Multi-head self-attention."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Attention(nn.Module):
 
 
 class Encoder(nn.Module):
-    """One layer of a transformer: attention, then two dense layers, each beside a way around it."""
+    """One transformer layer: attention, then two dense layers, each with a skip connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Encoder(nn.Module):
 
 
 class Patches(nn.Module):
-    """An image as a sequence: [N, C, H, W] → [N, patches, width]."""
+    """Turn an image into a sequence of patches: [N, C, H, W] → [N, patches, width]."""
 
     def __init__(self, channels: int, width: int, side: int) -> None:
         super().__init__()
@@ -74,8 +74,8 @@ class Patches(nn.Module):
         return self.conv(x).flatten(2).transpose(1, 2)  # type: ignore[no-any-return]
 
 
-class Places(nn.Module):
-    """Adds what is learnt about each place in the sequence."""
+class PositionEmbedding(nn.Module):
+    """Add a learnt embedding of each position in the sequence."""
 
     def __init__(self, steps: int, width: int) -> None:
         super().__init__()
@@ -85,15 +85,15 @@ class Places(nn.Module):
         return x + self.weight
 
 
-class Mean(nn.Module):
-    """Over the steps of a sequence: [N, steps, width] → [N, width]."""
+class MeanOverSteps(nn.Module):
+    """Average over the steps of a sequence: [N, steps, width] → [N, width]."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(1)
 
 
-class Rows(nn.Module):
-    """An image as a sequence of its rows, from the top: [N, C, H, W] → [N, H, C · W]."""
+class ImageRows(nn.Module):
+    """Turn an image into the sequence of its rows, from the top: [N, C, H, W] → [N, H, C · W]."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.transpose(1, 2).flatten(2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models by name, what each is made of for a data set, and what a sample costs in it."""
+"""The models by name, how each is built for a data set, and the operations per sample."""
 
 from __future__ import annotations
 
@@ -17,19 +17,29 @@ from torch import Tensor, nn
 from fedvitals.errors import ConfigError
 from fedvitals.lab.data.datasets import Dataset
 from fedvitals.lab.description import Description, require
-from fedvitals.lab.model_blocks import Encoder, Mean, Patches, Places, Recurrent, Residual, Rows
+from fedvitals.lab.model_blocks import (
+    Encoder,
+    ImageRows,
+    MeanOverSteps,
+    Patches,
+    PositionEmbedding,
+    Recurrent,
+    Residual,
+)
 
 Shape = tuple[int, ...]
 """Of one sample: (channels, height, width), (steps, features), (features,), or (steps,) of tokens."""
 
 
-class Model(Protocol):
+class ModelDescription(Protocol):
+    """The interface of a model's description."""
+
     @property
     def stackable(self) -> bool:
         """Whether many clients can be computed at once, with `torch.func.vmap` over their weights."""
 
     def build(self, shape: Shape, classes: int, generator: torch.Generator, vocabulary: int | None = None) -> nn.Module:
-        """The module, with logits out; its first weights come from the generator and from nothing else."""
+        """Return the module, which outputs logits; its initial weights depend on the generator only."""
 
 
 POOLS: dict[str, tuple[Callable[[], nn.Module], ...]] = {
@@ -75,7 +85,7 @@ class PaperCNN(Description, frozen=True):
         padding = 0 if min(inside) >= 1 else self.kernel // 2
         # Only a maximum may change places with the activation; the textbook has the activation first.
         pool_first = self.pool_first and self.pool == "max"
-        with seeded(generator):
+        with seeded_globally(generator):
             model = _convolutional(
                 image, classes, self.channels, self.kernel, padding, self._activation, pool_first, self.pool
             )
@@ -96,7 +106,7 @@ class PaperCNN(Description, frozen=True):
 
 
 class CNN(Description, frozen=True):
-    """A small one for small images: two padded convolutions and one dense layer; 21,386 weights on the digits."""
+    """A small CNN for small images: two padded convolutions and one dense layer; 21,386 weights on the digits."""
 
     channels: tuple[int, int] = (32, 64)
 
@@ -107,7 +117,7 @@ class CNN(Description, frozen=True):
         _require_channels("cnn", self.channels)
 
     def build(self, shape: Shape, classes: int, generator: torch.Generator, vocabulary: int | None = None) -> nn.Module:
-        with seeded(generator):
+        with seeded_globally(generator):
             return _convolutional(_image("cnn", shape, vocabulary), classes, self.channels, 3, 1, nn.ReLU)
 
 
@@ -126,7 +136,7 @@ class MLP(Description, frozen=True):
         _no_tokens("mlp", vocabulary)
         layers: dict[str, nn.Module] = OrderedDict(flat=nn.Flatten())
         width = math.prod(shape)
-        with seeded(generator):
+        with seeded_globally(generator):
             for number, outside in enumerate(self.hidden, 1):
                 layers[f"dense{number}"] = nn.Linear(width, outside)
                 layers[f"relu{number}"] = nn.ReLU()
@@ -135,7 +145,7 @@ class MLP(Description, frozen=True):
 
 
 class Logistic(Description, frozen=True):
-    """Multinomial logistic regression: one dense layer, which begins at 0, so that the loss is convex from there."""
+    """Multinomial logistic regression: one dense layer that starts at 0."""
 
     stackable = True
 
@@ -154,7 +164,7 @@ class Logistic(Description, frozen=True):
 
 
 class Resnet18(Description, frozen=True):
-    """ResNet-18 for small images, with group norm or with batch norm: 11.2 million weights."""
+    """ResNet-18 for small images, with group norm or batch norm: 11.2 million weights."""
 
     norm: Literal["group", "batch"] = "group"
 
@@ -170,7 +180,7 @@ class Resnet18(Description, frozen=True):
         norm: Callable[[int], nn.Module] = (
             nn.BatchNorm2d if self.norm == "batch" else lambda width: nn.GroupNorm(8, width)
         )
-        with seeded(generator):
+        with seeded_globally(generator):
             layers: dict[str, nn.Module] = {"conv": nn.Conv2d(channels, 64, 3, 1, 1, bias=False)}
             layers |= {"norm": norm(64), "relu": nn.ReLU()}
             width = 64
@@ -183,7 +193,7 @@ class Resnet18(Description, frozen=True):
 
 
 class Transformer(Description, frozen=True):
-    """A small transformer on patches of images, on the steps of sequences, or on tokens; without dropout."""
+    """A small transformer on image patches, on the steps of sequences, or on tokens; without dropout."""
 
     width: int = 64
     heads: int = 4
@@ -199,15 +209,19 @@ class Transformer(Description, frozen=True):
         require(fits, "width of transformer", self.width, f"a multiple of its {self.heads} heads")
 
     def build(self, shape: Shape, classes: int, generator: torch.Generator, vocabulary: int | None = None) -> nn.Module:
-        with seeded(generator):
+        with seeded_globally(generator):
             steps, first = self._first(shape, vocabulary)
-            layers: dict[str, nn.Module] = {"embedding": first, "places": Places(steps, self.width)}
+            layers: dict[str, nn.Module] = {"embedding": first, "places": PositionEmbedding(steps, self.width)}
             layers |= {f"encoder{number}": Encoder(self.width, self.heads) for number in range(1, self.layers + 1)}
-            layers |= {"norm": nn.LayerNorm(self.width), "mean": Mean(), "head": nn.Linear(self.width, classes)}
+            layers |= {
+                "norm": nn.LayerNorm(self.width),
+                "mean": MeanOverSteps(),
+                "head": nn.Linear(self.width, classes),
+            }
             return nn.Sequential(OrderedDict(layers))
 
     def _first(self, shape: Shape, vocabulary: int | None) -> tuple[int, nn.Module]:
-        """How many steps there are, and the layer that makes each of them `width` numbers."""
+        """Return the number of steps, and the layer that maps each of them to `width` numbers."""
         if vocabulary is not None:
             return shape[0], nn.Embedding(vocabulary, self.width)
         if len(shape) == 2:
@@ -231,7 +245,7 @@ class LSTM(Description, frozen=True):
         require(self.layers >= 1, "layers of lstm", self.layers, "at least 1")
 
     def build(self, shape: Shape, classes: int, generator: torch.Generator, vocabulary: int | None = None) -> nn.Module:
-        with seeded(generator):
+        with seeded_globally(generator):
             if vocabulary is not None:
                 first: nn.Module = nn.Embedding(vocabulary, self.hidden)
                 features = self.hidden
@@ -239,7 +253,7 @@ class LSTM(Description, frozen=True):
                 first, features = nn.Identity(), shape[1]
             else:
                 channels, _, width = _image("lstm", shape, None)
-                first, features = Rows(), channels * width
+                first, features = ImageRows(), channels * width
             recurrent = Recurrent(features, self.hidden, self.layers)
             return nn.Sequential(
                 OrderedDict(embedding=first, recurrent=recurrent, head=nn.Linear(self.hidden, classes))
@@ -248,16 +262,16 @@ class LSTM(Description, frozen=True):
 
 @dataclass(frozen=True)
 class Own:
-    """A user's model: a function without arguments that makes the module, with one output for each class.
+    """A user's own model: a function without arguments that returns the module, with one output for each class.
 
-    Whatever it draws from torch's random numbers is drawn from the experiment's seed.
+    Random numbers that it draws from torch come from the experiment's seed.
     """
 
     factory: Callable[[], nn.Module]
     stackable: bool = False
 
     def __repr__(self) -> str:
-        """By its name, which is the same in every process, unlike its address."""
+        """Identify the factory by its name, which unlike its address is the same in every process."""
         return f"Own({self.factory.__module__}.{getattr(self.factory, '__qualname__', type(self.factory).__name__)})"
 
     def build(
@@ -267,40 +281,41 @@ class Own:
         generator: torch.Generator,
         vocabulary: int | None = None,  # noqa: ARG002
     ) -> nn.Module:
-        with seeded(generator):
-            made: Any = self.factory()
-        if not isinstance(made, nn.Module):
-            raise ConfigError(f"The model's factory gave {type(made).__name__}: it must give a torch.nn.Module.")
-        return made
+        with seeded_globally(generator):
+            module: Any = self.factory()
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"The model's factory gave {type(module).__name__}: it must give a torch.nn.Module.")
+        return module
 
 
 MODELS = (PaperCNN, CNN, MLP, Resnet18, Transformer, LSTM, Logistic)
 
 
-def build(model: Model, dataset: Dataset, generator: torch.Generator) -> nn.Module:
-    """The model for this data set, on the CPU, tried out on two of its samples."""
-    made = model.build(dataset.shape, dataset.classes, generator, vocabulary=dataset.vocabulary)
-    training = made.training
+def build(model: ModelDescription, dataset: Dataset, generator: torch.Generator) -> nn.Module:
+    """Return the model for this data set, on the CPU, after testing it on two samples."""
+    module = model.build(dataset.shape, dataset.classes, generator, vocabulary=dataset.vocabulary)
+    training = module.training
     try:
-        with torch.no_grad(), seeded(torch.Generator()):
-            answer = made.eval()(dataset.inputs(dataset.x[:2]))
+        with torch.no_grad(), seeded_globally(torch.Generator()):
+            answer = module.eval()(dataset.inputs(dataset.x[:2]))
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise ConfigError(
             f"The model cannot take samples of {dataset.name}, which are {list(dataset.shape)}: {error}"
         ) from error
     finally:
-        made.train(training)
+        module.train(training)
     expected = [min(2, len(dataset.x)), dataset.classes]
     if not isinstance(answer, Tensor) or list(answer.shape) != expected:
         got = list(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
         raise ConfigError(f"The model answers {got} for {expected[0]} samples: it must answer {expected}, as logits.")
-    return made
+    return module
 
 
 def flops(module: nn.Module, sample_shape: Shape, dtype: torch.dtype = torch.float32, *, backward: bool = True) -> int:
-    """Floating-point operations of one sample's way forward and back, counted in products and convolutions.
+    """Return the floating-point operations of one sample's forward and backward pass, in products and convolutions.
 
-    A product and its sum are two operations. Tokens need `dtype=torch.int64`. `backward=False`: only the way forward.
+    A multiplication and an addition are two operations. Tokens need `dtype=torch.int64`. With `backward=False`, only
+    the forward pass counts.
     """
     from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415 - imports Triton, where it is installed
 
@@ -320,8 +335,8 @@ def flops(module: nn.Module, sample_shape: Shape, dtype: torch.dtype = torch.flo
 
 
 @contextmanager
-def seeded(generator: torch.Generator) -> Iterator[None]:
-    """Inside, whatever torch draws comes from the generator; afterwards, the global streams are as they were."""
+def seeded_globally(generator: torch.Generator) -> Iterator[None]:
+    """Draw torch's random numbers from the generator inside the block, and restore the global streams afterwards."""
     seed = int(torch.randint(2**62, (), generator=generator))
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(list(devices), device_type="cuda"):
@@ -358,21 +373,21 @@ def _convolutional(
     pool_first: bool = True,
     pool: str = "max",
 ) -> nn.Sequential:
-    """Twice convolution, pooling and activation, then a dense layer.
+    """Return two blocks of convolution, pooling and activation, then a dense layer.
 
     Pooling before the activation gives the same numbers as the textbook's order, since max(f(a), f(b)) is f(max(a, b))
-    for every f that never falls, and so do these; and it leaves the activation a quarter of the work.
+    for every non-decreasing f, and leaves the activation a quarter of the work.
     """
     layers: dict[str, nn.Module] = {}
-    width, (height, breadth) = image[0], image[1:]
-    for number, outside in enumerate(channels, 1):
-        after = [*((f"pool{number}", made()) for made in POOLS[pool]), (f"activation{number}", activation())]
-        layers[f"conv{number}"] = nn.Conv2d(width, outside, kernel, padding=padding)
+    in_channels, (height, width) = image[0], image[1:]
+    for number, out_channels in enumerate(channels, 1):
+        after = [*((f"pool{number}", make_pool()) for make_pool in POOLS[pool]), (f"activation{number}", activation())]
+        layers[f"conv{number}"] = nn.Conv2d(in_channels, out_channels, kernel, padding=padding)
         layers |= dict(after if pool_first else reversed(after))
-        width = outside
+        in_channels = out_channels
         step = 2 if POOLS[pool] else 1
-        height, breadth = ((side + 2 * padding - kernel + 1) // step for side in (height, breadth))
-    if min(height, breadth) < 1:
+        height, width = ((side + 2 * padding - kernel + 1) // step for side in (height, width))
+    if min(height, width) < 1:
         raise ConfigError(f"An image of {image[1]} × {image[2]} pixels is too small for two convolutions with pooling.")
-    layers |= {"flat": nn.Flatten(), "head": nn.Linear(width * height * breadth, classes)}
+    layers |= {"flat": nn.Flatten(), "head": nn.Linear(in_channels * height * width, classes)}
     return nn.Sequential(OrderedDict(layers))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remedies tried out: the lab runs the experiment again with each, and says what it gains and what it costs.
+"""Try out remedies: run the experiment again with each, and report what it gains and costs.
 
-The times are those of the virtual clock, with the same chances as before; so what was computed from recorded times can
-be held against what happens. Accuracy is that of the last evaluation, after as many updates as before.
+Times are those of the virtual clock with the same random variation as before, so predictions from recorded times can be
+compared with the outcome. Accuracy is that of the last evaluation, after as many updates as before.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from fedvitals import lab
 from fedvitals.analysis.remedies import Remedy, resolved
 from fedvitals.errors import ConfigError
 from fedvitals.lab.network.profiles import Device
-from fedvitals.lab.network.virtual_clock import devices_of
+from fedvitals.lab.network.virtual_clock import known_devices
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Run
 from fedvitals.store.in_memory import MemoryStore
 
-CHANCE = 20  # rounds, at least, over which times are averaged where chance chooses who takes part
+MIN_SAMPLED_ROUNDS = 20  # rounds, at least, over which times are averaged where chance chooses who takes part
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """One experiment, run to its end."""
+class RerunOutcome:
+    """The outcome of one re-run."""
 
     seconds: float  # of a round, the mean; of an asynchronous one, of as many updates as a round had before
     accuracy: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class Tried:
-    """A remedy, what was computed for it, and what it gave."""
+class RemedyTrial:
+    """A remedy, what was predicted for it, and what the re-run gave."""
 
     remedy: Remedy
     change: dict[str, Any]  # what was set in the experiment
@@ -48,24 +48,24 @@ class Tried:
 
     @property
     def error(self) -> float:
-        """Of the round's seconds, over those of the re-run."""
+        """The relative error of the predicted seconds per round."""
         return abs(self.predicted - self.measured) / self.measured
 
     @property
     def gain_error(self) -> float:
-        """Of the seconds saved, over those that the re-run saved."""
+        """The relative error of the predicted seconds saved."""
         saved = self.before - self.measured
         return abs(self.predicted - self.measured) / abs(saved) if saved else float("inf")
 
     @property
     def accuracy_cost(self) -> float | None:
-        """Of the accuracy before, what is gone; below 0 where it became better."""
+        """The accuracy lost; negative if it improved, None if unknown."""
         known = self.accuracy_before is not None and self.accuracy_after is not None
         return (self.accuracy_before or 0.0) - (self.accuracy_after or 0.0) if known else None
 
 
 def experiment_of(run: Run) -> lab.Experiment:
-    """The experiment of a stored run, as `fedvitals lab` keeps it: without faults, which no reader may know."""
+    """Return the experiment of a stored run, as `fedvitals lab` stores it: without its faults."""
     text = run.config.get("experiment")
     if not isinstance(text, str):
         raise ConfigError(
@@ -81,33 +81,38 @@ def try_remedies(
     most: int = 3,
     repeats: int = 1,
     accuracy: str = "accuracy",
-    tell: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
     **how: Any,
-) -> list[Tried]:
-    """The first `most` of the remedies that the lab can run, in their order; see `applied` for what it cannot.
+) -> list[RemedyTrial]:
+    """Run the experiment with the first `most` remedies that the lab can apply, in order, and return the trials.
 
-    `repeats`: seeds over which accuracy is averaged. `accuracy`: the metric's name. The rest goes to `lab.run`.
+    `repeats` is the number of seeds over which accuracy is averaged, `accuracy` the metric's name. `report` is called
+    with the name of each run. The rest goes to `lab.run`.
     """
     if experiment.network is None:
         raise ConfigError(
             "Remedies are tried on the lab's virtual clock, and this experiment has no network, so that nothing takes "
             'time there. Give it one, such as network = {links = "4g", devices = "phone"}.'
         )
-    able = [one for one in remedies if one.change is not None and _fits(experiment, one)][:most]
-    if not able:
+    possible = [remedy for remedy in remedies if remedy.change is not None and _fits(experiment, remedy)][:most]
+    if not possible:
         return []
-    tell("as it is")
-    usual = run_again(experiment, repeats=repeats, accuracy=accuracy, **how)
-    found = []
-    for remedy in able:
-        tell(remedy.name)
-        change, again = applied(experiment, remedy)
-        ran = run_again(again, remedy.rounds_factor, repeats=repeats, accuracy=accuracy, **how)
-        found.append(Tried(remedy, change, usual.seconds, remedy.after, ran.seconds, usual.accuracy, ran.accuracy))
-    return found
+    report("as it is")
+    baseline = rerun(experiment, repeats=repeats, accuracy=accuracy, **how)
+    trials = []
+    for remedy in possible:
+        report(remedy.name)
+        change, again = apply_remedy(experiment, remedy)
+        outcome = rerun(again, remedy.rounds_factor, repeats=repeats, accuracy=accuracy, **how)
+        trials.append(
+            RemedyTrial(
+                remedy, change, baseline.seconds, remedy.after, outcome.seconds, baseline.accuracy, outcome.accuracy
+            )
+        )
+    return trials
 
 
-def run_again(
+def rerun(
     experiment: lab.Experiment,
     factor: float = 1.0,
     *,
@@ -115,15 +120,16 @@ def run_again(
     accuracy: str = "accuracy",
     sinks: Sequence[Any] = (),
     **how: Any,
-) -> Ran:
-    """The experiment's mean seconds of a round, and its accuracy at the end.
+) -> RerunOutcome:
+    """Run the experiment, and return its mean seconds per round and its final accuracy.
 
-    `factor`: of its rounds make up one as it was, an asynchronous one's aggregations that take in as many updates. A
-    run in which chance chooses who takes part goes on for longer than was asked for, for the sake of its times.
+    `factor` is the number of its rounds that correspond to one original round, for asynchronous runs whose aggregations
+    take fewer updates. With random participation the first run is extended, so that its times are averaged over enough
+    rounds.
     """
     seconds, scores = 0.0, []
     rounds = round(experiment.rounds * factor)
-    longer = max(rounds, CHANCE) if experiment.participation < 1 and factor == 1 else rounds
+    longer = max(rounds, MIN_SAMPLED_ROUNDS) if experiment.participation < 1 and factor == 1 else rounds
     for repeat in range(repeats):
         again = msgspec.structs.replace(
             experiment, rounds=longer if repeat == 0 else rounds, seed=experiment.seed + repeat
@@ -134,66 +140,74 @@ def run_again(
         if repeat == 0:  # the chances that were seen
             _, times = memory.history(monitor.run.id).series("time.round_virtual", None)
             seconds = float(np.mean(times)) * factor
-        found = [one.metrics[accuracy] for one in result.rounds[:rounds] if accuracy in one.metrics]
-        scores += found[-1:]
-    return Ran(seconds, float(np.mean(scores)) if scores else None)
+        accuracies = [
+            result_round.metrics[accuracy]
+            for result_round in result.rounds[:rounds]
+            if accuracy in result_round.metrics
+        ]
+        scores += accuracies[-1:]
+    return RerunOutcome(seconds, float(np.mean(scores)) if scores else None)
 
 
-def applied(experiment: lab.Experiment, remedy: Remedy) -> tuple[dict[str, Any], lab.Experiment]:
-    """What the remedy sets in this experiment, by dotted names, and the experiment with it.
+def apply_remedy(experiment: lab.Experiment, remedy: Remedy) -> tuple[dict[str, Any], lab.Experiment]:
+    """Return the settings that the remedy changes, by dotted names, and the experiment with them.
 
-    ConfigError where the lab cannot run it: a topology that cannot, a change that the experiment has no place for.
+    Raises ConfigError if the lab cannot run it.
     """
     if remedy.change is None:
         raise ConfigError(f"The lab cannot run «{remedy.name}»: it changes what no experiment describes.")
     change = resolved(remedy.change, _table(experiment))
     if not change:
         raise ConfigError(f"«{remedy.name}» changes nothing in this experiment: it sets none of {[*remedy.change]}.")
-    return change, changed(experiment, change)
+    return change, with_changes(experiment, change)
 
 
-def changed(experiment: lab.Experiment, change: Mapping[str, Any]) -> lab.Experiment:
-    """The experiment with other settings, by dotted names; checked as a new one would be."""
+def with_changes(experiment: lab.Experiment, change: Mapping[str, Any]) -> lab.Experiment:
+    """Return the experiment with changed settings, by dotted names; it is checked like a new one."""
     fields = {name: getattr(experiment, name) for name in _names(experiment)}
     for name, value in change.items():
         first, _, rest = name.partition(".")
         part = fields[first]
         if isinstance(value, Mapping) and isinstance(part, lab.Network):
-            fields[first] = _profiled(part, name, value)
+            fields[first] = _with_faster_devices(part, name, value)
         else:
             fields[first] = msgspec.structs.replace(part, **{rest: value}) if rest else value
     return lab.Experiment(**fields)
 
 
-def _profiled(network: lab.Network, name: str, value: Mapping[str, Any]) -> lab.Network:
-    """The network with devices that are so many times as fast."""
-    devices = devices_of(network)
+def _with_faster_devices(network: lab.Network, name: str, value: Mapping[str, Any]) -> lab.Network:
+    """Return the network with devices that are several times as fast."""
+    devices = known_devices(network)
     if name == "network.server" and "faster" in value:
         own = devices[network.server]
         faster = msgspec.structs.replace(own, flops_per_second=own.flops_per_second * value["faster"])
         title = f"{network.server}, {value['faster']} times as fast"
         return msgspec.structs.replace(network, server=title, profiles={**network.profiles, title: faster})
     if name == "network.devices" and "loading" in value:
-        quicker = {title: _loading(one, value["loading"]) for title, one in devices.items() if one.samples_per_second}
+        quicker = {
+            title: _with_faster_loading(device, value["loading"])
+            for title, device in devices.items()
+            if device.samples_per_second
+        }
         return msgspec.structs.replace(network, profiles={**network.profiles, **quicker})
     raise ConfigError(f"The lab cannot set {name} to {dict(value)!r}.")
 
 
-def _loading(device: Device, times: float) -> Device:
+def _with_faster_loading(device: Device, times: float) -> Device:
     return msgspec.structs.replace(device, samples_per_second=times * (device.samples_per_second or 0.0))
 
 
 def _fits(experiment: lab.Experiment, remedy: Remedy) -> bool:
-    """Whether the lab can run it with this experiment."""
+    """Return whether the lab can run the remedy with this experiment."""
     try:
-        applied(experiment, remedy)
+        apply_remedy(experiment, remedy)
     except ConfigError:
         return False
     return True
 
 
 def _table(experiment: lab.Experiment) -> dict[str, Any]:
-    """The experiment as a nested table, without objects of the user's own."""
+    """Return the experiment as a nested table, without the user's own objects."""
     return {name: msgspec.to_builtins(part) for name, part in _parts(experiment)}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop: round after round, watched, saved, and the same to the last bit whenever it is run again."""
+"""Run an experiment round by round: observed, saved, and reproducible to the last bit."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from fedvitals.errors import ConfigError
-from fedvitals.lab import taped
-from fedvitals.lab.actions import Ward
+from fedvitals.lab import tape_recording
 from fedvitals.lab.checkpoint import Checkpoint
-from fedvitals.lab.engines.engine import AnyEngine, Engine, one_thread
+from fedvitals.lab.corrections import CorrectionApplier
+from fedvitals.lab.engines.engine import AnyEngine, Engine, single_threaded
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.experiment import Experiment
-from fedvitals.lab.faults import table as ill
-from fedvitals.lab.federation import Federation, Server
+from fedvitals.lab.faults import table as fault_table
+from fedvitals.lab.federation import Federation, ServerState
 from fedvitals.protocols import Observed, Observer, observer_of
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """How one round went."""
+    """The outcome of one round."""
 
     number: int
     seconds: float
@@ -37,6 +37,8 @@ class Round:
 
 @dataclass
 class Result:
+    """The outcome of an experiment: its model and its rounds."""
+
     experiment: Experiment
     model: torch.nn.Module  # with the last global weights
     state: Tensor  # the same, flat, on the CPU
@@ -45,9 +47,9 @@ class Result:
 
     @property
     def accuracy(self) -> float | None:
-        """On the test set, when it was last looked at."""
-        found = [r.metrics["accuracy"] for r in self.rounds if "accuracy" in r.metrics]
-        return found[-1] if found else None
+        """The last accuracy on the test set, or None."""
+        accuracies = [r.metrics["accuracy"] for r in self.rounds if "accuracy" in r.metrics]
+        return accuracies[-1] if accuracies else None
 
 
 def run(
@@ -61,16 +63,16 @@ def run(
     data: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     resume: bool = False,
-    start: tuple[int, Server] | None = None,
+    start: tuple[int, ServerState] | None = None,
     progress: Callable[[Round], None] | None = None,
 ) -> Result:
-    """Run an experiment to its end.
+    """Run an experiment to its end, and return its result.
 
-    `engine`: the name of one, or what makes one of the experiment's site. `device`: «cpu» or «cuda»; `precision`: what
-    products are computed in there, «float32», or «tf32» or «bfloat16». `data`: the folder of its data set.
-    `checkpoint`: a folder in which the state is saved after every round; with `resume` the run goes on from there, bit
-    for bit as if it had never stopped. `start`: a round to begin from, and all that is known before it: of another
-    run's tape. `progress` hears of every round.
+    `engine` is an engine's name, or a function that creates one for a site. `device` is «cpu» or «cuda»; `precision` is
+    what it computes products in: «float32», «tf32» or «bfloat16». `data` is the folder of the data set. The state is
+    saved into the folder `checkpoint` after every round; with `resume` the run continues from there, bit for bit as if
+    it had never stopped. `start` is a round to start from with the server's state before it, from another run's tape.
+    `progress` is called with every round.
     """
     result = None
     for result in rounds(
@@ -102,16 +104,16 @@ def rounds(
     data: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     resume: bool = False,
-    start: tuple[int, Server] | None = None,
+    start: tuple[int, ServerState] | None = None,
 ) -> Iterator[Result]:
-    """The same, one round at a time: the result so far, after each."""
+    """Like `run`, but yield the result so far after each round."""
     watching = _check_call(experiment, observer, checkpoint, resume=resume)
-    site = prepared(experiment, data)
+    site = prepare_site(experiment, data)
     experiment = site.experiment
     saved = None if checkpoint is None else Checkpoint(Path(checkpoint), experiment)
     if saved is not None and resume and isinstance(engine, str):
         engine = saved.engine_for(engine)
-    server, first = Server(site.layout.flat(site.module)), 0
+    server, first = ServerState(site.layout.flat(site.module)), 0
     with Engine(site, engine, workers, device, precision) if isinstance(engine, str) else engine(site) as doing:
         result = Result(experiment, copy.deepcopy(site.module).cpu(), server.model, engine=doing.name)
         if saved is not None and resume:
@@ -125,12 +127,12 @@ def rounds(
             yield result
             return
         federation = Federation(site, doing, watching, server)
-        ward = Ward(experiment, watching, saved=saved is not None)
+        corrections = CorrectionApplier(experiment, watching, saved=saved is not None)
         _announce(federation, data, begins=first == 0 or start is not None)
         for number in range(first, experiment.rounds):
-            with one_thread():  # idle threads of torch in this process would take the workers' cores
-                result.rounds.append(one_round(federation, ward, number, result.model))
-            result.state = federation.model_at_home()
+            with single_threaded():  # idle threads of torch in this process would take the workers' cores
+                result.rounds.append(run_round(federation, corrections, number, result.model))
+            result.state = federation.model_on_cpu()
             if saved is not None:
                 saved.save(server, number + 1, result.rounds, doing.name)
             if watching.recorder is not None:
@@ -139,7 +141,9 @@ def rounds(
 
 
 def _announce(federation: Federation, data: object, *, begins: bool) -> None:
-    """What is to be known before the first round: what is wrong here, what is not done as asked, how to do it again."""
+    """Report what is known before the first round: planted faults, settings that differ from the request, how to
+    re-run.
+    """
     experiment, watching, engine = federation.experiment, federation.observer, federation.engine
     for fault in experiment.faults if begins else ():
         watching.truth(fault.truth(experiment.nodes))
@@ -147,12 +151,14 @@ def _announce(federation: Federation, data: object, *, begins: bool) -> None:
     if fallback is not None:
         watching.event("info", "device.fallback", fallback)
     if watching.recorder is not None:
-        watching.recorder.describe(taped.setting(experiment, engine, data))
+        watching.recorder.describe(tape_recording.rerun_settings(experiment, engine, data))
 
 
-def prepared(experiment: Experiment, data: str | os.PathLike[str] | None = None) -> Site:
-    """The experiment's data, shares and first model, as its faults set it up; what cannot be run is refused here."""
-    site = Site.of(ill.apply_experiment(experiment), data)
+def prepare_site(experiment: Experiment, data: str | os.PathLike[str] | None = None) -> Site:
+    """Return the experiment's data, partition and initial model with faults applied; raises ConfigError if it cannot be
+    run.
+    """
+    site = Site.of(fault_table.apply_experiment(experiment), data)
     _check_faults(site)
     return site
 
@@ -175,27 +181,32 @@ def _check_call(
 
 
 def _check_faults(site: Site) -> None:
-    """Whatever a fault names must be there, before anything runs."""
+    """Raise ConfigError if a fault names something that does not exist."""
     e = site.experiment
     for fault in e.faults:
-        ill.check(fault, e.nodes, site.layout, e.local.iterations, e.rounds, site.dataset.classes)
+        fault_table.check_fault(fault, e.nodes, site.layout, e.local.iterations, e.rounds, site.dataset.classes)
         for node in e.nodes:
-            if ill.any_at("data", (fault,), fault.since, node):
+            if fault_table.any_active("data", (fault,), fault.since, node):
                 site.tensors(node, fault.since)  # a client that it would leave without samples is told now
 
 
-def one_round(
-    federation: Federation, ward: Ward, number: int, model: torch.nn.Module, *, examined: bool = True
+def run_round(
+    federation: Federation,
+    corrections: CorrectionApplier,
+    round_index: int,
+    model: torch.nn.Module,
+    *,
+    evaluate: bool = True,
 ) -> Round:
-    """`examined`: whether the new model is tested, where its turn is; a replay may do without."""
+    """Run one round and return its outcome. With `evaluate=False` the new model is not evaluated, as in a replay."""
     server, site, observer, watch = federation.server, federation.site, federation.observer, federation.watch
     began = time.perf_counter()
-    federation.round, federation.losses = number, {}
-    actions = [*observer.prescribed(number)]
-    federation.orders = ward.follow(actions, number, server)
-    taped.begin(federation, actions)
-    site.layout.load(model, federation.model_at_home())
-    observer.round_begin(number, model)
+    federation.round, federation.losses = round_index, {}
+    actions = [*observer.prescribed(round_index)]
+    federation.corrections = corrections.apply(actions, round_index, server)
+    tape_recording.begin(federation, actions)
+    site.layout.load(model, federation.model_on_cpu())
+    observer.round_begin(round_index, model)
     watch.start()
     after = federation.experiment.topology.round(federation)
     if not isinstance(after, Tensor) or after.shape != server.model.shape or after.dtype != server.model.dtype:
@@ -203,31 +214,31 @@ def one_round(
         raise ConfigError(
             f"A topology's round() gives the new model, {server.model.dtype} {tuple(server.model.shape)}; got {got}."
         )
-    depth = ill.remembers(federation.experiment.faults)
+    depth = fault_table.history_length(federation.experiment.faults)
     server.past = [*server.past, server.model][-depth:] if depth else []
     server.model = after.to(server.model.device)  # a topology of one's own may have gone home with it
-    site.layout.load(model, federation.model_at_home())
+    site.layout.load(model, federation.model_on_cpu())
     watch.lap("aggregate")
-    due = _evaluation_due(federation.experiment, number)
+    due = _evaluation_due(federation.experiment, round_index)
     federation.close_clock(evaluated=due)
     watch.lap("measure")
-    metrics = _evaluate(federation) if due and examined else {}
+    metrics = _evaluate(federation) if due and evaluate else {}
     watch.lap("evaluate")
-    taped.end(federation, metrics)
-    watch.tell(observer)
-    observer.round_end(number, model, metrics)
-    return Round(number, time.perf_counter() - began, metrics, federation.losses)
+    tape_recording.end(federation, metrics)
+    watch.report(observer)
+    observer.round_end(round_index, model, metrics)
+    return Round(round_index, time.perf_counter() - began, metrics, federation.losses)
 
 
-def _evaluation_due(experiment: Experiment, number: int) -> bool:
-    return (number + 1) % experiment.evaluation.every == 0 or number + 1 >= experiment.rounds
+def _evaluation_due(experiment: Experiment, round_index: int) -> bool:
+    return (round_index + 1) % experiment.evaluation.every == 0 or round_index + 1 >= experiment.rounds
 
 
 def _evaluate(federation: Federation) -> dict[str, float]:
     e, engine = federation.experiment, federation.engine
     metrics = {}
     if len(federation.site.dataset.test_y):
-        losses, hits = engine.examine(federation.server.model)
+        losses, hits = engine.evaluate(federation.server.model)
         metrics = {"loss": float(losses.double().mean()), "accuracy": float(hits.double().mean())}
     if e.evaluation.local and e.test_share:
         metrics |= _evaluate_locally(federation)
@@ -235,14 +246,14 @@ def _evaluate(federation: Federation) -> dict[str, float]:
 
 
 def _evaluate_locally(federation: Federation) -> dict[str, float]:
-    """On every client's local test, each with the model that it would be given now."""
+    """Evaluate every client's local test, each with the model that it would receive now, and report the metrics."""
     shards, server = federation.site.shards, federation.server
-    own = federation.experiment.topology
-    given = own.models(federation) if hasattr(own, "models") else {}
-    states = {node: given.get(node, server.model) for node in shards if len(shards[node].test)}
+    topology = federation.experiment.topology
+    client_models = topology.models(federation) if hasattr(topology, "models") else {}
+    states = {node: client_models.get(node, server.model) for node in shards if len(shards[node].test)}
     if not states:
         return {}
-    losses, hits = (found.cpu() for found in federation.engine.examine_locally(states))
+    losses, hits = (outcome.cpu() for outcome in federation.engine.evaluate_locally(states))
     first = 0
     for node in states:
         last = first + len(shards[node].test)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's state as one flat vector: parameters first, then buffers; and how to find a layer in it.
+"""A model's state as one flat vector: parameters first, then buffers.
 
-Everything that travels, is averaged, attacked, compressed or saved is such a vector (float32, [size]), or a matrix of
-them ([clients, size]). Whole numbers in buffers, such as the batches counted by a batch norm, are kept as float32,
-which holds them exactly up to 16 million.
+Everything that is sent, averaged, attacked, compressed or saved is such a vector (float32, [size]), or a matrix of them
+([clients, size]). Integers in buffers, such as a batch norm's count of batches, are kept as float32, which is exact up
+to 16 million.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StateLayout:
+    """The names and shapes of a model's tensors within its flat state."""
+
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     trained: int  # how many of the names are parameters; the rest are buffers
@@ -27,6 +29,7 @@ class Layout:
 
     @classmethod
     def of(cls, module: nn.Module) -> Self:
+        """Return the layout of a module's state."""
         parameters = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
         buffers = [(name, tuple(b.shape)) for name, b in module.named_buffers()]
         names, shapes = zip(*parameters, *buffers, strict=True)
@@ -34,45 +37,48 @@ class Layout:
         return cls(names, shapes, len(parameters), sum(sizes), sum(sizes[: len(parameters)]))
 
     def views(self, flat: Tensor) -> Mapping[str, Tensor]:
-        """The tensors by name, as views: of one state, or with a leading axis of clients of a matrix [clients, size].
+        """Return the tensors by name, as views of one state, or of a matrix [clients, size] with a leading axis of
+        clients.
 
         A shorter vector, such as a gradient (`flat[:weights]`), gives the names that it covers.
         """
-        found, offset = {}, 0
+        views, offset = {}, 0
         for name, shape in zip(self.names, self.shapes, strict=True):
             length = math.prod(shape)
             if offset + length > flat.shape[-1]:
                 break
-            found[name] = flat[..., offset : offset + length].view((*flat.shape[:-1], *shape))
+            views[name] = flat[..., offset : offset + length].view((*flat.shape[:-1], *shape))
             offset += length
-        return found
+        return views
 
     def flat(self, module: nn.Module) -> Tensor:
-        """A copy of the module's state."""
-        parts = [t.detach().reshape(-1).to(torch.float32) for t in tensors(module)]
+        """Return a copy of the module's state as a flat vector."""
+        parts = [t.detach().reshape(-1).to(torch.float32) for t in state_tensors(module)]
         return torch.cat(parts).clone()
 
     def load(self, module: nn.Module, flat: Tensor) -> None:
-        """Into the module's own tensors, in place."""
+        """Copy a flat state into the module's own tensors."""
         with torch.no_grad():
-            for target, source in zip(tensors(module), self.views(flat).values(), strict=True):
+            for target, source in zip(state_tensors(module), self.views(flat).values(), strict=True):
                 target.copy_(source)
 
 
-class Pieces(list[Tensor]):
-    """A flat vector cut into its tensors, each flat; who wants it in one piece again finds it in `vector`."""
+class SplitVector(list[Tensor]):
+    """A flat vector split into its tensors, each flat; the whole vector remains available as `vector`."""
 
     def __init__(self, vector: Tensor, sizes: Sequence[int]) -> None:
         super().__init__(vector.split([*sizes]))
         self.vector = vector
 
 
-class Named(Mapping[str, Tensor]):
-    """The tensors of one flat vector by name. Views are made when somebody looks: a tape, on a thread of its own."""
+class NamedTensors(Mapping[str, Tensor]):
+    """The tensors of one flat vector by name. The views are created on first access, which may be on a tape's
+    thread.
+    """
 
     __slots__ = ("_views", "flat", "layout")
 
-    def __init__(self, layout: Layout, flat: Tensor) -> None:
+    def __init__(self, layout: StateLayout, flat: Tensor) -> None:
         self.layout, self.flat = layout, flat
         self._views: Mapping[str, Tensor] | None = None
 
@@ -92,5 +98,6 @@ class Named(Mapping[str, Tensor]):
         return len(self.views)
 
 
-def tensors(module: nn.Module) -> list[Tensor]:
+def state_tensors(module: nn.Module) -> list[Tensor]:
+    """Return the module's parameters and buffers."""
     return [*module.parameters(), *module.buffers()]

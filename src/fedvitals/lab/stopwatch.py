@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the server's real time goes in a round: all of it belongs to some part, so that nothing is left over."""
+"""The server's real time in a round, attributed completely to parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedvitals.protocols import Observer
 
 
 class Stopwatch:
-    """Laps: what has passed since the last one is put down to a part of `fedvitals.time_parts`."""
+    """Attributes the time since the last lap to a part of `fedvitals.time_parts`."""
 
     def __init__(self) -> None:
         self.start()
@@ -23,6 +23,7 @@ class Stopwatch:
         self._parts[part] = self._parts.get(part, 0.0) + now - self._at
         self._at = now
 
-    def tell(self, observer: Observer) -> None:
+    def report(self, observer: Observer) -> None:
+        """Report the seconds of each part to the observer."""
         for part, seconds in self._parts.items():
             observer.spent(part, seconds)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random streams that depend on what they are for, and on nothing else.
+"""Random streams that depend on their purpose only.
 
-Whatever the number of processes, the order of clients or the round in which a run was resumed: the stream of
-(seed, purpose, round, node) is the same. So nothing has to be saved of them, either.
+The stream of (seed, purpose, round, node) is the same for any number of processes, order of clients or round of
+resumption, so no generator state needs to be saved.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ import numpy as np
 import torch
 
 
-def number(seed: int, purpose: str, *coordinates: object) -> int:
-    """63 bits of a hash of the coordinates, such as (7, "batches", round, node)."""
+def stream_seed(seed: int, purpose: str, *coordinates: object) -> int:
+    """Return 63 bits of a hash of the coordinates, such as (7, "batches", round, node)."""
     text = "/".join(map(str, (seed, purpose, *coordinates))).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 def stream(seed: int, purpose: str, *coordinates: object) -> torch.Generator:
-    """A torch generator of its own for these coordinates."""
-    return torch.Generator().manual_seed(number(seed, purpose, *coordinates))
+    """Return a torch generator for these coordinates."""
+    return torch.Generator().manual_seed(stream_seed(seed, purpose, *coordinates))
 
 
 @contextlib.contextmanager
-def drawn(seed: int, purpose: str, *coordinates: object) -> Iterator[None]:
-    """torch's own generator begins anew for these coordinates, and is put back: for layers that draw, as dropout."""
+def seeded_torch(seed: int, purpose: str, *coordinates: object) -> Iterator[None]:
+    """Seed torch's global generator for these coordinates inside the block, for layers that draw, such as dropout."""
     before = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(number(seed, purpose, *coordinates))  # torch.manual_seed would touch devices
+    torch.default_generator.manual_seed(
+        stream_seed(seed, purpose, *coordinates)
+    )  # torch.manual_seed would touch devices
     try:
         yield
     finally:
@@ -38,5 +40,5 @@ def drawn(seed: int, purpose: str, *coordinates: object) -> Iterator[None]:
 
 
 def numpy_stream(seed: int, purpose: str, *coordinates: object) -> np.random.Generator:
-    """The same for numpy."""
-    return np.random.default_rng(number(seed, purpose, *coordinates))
+    """Return a numpy generator for these coordinates."""
+    return np.random.default_rng(stream_seed(seed, purpose, *coordinates))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experiments as TOML and back. What is unknown, of a wrong type or impossible is refused, with the valid choices."""
+"""Read and write experiments as TOML. Anything unknown, mistyped or impossible is refused, with the valid choices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedvitals.errors import ConfigError, MissingExtraError, unknown
 
 
 def parse(text: str) -> dict[str, Any]:
-    """The table of a TOML text."""
+    """Return the table of a TOML text, or raise ConfigError."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -22,8 +22,8 @@ def parse(text: str) -> dict[str, Any]:
         ) from error
 
 
-def change(table: dict[str, Any], name: str, value: Any) -> None:
-    """Set one key, by its dotted name. A kind that stands there as a word becomes a table first."""
+def set_key(table: dict[str, Any], name: str, value: Any) -> None:
+    """Set one key, by its dotted name. A kind given as a plain name becomes a table first."""
     *path, last = name.split(".")
     here = table
     for part in path:
@@ -35,26 +35,26 @@ def change(table: dict[str, Any], name: str, value: Any) -> None:
     here[last] = value
 
 
-def value_of(text: str) -> Any:
-    """What is meant by the right side of `--set name=text`: TOML where it is TOML, else a word."""
+def parse_value(text: str) -> Any:
+    """Return the value of the right side of `--set name=text`: TOML where it is valid TOML, else the text itself."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
 
 
-def described(field: str, table: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
-    """The description that a table with a `kind` stands for."""
+def decode_kind(field: str, table: Mapping[str, Any], kinds: Mapping[str, type]) -> Any:
+    """Return the description for a table with a `kind`."""
     if "kind" not in table:
         raise ConfigError(f"'{field}' needs a kind: {field} = {{kind = \"...\"}}. Known: {', '.join(sorted(kinds))}.")
     kind = str(table["kind"]).replace("-", "_")
     if kind not in kinds:
         raise ConfigError(unknown(f"kind of {field}", kind, kinds))
-    return typed(kinds[kind], {**table, "kind": kind}, f"{field} «{kind}»")
+    return decode(kinds[kind], {**table, "kind": kind}, f"{field} «{kind}»")
 
 
-def typed(cls: type, table: Mapping[str, Any], what: str) -> Any:
-    """A description from its table, every key known and every value of its type."""
+def decode(cls: type, table: Mapping[str, Any], what: str) -> Any:
+    """Return an object of the class from its table, with every key known and every value of its type."""
     known = [field.name for field in msgspec.structs.fields(cls)]
     for key in table:
         if key not in known and key != "kind":
@@ -67,13 +67,13 @@ def typed(cls: type, table: Mapping[str, Any], what: str) -> Any:
         raise ConfigError(f"The {what} cannot be read: {error}.") from error
 
 
-def checked(value: Any, what: str) -> Any:
-    """A description made in Python, with its types checked as if it came from TOML."""
-    return typed(type(value), msgspec.to_builtins(value), what) if isinstance(value, msgspec.Struct) else value
+def check_types(value: Any, what: str) -> Any:
+    """Return a description made in Python, with its types checked as if it came from TOML."""
+    return decode(type(value), msgspec.to_builtins(value), what) if isinstance(value, msgspec.Struct) else value
 
 
 def write(experiment: Any) -> str:
-    """The TOML of an experiment, without what is as by default."""
+    """Return the TOML of an experiment, without values that equal their defaults."""
     try:
         import tomli_w  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
@@ -99,7 +99,7 @@ def _plain(field: str, value: Any) -> Any:
 
 
 def _without_none(value: Any) -> Any:
-    """TOML has no word for nothing: what is absent is not written."""
+    """Remove None values, which TOML cannot express."""
     if isinstance(value, dict):
         return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
     return [_without_none(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fedvitals.diagnosis.gaps import gaps
-from fedvitals.diagnosis.live import Findings, LiveDetectors
+from fedvitals.diagnosis.live_detectors import Findings, LiveDetectors
 from fedvitals.monitor.losses import LostRecords
 from fedvitals.monitor.spine import Spine
 from fedvitals.protocols import Detector, History

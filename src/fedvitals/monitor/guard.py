@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from fedvitals.diagnosis.gaps import Failure
+from fedvitals.diagnosis.gaps import MonitorFailure
 from fedvitals.monitor.emission import Emission
 from fedvitals.monitor.run_context import RunContext
 from fedvitals.monitor.scopes import ClientThreads, Scopes
@@ -33,7 +33,7 @@ class Guard:
     ) -> None:
         self._context, self._threads, self._scopes, self._emission = context, threads, scopes, emission
         self.strict = strict
-        self.failures: list[Failure] = []
+        self.failures: list[MonitorFailure] = []
         self._reported: dict[Node | None, set[str]] = {}  # causes, by the node that they are about
         self._causes: set[str] = set()  # all of them
 
@@ -78,7 +78,7 @@ class Guard:
             return
         own.add(cause)
         self._causes.add(cause)
-        self.failures.append(Failure(doing, kind, place.round, place.node))
+        self.failures.append(MonitorFailure(doing, kind, place.round, place.node))
         event = Event(place, time.time(), "warning", "monitor.error", cause, data)
         # The log is a way out, too: the error may be of the client's own code, and quote its data.
         allowed = released(event, self._context.policy, stray=self._threads.may_be_client())

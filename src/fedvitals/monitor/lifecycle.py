@@ -20,7 +20,7 @@ import numpy as np
 import fedvitals
 from fedvitals.analysis.live import LiveProfile
 from fedvitals.diagnosis.issues.table import ISSUES
-from fedvitals.diagnosis.live import LiveDetectors
+from fedvitals.diagnosis.live_detectors import LiveDetectors
 from fedvitals.errors import ConfigError
 from fedvitals.monitor.emission import Writer
 from fedvitals.monitor.findings import RunFindings

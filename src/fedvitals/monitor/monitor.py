@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from fedvitals.diagnosis.corrections.policy import Policy, policy_of
-from fedvitals.diagnosis.examine import STANDARD, choose
-from fedvitals.diagnosis.live import Findings
+from fedvitals.diagnosis.corrections.policy import CorrectionPolicy, correction_policy_of
+from fedvitals.diagnosis.examine import STANDARD, choose_detectors
+from fedvitals.diagnosis.live_detectors import Findings
 from fedvitals.monitor.host import HostObserver
 from fedvitals.monitor.lifecycle import check_parts
 from fedvitals.monitor.monitored_run import MonitoredRun
@@ -58,7 +58,7 @@ class Monitor:
         probes: Any = "standard",
         detectors: str | Sequence[Detector | str] = STANDARD,
         false_alarms: float = 1.0,
-        cure: str | Mapping[str, str] | Policy = "suggest",
+        cure: str | Mapping[str, str] | CorrectionPolicy = "suggest",
         sinks: Sequence[RecordWriter] = (),
         privacy: int | None = None,
         cohort: int = LEAST_CLIENTS,
@@ -77,7 +77,9 @@ class Monitor:
     ) -> None:
         check_parts(sinks, capture, tape)
         policy = policy_for(host, privacy, cohort, tracebacks)
-        kit, chosen, corrections = instruments(probes, update_memory), choose(detectors, false_alarms), policy_of(cure)
+        kit = instruments(probes, update_memory)
+        chosen = choose_detectors(detectors, false_alarms)
+        corrections = correction_policy_of(cure)
         ours = {"probes": kit.preset.name, "detectors": len(chosen), "cure": corrections.described()}
         described = Run(
             id=id or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}",

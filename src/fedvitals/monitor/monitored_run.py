@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedvitals.diagnosis.corrections.correction_trials import Care
-from fedvitals.diagnosis.corrections.policy import Policy as CurePolicy
-from fedvitals.diagnosis.evidence.unusable_updates import Unusable
+from fedvitals.diagnosis.corrections.correction_trials import CorrectionTrials
+from fedvitals.diagnosis.corrections.policy import CorrectionPolicy
+from fedvitals.diagnosis.evidence.unusable_updates import UnusableUpdateCheck
 from fedvitals.diagnosis.history_cutoff import LOOK_BACK
 from fedvitals.monitor.arrivals import Arrivals
 from fedvitals.monitor.clients import Clients
@@ -46,7 +46,7 @@ class MonitoredRun:
         policy: PrivacyPolicy,
         kit: Kit,
         detectors: Sequence[Detector],
-        cure: CurePolicy,
+        cure: CorrectionPolicy,
         *,
         sinks: Sequence[Sink],
         tape: Any,
@@ -62,8 +62,8 @@ class MonitoredRun:
         self.kit, self.cure, self.chosen_privacy = kit, cure, chosen_privacy
         self.lost = LostRecords(spine, store)
         memory = MemoryStore(rounds=LOOK_BACK)
-        self.care = Care(run.id, cure, spine.emission.emit, functools.partial(memory.history, run.id))
-        self.findings = RunFindings(spine, memory, detectors, self.lost, self.care.hear)
+        self.care = CorrectionTrials(run.id, cure, spine.emission.emit, functools.partial(memory.history, run.id))
+        self.findings = RunFindings(spine, memory, detectors, self.lost, self.care.add_finding)
         self.tape = RunTape(tape, store, spine)
         self.outputs = Outputs(store, sinks, spine, self.findings, self.tape, profile=profile, again=again)
         sampler = machine_sampler(spine) if machine else None
@@ -73,7 +73,7 @@ class MonitoredRun:
         self.rounds = Rounds(spine, self.lost, kit, self.arrivals, self.ledger, policy.cohort)
         joining = (kit.updates.add, self.rounds.joined)
         self.clients = Clients(spine, self.tape.loop, lambda: kit, *joining, profile=profile, capture=capture)
-        self.unusable = Unusable()
+        self.unusable = UnusableUpdateCheck()
         self._before_close: list[Callable[[], None]] = []
         self._asked = self._closed = False
         self._lock = threading.Lock()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Empty figures in the house style, what is drawn on most of them, and one that says that there is nothing to draw.
+"""Empty figures in the house style, the elements most of them share, and a figure that says there is nothing to draw.
 
 Figures are objects: nothing of pyplot's global state is read or left behind, and no backend is chosen.
 """
@@ -38,7 +38,9 @@ STYLE: dict[str, Any] = {
 
 
 def drawn(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, inside the house style whatever the user's own is; without matplotlib, an error that names it."""
+    """Run the function in the house style, whatever the user's own style is. Without matplotlib, raise
+    MissingExtraError.
+    """
 
     @functools.wraps(function)
     def inside(*arguments: P.args, **settings: P.kwargs) -> R:
@@ -49,7 +51,7 @@ def drawn(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def in_style() -> Any:
-    """A context in which matplotlib's settings are its own defaults and ours."""
+    """Return a context in which matplotlib has its own defaults and our settings."""
     try:
         from matplotlib import style  # noqa: PLC0415 - an extra, and slow to load
     except ModuleNotFoundError as error:
@@ -60,7 +62,7 @@ def in_style() -> Any:
 def sheet(
     rows: int = 1, height: float = 2.3, columns: int = 1, *, share_x: bool = False, heights: Sequence[float] = ()
 ) -> tuple[Figure, Any]:
-    """A figure and its axes, [rows, columns]; `height` is that of one row, in inches, unless `heights` are given."""
+    """Return a figure and its axes, [rows, columns]. `height`: of one row, in inches, unless `heights` are set."""
     from fedvitals.plot.notebook import NotebookFigure  # noqa: PLC0415 - needs matplotlib
 
     tall = list(heights) or [height] * rows
@@ -74,20 +76,20 @@ def sheet(
 
 
 def dress(axes: Any) -> None:
-    """Ticks are made when they are drawn, maybe in a notebook of another style: so they are told here."""
+    """Set the style of the ticks now, since they may be drawn later in a notebook of another style."""
     axes.tick_params(which="both", colors=INK, labelsize=SMALL, width=0.5, length=3)
     axes.tick_params(which="minor", length=0)
 
 
 def head(axes: Any, title: str, note: str = "") -> None:
-    """A title, and beside it in grey what one has to know to read the picture."""
+    """Write a title, and beside it in grey what is needed to read the picture."""
     axes.set_title(title, loc="left", fontsize=SMALL, color=INK, pad=7)
     if note:
         axes.set_title(note, loc="right", fontsize=SMALL, color=HAIRLINE, pad=7)
 
 
 def round_axis(axes: Any, rounds: Iterable[int], *, label: bool = True) -> None:
-    """Whole rounds only, from the first to the last."""
+    """Show whole rounds only, from the first to the last."""
     from matplotlib.ticker import MaxNLocator  # noqa: PLC0415 - an extra
 
     known = list(rounds)
@@ -99,7 +101,7 @@ def round_axis(axes: Any, rounds: Iterable[int], *, label: bool = True) -> None:
 
 
 def value_axis(axes: Any, unit: str, which: str = "y") -> None:
-    """Ticks with the unit's own prefixes: 250 ms, 1.5 MB, 80 %."""
+    """Show ticks with the unit's own prefixes: 250 ms, 1.5 MB, 80 %."""
     formats: dict[str, Callable[[float], str]] = {
         "seconds": lambda value: "0" if value == 0 else f"−{seconds(-value)}" if value < 0 else seconds(value),
         "bytes": lambda value: "0" if value == 0 else size(value).replace("-", "−"),
@@ -111,7 +113,7 @@ def value_axis(axes: Any, unit: str, which: str = "y") -> None:
 
 
 def flags(axes: Any, cases: Sequence[Case], *, named: bool = False) -> None:
-    """The findings on the round axis: a hairline where each was found first, with its severity's shape on top."""
+    """Mark findings on the round axis: a hairline where each began, with the shape of its severity on top."""
     from matplotlib.transforms import blended_transform_factory  # noqa: PLC0415 - an extra
 
     across = blended_transform_factory(axes.transData, axes.transAxes)
@@ -133,7 +135,7 @@ def flags(axes: Any, cases: Sequence[Case], *, named: bool = False) -> None:
 
 
 def nothing(what: str, why: str = "") -> Figure:
-    """A small figure that says what is missing, and what it would need."""
+    """Return a small figure that says what is missing and what would provide it."""
     figure, grid = sheet(1, 1.1)
     axes = grid[0, 0]
     axes.set_axis_off()
@@ -143,13 +145,13 @@ def nothing(what: str, why: str = "") -> Figure:
 
 
 def empty(axes: Any, text: str) -> None:
-    """The same for one panel of several."""
+    """Write the same into one panel of several."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=HAIRLINE)
     axes.set_yticks([])
 
 
 def line(axes: Any, rounds: Sequence[int], values: Sequence[float | None], colour: str, **how: Any) -> None:
-    """A course: a gap where nothing was measured, and a dot where one value stands alone."""
+    """Draw a series, with a gap where nothing was measured and a dot where a value stands alone."""
     heights = numbers(values)
     axes.plot(rounds, heights, color=colour, **{"linewidth": 1.4, **how})
     there = np.concatenate([[False], np.isfinite(heights), [False]])
@@ -159,4 +161,5 @@ def line(axes: Any, rounds: Sequence[int], values: Sequence[float | None], colou
 
 
 def numbers(values: Sequence[float | None]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return values as an array, NaN for None."""
     return np.array([np.nan if value is None else value for value in values], dtype=float)

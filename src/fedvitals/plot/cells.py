@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cells of a heat map: one picture of raw pixels, so that 10⁴ of them weigh a few kilobytes, under names and a scale.
+"""Cells of a heat map, drawn as one image so that 10⁴ of them take a few kilobytes, with names and a colour scale.
 
 Not there is hatched grey, failed has a cross, what is not finite is black with a mark.
 """
@@ -31,7 +31,7 @@ MOST_INCHES = 9.0
 
 
 def arrays(of: Grid) -> tuple[Floats, NDArray[np.uint8]]:
-    """A grid's values (NaN where there is none) and states, [rows, columns]."""
+    """Return a grid's values (NaN where there is none) and states, [rows, columns]."""
     shape = (len(of.rows), len(of.columns))
     values = np.frombuffer(base64.b64decode(of.values), "<f4").reshape(shape).astype(float)
     state = np.frombuffer(base64.b64decode(of.state), np.uint8).reshape(shape)
@@ -39,7 +39,7 @@ def arrays(of: Grid) -> tuple[Floats, NDArray[np.uint8]]:
 
 
 class Shades:
-    """From values to colours: cividis for magnitudes, a map with a middle for what has a sign."""
+    """Maps values to colours: cividis for magnitudes, a diverging map for signed values."""
 
     def __init__(self, low: float, high: float, *, log: bool = False, signed: bool = False) -> None:
         from matplotlib import colormaps  # noqa: PLC0415 - an extra
@@ -55,7 +55,7 @@ class Shades:
         self.colours = LinearSegmentedColormap.from_list("signed", SIGNED) if signed else colormaps["cividis"]
 
     def of(self, values: Floats) -> Floats:
-        """Colours [..., 4]; a 0 on a log scale has the lowest."""
+        """Return colours [..., 4]; 0 on a log scale has the lowest."""
         with np.errstate(divide="ignore", invalid="ignore"):
             heights = np.log10(values) if self.log else values
             share = np.clip((heights - self.low) / (self.high - self.low), 0, 1)
@@ -72,7 +72,7 @@ def _log_end(exponent: float) -> str:
 
 
 def shades_of(of: Grid, *, log: bool | None = None, signed: bool = False) -> Shades:
-    """The scale of a grid: from its 2nd to its 98th percentile, a log one where two orders of magnitude lie between."""
+    """Return the colour scale of a grid, from its 2nd to its 98th percentile; log if these are 100 times apart."""
     values, _ = arrays(of)
     finite = values[np.isfinite(values)]
     low, high = (0.0, 1.0) if of.low is None or of.high is None else (of.low, of.high)
@@ -86,7 +86,7 @@ def shades_of(of: Grid, *, log: bool | None = None, signed: bool = False) -> Sha
 
 
 def draw_cells(axes: Any, of: Grid, shades: Shades) -> None:
-    """The grid on these axes, its first row on top."""
+    """Draw the grid on these axes, its first row on top."""
     values, state = arrays(of)
     colours = shades.of(values)
     colours[state == grid.ABSENT] = (0, 0, 0, 0)
@@ -108,7 +108,7 @@ def draw_cells(axes: Any, of: Grid, shades: Shades) -> None:
 
 
 def _marks(axes: Any, of: Grid, state: NDArray[np.uint8]) -> None:
-    middles = [(one + two) / 2 for one, two in zip(of.columns, of.last, strict=True)]
+    middles = [(first + last) / 2 for first, last in zip(of.columns, of.last, strict=True)]
     odd = {(grid.FAILED,): ("x", INK), (grid.NAN, grid.PLUS, grid.MINUS): ("x", "#ffffff")}
     for kinds, (shape, colour) in odd.items():
         cells = np.argwhere(np.isin(state, kinds))[:MARKS]
@@ -124,7 +124,7 @@ def _rgba(colour: str) -> tuple[float, ...]:
 
 
 def cell_sheet(rows: int, title: str, note: str = "") -> tuple[Figure, Any, Any]:
-    """A figure for that many rows: itself, the axes for the cells, and those above them for title and scale."""
+    """Return a figure for that many rows, the axes for the cells, and those above them for title and scale."""
     tall = min(MOST_INCHES, max(0.9, 0.6 + rows * (0.16 if rows <= NAMED else 0.07)))
     figure, axes = sheet(2, heights=(0.3, tall))
     top, cells = axes[0, 0], axes[1, 0]
@@ -137,7 +137,7 @@ def cell_sheet(rows: int, title: str, note: str = "") -> tuple[Figure, Any, Any]
 
 
 def colour_scale(top: Any, shades: Shades, unit: str) -> None:
-    """A strip above the cells, with what its ends are worth."""
+    """Draw the colour scale above the cells, with the values of its ends."""
     left, right = 0.52, 0.68
     ramp = np.linspace(shades.low, shades.high, STEPS)
     colours = shades.of(10**ramp if shades.log else ramp)[None]

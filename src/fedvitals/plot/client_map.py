@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients × rounds as a heat map of one vital sign, whoever is in trouble first."""
+"""A heat map of one vital sign, clients × rounds, with the clients in trouble first."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIGNED = ("update.cosine_mean", "update.cosine_previous")
 def clients(
     run: Which, sign: str | None = None, *, sort: Sort = "worst", rows: int = ROWS, store: Target = None
 ) -> Figure:
-    """One sign of all clients in all rounds. Sorted by «worst», «value» or «name»; without a sign, the best told."""
+    """Draw one sign of all clients in all rounds, sorted by «worst», «value» or «name»."""
     if sort not in ("worst", "value", "name"):
         raise ConfigError(f"Clients are sorted by 'worst', 'value' or 'name', got '{sort}'.")
     with opened(run, store) as (reader, chosen):

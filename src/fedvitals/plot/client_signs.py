@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One client against its cohort: broken, or only different?"""
+"""One client's vital signs against those of its cohort."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ SIGNS = (
 
 @drawn
 def client(run: Which, node: AnyName, *, store: Target = None) -> Figure:
-    """A client's signs as lines over the band of all clients', with the findings about it on the axis."""
+    """Draw a client's signs as lines over the band of all clients, with the findings about it on the axis."""
     name = node_name(node)
     with opened(run, store) as (reader, chosen):
         check_client(reader, chosen, name)
         known = set(queries.metric_names(reader, chosen))
-        found = metric_matrices(reader, chosen, [sign for sign in SIGNS if sign in known])
+        matrices = metric_matrices(reader, chosen, [sign for sign in SIGNS if sign in known])
         cases = [case for case in cases_of(reader, chosen) if concerns(case, name)]
         rounds = reader.history(chosen).rounds()
-    shown = {sign: matrix for sign, matrix in found.items() if name in matrix.nodes}
+    shown = {sign: matrix for sign, matrix in matrices.items() if name in matrix.nodes}
     if not shown:
         return nothing(f"{words(name)} told none of the usual signs.")
     lines = -(-len(shown) // 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One vital sign of all clients over the rounds: the cohort as a band, those under suspicion as lines on top."""
+"""One vital sign of all clients over the rounds: the cohort as a band, suspects as lines on top."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FEW = 3  # clients, from which on they make a band and have a middle
 
 @drawn
 def cohort(run: Which, sign: str = "loss", *, nodes: Sequence[AnyName] | None = None, store: Target = None) -> Figure:
-    """A sign's spread over the clients in each round, with those that findings name (or `nodes`) on top."""
+    """Draw a sign's spread over the clients in each round, with the clients that findings name (or `nodes`) on top."""
     with opened(run, store) as (reader, chosen):
         check_sign(reader, chosen, sign)
         matrix, cases = metric_matrix(reader, chosen, sign), cases_of(reader, chosen)
@@ -48,12 +48,14 @@ def cohort(run: Which, sign: str = "loss", *, nodes: Sequence[AnyName] | None = 
 
 
 def draw_cohort(axes: Any, sign: str, matrix: Matrix, named: Sequence[str]) -> None:
-    """The band and the lines of those that are named, their names at their ends."""
-    found = band(sign, matrix, POINTS)
+    """Draw the band and the lines of the named clients, with their names at the ends."""
+    cohort_band = band(sign, matrix, POINTS)
     shown = [(node, *matrix[node]) for node in named]
-    seen = np.concatenate([numbers(found.min), numbers(found.max), *(np.array(v, float) for _, _, v in shown)])
+    seen = np.concatenate(
+        [numbers(cohort_band.min), numbers(cohort_band.max), *(np.array(v, float) for _, _, v in shown)]
+    )
     height = Height("log" if _is_wide(seen) else "linear", seen)
-    draw_band(axes, found, height)
+    draw_band(axes, cohort_band, height)
     ends = []
     for place, (node, rounds, values) in enumerate(shown):
         colour = COLOURS[(place + 1) % len(COLOURS)]  # the first is the cohort's own
@@ -67,42 +69,45 @@ def draw_cohort(axes: Any, sign: str, matrix: Matrix, named: Sequence[str]) -> N
             ends.append((words(node, 16), colour, float(rounds[finite[-1]]), float(heights[finite[-1]])))
     height.dress(axes)
     if height.scale == "linear":
-        value_axis(axes, found.unit)
-    axes.set_ylabel(f"{words(sign, 30)}{axis_unit(found.unit) if height.scale == 'log' else ''}", labelpad=2)
+        value_axis(axes, cohort_band.unit)
+    axes.set_ylabel(f"{words(sign, 30)}{axis_unit(cohort_band.unit) if height.scale == 'log' else ''}", labelpad=2)
     label_ends(axes, ends)
 
 
-def draw_band(axes: Any, found: Band, height: Height, colour: str = BLUE, *, clients: int = 0) -> None:
-    """Minimum to maximum, 5 % to 95 %, and the median; where only one or two clients told, faint points instead."""
+def draw_band(axes: Any, cohort_band: Band, height: Height, colour: str = BLUE, *, clients: int = 0) -> None:
+    """Draw minimum to maximum, 5 % to 95 %, and the median; faint points where only one or two clients reported."""
     low, p5, median, p95, high = (
-        height.of(numbers(values)) for values in (found.min, found.p5, found.median, found.p95, found.max)
+        height.of(numbers(values))
+        for values in (cohort_band.min, cohort_band.p5, cohort_band.median, cohort_band.p95, cohort_band.max)
     )
-    few = told_by_few(found, clients)
+    few = told_by_few(cohort_band, clients)
     for bottom, top, alpha in ((low, high, 0.12), (p5, p95, 0.22)):
         own = np.where(few, np.nan, bottom)
-        axes.fill_between(found.rounds, own, top, color=colour, alpha=alpha, linewidth=0)
+        axes.fill_between(cohort_band.rounds, own, top, color=colour, alpha=alpha, linewidth=0)
         alone = _alone(own)  # a band of one round has no width
-        axes.vlines(np.asarray(found.rounds)[alone], own[alone], top[alone], colour, alpha=alpha, linewidth=3)
-    line(axes, found.rounds, np.where(few, np.nan, median).tolist(), colour, linewidth=1.0)
+        axes.vlines(np.asarray(cohort_band.rounds)[alone], own[alone], top[alone], colour, alpha=alpha, linewidth=3)
+    line(axes, cohort_band.rounds, np.where(few, np.nan, median).tolist(), colour, linewidth=1.0)
     if few.any():  # leads the eye from one to the next, and says that nothing is known between them
         kept = np.isfinite(median) & (~few | few.all())
-        axes.plot(np.asarray(found.rounds)[kept], median[kept], ":", color=colour, linewidth=0.7, alpha=0.6)
+        axes.plot(np.asarray(cohort_band.rounds)[kept], median[kept], ":", color=colour, linewidth=0.7, alpha=0.6)
     for ends in (low, high):  # of two clients, both
-        axes.plot(np.asarray(found.rounds)[few], ends[few], "o", color=colour, alpha=0.45, markersize=3, mfc="none")
-    odd = [r for r, count in zip(found.rounds, found.clients, strict=True) if not count]
+        axes.plot(
+            np.asarray(cohort_band.rounds)[few], ends[few], "o", color=colour, alpha=0.45, markersize=3, mfc="none"
+        )
+    odd = [r for r, count in zip(cohort_band.rounds, cohort_band.clients, strict=True) if not count]
     if odd:
         axes.plot(odd, [axes.get_ylim()[0]] * len(odd), "x", color=HAIRLINE, markersize=4)
 
 
-def told_by_few(found: Band, clients: int = 0) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Where too few clients told to speak of a cohort; nowhere, if there are no more (of `clients`, or ever)."""
-    counts = np.asarray(found.clients, np.int64)
+def told_by_few(cohort_band: Band, clients: int = 0) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Return where too few clients reported to speak of a cohort; nowhere, if the run has no more clients."""
+    counts = np.asarray(cohort_band.clients, np.int64)
     return np.asarray((counts > 0) & (counts < FEW) & (counts.max(initial=clients) >= FEW))
 
 
-def told_by(found: Band, clients: int) -> str:
-    """How many clients told in a round: «1 to 10 of 20 clients a round»."""
-    counts = [count for count in found.clients if count]
+def told_by(cohort_band: Band, clients: int) -> str:
+    """Return how many clients reported in a round, as text: «1 to 10 of 20 clients a round»."""
+    counts = [count for count in cohort_band.clients if count]
     if not counts:
         return f"none of {clients} clients"
     many = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(counts[0])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs on one axis: how well they learn, how large their gradients get, how long their rounds take, where they part."""
+"""Several runs on one axis: accuracy and loss, gradient scale, length of rounds, and where they diverge."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST = 6  # runs on one axis; more would be spaghetti
-ROOM = 36  # characters over a panel of half the width
+TITLE_CHARACTERS = 36  # characters over a panel of half the width
 
 
 @drawn
 def compare(runs: Sequence[Which], *, store: Target = None) -> Figure:
-    """Two to six runs overlaid; those that differ by their seed only are one line, with a band over the repeats."""
+    """Overlay two to six runs. Runs that differ only by their seed are one line, with a band over the repeats."""
     if isinstance(runs, str) or len(runs) < 2:
         raise ConfigError("compare() needs a list of at least two runs: fv.plot.compare(['before', 'after']).")
-    found: dict[str, Figures] = {}
+    figures: dict[str, Figures] = {}
     for run in runs:
         with opened(run, store) as (reader, chosen):
-            if chosen not in found:
-                found[chosen] = figures_of(reader, chosen)
-    groups = grouped([one.run for one in found.values()])
+            if chosen not in figures:
+                figures[chosen] = figures_of(reader, chosen)
+    groups = grouped([run_figures.run for run_figures in figures.values()])
     if len(groups) < 2:
         raise ConfigError(f"A comparison needs two runs, got {len(groups)}. Name others: `fedvitals runs`.")
-    return draw_comparison(compare_page([[found[run.id] for run in group] for group in groups]))
+    return draw_comparison(compare_page([[figures[run.id] for run in group] for group in groups]))
 
 
 @drawn
@@ -48,12 +48,12 @@ def draw_comparison(page: ComparePage) -> Figure:
     if not page.pictures:
         return nothing("Nothing that could be compared was measured in these runs.")
     figure, grid = sheet(-(-len(page.pictures) // 2), 2.1, 2)
-    rounds = [number for picture in page.pictures for one in picture.lines for number in one.rounds]
+    rounds = [number for picture in page.pictures for curve in picture.lines for number in curve.rounds]
     part = page.partings[0].noise if len(page.partings) == 1 else None
     names = {side.letter: f"{side.letter} {words(side.name, 12)}" for side in page.sides}
     for place, (axes, picture) in enumerate(zip(grid.flat, page.pictures, strict=False)):
         _draw(axes, picture, names)
-        head(axes, picture.title, picture.note if len(picture.title) + len(picture.note) < ROOM else "")
+        head(axes, picture.title, picture.note if len(picture.title) + len(picture.note) < TITLE_CHARACTERS else "")
         if part is not None:
             axes.axvline(part, color=HAIRLINE, linewidth=0.8, linestyle=(0, (1, 2)))
             if place == 0:
@@ -68,20 +68,20 @@ def draw_comparison(page: ComparePage) -> Figure:
 
 
 def _draw(axes: Any, picture: Picture, names: dict[str, str]) -> None:
-    seen = [numbers(values) for one in picture.lines for values in (one.low, one.high)]
+    seen = [numbers(values) for curve in picture.lines for values in (curve.low, curve.high)]
     height = Height("linear" if picture.scale == "linear" else "log", np.concatenate([*seen, np.zeros(0)]))
     ends = []
-    for one in picture.lines:
-        place = list(names).index(one.letter)
+    for curve in picture.lines:
+        place = list(names).index(curve.letter)
         colour = COLOURS[place % len(COLOURS)]
-        heights = height.of(numbers(one.values))
-        if one.low != one.values or one.high != one.values:
-            low, high = height.of(numbers(one.low)), height.of(numbers(one.high))
-            axes.fill_between(one.rounds, low, high, color=colour, alpha=0.18, linewidth=0)
-        line(axes, one.rounds, heights.tolist(), colour)
+        heights = height.of(numbers(curve.values))
+        if curve.low != curve.values or curve.high != curve.values:
+            low, high = height.of(numbers(curve.low)), height.of(numbers(curve.high))
+            axes.fill_between(curve.rounds, low, high, color=colour, alpha=0.18, linewidth=0)
+        line(axes, curve.rounds, heights.tolist(), colour)
         finite = np.flatnonzero(np.isfinite(heights))
         if finite.size:
-            ends.append((names[one.letter], colour, float(one.rounds[finite[-1]]), float(heights[finite[-1]])))
+            ends.append((names[curve.letter], colour, float(curve.rounds[finite[-1]]), float(heights[finite[-1]])))
     height.dress(axes)
     if height.scale == "linear":
         value_axis(axes, "share" if picture.name == "accuracy" else picture.unit)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers behind a finding: its suspects over their peers, the limit where one is known, and how sure it got."""
+"""The numbers behind a finding: its suspects over their peers, the limit where one is known, and the confidence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ POINTS = 240
 
 @drawn
 def finding(run: Which, key: str | Case | None = None, *, store: Target = None) -> Figure:
-    """The evidence of the worst case, or of that with a key (as in the dashboard's addresses)."""
+    """Draw the evidence of the worst case, or of the case with this key (as in the dashboard's addresses)."""
     with opened(run, store) as (reader, chosen):
         if key is None:
             found_cases = cases_of(reader, chosen)
@@ -34,39 +34,39 @@ def finding(run: Which, key: str | Case | None = None, *, store: Target = None) 
                 return nothing("Nothing was found in this run.", "`fedvitals check RUN` lets the detectors look again.")
             key = found_cases[0]
         case = case_of(reader, chosen, key) if isinstance(key, str) else key
-        found = evidence_of(reader, chosen, case, POINTS)
+        evidence = evidence_of(reader, chosen, case, POINTS)
         rounds = reader.history(chosen).rounds()
-    return draw_evidence(found, case, rounds)
+    return draw_evidence(evidence, case, rounds)
 
 
 @drawn
-def draw_evidence(found: Evidence, case: Case, rounds: Sequence[int]) -> Figure:
-    if not found.plots:
+def draw_evidence(evidence: Evidence, case: Case, rounds: Sequence[int]) -> Figure:
+    if not evidence.plots:
         return nothing(f"{case.issue}: nothing that was kept shows it over the rounds.", "Its own numbers tell.")
-    figure, grid = sheet(len(found.plots), 1.5, share_x=True)
-    for place, (axes, plot) in enumerate(zip(grid[:, 0], found.plots, strict=True)):
+    figure, grid = sheet(len(evidence.plots), 1.5, share_x=True)
+    for place, (axes, plot) in enumerate(zip(grid[:, 0], evidence.plots, strict=True)):
         _draw(axes, plot)
-        _seen(axes, found, case)
+        _seen(axes, evidence, case)
         head(axes, words(plot.title, 70), words(plot.why, 50))
-        round_axis(axes, rounds, label=place == len(found.plots) - 1)
+        round_axis(axes, rounds, label=place == len(evidence.plots) - 1)
     return figure
 
 
 def _draw(axes: Any, plot: Plot) -> None:
     spread = [] if plot.band is None else [numbers(plot.band.min), numbers(plot.band.max)]
-    courses = [numbers(values) for one in plot.lines for values in (one.low, one.high)]
+    courses = [numbers(values) for curve in plot.lines for values in (curve.low, curve.high)]
     limit = [] if plot.threshold is None else [np.array([plot.threshold.value])]
     height = Height("linear" if plot.scale == "linear" else "log", np.concatenate([*spread, *courses, *limit]))
     if plot.band is not None:
         draw_band(axes, plot.band, height)
     ends = []
-    for place, one in enumerate(plot.lines):
+    for place, curve in enumerate(plot.lines):
         colour = COLOURS[(place + 1) % len(COLOURS)]
-        heights = height.of(numbers(one.values))
-        line(axes, one.rounds, heights.tolist(), colour)
+        heights = height.of(numbers(curve.values))
+        line(axes, curve.rounds, heights.tolist(), colour)
         finite = np.flatnonzero(np.isfinite(heights))
         if finite.size:
-            ends.append((words(one.of, 18), colour, float(one.rounds[finite[-1]]), float(heights[finite[-1]])))
+            ends.append((words(curve.of, 18), colour, float(curve.rounds[finite[-1]]), float(heights[finite[-1]])))
     height.dress(axes)
     if plot.threshold is not None:
         at = float(height.of(np.array([plot.threshold.value]))[0])
@@ -82,12 +82,12 @@ def _draw(axes: Any, plot: Plot) -> None:
     label_ends(axes, ends)
 
 
-def _seen(axes: Any, found: Evidence, case: Case) -> None:
+def _seen(axes: Any, evidence: Evidence, case: Case) -> None:
     """The rounds in which it was found, as marks on the axis; the stretch since it began, shaded."""
     colour, shape = SEVERITY.get(case.severity, SEVERITY["note"])
-    if found.since is not None and found.seen:
-        axes.axvspan(found.since - 0.5, max(found.seen) + 0.5, color=colour, alpha=0.07, linewidth=0, zorder=0)
+    if evidence.since is not None and evidence.seen:
+        axes.axvspan(evidence.since - 0.5, max(evidence.seen) + 0.5, color=colour, alpha=0.07, linewidth=0, zorder=0)
     axes.plot(
-        found.seen, [1.0] * len(found.seen), shape, color=colour, markersize=3, clip_on=False,
+        evidence.seen, [1.0] * len(evidence.seen), shape, color=colour, markersize=3, clip_on=False,
         transform=axes.get_xaxis_transform(),
     )  # fmt: skip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient through the depth of the model, round by round, and each layer's average over the rounds.
+"""The gradient through the layers of the model, by round, and each layer's average over the rounds.
 
 The paper (Bogacka et al. 2024) does not say whether its «average gradient per layer» is signed: both are shown.
 """
@@ -28,7 +28,7 @@ MOST_LINES = 8
 
 @drawn
 def gradient_flow(run: Which, *, store: Target = None) -> Figure:
-    """Size of the gradient from the first layer to the last, one line a round; below, averages as in the paper."""
+    """Draw the size of the gradient from the first layer to the last, one line a round, and the paper's averages."""
     with opened(run, store) as (reader, chosen):
         page = layers_page(reader, chosen, family="gradient", statistic="rms")
     return draw_flow(page)
@@ -46,8 +46,8 @@ def draw_flow(page: LayersPage) -> Figure:
     head(axes, "gradient through the depth, root mean square", f"light: early rounds, dark: late; {what}")
     for place, (axes, title, of) in enumerate(
         (
-            (figure.axes[1], "average gradient, signed mean", lambda one: one.mean),
-            (figure.axes[2], "average gradient, mean magnitude", lambda one: one.magnitude),
+            (figure.axes[1], "average gradient, signed mean", lambda average: average.mean),
+            (figure.axes[2], "average gradient, mean magnitude", lambda average: average.magnitude),
         )
     ):
         _averages(axes, page.averages, of, "log" if place else "linear")
@@ -77,17 +77,17 @@ def _depth(axes: Any, profile: DepthProfile) -> None:
     def shades(share: float) -> str:
         return str(to_hex(colormaps["cividis_r"](share)))
 
-    height = Height("log", np.concatenate([numbers(one.values) for one in profile.lines]))
+    height = Height("log", np.concatenate([numbers(curve.values) for curve in profile.lines]))
     across = range(len(profile.layers))
     last = max(1, len(profile.lines) - 1)
-    for place, one in enumerate(profile.lines):
-        line(axes, across, height.of(numbers(one.values)).tolist(), shades(0.1 + 0.9 * place / last), linewidth=1.1)
+    for place, curve in enumerate(profile.lines):
+        line(axes, across, height.of(numbers(curve.values)).tolist(), shades(0.1 + 0.9 * place / last), linewidth=1.1)
     height.dress(axes)
     ends = []
-    for one, share in ((profile.lines[0], 0.1), (profile.lines[-1], 1.0)):
-        heights = height.of(numbers(one.values))
+    for curve, share in ((profile.lines[0], 0.1), (profile.lines[-1], 1.0)):
+        heights = height.of(numbers(curve.values))
         if np.isfinite(heights[-1]):
-            ends.append((f"round {one.round}", shades(share), float(across[-1]), float(heights[-1])))
+            ends.append((f"round {curve.round}", shades(share), float(across[-1]), float(heights[-1])))
     label_ends(axes, ends if len(profile.lines) > 1 else ends[:1])
     step = -(-len(profile.layers) // NAMED)
     names = [words(name, 16) for name in profile.layers[::step]]
@@ -96,23 +96,23 @@ def _depth(axes: Any, profile: DepthProfile) -> None:
     axes.tick_params(axis="x", labelsize=SMALL, labelrotation=30 if many else 0)
 
 
-def _averages(axes: Any, found: Averages | None, of: Callable[[Average], Numbers], scale: str) -> None:
-    if found is None:
+def _averages(axes: Any, averages: Averages | None, of: Callable[[Average], Numbers], scale: str) -> None:
+    if averages is None:
         empty(axes, "not measured")
         return
-    shown = found.layers[:MOST_LINES]
-    height = Height(scale, np.concatenate([numbers(of(one)) for one in shown]))
+    shown = averages.layers[:MOST_LINES]
+    height = Height(scale, np.concatenate([numbers(of(average)) for average in shown]))
     ends = []
-    for place, one in enumerate(shown):
+    for place, average in enumerate(shown):
         colour = COLOURS[place % len(COLOURS)]
-        heights = height.of(numbers(of(one)))
-        line(axes, found.rounds, heights.tolist(), colour, linestyle="solid" if place < len(COLOURS) else "dashed")
+        heights = height.of(numbers(of(average)))
+        line(axes, averages.rounds, heights.tolist(), colour, linestyle="solid" if place < len(COLOURS) else "dashed")
         finite = np.flatnonzero(np.isfinite(heights))
         if finite.size:
-            name = words(one.layer, 14)
-            ends.append((name, colour, float(found.rounds[finite[-1]]), float(heights[finite[-1]])))
+            name = words(average.layer, 14)
+            ends.append((name, colour, float(averages.rounds[finite[-1]]), float(heights[finite[-1]])))
     height.dress(axes)
     if scale == "linear":
         value_axis(axes, "1")
     label_ends(axes, ends)
-    round_axis(axes, found.rounds)
+    round_axis(axes, averages.rounds)

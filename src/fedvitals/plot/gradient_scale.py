@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient scale coefficient of one run or of several, on a log axis where 0 is a level of its own.
+"""The gradient scale coefficient of one run or several, on a log axis where 0 is a level of its own.
 
 The paper (Bogacka et al. 2024) leaves two readings open; both are stored, and every picture says which it shows.
 """
@@ -37,49 +37,49 @@ READINGS = {
 
 @drawn
 def gsc(*runs: Which, reading: str = "scale.gsc", store: Target = None) -> Figure:
-    """The median client's gradient scale, and its spread over the clients; of several runs on one axis."""
+    """Draw the median client's gradient scale and its spread over the clients; several runs share one axis."""
     if not runs:
         raise ConfigError("gsc() needs a run, or several: fv.plot.gsc('baseline', 'exploding').")
     if reading not in READINGS:
         raise ConfigError(unknown("reading of the gradient scale", reading, READINGS))
-    found: list[tuple[str, Band]] = []
+    bands: list[tuple[str, Band]] = []
     cases: list[Case] = []
     for run in runs:
         with opened(run, store) as (reader, chosen):
             matrix = metric_matrix(reader, chosen, reading)
             if matrix.nodes:
-                found.append((queries.get_run(reader, chosen).name, band(reading, matrix, POINTS)))
+                bands.append((queries.get_run(reader, chosen).name, band(reading, matrix, POINTS)))
                 cases = cases_of(reader, chosen) if len(runs) == 1 else []
-    if not found:
+    if not bands:
         return nothing(f"{reading} was not measured.", f"It needs {CATALOG[reading].needs}.")
-    return _draw(found, reading, cases)
+    return _draw(bands, reading, cases)
 
 
-def _draw(found: list[tuple[str, Band]], reading: str, cases: list[Case]) -> Figure:
+def _draw(bands: list[tuple[str, Band]], reading: str, cases: list[Case]) -> Figure:
     figure, grid = sheet(1, 2.6)
     axes = grid[0, 0]
-    head(axes, f"{reading} = {READINGS[reading]}", LEGEND if len(found) == 1 else "median client of each run; 5–95 %")
-    height = Height("log", np.concatenate([numbers(v) for _, one in found for v in (one.min, one.max)]))
+    head(axes, f"{reading} = {READINGS[reading]}", LEGEND if len(bands) == 1 else "median client of each run; 5–95 %")
+    height = Height("log", np.concatenate([numbers(v) for _, run_band in bands for v in (run_band.min, run_band.max)]))
     ends = []
-    for place, (name, one) in enumerate(found):
+    for place, (name, run_band) in enumerate(bands):
         colour = COLOURS[place % len(COLOURS)]
-        middle = height.of(numbers(one.median))
-        if len(found) == 1:
-            draw_band(axes, one, height, colour)
+        middle = height.of(numbers(run_band.median))
+        if len(bands) == 1:
+            draw_band(axes, run_band, height, colour)
         else:
             axes.fill_between(
-                one.rounds, height.of(numbers(one.p5)), height.of(numbers(one.p95)), color=colour, alpha=0.15,
-                linewidth=0,
+                run_band.rounds, height.of(numbers(run_band.p5)), height.of(numbers(run_band.p95)),
+                color=colour, alpha=0.15, linewidth=0,
             )  # fmt: skip
             dashes = "solid" if place < len(COLOURS) else "dashed"
-            line(axes, one.rounds, middle.tolist(), colour, linestyle=dashes)
+            line(axes, run_band.rounds, middle.tolist(), colour, linestyle=dashes)
         finite = np.flatnonzero(np.isfinite(middle))
         if finite.size:
-            ends.append((words(name, 18), colour, float(one.rounds[finite[-1]]), float(middle[finite[-1]])))
+            ends.append((words(name, 18), colour, float(run_band.rounds[finite[-1]]), float(middle[finite[-1]])))
     height.dress(axes)
     axes.set_ylabel(reading, labelpad=2)
-    if len(found) > 1:
+    if len(bands) > 1:
         label_ends(axes, ends)
     flags(axes, cases)
-    round_axis(axes, [number for _, one in found for number in one.rounds])
+    round_axis(axes, [number for _, run_band in bands for number in run_band.rounds])
     return figure

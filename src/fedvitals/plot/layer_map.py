@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers × rounds as a heat map of one statistic: where does the gradient die or explode, and since when?"""
+"""A heat map of one statistic, layers × rounds, which shows where a gradient vanishes or explodes, and since when."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fedvitals.plot.cells import cell_sheet, colour_scale, draw_cells, shades_of
 from fedvitals.plot.source import Which, opened
 from fedvitals.stats import FAMILIES, derive, statistics_of
 from fedvitals.store import Target
+from fedvitals.store.read.layer_history import layer_history
 from fedvitals.views.cases import cases_of
 from fedvitals.views.grid import Grid
-from fedvitals.views.layer_history import layer_history
 from fedvitals.views.layers import grid_of
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ SHARES = ("sparsity", "dead_fraction", "saturated_fraction", "sign_diversity", "
 
 @drawn
 def layers(run: Which, family: str = "gradient", statistic: str = "", *, store: Target = None) -> Figure:
-    """A statistic of every layer of the federation in every round, the first layer on top; «rms» unless told."""
+    """Draw a statistic (by default «rms») of every layer in every round, the first layer on top."""
     if family not in FAMILIES:
         raise ConfigError(unknown("family of layer statistics", family, FAMILIES))
     known = statistics_of(family)
@@ -45,12 +45,12 @@ def layers(run: Which, family: str = "gradient", statistic: str = "", *, store: 
 
 
 @drawn
-def draw_layers(found: Grid, family: str, statistic: str, cases: list[Case]) -> Figure:
-    figure, axes, top = cell_sheet(len(found.rows), f"{family}, {statistic} of each layer", "first layer on top")
+def draw_layers(grid: Grid, family: str, statistic: str, cases: list[Case]) -> Figure:
+    figure, axes, top = cell_sheet(len(grid.rows), f"{family}, {statistic} of each layer", "first layer on top")
     signed = statistic in SIGNED
-    shades = shades_of(found, signed=signed, log=False if signed or statistic in SHARES else None)
-    draw_cells(axes, found, shades)
+    shades = shades_of(grid, signed=signed, log=False if signed or statistic in SHARES else None)
+    draw_cells(axes, grid, shades)
     colour_scale(top, shades, "share" if statistic in SHARES else "1")
     flags(axes, cases)
-    round_axis(axes, (found.columns[0], found.last[-1]))
+    round_axis(axes, (grid.columns[0], grid.last[-1]))
     return figure

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How well the federation learns: its accuracy and its loss, over the band of its clients' own."""
+"""The federation's accuracy and loss, over the band of its clients' own."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ PANELS = {
 
 @drawn
 def learning(run: Which, *, store: Target = None) -> Figure:
-    """Accuracy and loss over the rounds, with the clients' spread behind them and findings on the axis."""
+    """Draw accuracy and loss over the rounds, with the clients' spread behind them and findings on the axis."""
     with opened(run, store) as (reader, chosen):
-        found = {name: _panel(reader, chosen, name, behind) for name, behind in PANELS.items()}
+        panels = {name: _panel(reader, chosen, name, behind) for name, behind in PANELS.items()}
         cases, rounds = cases_of(reader, chosen), reader.history(chosen).rounds()
         clients = sum(is_client(node) for node in reader.history(chosen).nodes())
-    shown = {name: panel for name, panel in found.items() if panel[0].rounds or panel[1] is not None}
+    shown = {name: panel for name, panel in panels.items() if panel[0].rounds or panel[1] is not None}
     if not shown:
         return nothing("Neither accuracy nor loss was told.", "monitor.log(accuracy=...) does, or data and loss.")
     figure, grid = sheet(len(shown), 1.9, share_x=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A figure that a notebook shows by itself: matplotlib's own do so only where pyplot was loaded."""
+"""A figure that a notebook shows by itself; matplotlib's own figures need pyplot for that."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedvitals.plot.canvas import in_style
 
 
 class NotebookFigure(Figure):
-    """matplotlib's Figure in all else: `savefig`, `axes` and the rest are its own."""
+    """A matplotlib Figure that notebooks show as PNG."""
 
     def _repr_png_(self) -> bytes:
         picture = io.BytesIO()

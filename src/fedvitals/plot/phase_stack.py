@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rounds' time went to, part by part."""
+"""The time of each round by part of the work."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ TALL = 4.0  # times the usual round: what is longer is cut off, and told
 
 @drawn
 def phases(run: Which, *, store: Target = None) -> Figure:
-    """Seconds of each round's critical path by part of the work, stacked."""
+    """Draw the seconds of each round's critical path by part of the work, stacked."""
     with opened(run, store) as (reader, chosen):
-        found = phases_of(reader, chosen, POINTS)
-        cases = [case for case in cases_of(reader, chosen) if case.known.family == "system"]
-    if not found.rounds:
+        phases_page = phases_of(reader, chosen, POINTS)
+        cases = [case for case in cases_of(reader, chosen) if case.issue_entry.family == "system"]
+    if not phases_page.rounds:
         return nothing("No round was timed.", "`monitor.round(...)` times them.")
-    return draw_phases(found, cases)
+    return draw_phases(phases_page, cases)
 
 
 @drawn
-def draw_phases(found: Phases, cases: list[Case]) -> Figure:
+def draw_phases(phases_page: Phases, cases: list[Case]) -> Figure:
     figure, grid = sheet(1, 2.4)
     axes = grid[0, 0]
-    below = np.zeros(len(found.rounds))
-    widths = [max(1, last - first + 1) * 0.88 for first, last in zip(found.first, found.last, strict=True)]
-    middles = [(first + last) / 2 for first, last in zip(found.first, found.last, strict=True)]
-    for part in found.parts:
+    below = np.zeros(len(phases_page.rounds))
+    widths = [max(1, last - first + 1) * 0.88 for first, last in zip(phases_page.first, phases_page.last, strict=True)]
+    middles = [(first + last) / 2 for first, last in zip(phases_page.first, phases_page.last, strict=True)]
+    for part in phases_page.parts:
         values = np.nan_to_num(numbers(part.values))
         axes.bar(middles, values, widths, below, color=part_colour(part.name), label=part.name, linewidth=0)
         below += values
@@ -52,11 +52,11 @@ def draw_phases(found: Phases, cases: list[Case]) -> Figure:
         axes.set_ylim(0, TALL * usual)
         for place in np.flatnonzero(cut):
             axes.annotate(f"{below[place]:.3g} s", (middles[place], TALL * usual), ha="left", va="top", fontsize=SMALL)
-    head(axes, "time of a round, by part of its critical path", f"{found.clock} clock")
+    head(axes, "time of a round, by part of its critical path", f"{phases_page.clock} clock")
     value_axis(axes, "seconds")
     axes.legend(
         loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=SMALL, handlelength=1, reverse=True
     )
     flags(axes, cases)
-    round_axis(axes, (found.first[0], found.last[-1]))
+    round_axis(axes, (phases_page.first[0], phases_page.last[-1]))
     return figure

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replay session shows, drawn: a histogram of a tensor, a series as lines, a table as bars, words as words.
+"""Draws what a replay session shows: a tensor as a histogram, a series as lines, a table as bars, text as text.
 
     from fedvitals.plot.replay import draw
     with fv.open_replay("RUN") as r:
@@ -24,7 +24,7 @@ from fedvitals.plot.canvas import SMALL, drawn, head, line, nothing, numbers, sh
 from fedvitals.plot.scale import label_ends, tick
 from fedvitals.plot.style import BLUE, COLOURS, HAIRLINE, VERMILLION, words
 from fedvitals.plot.svg import svg_of
-from fedvitals.replay.debugger.shown import SERIES, TABLE, TENSOR, Shown, figure, harmless
+from fedvitals.replay.debugger.debugger_output import SERIES, TABLE, TENSOR, DebuggerOutput, format_cell, printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,19 +35,19 @@ LINES = 8  # more are no picture any more: the others are one band
 LISTED = 1000  # rows below the picture of a page
 
 
-def draw(shown: Shown, path: str | Path | None = None) -> Figure:
-    """The picture of what is shown; written to `path` where one is given. Its ending says how."""
+def draw(shown: DebuggerOutput, path: str | Path | None = None) -> Figure:
+    """Return the picture of what is shown, and write it to `path` if there is one; its suffix chooses the format."""
     kind = "" if path is None else Path(path).suffix.removeprefix(".").lower()
     if path is not None and kind not in FILES:
         raise ConfigError(f"A picture is a file that ends in {', '.join(FILES)}; got '{path}'.")
-    made = _drawn(shown)
+    picture = _drawn(shown)
     if path is not None:
-        _write(made, shown, Path(path), kind)
-    return made
+        _write(picture, shown, Path(path), kind)
+    return picture
 
 
 @drawn
-def _drawn(shown: Shown) -> Figure:
+def _drawn(shown: DebuggerOutput) -> Figure:
     if shown.kind == TENSOR:
         return _histogram(shown)
     if shown.kind == SERIES:
@@ -57,11 +57,11 @@ def _drawn(shown: Shown) -> Figure:
     return nothing(words(shown.title, 100), words(shown.text or shown.note, 400))
 
 
-def _histogram(shown: Shown) -> Figure:
+def _histogram(shown: DebuggerOutput) -> Figure:
     known = shown.summary
     if known is None or not known.counts:
         return nothing(words(shown.title, 100), "There is no finite value in it.")
-    made, grid = sheet(1, 2.3)
+    picture, grid = sheet(1, 2.3)
     axes = grid[0, 0]
     if len(known.counts) == 1:  # one value only
         axes.bar([known.edges[0]], known.counts, color=BLUE, width=max(abs(known.edges[0]) * 0.02, 1e-3))
@@ -72,18 +72,18 @@ def _histogram(shown: Shown) -> Figure:
     shape = " × ".join(map(str, known.shape)) if len(known.shape) > 1 else f"{known.count} values"
     odd = [f"{count} {name}" for name, count in (("NaN", known.nan), ("infinite", known.inf)) if count]
     odd += [f"{known.zeros / known.count:.0%} zero"] if known.zeros else []
-    head(axes, words(shown.title, 60), ", ".join([shape, f"norm {figure(known.norm)}", *odd]))
-    axes.set_xlabel(f"value; orange: the mean, {figure(known.mean).replace('-', '−')}", labelpad=1)
+    head(axes, words(shown.title, 60), ", ".join([shape, f"norm {format_cell(known.norm)}", *odd]))
+    axes.set_xlabel(f"value; orange: the mean, {format_cell(known.mean).replace('-', '−')}", labelpad=1)
     axes.set_ylabel("how many", labelpad=2)
     axes.xaxis.set_major_formatter(lambda value, _: tick(value))
-    return made
+    return picture
 
 
-def _lines(shown: Shown) -> Figure:
+def _lines(shown: DebuggerOutput) -> Figure:
     there = {name: numbers(values) for name, values in shown.lines.items() if len(values) == len(shown.x)}
     if not shown.x or not any(np.isfinite(values).any() for values in there.values()):
         return nothing(words(shown.title, 100), "There is nothing finite to draw.")
-    made, grid = sheet(1, 2.3)
+    picture, grid = sheet(1, 2.3)
     axes, ends = grid[0, 0], []
     single = [*there][: min(len(there), LINES)]
     others = [there[name] for name in there if name not in single]
@@ -106,7 +106,7 @@ def _lines(shown: Shown) -> Figure:
     axes.set_ylabel(words(shown.y_name), labelpad=2)
     axes.yaxis.set_major_formatter(lambda value, _: tick(value))
     label_ends(axes, ends)
-    return made
+    return picture
 
 
 def _whole_steps(axes: Any, places: Sequence[float]) -> None:
@@ -125,13 +125,13 @@ def _most(block: Any) -> Any:
     return np.where(np.isfinite(block), block, -np.inf).max(axis=0)
 
 
-def _bars(shown: Shown) -> Figure:
+def _bars(shown: DebuggerOutput) -> Figure:
     column = _number_column(shown)
     if column is None:
         return nothing(words(shown.title, 100), words(f"No column of it has numbers. {shown.note}".strip(), 300))
     rows = shown.rows[:BARS]
     values = numbers([_number(row[column]) for row in rows])
-    made, grid = sheet(1, 0.7 + 0.18 * len(rows))
+    picture, grid = sheet(1, 0.7 + 0.18 * len(rows))
     axes = grid[0, 0]
     places = np.arange(len(rows))
     axes.barh(places, np.nan_to_num(values, posinf=0, neginf=0), 0.7, color=BLUE, linewidth=0)
@@ -139,28 +139,28 @@ def _bars(shown: Shown) -> Figure:
     reach = max(float(np.nanmax(np.abs(np.where(np.isfinite(values), values, 0)), initial=0)), 1e-12)
     for place, (row, value) in enumerate(zip(rows, values, strict=True)):
         end = value if math.isfinite(value) else 0.0
-        told = words(figure(row[column]), 20)
+        label = words(format_cell(row[column]), 20)
         side = "right" if end < 0 else "left"
-        axes.text(end + math.copysign(0.01 * reach, end), place, told, va="center", ha=side, fontsize=SMALL)
+        axes.text(end + math.copysign(0.01 * reach, end), place, label, va="center", ha=side, fontsize=SMALL)
     axes.set_yticks(places, [words(_named(row, column), 28) for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.xaxis.set_major_formatter(lambda value, _: tick(value))
     more = f"{len(rows)} of {len(shown.rows)} rows" if len(shown.rows) > len(rows) else words(shown.note, 70)
     head(axes, words(f"{shown.title}: {shown.columns[column]}", 60), more)
-    return made
+    return picture
 
 
-def _number_column(shown: Shown) -> int | None:
+def _number_column(shown: DebuggerOutput) -> int | None:
     """The first column of numbers that is not the rows' own number; whole numbers only where there is nothing else."""
-    found = [
+    columns = [
         i
         for i in range(len(shown.columns))
         if any(_number(row[i]) is not None for row in shown.rows)
         and all(row[i] is None or _number(row[i]) is not None for row in shown.rows)
     ]
-    real = [i for i in found if any(isinstance(row[i], float) for row in shown.rows)]
-    return next(iter([*real, *(i for i in found if i), *found]), None)
+    real = [i for i in columns if any(isinstance(row[i], float) for row in shown.rows)]
+    return next(iter([*real, *(i for i in columns if i), *columns]), None)
 
 
 def _number(cell: object) -> float | None:
@@ -175,36 +175,36 @@ def _named(row: Sequence[object], column: int) -> str:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def _write(made: Figure, shown: Shown, path: Path, kind: str) -> None:
-    title = harmless(shown.title)
+def _write(picture: Figure, shown: DebuggerOutput, path: Path, kind: str) -> None:
+    title = printable(shown.title)
     if kind == "svg":
-        path.write_text(svg_of(made, title, "replay"), encoding="utf-8")
+        path.write_text(svg_of(picture, title, "replay"), encoding="utf-8")
     elif kind == "html":
-        path.write_text(page_of(made, shown), encoding="utf-8")
+        path.write_text(page_of(picture, shown), encoding="utf-8")
     else:
-        _saved(made, path)
+        _saved(picture, path)
 
 
 @drawn
-def _saved(made: Figure, path: Path) -> None:
-    made.savefig(path, dpi=144)
+def _saved(picture: Figure, path: Path) -> None:
+    picture.savefig(path, dpi=144)
 
 
-def page_of(made: Figure, shown: Shown) -> str:
-    """A page of its own: the picture, and its numbers in a table that one can search and copy."""
-    title = html.escape(harmless(shown.title))
+def page_of(picture: Figure, shown: DebuggerOutput) -> str:
+    """Return an HTML page with the picture, and its numbers in a table that can be searched and copied."""
+    title = html.escape(printable(shown.title))
     columns, rows = _listed(shown)
-    cells = "".join(f"<th>{html.escape(harmless(name))}</th>" for name in columns)
+    cells = "".join(f"<th>{html.escape(printable(name))}</th>" for name in columns)
     body = "".join(
-        f"<tr>{''.join(f'<td>{html.escape(harmless(figure(cell)))}</td>' for cell in row)}</tr>"
+        f"<tr>{''.join(f'<td>{html.escape(printable(format_cell(cell)))}</td>' for cell in row)}</tr>"
         for row in rows[:LISTED]
     )
     more = f"<p>{LISTED} of {len(rows)} rows.</p>" if len(rows) > LISTED else ""
-    note = f"<p>{html.escape(harmless(shown.note))}</p>" if shown.note else ""
+    note = f"<p>{html.escape(printable(shown.note))}</p>" if shown.note else ""
     table = f"<details open><summary>numbers</summary><table><tr>{cells}</tr>{body}</table>{more}</details>"
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{title}</title>\n<style>{STYLE}</style>\n'
-        f"<h1>{title}</h1>\n{svg_of(made, harmless(shown.title), 'replay')}\n{note}{table if rows else ''}</html>\n"
+        f"<h1>{title}</h1>\n{svg_of(picture, printable(shown.title), 'replay')}\n{note}{table if rows else ''}</html>\n"
     )
 
 
@@ -216,7 +216,7 @@ STYLE = (
 )
 
 
-def _listed(shown: Shown) -> tuple[list[str], list[Sequence[Any]]]:
+def _listed(shown: DebuggerOutput) -> tuple[list[str], list[Sequence[Any]]]:
     if shown.kind == TABLE:
         return [*shown.columns], [*shown.rows]
     if shown.kind == SERIES:

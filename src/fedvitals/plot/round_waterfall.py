@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One round, node by node: what each did when, with the chain of work outlined that made the round so long."""
+"""One round, node by node: what each did when, with the critical path outlined."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def waterfall(
     lanes: int = LANES,
     store: Target = None,
 ) -> Figure:
-    """A round's waterfall; without a number, that of the longest round."""
+    """Draw the waterfall of a round; without a number, of the longest round."""
     with opened(run, store) as (reader, chosen):
         if round_index is None:
             round_index = longest(lengths_of(reader, chosen, "virtual") or lengths_of(reader, chosen, "real"))
@@ -36,7 +36,7 @@ def waterfall(
 
 
 def longest(lengths: dict[int, float]) -> int | None:
-    """The longest round; where there are others, not the first, whose length is mostly a warm-up."""
+    """Return the longest round, leaving out the first if there are others: it mostly shows the warm-up."""
     rest = {number: seconds for number, seconds in lengths.items() if number != min(lengths)} or lengths
     return max(rest, key=lambda number: rest[number], default=None)
 
@@ -80,10 +80,10 @@ def _patch(colour: str) -> object:
 
 def _joined(bars: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Stretches that follow each other as one."""
-    found: list[tuple[float, float]] = []
+    joined: list[tuple[float, float]] = []
     for start, seconds in bars:
-        if found and start - sum(found[-1]) <= 1e-9 + 1e-3 * seconds:
-            found[-1] = (found[-1][0], start + seconds - found[-1][0])
+        if joined and start - sum(joined[-1]) <= 1e-9 + 1e-3 * seconds:
+            joined[-1] = (joined[-1][0], start + seconds - joined[-1][0])
         else:
-            found.append((start, seconds))
-    return found
+            joined.append((start, seconds))
+    return joined

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heights of values on an axis, where 0 of a log axis is a level of its own; and names at the ends of lines."""
+"""Maps values to heights on an axis (0 of a log axis is a level of its own), and puts names at the ends of lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LABEL_GAP = 0.085  # of a panel's height, between two labels
 
 
 class Height:
-    """From values to heights on a linear axis, with the ticks that say so."""
+    """Maps values to heights on a linear axis, and provides the matching ticks."""
 
     def __init__(self, scale: str, values: Floats) -> None:
         self.scale = scale
@@ -67,7 +67,7 @@ def power(exponent: int) -> str:
 
 
 def tick(value: float) -> str:
-    """Three digits; very small and very large ones as 2·10⁻⁸, so that no factor has to be read elsewhere."""
+    """Return a number with three digits; very small and very large ones as 2·10⁻⁸."""
     text = f"{value:.3g}" if value == 0 or 1e-3 <= abs(value) < 1e4 else f"{value:.2e}"
     if "e" in text:
         mantissa, exponent = text.split("e")
@@ -76,7 +76,7 @@ def tick(value: float) -> str:
 
 
 def label_ends(axes: Any, ends: Sequence[tuple[str, str, float, float]]) -> None:
-    """Each line's name at its end, moved apart where they would overlap, with a hairline to where the line ends.
+    """Write each line's name at its end, moved apart where they would overlap, with a hairline to the line.
 
     An end is a name, a colour, and where the line stops.
     """

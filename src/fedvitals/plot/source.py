@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which run a picture is of: a name or id in a store, or one that is open already."""
+"""Finds the run that a picture is of: a name or id in a store, or a run of a store that is open already."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Which = str | tuple[Reader, str]
 
 @contextmanager
 def opened(run: Which, store: Target = None) -> Iterator[tuple[Reader, str]]:
-    """The store and the run's id; ConfigError where there is no such run. What we opened is closed afterwards."""
+    """Yield the store, open for the block, and the run's id; ConfigError if there is no such run."""
     if isinstance(run, tuple) and len(run) == 2 and isinstance(run[0], Reader):
         reader, text = run
         yield reader, queries.find_run(reader, text)
@@ -32,20 +32,21 @@ def opened(run: Which, store: Target = None) -> Iterator[tuple[Reader, str]]:
 
 
 def check_sign(reader: Reader, run: str, sign: str) -> None:
-    """ConfigError for a sign that the run does not have; a run without any is only empty."""
+    """Raise ConfigError for a sign that the run does not have; a run without any sign is only empty."""
     known = queries.metric_names(reader, run)
     if known and sign not in known:
         raise ConfigError(unknown("vital sign of this run", sign, known))
 
 
 def check_client(reader: Reader, run: str, node: str) -> None:
+    """Raise ConfigError for a client that the run does not have."""
     known = [name for name in reader.history(run).nodes() if is_client(name)]
     if node not in known:
         raise ConfigError(unknown("client of this run", node, known))
 
 
 def suspects(cases: list[Case], most: int) -> list[str]:
-    """Clients that findings name, the worst first: those of troubles, else those of notes."""
+    """Return the clients that findings name, worst first: those of warnings and worse, else those of notes."""
     chosen = [case for case in cases if is_trouble(case)] or cases
     named = [node for case in chosen for node in culprits(case) if is_client(node)]
     return list(dict.fromkeys(named))[:most]

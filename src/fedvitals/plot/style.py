@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one look of all pictures: colours that every eye tells apart, hairlines, and text that is only text.
+"""The common look of all pictures: colours that colour-blind readers can tell apart, hairlines, plain text.
 
 Loads without matplotlib: what a page or a trial needs of colours must not need an extra.
 """
@@ -57,7 +57,7 @@ def part_colour(part: str) -> str:
 
 
 def words(text: object, longest: int = LONGEST_NAME) -> str:
-    """Text from a record for a picture: no control character, no mathematics between its dollars, not too long."""
+    """Return text from a record for a picture: without control characters or TeX mathematics, and not too long."""
     clean = "".join(c if c.isprintable() else "?" for c in str(text))
     if len(clean) > longest:
         clean = f"{clean[: longest - 1]}…"
@@ -65,5 +65,5 @@ def words(text: object, longest: int = LONGEST_NAME) -> str:
 
 
 def axis_unit(unit: str) -> str:
-    """What stands behind a sign's name on its axis."""
+    """Return the unit that follows a sign's name on its axis."""
     return {"1": "", "": "", "0/1": "", "share": " (%)", "seconds": " (s)"}.get(unit, f" ({unit})")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A figure as small SVG: the same data give the same bytes, text stays text, and ids do not clash on one page."""
+"""Figures as small SVG: the same data give the same bytes, text stays text, and ids do not clash on one page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
 def svg_of(figure: Figure, title: str, key: str) -> str:
-    """The figure as SVG, with a title for who cannot see it. `key` makes its ids unlike those of other figures."""
+    """Return the figure as SVG with a title for screen readers. `key` keeps its ids apart from other figures'."""
     import matplotlib as mpl  # noqa: PLC0415 - an extra; a figure is there, so this is, too
 
     from fedvitals.plot.canvas import in_style  # noqa: PLC0415
@@ -31,7 +31,7 @@ def svg_of(figure: Figure, title: str, key: str) -> str:
 
 
 def apart(svg: str, key: str) -> str:
-    """With the key in every id that is left, and wherever one is referred to."""
+    """Add the key to every id that is left, and to the references to it."""
     names = set(re.findall(r' id="([^"]+)"', svg))
     for name in sorted(names, key=len, reverse=True):
         for before, after in ((f'id="{name}"', f'id="{key}-{name}"'), (f'href="#{name}"', f'href="#{key}-{name}"')):
@@ -41,18 +41,18 @@ def apart(svg: str, key: str) -> str:
 
 
 def for_page(svg: str) -> str:
-    """The same picture for a page of any background: no white behind it, ink in the text's colour."""
+    """Return the picture for a page of any background: no white behind it, ink in the text's colour."""
     return re.sub(r'<rect class="paper"[^>]*/>', "", svg).replace(INK, "currentColor")
 
 
 def tidied(svg: str, title: str) -> str:
-    """Without what a page does not need: header, metadata, ids that nothing refers to, decimals that nobody sees."""
+    """Remove what a page does not need: header, metadata, ids without references, invisible decimals."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"\s*<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r' id="[A-Za-z0-9]+_\d+"', "", svg)
-    svg = re.sub(r' (?:d|x|y|transform)="[^"]+"', lambda found: re.sub(r"-?\d+\.\d\d+", _tenths, found[0]), svg)
-    svg = re.sub(r' d="[^"]+"', lambda found: re.sub(r"\s*([MLz])\s*", r"\1", found[0]), svg)
+    svg = re.sub(r' (?:d|x|y|transform)="[^"]+"', lambda match: re.sub(r"-?\d+\.\d\d+", _tenths, match[0]), svg)
+    svg = re.sub(r' d="[^"]+"', lambda match: re.sub(r"\s*([MLz])\s*", r"\1", match[0]), svg)
     svg = re.sub(r"(font: (?:\d+ )?[\d.]+px) [^;\"]+", r"\1 system-ui, sans-serif", svg)
     svg = re.sub(r"\n\s*", "\n", svg)
     head = svg.index(">") + 1

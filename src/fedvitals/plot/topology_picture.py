@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who talks to whom in a round: a star, clusters, a tree or rings, coloured by health, edges as wide as their bytes."""
+"""Which nodes exchange data in a round: star, clusters, tree or rings, coloured by health."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDEST = 3.0  # points, of the edge with the most bytes
 
 @drawn
 def topology(run: Which, round_index: int | None = None, *, store: Target = None) -> Figure:
-    """The federation as it was in a round, else in the newest."""
+    """Draw the federation as it was in a round, by default the newest."""
     with opened(run, store) as (reader, chosen):
         if not reader.history(chosen).rounds():
             return nothing("The run has no round yet.")
@@ -89,22 +89,22 @@ def _dot(axes: Any, node: PlacedNode, place: Place, *, named: bool) -> None:
 
 
 def places_of(page: TopologyPage) -> dict[str, Place]:
-    """Where each node stands: the server in the middle, groups around it, clients around their groups."""
+    """Return the place of each node: the server in the middle, groups around it, clients around their groups."""
     leaves = [node for node in page.nodes if node.role in ("client", "clients")]
     inner = [node for node in page.nodes if node.role == "group"]
-    found: dict[str, Place] = {node.name: (0.0, 0.0) for node in page.nodes if node.role == "server"}
+    places: dict[str, Place] = {node.name: (0.0, 0.0) for node in page.nodes if node.role == "server"}
     groups = list(dict.fromkeys([*(node.name for node in inner), *(node.group for node in leaves if node.group)]))
     alone = [node.name for node in leaves if node.group not in groups]
-    found |= _circle(alone, (0.0, 0.0), 1.0)
+    places |= _circle(alone, (0.0, 0.0), 1.0)
     if not groups:
-        return found
+        return places
     middles = _circle(groups, (0.0, 0.0), 1.0 if not alone else 1.8)
     # No two neighbouring circles of clients touch.
     reach = 0.42 if len(groups) < 3 else min(0.42, 0.9 * math.sin(math.pi / len(groups)))
     for group, middle in middles.items():
         members = [node.name for node in leaves if node.group == group]
-        found |= _circle(members, middle, reach, math.atan2(middle[1], middle[0]))
-    return found | {node.name: middles[node.name] for node in inner}
+        places |= _circle(members, middle, reach, math.atan2(middle[1], middle[0]))
+    return places | {node.name: middles[node.name] for node in inner}
 
 
 def _circle(names: list[str], middle: Place, radius: float, turn: float = math.pi / 2) -> dict[str, Place]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes on the wire in each round, up and down, and what telemetry takes of them."""
+"""Bytes on the wire in each round, up and down, and the share of telemetry."""
 
 from __future__ import annotations
 
@@ -22,39 +22,43 @@ if TYPE_CHECKING:
 
 @drawn
 def traffic(run: Which, *, store: Target = None) -> Figure:
-    """What clients sent and got in each round, and what went between edges and server."""
+    """Draw what clients sent and received in each round, and what went between edges and server."""
     with opened(run, store) as (reader, chosen):
         described = queries.get_run(reader, chosen)
-        found = traffic_of(
+        run_traffic = traffic_of(
             queries.records(reader, chosen, Transfer),
             queries.records(reader, chosen, Event),
             queries.attendance(reader, chosen),
             described.tables,
             described.topology,
         )
-    return draw_traffic(found)
+    return draw_traffic(run_traffic)
 
 
 @drawn
-def draw_traffic(found: Traffic) -> Figure:
-    moved = [one for one in found.rounds if one.bytes or one.telemetry_bytes]
+def draw_traffic(run_traffic: Traffic) -> Figure:
+    moved = [
+        round_traffic for round_traffic in run_traffic.rounds if round_traffic.bytes or round_traffic.telemetry_bytes
+    ]
     if not moved:
         return nothing("No transfer was told.", "`monitor.transfer(...)` tells of them; the lab does by itself.")
     figure, grid = sheet(1, 2.0)
     axes = grid[0, 0]
-    rounds = np.array([one.round for one in moved])
+    rounds = np.array([round_traffic.round for round_traffic in moved])
     below = np.zeros(len(moved))
     for name, colour, values in (
-        ("up", VERMILLION, [one.up.bytes for one in moved]),
-        ("down", GREEN, [one.down.bytes for one in moved]),
-        ("between edges and server", PURPLE, [one.between.bytes for one in moved]),
-        ("telemetry", ORANGE, [one.telemetry_bytes for one in moved]),
+        ("up", VERMILLION, [round_traffic.up.bytes for round_traffic in moved]),
+        ("down", GREEN, [round_traffic.down.bytes for round_traffic in moved]),
+        ("between edges and server", PURPLE, [round_traffic.between.bytes for round_traffic in moved]),
+        ("telemetry", ORANGE, [round_traffic.telemetry_bytes for round_traffic in moved]),
     ):
         if any(values):
             axes.bar(rounds, values, 0.88, below, color=colour, label=name, linewidth=0)
             below += np.array(values, float)
     head(
-        axes, "bytes of a round", f"{size(found.bytes)} in all{', without telemetry' if found.telemetry_bytes else ''}"
+        axes,
+        "bytes of a round",
+        f"{size(run_traffic.bytes)} in all{', without telemetry' if run_traffic.telemetry_bytes else ''}",
     )
     value_axis(axes, "bytes")
     axes.legend(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who behaves alike in a round: updates as points in a plane, and as a matrix of cosines."""
+"""Similarity of the clients' updates in a round: as points in a plane, and as a matrix of cosines."""
 
 from __future__ import annotations
 
@@ -28,21 +28,25 @@ MISSING = ("No update was sketched.", "Sketches come from the server's side of `
 
 @drawn
 def update_map(run: Which, round_index: int | None = None, *, store: Target = None) -> Figure:
-    """The directions of a round's updates in the plane that keeps most of their distances; the newest round's."""
+    """Draw the directions of a round's updates in the plane that keeps most of their distances."""
     with opened(run, store) as (reader, chosen):
-        found = _map(reader, chosen, round_index)
-    return nothing(*MISSING) if found.round is None or not found.points else draw_plane(found)
+        update_map_page = _map(reader, chosen, round_index)
+    return (
+        nothing(*MISSING)
+        if update_map_page.round is None or not update_map_page.points
+        else draw_plane(update_map_page)
+    )
 
 
 @drawn
 def similarity(run: Which, round_index: int | None = None, *, store: Target = None) -> Figure:
-    """Cosines between the updates of a round's clients, neighbours alike."""
+    """Draw the cosines between the updates of a round's clients, similar clients next to each other."""
     with opened(run, store) as (reader, chosen):
-        found = _map(reader, chosen, round_index)
+        update_map_page = _map(reader, chosen, round_index)
         named = suspects(cases_of(reader, chosen), 20)
-    if found.similarity is None or not found.similarity.names:
+    if update_map_page.similarity is None or not update_map_page.similarity.names:
         return nothing(*MISSING)
-    return draw_similarity(found, named)
+    return draw_similarity(update_map_page, named)
 
 
 def _map(reader: Reader, run: str, round_index: int | None) -> UpdateMap:
@@ -50,13 +54,13 @@ def _map(reader: Reader, run: str, round_index: int | None) -> UpdateMap:
 
 
 @drawn
-def draw_plane(found: UpdateMap) -> Figure:
+def draw_plane(update_map_page: UpdateMap) -> Figure:
     figure, grid = sheet(1, 2.7)
     axes = grid[0, 0]
-    groups = sorted({point.group for point in found.points if point.group})
-    far = sorted(found.points, key=lambda point: (point.severity is None, -np.hypot(point.x, point.y)))
+    groups = sorted({point.group for point in update_map_page.points if point.group})
+    far = sorted(update_map_page.points, key=lambda point: (point.severity is None, -np.hypot(point.x, point.y)))
     named = {point.name for point in far[:NAMED]}
-    for point in found.points:
+    for point in update_map_page.points:
         colour, shape = COLOURS[groups.index(point.group) % len(COLOURS)] if point.group else HAIRLINE, "o"
         if point.severity:
             colour, shape = SEVERITY.get(point.severity, SEVERITY["note"])
@@ -66,30 +70,32 @@ def draw_plane(found: UpdateMap) -> Figure:
     axes.set_aspect("equal", adjustable="datalim")
     axes.axhline(0, color=HAIRLINE, linewidth=0.3, zorder=0)
     axes.axvline(0, color=HAIRLINE, linewidth=0.3, zorder=0)
-    first, second = (100 * share for share in (*found.shares, 0.0, 0.0)[:2])
+    first, second = (100 * share for share in (*update_map_page.shares, 0.0, 0.0)[:2])
     axes.set_xlabel(f"first component, {first:.0f} % of the spread", labelpad=1)
     axes.set_ylabel(f"second, {second:.0f} %", labelpad=1)
-    left_out = f"; {found.unusable} without a direction left out" if found.unusable else ""
-    head(axes, f"updates of round {found.round}", f"near is alike: squared distance = 2 − 2·cosine{left_out}")
+    left_out = f"; {update_map_page.unusable} without a direction left out" if update_map_page.unusable else ""
+    head(axes, f"updates of round {update_map_page.round}", f"near is alike: squared distance = 2 − 2·cosine{left_out}")
     return figure
 
 
 @drawn
-def draw_similarity(found: UpdateMap, named: list[str]) -> Figure:
-    told = found.similarity
-    assert told is not None  # noqa: S101 - the caller looked
-    count = len(told.names)
-    values = np.frombuffer(base64.b64decode(told.values), "<f4").reshape(count, count).astype(float)
-    note = "neighbours alike" if count == told.total else f"{count} of {told.total}: {told.chosen}"
-    figure, axes, top = cell_sheet(min(count, 45), f"cosine between updates, round {found.round}", words(note, 60))
+def draw_similarity(update_map_page: UpdateMap, named: list[str]) -> Figure:
+    cosines = update_map_page.similarity
+    assert cosines is not None  # noqa: S101 - the caller looked
+    count = len(cosines.names)
+    values = np.frombuffer(base64.b64decode(cosines.values), "<f4").reshape(count, count).astype(float)
+    note = "neighbours alike" if count == cosines.total else f"{count} of {cosines.total}: {cosines.chosen}"
+    figure, axes, top = cell_sheet(
+        min(count, 45), f"cosine between updates, round {update_map_page.round}", words(note, 60)
+    )
     shades = Shades(-1, 1, signed=True)
     axes.imshow(
         (255 * shades.of(values) + 0.5).astype(np.uint8), interpolation="none", extent=(0, count, count, 0),
         aspect="equal",
     )  # fmt: skip
     colour_scale(top, shades, "1")
-    places = range(count) if count <= 45 else [i for i, name in enumerate(told.names) if name in named]
-    axes.set_yticks([i + 0.5 for i in places], [words(told.names[i], 16) for i in places], usetex=False)
+    places = range(count) if count <= 45 else [i for i, name in enumerate(cosines.names) if name in named]
+    axes.set_yticks([i + 0.5 for i in places], [words(cosines.names[i], 16) for i in places], usetex=False)
     axes.tick_params(axis="y", length=0, labelsize=SMALL)
     axes.set_xticks([])
     for side in axes.spines.values():

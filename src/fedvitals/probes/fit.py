@@ -151,6 +151,12 @@ def label_entropy(histogram: Mapping[int, int]) -> float:
     return -sum(n / total * math.log(n / total) for n in histogram.values() if n)
 
 
+def labels_remark(histogram: Mapping[int, int]) -> tuple[str, str, dict[str, Any]]:
+    """Return the remark (name, message, data) that says how many samples of each label a client holds."""
+    text = ", ".join(f"{label}: {count}" for label, count in histogram.items())
+    return "labels", text[:1000], {"histogram": {str(label): count for label, count in histogram.items()}}
+
+
 def labels_of(data: Any, most: int = 100_000) -> dict[int, int] | None:
     """How many samples of each label, where that costs next to nothing: labels that lie in one tensor."""
     data = getattr(data, "dataset", data)

@@ -36,6 +36,11 @@ class Planned:
     percent: float | None = None  # of the training time, for one that runs as the scope closes; clients take turns
     rounds: int = 1  # every so many rounds
 
+    @property
+    def name(self) -> str:
+        """The probe's name. Not its text: that of a `partial` quotes its arguments, which may be a client's."""
+        return str(getattr(self.probe, "__name__", type(self.probe).__name__))
+
 
 @dataclass(frozen=True, slots=True)
 class Preset:

@@ -19,7 +19,7 @@ from fedvitals.kernels import GradientRecorder, sums
 from fedvitals.model_hooks import Hook
 from fedvitals.probes.activations import Take
 from fedvitals.probes.clipping import ClipWatch
-from fedvitals.probes.fit import label_entropy, labels_of
+from fedvitals.probes.fit import label_entropy, labels_of, labels_remark
 from fedvitals.probes.gradients import gradients, summarise
 from fedvitals.probes.hooks import StepCounter, StepHooks
 from fedvitals.probes.instruments import Instruments
@@ -27,7 +27,7 @@ from fedvitals.probes.presets import Planned
 from fedvitals.probes.results import Results
 from fedvitals.probes.view import View, flatten, split
 from fedvitals.probes.weights import movement
-from fedvitals.protocols import Moment, PreparedProbe, Probe, name_of
+from fedvitals.protocols import Moment, PreparedProbe
 from fedvitals.schedule import always, at_exit, budget
 from fedvitals.stats import FAMILIES, Array, merge
 
@@ -258,7 +258,7 @@ class ClientSession:
         except Exception as error:  # noqa: BLE001 - a user's probe may do anything
             if isinstance(error, ConfigError):
                 self._kit.unsuited.add(kind)
-            self._report(error, f"the probe '{_name(planned.probe)}'")
+            self._report(error, f"the probe '{planned.name}'")
             return {}
         finally:
             self._kit.costs[index] += time.perf_counter() - started
@@ -347,7 +347,7 @@ class ClientSession:
             self._kit.norms[node] = norm
 
     def _tell_thinned(self, planned: Planned, schedule: budget) -> None:
-        name = _name(planned.probe)
+        name = planned.name
         data = {"probe": name, "percent": schedule.percent, "asked": schedule.asked, "granted": schedule.granted}
         text = f"{name}: measured at {schedule.granted} of {schedule.asked} steps, to stay in {schedule.percent:g} %"
         self._results.remarks.append(("budget", text, data))
@@ -375,8 +375,7 @@ class ClientSession:
             return
         self._kit.labels[self._view.node or ""] = labels
         self._results.take({"label.entropy": label_entropy(labels)})
-        text = ", ".join(f"{label}: {count}" for label, count in labels.items())
-        self._results.remarks.append(("labels", text[:1000], {"histogram": {str(k): n for k, n in labels.items()}}))
+        self._results.remarks.append(labels_remark(labels))
 
     def _fit_after(self) -> None:
         started = time.perf_counter()
@@ -399,11 +398,6 @@ def _catch_input(view: View, report: Report) -> Any:
             view.last_input = inputs[0]
 
     return view.model.register_forward_pre_hook(Hook(catch, lambda error: report(error, "catching a batch")))
-
-
-def _name(probe: Probe) -> str:
-    """What a probe is called. Not its text: that of a `partial` would quote its arguments, which may be a client's."""
-    return name_of(probe)
 
 
 def _fits(name: str, array: Array) -> bool:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's whole story in one file that needs nothing else: HTML, Markdown or PDF, out of the pages' own views."""
+"""Reports on a run as one self-contained file: HTML, Markdown or PDF, from the same views as the dashboard."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report on several runs: what changed, whether chance explains it, where they part, and why."""
+"""The report on several runs: what changed, whether chance explains it, and where they diverge."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TROUBLES = 40
 
 
 def comparison(reader: Reader, runs: Sequence[str], pictures: Pictures) -> tuple[list[Verdict], list[Block]]:
-    """The verdict on each side's newest run, and the comparison as blocks."""
+    """Return the verdict on each side's newest run, and the comparison as blocks."""
     page = compare_page(sides_of(reader, runs))
     newest = [side.runs[0] for side in page.sides]
     runs_of = [[queries.get_run(reader, run) for run in side.runs] for side in page.sides]
@@ -48,7 +48,7 @@ def comparison(reader: Reader, runs: Sequence[str], pictures: Pictures) -> tuple
         ),
         *_troubles(page),
         Heading(2, "Where they part"),
-        Points(tuple(literal(one.words) for one in page.partings)),
+        Points(tuple(literal(divergence.words) for divergence in page.partings)),
         *settings_part(runs_of, [side.letter for side in page.sides]),
         Heading(2, "Verdicts"),
     ]
@@ -99,10 +99,10 @@ def _change(change: PageChange | None, row: PageRow) -> str:
         factor, unit = 100.0, " points"
     elif row.unit not in ("rounds", "cases") and change.relative is not None:
         factor, unit = 100 * abs(change.relative / change.difference), " %"
-    said = f"{'+' if change.difference > 0 else ''}{number(factor * change.difference)}{unit}"
+    text = f"{'+' if change.difference > 0 else ''}{number(factor * change.difference)}{unit}"
     if change.low is not None and change.high is not None and change.low != change.high:
-        said += f" ± {number(factor * (change.high - change.low) / 2)}"
-    return f"**{said}**" if change.beyond_chance else said
+        text += f" ± {number(factor * (change.high - change.low) / 2)}"
+    return f"**{text}**" if change.beyond_chance else text
 
 
 def _troubles(page: ComparePage) -> list[Block]:
@@ -114,10 +114,10 @@ def _troubles(page: ComparePage) -> list[Block]:
         return [*blocks, Text("None.")]
     head = ("severity", "what", "where", *(side.letter for side in page.sides))
     rows = tuple(
-        (marked(one.severity), literal(one.title), literal(one.place, 80),
+        (marked(trouble.severity), literal(trouble.title), literal(trouble.place, 80),
          *(f"{count} of {len(side.runs)}" if len(side.runs) > 1 else "✓" if count else "·"
-           for count, side in zip(one.runs, page.sides, strict=True)))
-        for one in page.troubles[:TROUBLES]
+           for count, side in zip(trouble.runs, page.sides, strict=True)))
+        for trouble in page.troubles[:TROUBLES]
     )  # fmt: skip
     more = len(page.troubles) - TROUBLES
     return [*blocks, Table("In how many runs of each", head, rows, f"and {more} more" if more > 0 else "")]

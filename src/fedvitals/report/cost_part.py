@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of the report: where the time, the memory and the bytes went."""
+"""The report's section on time, memory and bytes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ LANES, ROWS = 30, 8
 
 
 def cost_part(reader: Reader, run: str, profile: Profile, pictures: Pictures) -> list[Block]:
+    """Return the section as blocks."""
     blocks: list[Block] = [Heading(2, "Time, memory and bytes")]
     if profile.verdict is None:
         blocks.append(Text("No round was timed."))
@@ -60,10 +61,10 @@ def _round(reader: Reader, run: str, profile: Profile, pictures: Pictures) -> li
 
 def _stragglers(profile: Profile, labels: Mapping[str, str]) -> Table | None:
     rows = tuple(
-        (literal(named(one.node, labels), 60), f"{one.determined} of {one.rounds}", seconds(one.seconds_lost),
-         literal(one.part), seconds(one.typical), seconds(one.peers))
-        for one in profile.stragglers[:ROWS]
-        if one.seconds_lost > 0
+        (literal(named(straggler.node, labels), 60), f"{straggler.determined} of {straggler.rounds}",
+         seconds(straggler.seconds_lost), literal(straggler.part), seconds(straggler.typical), seconds(straggler.peers))
+        for straggler in profile.stragglers[:ROWS]
+        if straggler.seconds_lost > 0
     )  # fmt: skip
     head = ("client", "rounds determined", "time lost", "slow in", "usually takes", "its peers")
     return Table("Who was waited for", head, rows, numbers=frozenset({1, 2, 4, 5})) if rows else None
@@ -72,13 +73,13 @@ def _stragglers(profile: Profile, labels: Mapping[str, str]) -> Table | None:
 def _remedies(profile: Profile) -> Table | None:
     rows = tuple(
         (
-            literal(one.name),
-            seconds(one.after),
-            f"{'up to ' if one.at_most else ''}{whole_percent(one.share)}",
-            literal(one.costs),
+            literal(remedy.name),
+            seconds(remedy.after),
+            f"{'up to ' if remedy.at_most else ''}{whole_percent(remedy.share)}",
+            literal(remedy.costs),
         )
-        for one in profile.remedies[:ROWS]
-        if one.share > 0.005
+        for remedy in profile.remedies[:ROWS]
+        if remedy.share > 0.005
     )
     if not rows:
         return None

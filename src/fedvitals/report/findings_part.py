@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of the report: the verdict, what to do next, and every finding with its evidence."""
+"""The report's verdict, its advice, and every finding with its evidence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ from fedvitals.report.pictures import Pictures
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import case_key, cases_of
 from fedvitals.views.evidence import Evidence
-from fedvitals.views.findings import Asked, CaseCard, Findings, FullFinding, NumberRow, findings_page, full_finding
+from fedvitals.views.findings import (
+    CaseCard,
+    Findings,
+    FindingsAsked,
+    FullFinding,
+    NumberRow,
+    findings_page,
+    full_finding,
+)
 from fedvitals.views.profile import Profile
 from fedvitals.views.units import number, seconds, whole_percent
 from fedvitals.views.verdict import Verdict
@@ -34,18 +42,27 @@ def verdict_card(verdict: Verdict) -> Card:
     return Card(f"verdict {verdict.state}", tuple(blocks))
 
 
-def what_next(found: Findings, full: Sequence[FullFinding], profile: Profile, run: str) -> list[Block]:
-    """What a person would do now, in order: about the open findings, then about time, then how to look closer."""
+def what_next(findings: Findings, full: Sequence[FullFinding], profile: Profile, run: str) -> list[Block]:
+    """Return what to do next, in order: about open findings, then about time, then where to look closer."""
     points: list[str] = []
-    open_ = [one for one in full if one.case.still_there and not one.case.muted]
-    urgent = [one for one in open_ if one.case.now != "note" and one.remedies][:ADVICE]
-    points += [f"**{literal(one.case.place)}** ({literal(one.case.title)}): {one.remedies[0]}" for one in urgent]
-    notes = [f"{literal(one.case.place)} ({literal(one.case.sure)})" for one in open_ if one.case.now == "note"]
+    open_ = [finding for finding in full if finding.case.still_there and not finding.case.muted]
+    urgent = [finding for finding in open_ if finding.case.now != "note" and finding.remedies][:ADVICE]
+    points += [
+        f"**{literal(finding.case.place)}** ({literal(finding.case.title)}): {finding.remedies[0]}"
+        for finding in urgent
+    ]
+    notes = [
+        f"{literal(finding.case.place)} ({literal(finding.case.sure)})"
+        for finding in open_
+        if finding.case.now == "note"
+    ]
     if notes:
         points.append(f"Nothing yet about {', '.join(notes)}: only notes. Watch whether they come back.")
-    if found.verdict.state == "unjudged":
-        points.append(f"{literal(found.verdict.headline)} The command below lets the detectors look at what is stored.")
-    for remedy in [one for one in profile.remedies if one.share >= SAVING][:2]:
+    if findings.verdict.state == "unjudged":
+        points.append(
+            f"{literal(findings.verdict.headline)} The command below lets the detectors look at what is stored."
+        )
+    for remedy in [remedy for remedy in profile.remedies if remedy.share >= SAVING][:2]:
         gain = f"{'up to ' if remedy.at_most else ''}{whole_percent(remedy.share)}"
         points.append(
             f"**{literal(remedy.name)}**: a round would take {seconds(remedy.after)} instead of "
@@ -53,7 +70,7 @@ def what_next(found: Findings, full: Sequence[FullFinding], profile: Profile, ru
         )
     if not points:
         points.append("Nothing needs doing: no open finding, and no change would save much of a round's time.")
-    verb = "check" if found.verdict.state == "unjudged" else "findings"
+    verb = "check" if findings.verdict.state == "unjudged" else "findings"
     return [
         Heading(2, "What to do next"),
         Points(tuple(points), numbered=len(points) > 1),
@@ -68,40 +85,40 @@ def what_next(found: Findings, full: Sequence[FullFinding], profile: Profile, ru
 
 
 def findings_part(reader: Reader, run: str, pictures: Pictures) -> tuple[Findings, list[FullFinding], list[Block]]:
-    """The findings as data, and as the section about them."""
-    found = findings_page(reader, run, Asked(limit=LISTED))
+    """Return the findings as data, and the section about them."""
+    findings = findings_page(reader, run, FindingsAsked(limit=LISTED))
     by_key = {case_key(case): case for case in cases_of(reader, run)}
     rounds = reader.history(run).rounds()
-    chosen = found.cases[:FULL]
-    full = [full_finding(reader, run, one.key) for one in chosen]
+    chosen = findings.cases[:FULL]
+    full = [full_finding(reader, run, card.key) for card in chosen]
     blocks: list[Block] = [Heading(2, "Findings")]
-    if not found.total:
-        unjudged = found.verdict.state == "unjudged"
-        blocks.append(Text(f"None. {literal(found.verdict.headline)}" if unjudged else "None."))
-        return found, full, blocks
-    counts = found.counts
+    if not findings.total:
+        unjudged = findings.verdict.state == "unjudged"
+        blocks.append(Text(f"None. {literal(findings.verdict.headline)}" if unjudged else "None."))
+        return findings, full, blocks
+    counts = findings.counts
     muted = f", {counts.muted} muted" if counts.muted else ""
     blocks.append(Text(f"{counts.all} in all: {counts.open} open, {counts.past} over{muted}. Worst first."))
-    blocks += [_card(one, by_key[one.case.key], rounds, pictures) for one in full]
-    rest = [one for one in found.cases if one.key not in {case.case.key for case in full}]
+    blocks += [_card(finding, by_key[finding.case.key], rounds, pictures) for finding in full]
+    rest = [card for card in findings.cases if card.key not in {finding.case.key for finding in full}]
     if rest:
-        more = found.total - len(found.cases)
+        more = findings.total - len(findings.cases)
         blocks.append(_list(rest, f"and {more} more: `fedvitals findings`" if more > 0 else ""))
-    return found, full, blocks
+    return findings, full, blocks
 
 
 def _list(rest: Sequence[CaseCard], note: str) -> Table:
     rows = tuple(
-        (marked(one.severity), literal(one.title), literal(one.place), literal(one.sure), literal(one.course))
-        for one in rest
+        (marked(card.severity), literal(card.title), literal(card.place), literal(card.sure), literal(card.course))
+        for card in rest
     )  # fmt: skip
     return Table("The other findings", ("severity", "what", "where", "how sure", "when"), rows, note, frozenset({3}))
 
 
-def _card(one: FullFinding, case: Case, rounds: Sequence[int], pictures: Pictures) -> Card:
-    brief = one.case
+def _card(finding: FullFinding, case: Case, rounds: Sequence[int], pictures: Pictures) -> Card:
+    brief = finding.case
     state = " · muted" if brief.muted else " · acknowledged" if brief.acknowledged else ""
-    exact = ", an exact test" if one.exact else ""
+    exact = ", an exact test" if finding.exact else ""
     name = f"finding-{pictures_name(brief.key)}"
     blocks: list[Block] = [
         Heading(3, f"{MARKS.get(brief.severity, '·')} {literal(brief.title)}: {literal(brief.place)}"),
@@ -114,43 +131,45 @@ def _card(one: FullFinding, case: Case, rounds: Sequence[int], pictures: Picture
                 ("how sure", f"{literal(brief.sure)}{exact}"),
             )
         ),
-        *([table] if (table := _numbers(one)) is not None else []),
+        *([table] if (table := _numbers(finding)) is not None else []),
         pictures.of(
             name,
             f"{literal(brief.title)} of {literal(brief.place)}: its signs against its peers' over the rounds",
-            lambda: draw_evidence(_shown(one), case, rounds),
+            lambda: draw_evidence(_shown(finding), case, rounds),
             "Band: the clients, min–max and 5–95 %. Marks on top: rounds in which it was found.",
         ),
     ]
-    if one.error is not None:
-        blocks.append(Code((one.error.message[:300], *one.error.traceback[-8:]), ""))
-    if one.suspects:
+    if finding.error is not None:
+        blocks.append(Code((finding.error.message[:300], *finding.error.traceback[-8:]), ""))
+    if finding.suspects:
         blocks.append(
             Points(
-                tuple(f"suspect {literal(s.node)} ({number(s.score)}) {literal(s.reason)}" for s in one.suspects[:5])
+                tuple(
+                    f"suspect {literal(s.node)} ({number(s.score)}) {literal(s.reason)}" for s in finding.suspects[:5]
+                )
             )
         )
-    for title, sentences in (("Likely causes", one.causes), ("What to do", one.remedies)):
+    for title, sentences in (("Likely causes", finding.causes), ("What to do", finding.remedies)):
         if sentences and brief.severity != "note":  # of a note, what would prove it wrong is advice enough
             blocks += [Heading(4, title), Points(tuple(sentences), numbered=True)]
-    if one.refutation:
-        blocks += [Heading(4, "What would prove it wrong"), Text(one.refutation)]
-    if one.actions:
-        told = (f"{a.status}: {a.kind} {a.target or ''} (round {a.round}) {a.why}" for a in one.actions)
-        blocks += [Heading(4, "What was done"), Points(tuple(literal(text, 300) for text in told))]
-    if one.trust.words:
-        blocks.append(Text(literal(one.trust.words), "quiet"))
+    if finding.refutation:
+        blocks += [Heading(4, "What would prove it wrong"), Text(finding.refutation)]
+    if finding.actions:
+        actions = (f"{a.status}: {a.kind} {a.target or ''} (round {a.round}) {a.why}" for a in finding.actions)
+        blocks += [Heading(4, "What was done"), Points(tuple(literal(text, 300) for text in actions))]
+    if finding.trust.words:
+        blocks.append(Text(literal(finding.trust.words), "quiet"))
     return Card(literal_class(brief.severity), tuple(blocks))
 
 
-def _shown(one: FullFinding) -> Evidence:
+def _shown(finding: FullFinding) -> Evidence:
     """Of a note, the two most telling courses."""
-    plots = one.evidence.plots
-    return one.evidence if one.case.severity != "note" else replace(one.evidence, plots=plots[:NOTE_PLOTS])
+    plots = finding.evidence.plots
+    return finding.evidence if finding.case.severity != "note" else replace(finding.evidence, plots=plots[:NOTE_PLOTS])
 
 
 def pictures_name(key: str) -> str:
-    """A name for files and ids, of a key that may hold anything."""
+    """Return a name for files and ids from a key that may contain any character."""
     return "".join(c if c.isascii() and c.isalnum() else "-" for c in key)[:40].strip("-").lower() or "case"
 
 
@@ -178,8 +197,8 @@ def _compared(row: NumberRow) -> str:
     )
 
 
-def _numbers(one: FullFinding) -> Table | None:
-    if not one.numbers:
+def _numbers(finding: FullFinding) -> Table | None:
+    if not finding.numbers:
         return None
     rows = tuple(
         (
@@ -190,7 +209,7 @@ def _numbers(one: FullFinding) -> Table | None:
             "" if row.score is None else number(row.score),
             _compared(row),
         )
-        for row in one.numbers[:10]
+        for row in finding.numbers[:10]
     )
     head = ("rests on", "value", "usual", "of", "standard deviations", "compared as")
     keep = [i for i in range(len(head)) if i < 2 or any(row[i] for row in rows)]

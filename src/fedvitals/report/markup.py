@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page made of blocks, once as Markdown with pictures beside it, once as one HTML file that needs nothing else.
+"""Pages made of blocks, written as Markdown with pictures beside it or as one self-contained HTML file.
 
 Text has three marks, as in Markdown: `code`, **strong** and a backslash before what shall only be itself. What comes
 from records goes through `literal`, so that no name is ever markup, in either form.
@@ -18,6 +18,8 @@ from fedvitals.report.style import PAGE
 
 @dataclass(frozen=True, slots=True)
 class Heading:
+    """A heading; level 1 is the title."""
+
     level: int
     text: str
 
@@ -32,13 +34,15 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Points:
+    """A list, numbered or not."""
+
     points: tuple[str, ...]
     numbered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Lines as they are, but for characters that no page can show."""
+    """Lines shown literally, without characters that no page can show."""
 
     lines: tuple[str, ...]
     language: str = "sh"
@@ -51,6 +55,8 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
+    """An SVG with its description."""
+
     svg: str
     file: str  # relative to the page
     words: str  # for who cannot see it
@@ -59,6 +65,8 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Table:
+    """A table with a title, column heads and a note."""
+
     title: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -68,14 +76,14 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Pairs of a name and what it is."""
+    """Pairs of a name and its value."""
 
     pairs: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Blocks that belong together and are not torn apart by a page's end."""
+    """Blocks that belong together; a page break does not separate them."""
 
     kind: str  # a class of the style
     blocks: tuple[Block, ...]
@@ -90,7 +98,7 @@ _TOKENS = re.compile(r"\\[!-/:-@\[-`{-~]|`[^`]+`|\*\*(?:[^*\\]|\\.)+\*\*|<br>", 
 
 
 def literal(text: object, longest: int = 0) -> str:
-    """Text from a record: nothing in it is markup, control characters are «?», and it may be cut to a length."""
+    """Return text from a record without markup and control characters, cut to a length if one is given."""
     clean = "".join(c if c.isprintable() else "?" for c in str(text))
     if longest and len(clean) > longest:
         clean = f"{clean[: longest - 1]}…"
@@ -103,7 +111,7 @@ def literal(text: object, longest: int = 0) -> str:
 
 
 def markdown(blocks: Sequence[Block]) -> str:
-    """For a reader of the repository; pictures are files beside it."""
+    """Return the blocks as Markdown; pictures are files beside it."""
     return "\n\n".join(_markdown(block) for block in blocks) + "\n"
 
 
@@ -126,7 +134,7 @@ def _markdown(block: Block) -> str:  # noqa: PLR0911 - one for each kind
         case Facts():
             return "\n".join(f"- **{name}**: {value}" for name, value in block.pairs)
         case Card():
-            return "\n\n".join(_markdown(one) for one in block.blocks)
+            return "\n\n".join(_markdown(inner) for inner in block.blocks)
         case Table():
             rule = tuple("---:" if place in block.numbers else "---" for place in range(len(block.head)))
             rows = [block.head, rule, *block.rows]
@@ -139,7 +147,7 @@ def _markdown(block: Block) -> str:  # noqa: PLR0911 - one for each kind
 
 
 def page(blocks: Sequence[Block], title: str, *, foot: str = "") -> str:
-    """One file: pictures and style inside it, no script, light or dark as the reader has it, fit for paper."""
+    """Return one HTML file with pictures and style inside it, without scripts, light or dark, fit for paper."""
     anchors = _Anchors()
     named = [(block, anchors.of(block)) for block in blocks]
     links = "".join(
@@ -209,7 +217,7 @@ def _html(block: Block, anchor: str = "") -> str:  # noqa: PLR0911 - one for eac
             )
             return f"<dl>{pairs}</dl>"
         case Card():
-            inside = "\n".join(_html(one) for one in block.blocks)
+            inside = "\n".join(_html(inner) for inner in block.blocks)
             return f'<article class="card {html.escape(block.kind)}">{inside}</article>'
         case Table():
             return _table(block)
@@ -230,12 +238,12 @@ def _table(block: Table) -> str:
 
 
 def _inline(text: str) -> str:
-    found, at = [], 0
+    parts, at = [], 0
     for token in _TOKENS.finditer(text):
-        found.append(html.escape(text[at : token.start()], quote=False))
-        found.append(_marked(token[0]))
+        parts.append(html.escape(text[at : token.start()], quote=False))
+        parts.append(_marked(token[0]))
         at = token.end()
-    return "".join((*found, html.escape(text[at:], quote=False)))
+    return "".join((*parts, html.escape(text[at:], quote=False)))
 
 
 def _marked(token: str) -> str:
@@ -251,5 +259,5 @@ def _marked(token: str) -> str:
 
 
 def words_of(text: str) -> str:
-    """The text without its marks, for a title or a terminal."""
+    """Return the text without its markup, for a title or a terminal."""
     return _ESCAPED.sub(r"\1", re.sub(r"(?<!\\)[`*]", "", text))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A page on paper, printed by a Chromium that is there: it draws the same HTML, and nothing else is needed."""
+"""Prints a page as PDF with an installed Chromium."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ SECONDS = 120
 
 
 def browser() -> str | None:
-    """Where a Chromium is; FEDVITALS_CHROMIUM wins over those on the path."""
-    told = os.environ.get("FEDVITALS_CHROMIUM")
-    found = shutil.which(told) if told else next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    return found or (None if told else next((path for path in ELSEWHERE if Path(path).exists()), None))
+    """Return the path of a Chromium; FEDVITALS_CHROMIUM takes precedence over those on the path."""
+    named = os.environ.get("FEDVITALS_CHROMIUM")
+    program = shutil.which(named) if named else next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    return program or (None if named else next((path for path in ELSEWHERE if Path(path).exists()), None))
 
 
 def pdf_of(html: str) -> bytes:
-    """The page as PDF. ConfigError says what to install where there is no browser, or what it said where it failed."""
+    """Return the page as PDF. ConfigError: no browser is installed, or it failed."""
     program = browser()
     if program is None:
         raise ConfigError(
@@ -58,6 +58,6 @@ def pdf_of(html: str) -> bytes:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise ConfigError(f"{program} could not print the page: {error}. -o FILE.html works without it.") from error
         if not paper.exists():
-            said = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-            raise ConfigError(f"{program} printed no page: {''.join(said)[:300]}. -o FILE.html works without it.")
+            last_line = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+            raise ConfigError(f"{program} printed no page: {''.join(last_line)[:300]}. -o FILE.html works without it.")
         return paper.read_bytes()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's figures as blocks. A picture that cannot be drawn costs itself and no more: the page says why."""
+"""The report's figures as blocks. Where a picture cannot be drawn, the page says why."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class Pictures:
-    """Draws, and gives every picture of a page a name of its own: ids and files are made of it."""
+    """Draws pictures and gives each a name of its own, which its ids and files use."""
 
     def __init__(self, folder: str = "figures") -> None:
         self.folder = folder
         self._names: set[str] = set()
 
     def of(self, name: str, words: str, draw: Callable[[], Figure], caption: str = "") -> Block:
-        """The picture; `words` say what it shows, to who cannot see it."""
+        """Return the picture. `words` describe it for screen readers."""
         place = 1
         unique = name
         while unique in self._names:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of the report: settings as flat paths and readable values. No value is a piece of Python."""
+"""The report's settings, as flat paths and readable values."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ LONGEST = 120  # characters of a value
 
 
 def flat(name: str, value: Any) -> dict[str, Any]:
-    """One setting as one or several, down to what has no parts: «faults.0.kind»; a list of plain values stays one."""
+    """Return one setting as one or several without parts («faults.0.kind»); a list of plain values stays one."""
     if isinstance(value, Mapping) and value:
-        parts = [(str(key), one) for key, one in value.items()]
-    elif isinstance(value, list | tuple) and any(isinstance(one, Mapping | list | tuple) for one in value):
-        parts = [(str(place), one) for place, one in enumerate(value)]
+        parts = [(str(key), part) for key, part in value.items()]
+    elif isinstance(value, list | tuple) and any(isinstance(part, Mapping | list | tuple) for part in value):
+        parts = [(str(place), part) for place, part in enumerate(value)]
     else:
         return {name: value}
-    return {path: leaf for key, one in parts for path, leaf in flat(f"{name}.{key}", one).items()}
+    return {path: leaf for key, part in parts for path, leaf in flat(f"{name}.{key}", part).items()}
 
 
 def readable(value: Any) -> str:
-    """A value as one would write it: no quotes, no brackets."""
+    """Return a value without quotes and brackets."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -38,13 +38,13 @@ def readable(value: Any) -> str:
 
 
 def settings_part(groups: Sequence[Sequence[Run]], letters: Sequence[str]) -> list[Block]:
-    """What differs between sides, first; what all have in common, after it."""
+    """Return the settings that differ between sides, then those they have in common."""
     tables: list[dict[str, Any]] = [{} for _ in groups]
-    for one in all_settings(groups):
-        if one.name == "model":
+    for setting in all_settings(groups):
+        if setting.name == "model":
             continue  # a line for each layer instead
-        for table, value in zip(tables, one.values, strict=True):
-            table.update(flat(one.name, value))
+        for table, value in zip(tables, setting.values, strict=True):
+            table.update(flat(setting.name, value))
     for table, group in zip(tables, groups, strict=True):
         table.update(_model(group[0]))
     names = list(dict.fromkeys(name for table in tables for name in table))

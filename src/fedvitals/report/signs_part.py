@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of the report: how well it learns, its layers, its clients."""
+"""The report's sections on learning, layers and clients."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ ROWS = 15  # of clients
 
 
 def learning_part(reader: Reader, run: str, card: HealthCard, pictures: Pictures) -> list[Block]:
+    """Return the section on accuracy and loss."""
     rows = tuple(
-        (f"`{sign.name}`", _of(reader, run, sign), *(with_unit(value, sign.unit) for value in _course(sign.values)))
+        (f"`{sign.name}`", _of(reader, run, sign), *(with_unit(value, sign.unit) for value in _trend(sign.values)))
         for sign in card.signs
     )
     blocks: list[Block] = [
@@ -51,13 +52,14 @@ def _of(reader: Reader, run: str, sign: Sign) -> str:
     return f"{sign.of}, of {many} a round"
 
 
-def _course(values: object) -> tuple[float | None, ...]:
+def _trend(values: object) -> tuple[float | None, ...]:
     known = list(values)  # type: ignore[call-overload]
     finite = [v for v in known if math.isfinite(v)]
     return (known[0], min(finite, default=None), max(finite, default=None), known[-1])
 
 
 def layers_part(reader: Reader, run: str, pictures: Pictures) -> list[Block]:
+    """Return the section on layers."""
     blocks: list[Block] = [Heading(2, "Layers and gradients")]
     families = queries.layer_families(reader, run)
     if "gradient" in families:
@@ -96,6 +98,7 @@ def layers_part(reader: Reader, run: str, pictures: Pictures) -> list[Block]:
 
 
 def clients_part(reader: Reader, run: str, pictures: Pictures) -> list[Block]:
+    """Return the section on clients."""
     page = clients_page(roster(reader, run), limit=ROWS)
     sign = overview(reader, run).sign
     blocks: list[Block] = [Heading(2, "Clients")]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report on one run: the verdict first, then what it rests on, then what was not looked at."""
+"""The report on one run: the verdict, what it rests on, and what was not examined."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ FOOT = (
 
 
 def story(reader: Reader, run: str, pictures: Pictures) -> tuple[Verdict, list[Block]]:
-    """The verdict, and the whole report as blocks."""
+    """Return the verdict, and the whole report as blocks."""
     card, profile = health_card(reader, run), profile_of(reader, run)
-    found, full, findings = findings_part(reader, run, pictures)
+    findings_data, full, findings = findings_part(reader, run, pictures)
     blocks: list[Block] = [
         Heading(1, literal(card.run.name or run, 120)),
-        verdict_card(found.verdict),
+        verdict_card(findings_data.verdict),
         facts_part(reader, run, card),
-        *what_next(found, full, profile, run),
+        *what_next(findings_data, full, profile, run),
         *findings,
         *learning_part(reader, run, card, pictures),
         *clients_part(reader, run, pictures),
@@ -37,4 +37,4 @@ def story(reader: Reader, run: str, pictures: Pictures) -> tuple[Verdict, list[B
         *configuration_part(card),
         *trust_part(reader, run, card, profile),
     ]
-    return found.verdict, blocks
+    return findings_data.verdict, blocks

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a page looks: quiet ink, light or dark as the reader has it, and whole figures on paper."""
+"""The style of a page: light or dark as the reader's system, and whole figures on paper."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of the report: what the run was, how far it is to be trusted, and what was not measured."""
+"""The report's sections on the run itself, how far to trust its numbers, and what was not measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONGEST = 200  # characters of a setting
 
 
 def when(at: float | None) -> str:
-    """In UTC: a report says the same wherever it is made."""
+    """Return a time in UTC, so that a report is the same wherever it is made."""
     if at is None or not 0 < at < 1e11:
         return "–"
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))
@@ -72,7 +72,7 @@ def configuration_part(card: HealthCard) -> list[Block]:
 
 
 def trust_part(reader: Reader, run: str, card: HealthCard, profile: Profile) -> list[Block]:
-    """Honest edges: what the judgement rests on, and what nobody looked at."""
+    """Return what the judgement rests on, and what was not examined."""
     facts = facts_of(reader, run)
     alarms = facts.false_alarms * facts.rounds / 100
     level, allowed = card.privacy.split(": ", 1)

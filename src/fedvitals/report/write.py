@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A report as a file: HTML with everything inside, Markdown with its pictures beside it, or PDF."""
+"""Writes a report: HTML with everything inside, Markdown with its pictures beside it, or PDF."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ OURS = b"Written by fedvitals"  # stands in every report, and says that it may b
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenReport:
+    """The file that was written, its pictures, and the verdicts in it."""
+
     file: str
     format: str
     bytes: int
@@ -32,8 +34,8 @@ class Written:
     verdicts: tuple[Verdict, ...]
 
 
-def report(reader: Reader, runs: Sequence[str], file: Path | None = None, *, force: bool = False) -> Written:
-    """Writes the report on a run, or on the comparison of several; by default as RUN-report.html in this folder."""
+def report(reader: Reader, runs: Sequence[str], file: Path | None = None, *, force: bool = False) -> WrittenReport:
+    """Write the report on a run, or on the comparison of several; by default as RUN-report.html in this folder."""
     ids = list(dict.fromkeys(queries.find_run(reader, run) for run in runs))
     target = file if file is not None else Path(default_name(queries.get_run(reader, ids[0]).name, ids))
     kind = target.suffix.lower()
@@ -41,7 +43,7 @@ def report(reader: Reader, runs: Sequence[str], file: Path | None = None, *, for
         raise ConfigError(f"A report is a file {', '.join(FORMATS)}, got '{target.name}'.")
     check(target, force=force)
     folder = f"{target.stem}_files"
-    verdicts, blocks = told(reader, ids, Pictures(folder))
+    verdicts, blocks = content_of(reader, ids, Pictures(folder))
     beside: tuple[str, ...] = ()
     if kind == ".md":
         for picture in _pictures(blocks):
@@ -53,10 +55,11 @@ def report(reader: Reader, runs: Sequence[str], file: Path | None = None, *, for
         # Behind a PDF's end, comments are allowed: by it we know our own again.
         data = html.encode() if kind == ".html" else pdf_of(html) + b"\n% " + OURS + b"\n"
     target.write_bytes(data)
-    return Written(str(target), kind[1:], len(data), beside, tuple(ids), tuple(verdicts))
+    return WrittenReport(str(target), kind[1:], len(data), beside, tuple(ids), tuple(verdicts))
 
 
-def told(reader: Reader, ids: Sequence[str], pictures: Pictures) -> tuple[Sequence[Verdict], list[Block]]:
+def content_of(reader: Reader, ids: Sequence[str], pictures: Pictures) -> tuple[Sequence[Verdict], list[Block]]:
+    """Return the verdicts and blocks of a report on one run, or on several."""
     if len(ids) > 1:
         return comparison(reader, ids, pictures)
     verdict, blocks = story(reader, ids[0], pictures)
@@ -64,18 +67,21 @@ def told(reader: Reader, ids: Sequence[str], pictures: Pictures) -> tuple[Sequen
 
 
 def html_of(blocks: Sequence[Block]) -> str:
+    """Return the blocks as an HTML page."""
     title = next((words_of(block.text) for block in blocks if isinstance(block, Heading)), "report")
     return page(blocks, f"{title} · fedvitals", foot=FOOT)
 
 
 def default_name(name: str, ids: Sequence[str]) -> str:
-    """The run's name as a file's, whatever a host called it; of several runs, that of the first."""
+    """Return the file name of a report: the run's name, without characters that a file name should not have."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:60] or ids[0]
     return f"{plain}-{'comparison' if len(ids) > 1 else 'report'}.html"
 
 
 def check(target: Path, *, force: bool) -> None:
-    """A report may be written over a report; over anything else only when told so, and never over a store."""
+    """Raise ConfigError unless `target` can be written: an existing report may be replaced, other files only with
+    `force`.
+    """
     if target.is_dir() or not target.parent.is_dir():
         raise ConfigError(f"'{target}' cannot be written: {'it is a folder' if target.is_dir() else 'no such folder'}.")
     if not target.exists():

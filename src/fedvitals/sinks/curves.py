@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records as what experiment trackers draw: curves over rounds, and bars of how a layer's values lie.
+"""Turns records into what experiment trackers draw: curves over rounds, and histograms of layers.
 
 A curve has a tag: `accuracy` of the whole, `c7/update.norm` of a node, `layers/gradient.std/fc.weight` of a layer,
 `clients/update.norm/p95` over all clients. Every tracker slows down with the number of tags, so nodes and layers are
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedvitals.records import AnyName, LayerStats, Metric, Record, Run, is_client, node_name
-from fedvitals.sinks.spread import SERVER, Spread, of_the_round, plain
+from fedvitals.sinks.spread import SERVER, ClientSpread, of_the_round, plain
 from fedvitals.stats import (
     EXPONENTS,
     FAMILIES,
@@ -45,6 +45,8 @@ DRAWN: Mapping[tuple[str, ...], tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Point:
+    """One point of a curve."""
+
     run: str
     tag: str
     round: int
@@ -67,7 +69,7 @@ class Bars:
 Drawn = Point | Bars
 
 
-class _Known:
+class _RunCurves:
     """What is known of one run: its layers, whom it has, and which tags were given out."""
 
     def __init__(self) -> None:
@@ -75,12 +77,12 @@ class _Known:
         self.nodes: set[str] = set()
         self.others: set[str] = set()
         self.crowded = False  # more clients than have curves
-        self.spread = Spread()
+        self.spread = ClientSpread()
         self.tags: set[str] = set()
 
 
 class Curves:
-    """Turns records into points and bars. `nodes`: how many clients get curves of their own, or which.
+    """Turns records into points and histograms. `nodes`: how many clients get curves of their own, or which ones.
 
     `layers_of`: nodes whose layers are drawn too, beside those of the round as a whole.
     """
@@ -89,16 +91,16 @@ class Curves:
         self._named = None if isinstance(nodes, int) else frozenset(map(node_name, nodes))
         self._most = nodes if isinstance(nodes, int) else len(frozenset(nodes))
         self._layers_of = frozenset(map(node_name, layers_of))
-        self._runs: dict[str, _Known] = {}
+        self._runs: dict[str, _RunCurves] = {}
         self.left_out = 0  # what had no place among the tags
 
     def of(self, records: Sequence[Record]) -> list[Drawn]:
-        """What there is to draw, in the order of the records; the same again for records that come again."""
+        """Return what to draw, in the order of the records. Records that are repeated give the same again."""
         drawn: list[Drawn] = []
         touched: dict[str, None] = {}
         for record in records:
             if isinstance(record, Run):
-                known = self._runs.setdefault(record.id, _Known())
+                known = self._runs.setdefault(record.id, _RunCurves())
                 known.layers |= {table.digest: table.names[:LAYERS] for table in record.tables}
             elif isinstance(record, Metric):
                 touched[record.where.run] = None
@@ -107,17 +109,17 @@ class Curves:
                 drawn += self._layers(record)
         for run in touched:
             drawn += self._over_clients(run)
-        return [one for one in drawn if self._has_place(one)]
+        return [point for point in drawn if self._has_place(point)]
 
-    def _known(self, run: str) -> _Known:
-        return self._runs.setdefault(run, _Known())
+    def _known(self, run: str) -> _RunCurves:
+        return self._runs.setdefault(run, _RunCurves())
 
-    def _has_place(self, one: Drawn) -> bool:
-        tags = self._known(one.run).tags
-        if one.tag not in tags and len(tags) >= TAGS:
+    def _has_place(self, point: Drawn) -> bool:
+        tags = self._known(point.run).tags
+        if point.tag not in tags and len(tags) >= TAGS:
             self.left_out += 1
             return False
-        tags.add(one.tag)
+        tags.add(point.tag)
         return True
 
     def _metric(self, metric: Metric) -> Iterator[Point]:
@@ -129,7 +131,7 @@ class Curves:
             tag = metric.name if node is None else f"{node}/{metric.name}"
             yield Point(where.run, plain(tag, TAG_CHARACTERS), where.round or 0, metric.at, metric.value)
 
-    def _has_curves(self, known: _Known, node: str | None) -> bool:
+    def _has_curves(self, known: _RunCurves, node: str | None) -> bool:
         if node is None:
             return True
         if not is_client(node):
@@ -175,7 +177,7 @@ class Curves:
 
 
 def bars_of(row: Array) -> tuple[Array, Array]:
-    """Edges and counts of a row of `gradient.histogram`, from the most negative value up, without the empty ends."""
+    """Return the edges and counts of a row of `gradient.histogram`, in ascending order, without empty ends."""
     powers = 2.0 ** (LOWEST_EXPONENT + np.arange(EXPONENTS + 1))
     edges = np.concatenate([-powers[::-1], powers])
     counts = np.concatenate([row[:EXPONENTS][::-1], [0.0], row[EXPONENTS:]])
@@ -185,8 +187,8 @@ def bars_of(row: Array) -> tuple[Array, Array]:
 
 
 def settings_of(run: Run) -> dict[str, str]:
-    """The run's configuration, flat: `local.epochs` → 5; what is long is cut."""
-    found: dict[str, str] = {}
+    """Return the run's configuration as a flat mapping (`local.epochs` → 5); long values are cut."""
+    settings: dict[str, str] = {}
 
     def walk(name: str, value: object) -> None:
         if isinstance(value, Mapping) and value:
@@ -194,26 +196,26 @@ def settings_of(run: Run) -> dict[str, str]:
                 walk(f"{name}.{key}" if name else str(key), inner)
         else:
             text = value if isinstance(value, str) else json.dumps(value, default=str)
-            found[plain(name)] = text[:CONFIG_CHARACTERS]
+            settings[plain(name)] = text[:CONFIG_CHARACTERS]
 
     walk("", dict(run.config))
-    return found
+    return settings
 
 
 def tags_of(run: Run) -> dict[str, str]:
-    """What identifies the run: its id, who trained, the federation's shape, the seed."""
-    told = {"run": run.id, "name": run.name, "host": run.host, "topology": run.topology, "seed": run.seed}
+    """Return what identifies the run: its id, host, topology, seed and versions."""
+    facts = {"run": run.id, "name": run.name, "host": run.host, "topology": run.topology, "seed": run.seed}
     versions = {f"version.{package}": version for package, version in run.versions.items()}
-    return {f"fedvitals.{key}": plain(str(value)) for key, value in (told | versions).items() if value is not None}
+    return {f"fedvitals.{key}": plain(str(value)) for key, value in (facts | versions).items() if value is not None}
 
 
 def link_of(run: Run, store: str | None) -> str:
-    """How to get from a tracker's page back to the run: the command that shows it."""
+    """Return the command that shows the run, as the link from a tracker's page back to it."""
     where = f" --store '{without_password(store)}'" if store else ""
     return f"fedvitals run {plain(run.id)} «{plain(run.name)}»: fedvitals show {plain(run.id)}{where}"
 
 
 def without_password(address: str) -> str:
-    """The address of a store as others may read it."""
+    """Return the address of a store without its password."""
     hidden = re.sub(r"^(\w+://[^:@/?#]*:).+(?=@)", r"\1***", address)
     return re.sub(r"([?&](?:ssl)?password=)[^&]+", r"\1***", hidden)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLflow: a sink that logs to a tracking server or a local database, by its client.
+"""A sink that logs to an MLflow tracking server or a local database, through MLflow's client.
 
     Monitor("runs.db", sinks=[MLflow("sqlite:///mlflow.db")])        then:  mlflow ui --backend-store-uri sqlite:///mlflow.db
 
@@ -29,7 +29,7 @@ DATABASES = ("sqlite:", "postgresql", "mysql", "mssql")
 
 
 class MLflow(Sink):
-    """Metrics per round, settings as parameters, histograms of layers as JSON artifacts, the run's id as a tag.
+    """Logs metrics per round, settings as parameters, layer histograms as JSON artifacts, and the run's id as a tag.
 
     `uri`: of a tracking server or database; MLFLOW_TRACKING_URI, else `sqlite:///mlflow.db` here. `nodes`: how many
     clients get metrics of their own, or which ones. `layers_of`: nodes whose layers are logged, beside those of the
@@ -77,7 +77,7 @@ class MLflow(Sink):
                 raise ConfigError(f"MLflow does not take '{self.uri}': {error} Try MLflow('{DEFAULT}').") from error
 
     def write(self, records: Sequence[Record], /) -> None:
-        """Log what is new; raises what MLflow raises, and the queue tries again."""
+        """Log what is new. Raises what MLflow raises; the queue then tries again."""
         if self._client is None:
             client = self._tracking.MlflowClient(tracking_uri=self.uri)
             self._experiment_id = self._find_experiment(client)
@@ -93,12 +93,12 @@ class MLflow(Sink):
     def _log(self, records: Sequence[Record]) -> None:
         points: dict[str, list[Any]] = {}
         bars: dict[tuple[str, int], dict[str, Any]] = {}
-        for one in self._curves.of(records):
-            if isinstance(one, Point):
-                metric = self._entities.Metric(_key(one.tag), one.value, round(one.at * 1000), one.round)
-                points.setdefault(one.run, []).append(metric)
+        for drawn in self._curves.of(records):
+            if isinstance(drawn, Point):
+                metric = self._entities.Metric(_key(drawn.tag), drawn.value, round(drawn.at * 1000), drawn.round)
+                points.setdefault(drawn.run, []).append(metric)
             else:
-                bars.setdefault((one.run, one.round), {})[one.tag] = _as_json(one)
+                bars.setdefault((drawn.run, drawn.round), {})[drawn.tag] = _as_json(drawn)
         for run, metrics in points.items():
             for start in range(0, len(metrics), METRICS_AT_ONCE):
                 self._client.log_batch(self._of(run), metrics=metrics[start : start + METRICS_AT_ONCE])
@@ -106,13 +106,13 @@ class MLflow(Sink):
             self._client.log_dict(self._of(run), histograms, f"histograms/round-{number:05d}.json")
 
     def run_of(self, run: str) -> str | None:
-        """MLflow's id of a run."""
+        """Return MLflow's id of a run."""
         return self._runs.get(run)
 
     def _find_experiment(self, client: Any) -> str:
-        found = client.get_experiment_by_name(self._experiment)
-        if found is not None:
-            return str(found.experiment_id)
+        experiment = client.get_experiment_by_name(self._experiment)
+        if experiment is not None:
+            return str(experiment.experiment_id)
         # A local database keeps artifacts in the current folder, wherever the database is: they belong beside it.
         local = re.fullmatch(r"sqlite:///([^?]+).*", self.uri)
         beside = None if local is None else (Path(local[1]).absolute().parent / "mlruns").as_uri()
@@ -127,13 +127,13 @@ class MLflow(Sink):
         """Make or find MLflow's run, and tell it what is new about ours."""
         tags = {**tags_of(run), "mlflow.note.content": link_of(run, self._store)}
         if run.id not in self._runs:
-            found = self._find(run.id)
-            if found is None:
-                made = self._client.create_run(
+            mlflow_run = self._find(run.id)
+            if mlflow_run is None:
+                created = self._client.create_run(
                     self._experiment_id, round(run.started * 1000), tags, run_name=plain(run.name)
                 )
-                found = made.info.run_id
-            self._runs[run.id] = found
+                mlflow_run = created.info.run_id
+            self._runs[run.id] = mlflow_run
         entities, logged = self._entities, self._logged.setdefault(run.id, set())
         new = {_key(name): value for name, value in settings_of(run).items() if _key(name) not in logged}
         if self._known.get(run.id) != run:
@@ -149,10 +149,10 @@ class MLflow(Sink):
         """A run that was logged before: of a training that goes on, or by a call that failed half-way."""
         if not re.fullmatch(r"[\w.-]+", run):  # it goes into a query
             return None
-        found = self._client.search_runs([self._experiment_id], f"tags.`fedvitals.run` = '{run}'", max_results=1)
-        for one in found:
-            self._logged.setdefault(run, set()).update(one.data.params)
-            return str(one.info.run_id)
+        matching = self._client.search_runs([self._experiment_id], f"tags.`fedvitals.run` = '{run}'", max_results=1)
+        for mlflow_run in matching:
+            self._logged.setdefault(run, set()).update(mlflow_run.data.params)
+            return str(mlflow_run.info.run_id)
         return None
 
 

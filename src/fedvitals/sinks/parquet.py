@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables as Parquet, Arrow (Feather) or CSV files, written batch by batch and shown only when whole."""
+"""Writes tables as Parquet, Arrow (Feather) or CSV files, batch by batch; a file appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Rows = Sequence[Sequence[Any]]
 
 
 def check_form(form: str) -> None:
-    """Whether it can be written here: a teaching error if not."""
+    """Raise an error that says what to install if this format cannot be written here."""
     if form not in FORMS:
         raise ConfigError(unknown("form of table", form, FORMS))
     if form != "csv":
@@ -31,7 +31,7 @@ def check_form(form: str) -> None:
 
 
 def write_table(folder: Path, name: str, columns: Mapping[str, str], batches: Iterable[Rows], form: str) -> Path:
-    """The file of a table. `columns`: of each its type, «integer», «real», «text» or «blob»; None is null."""
+    """Write a table to a file. `columns` maps each name to «integer», «real», «text» or «blob»; None becomes null."""
     check_form(form)
     path = folder / f"{name}{FORMS[form]}"
     with whole(path) as unfinished, (_csv if form == "csv" else _arrow)(unfinished, columns, form) as write:
@@ -43,7 +43,7 @@ def write_table(folder: Path, name: str, columns: Mapping[str, str], batches: It
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A place to write to; what was written there is at `path` when the block has ended well, and gone otherwise."""
+    """Yield a temporary path to write to. It is moved to `path` when the block ends well, and removed otherwise."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run, or some of its rounds, as a trace that ui.perfetto.dev and chrome://tracing show: Chrome's trace event format.
+"""Exports a run, or some of its rounds, in Chrome's trace event format, for ui.perfetto.dev and chrome://tracing.
 
     with open("trace.json", "w") as file:
         file.writelines(perfetto(run, spans))
@@ -16,6 +16,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fedvitals.plain_json import PlainJson, no_fields
 from fedvitals.records import Event, Finding, Metric, Run, Span, Transfer, Where
 from fedvitals.time_parts import unfold
 
@@ -40,29 +41,29 @@ def perfetto(
     metrics: Iterable[Metric] = (),
     rounds: Container[int] | None = None,
 ) -> Iterator[str]:
-    """The pieces of one JSON text; joined, they are the file. `rounds`: only these.
+    """Yield the pieces of one JSON text; joined, they are the file. `rounds`: only these.
 
     Findings, warnings and errors are instants, transfers slices with an arrow from the one to the other, and what is
     known of the whole (accuracy, loss, bytes) counters.
     """
-    found = _Trace(run.started)
+    trace = _Trace(run.started)
     chosen = [span for span in spans if _is_in(span.where, rounds)]
-    _add_spans(found, chosen)
-    _add_transfers(found, [transfer for transfer in transfers if _is_in(transfer.where, rounds)])
+    _add_spans(trace, chosen)
+    _add_transfers(trace, [transfer for transfer in transfers if _is_in(transfer.where, rounds)])
     for event in events:
         if event.level in TROUBLE and _is_in(event.where, rounds):
-            found.instant(event.where, event.at, event.name, {"message": event.message, "level": event.level})
+            trace.instant(event.where, event.at, event.name, {"message": event.message, "level": event.level})
     for finding in findings:
         if _is_in(finding.where, rounds):
             about = {"message": finding.message, "severity": finding.severity, "confidence": finding.confidence}
-            found.instant(finding.where, finding.at, f"finding: {finding.issue}", about)
+            trace.instant(finding.where, finding.at, f"finding: {finding.issue}", about)
     for metric in metrics:
         if metric.name in COUNTERS and metric.where.node is None and _is_in(metric.where, rounds):
-            found.counter(metric.at, metric.name, metric.value)
+            trace.counter(metric.at, metric.name, metric.value)
     about_run = {"run": run.id, "name": run.name, "host": run.host, "topology": run.topology or "", "by": "fedvitals"}
     yield f'{{"displayTimeUnit":"ms","otherData":{_text(about_run)},"traceEvents":[\n'
     first = True
-    for event_ in found.written():
+    for event_ in trace.written():
         yield ("" if first else ",\n") + _text(event_)
         first = False
     yield "\n]}\n"
@@ -116,8 +117,8 @@ class _Trace:
     def instant(self, where: Where, at: float, name: str, args: Json) -> None:
         begin = self.nanoseconds(at)
         if begin is not None:
-            told = {"ph": "i", "s": "t", "name": name, "ts": begin / 1000, "args": {"round": where.round, **args}}
-            self.instants.append((self.track(where), told))
+            instant = {"ph": "i", "s": "t", "name": name, "ts": begin / 1000, "args": {"round": where.round, **args}}
+            self.instants.append((self.track(where), instant))
 
     def counter(self, at: float, name: str, value: float) -> None:
         begin = self.nanoseconds(at)
@@ -126,7 +127,7 @@ class _Trace:
 
     def _is_long(self) -> bool:
         """Whether a float cannot hold all its nanoseconds any more, after 104 days."""
-        return any(one.end > 2**53 for slices in self.slices.values() for one in slices)
+        return any(part.end > 2**53 for slices in self.slices.values() for part in slices)
 
     def written(self) -> Iterator[Json]:
         tracks = dict.fromkeys((*self.slices, *(track for track, _ in self.instants)))
@@ -136,49 +137,49 @@ class _Trace:
         for process, pid in processes.items():
             yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": process}}
             yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
-        coarse = _whole_microseconds if self._is_long() else lambda one: one
+        coarse = _whole_microseconds if self._is_long() else lambda part: part
         threads: dict[tuple[str, str], int] = {}
         tid = 0
         for track in sorted(tracks, key=lambda t: (processes[t[0]], _thread_order(t[1]))):
             threads[track] = tid + 1
-            for lane in _lanes([coarse(one) for one in self.slices.get(track, [])]) or [[]]:
+            for lane in _lanes([coarse(part) for part in self.slices.get(track, [])]) or [[]]:
                 tid += 1
                 name = track[1] if tid == threads[track] else f"{track[1]} ({tid - threads[track] + 1})"
                 place: Json = {"pid": processes[track[0]], "tid": tid}
                 yield {"ph": "M", "name": "thread_name", **place, "args": {"name": name}}
                 yield {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": tid}}
-                for one in lane:
-                    yield from _written(one, place)
-        for track, told in self.instants:
-            yield {**told, "pid": processes[track[0]], "tid": threads[track]}
-        for told in self.counters:
-            yield {**told, "pid": processes[SERVER], "tid": 0}
+                for part in lane:
+                    yield from _written(part, place)
+        for track, timed_event in self.instants:
+            yield {**timed_event, "pid": processes[track[0]], "tid": threads[track]}
+        for timed_event in self.counters:
+            yield {**timed_event, "pid": processes[SERVER], "tid": 0}
 
 
-def _add_spans(found: _Trace, spans: Sequence[Span]) -> None:
+def _add_spans(trace: _Trace, spans: Sequence[Span]) -> None:
     for span in spans:
         if span.where.node is not None and span.where.group is not None:
-            found.groups.setdefault(span.where.node, span.where.group)
-            found.groups.setdefault(span.where.group, span.where.group)  # an edge is among its clients
+            trace.groups.setdefault(span.where.node, span.where.group)
+            trace.groups.setdefault(span.where.group, span.where.group)  # an edge is among its clients
     by_id = {span.id: span for span in spans}
     for span in spans:
         virtual = span.attributes.get("clock") == "virtual"
-        track = found.track(span.where, "virtual" if virtual else "real")
+        track = trace.track(span.where, "virtual" if virtual else "real")
         name = (
             span.name if span.where.node is not None or span.where.round is None else f"{span.name} {span.where.round}"
         )
         about = {"round": span.where.round, "step": span.where.step, "span": span.id, **span.attributes}
-        inside = found.slice(track, span.at, span.seconds, name, about)
+        inside = trace.slice(track, span.at, span.seconds, name, about)
         if inside is None:
             continue
         parent = by_id.get(span.parent or "")
         for part in unfold(span):
-            _add_part(found, part, track, inside, parent if virtual else None)
+            _add_part(trace, part, track, inside, parent if virtual else None)
 
 
-def _add_part(found: _Trace, part: Span, track: tuple[str, str], inside: tuple[int, int], parent: Span | None) -> None:
+def _add_part(trace: _Trace, part: Span, track: tuple[str, str], inside: tuple[int, int], parent: Span | None) -> None:
     """A part of a span's time, inside it. On the virtual clock a way to a client or back is an arrow, too."""
-    at = found.nanoseconds(part.at)
+    at = trace.nanoseconds(part.at)
     if at is None or not 0 < part.seconds * 1e9 < LONGEST:
         return
     # The parts are sums of floats: their end may lie a hair behind that of the whole.
@@ -186,27 +187,27 @@ def _add_part(found: _Trace, part: Span, track: tuple[str, str], inside: tuple[i
     end = min(begin + round(part.seconds * 1e9), inside[1])
     flows: tuple[tuple[str, int], ...] = ()
     if parent is not None and part.name in ("download", "upload") and end - begin >= POINT:
-        found.arrows += 1
-        there = found.track(parent.where, "virtual")
+        trace.arrows += 1
+        there = trace.track(parent.where, "virtual")
         ours, theirs = ("f", "s") if part.name == "download" else ("s", "f")
-        flows = ((ours, found.arrows),)
+        flows = ((ours, trace.arrows),)
         moment = begin if part.name == "download" else end
         name = f"{part.name} {part.where.node}"
         # An arrow binds to a slice: a short one on a thread of its own, so that it cuts none of the server's.
-        far = _Slice(moment, moment + POINT, name, {"round": part.where.round}, ((theirs, found.arrows),))
-        found.slices.setdefault((there[0], f"{there[1]} traffic"), []).append(far)
+        far = _Slice(moment, moment + POINT, name, {"round": part.where.round}, ((theirs, trace.arrows),))
+        trace.slices.setdefault((there[0], f"{there[1]} traffic"), []).append(far)
     folded = {"folded": "a sum of many short stretches"} if part.attributes.get("folded") else {}
-    one = _Slice(begin, end, part.name, {"round": part.where.round, **folded}, flows)
-    found.slices.setdefault(track, []).append(one)
+    drawn_part = _Slice(begin, end, part.name, {"round": part.where.round, **folded}, flows)
+    trace.slices.setdefault(track, []).append(drawn_part)
 
 
-def _add_transfers(found: _Trace, transfers: Sequence[Transfer]) -> None:
+def _add_transfers(trace: _Trace, transfers: Sequence[Transfer]) -> None:
     """As slices of both sides, on the real clock, where they were told; the lab's seconds are of its virtual one."""
     total = 0
-    virtual = any(process.endswith("(virtual clock)") for process, _ in found.slices)
+    virtual = any(process.endswith("(virtual clock)") for process, _ in trace.slices)
     for transfer in sorted(transfers, key=lambda transfer: transfer.at):
         seconds = 0.0 if virtual or transfer.seconds is None else max(0.0, transfer.seconds)
-        found.arrows += 1
+        trace.arrows += 1
         about = {
             "round": transfer.where.round,
             "bytes": transfer.bytes,
@@ -217,42 +218,42 @@ def _add_transfers(found: _Trace, transfers: Sequence[Transfer]) -> None:
         there = (transfer.sender, "s", f"{transfer.kind} to {transfer.receiver}")
         here = (transfer.receiver, "f", f"{transfer.kind} from {transfer.sender}")
         for node, side, name in (there, here):
-            process, thread = found.track(Where(transfer.where.run, node=node))
-            flows = ((side, found.arrows),)
-            found.slice((process, f"{thread} traffic"), began, seconds, name, about, flows=flows)
+            process, thread = trace.track(Where(transfer.where.run, node=node))
+            flows = ((side, trace.arrows),)
+            trace.slice((process, f"{thread} traffic"), began, seconds, name, about, flows=flows)
         total += transfer.bytes
-        found.counter(transfer.at, "traffic.bytes", float(total))
+        trace.counter(transfer.at, "traffic.bytes", float(total))
 
 
 def _lanes(slices: Sequence[_Slice]) -> list[list[_Slice]]:
     """The slices in as few lanes as it takes for each two in a lane to be apart, or one inside the other."""
     lanes: list[tuple[list[_Slice], list[int]]] = []  # slices, and the ends of those that are open
-    for one in sorted(slices, key=lambda one: (one.begin, -one.end)):
-        fitting = (lane for lane in lanes if _fits(one, lane[1]))
+    for part in sorted(slices, key=lambda part: (part.begin, -part.end)):
+        fitting = (lane for lane in lanes if _fits(part, lane[1]))
         lane, open_ends = next(fitting, ([], []))
         if not lane:
             lanes.append((lane, open_ends))
-        lane.append(one)
-        open_ends.append(one.end)
+        lane.append(part)
+        open_ends.append(part.end)
     return [lane for lane, _ in lanes]
 
 
-def _whole_microseconds(one: _Slice) -> _Slice:
+def _whole_microseconds(part: _Slice) -> _Slice:
     """Rounded down on both sides: what lay inside another slice still does."""
-    return replace(one, begin=one.begin // 1000 * 1000, end=one.end // 1000 * 1000)
+    return replace(part, begin=part.begin // 1000 * 1000, end=part.end // 1000 * 1000)
 
 
-def _fits(one: _Slice, open_ends: list[int]) -> bool:
-    while open_ends and open_ends[-1] <= one.begin:
+def _fits(part: _Slice, open_ends: list[int]) -> bool:
+    while open_ends and open_ends[-1] <= part.begin:
         open_ends.pop()
-    return not open_ends or one.end <= open_ends[-1]
+    return not open_ends or part.end <= open_ends[-1]
 
 
-def _written(one: _Slice, place: Json) -> Iterator[Json]:
-    begin, length = one.begin / 1000, (one.end - one.begin) / 1000
-    yield {"ph": "X", "name": one.name, "ts": begin, "dur": length, **place, "args": one.args}
-    for side, number in one.flows:
-        at = (one.end - POINT // 2) / 1000 if side == "f" else begin  # strictly inside, or it would bind to nothing
+def _written(part: _Slice, place: Json) -> Iterator[Json]:
+    begin, length = part.begin / 1000, (part.end - part.begin) / 1000
+    yield {"ph": "X", "name": part.name, "ts": begin, "dur": length, **place, "args": part.args}
+    for side, number in part.flows:
+        at = (part.end - POINT // 2) / 1000 if side == "f" else begin  # strictly inside, or it would bind to nothing
         binding = {"bp": "e"} if side == "f" else {}  # to the slice around it, not to the next
         yield {"ph": side, "name": "transfer", "cat": "transfer", "id": number, "ts": at, **binding, **place}
 
@@ -268,31 +269,27 @@ def _thread_order(thread: str) -> tuple[bool, bool, list[Any]]:
 
 def _digits(name: str) -> list[Any]:
     """c2 before c10."""
-    text, found = "", []
-    for letter in name:
-        if letter.isdecimal() != text[-1:].isdecimal() and text:
-            found.append(text)
+    text, parts = "", []
+    for character in name:
+        if character.isdecimal() != text[-1:].isdecimal() and text:
+            parts.append(text)
             text = ""
-        text += letter
-    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in [*found, text]]
+        text += character
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in [*parts, text]]
 
 
 def _is_in(where: Where, rounds: Container[int] | None) -> bool:
     return rounds is None or (where.round is not None and where.round in rounds)
 
 
-def _text(value: Any) -> str:
-    return json.dumps(_plain(value), separators=(",", ":"), allow_nan=False)
-
-
-def _plain(value: Any, depth: int = 6) -> Any:
-    """What JSON can hold: NaN and infinity as text, absent values left out, nothing too long or too deep."""
-    if value is None or isinstance(value, bool | int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, Mapping) and depth:
-        return {str(k)[:TEXT]: _plain(v, depth - 1) for k, v in [*value.items()][:1000] if v is not None}
-    if isinstance(value, list | tuple) and depth:
-        return [_plain(item, depth - 1) for item in value[:1000]]
+def _cut(value: Any) -> str:
     return str(value)[:TEXT]
+
+
+_PLAIN = PlainJson(
+    nonfinite=str, fields=no_fields, unknown=_cut, name=_cut, text=_cut, most=1000, absent=False, depth=6
+)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(_PLAIN(value), separators=(",", ":"), allow_nan=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a metric lies over the clients of a round: what is shown where a curve for each of them would be too many."""
+"""The spread of a metric over the clients of a round, for exporters where a curve for each client would be too much."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ ONCE_A_ROUND = "gradient."  # metrics whose `step` says where in the round the o
 
 
 def of_the_round(metric: Metric) -> bool:
-    """Whether it is about the whole round of whoever it is about, not one step or one layer of it."""
+    """Whether a metric is about a whole round, not about one step or one layer."""
     where = metric.where
     return where.layer is None and (where.step is None or metric.name.startswith(ONCE_A_ROUND))
 
 
 def plain(text: str, most: int = NAME_CHARACTERS) -> str:
-    """A name from a record, short and printable: it goes into file formats and pages of others."""
+    """Return a name from a record as short, printable text, for file formats and pages of others."""
     shown = "".join(c if c.isprintable() else "?" for c in text.encode("utf-8", "replace").decode())
     return shown if len(shown) <= most else shown[: most - 1] + "…"
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
-    """A round that is over: every client's values by metric, NaN left out."""
+class ClosedRound:
+    """A round that has ended: every client's values by metric, without NaN."""
 
     round: int
     at: float
     values: Mapping[str, Mapping[str, float]]
 
     def points(self, name: str) -> dict[str, float]:
-        """Smallest, 5 %, middle, 95 % and largest: each is some client's own value."""
+        """Return minimum, 5th percentile, median, 95th percentile and maximum, each a client's own value."""
         ordered = sorted(self.values[name].values())
         last = len(ordered) - 1
         return {point: ordered[round(share * last)] for point, share in POINTS.items()}
 
 
-class Spread:
-    """Gathers what the clients of one run tell, and gives it out round by round, when a round is over.
+class ClientSpread:
+    """Collects the clients' metrics of one run, and returns them round by round as rounds end.
 
     A round is over when its length is known (`time.round` is its last metric) or when a later one has values.
     """
@@ -58,7 +58,7 @@ class Spread:
         self._last = -1  # the newest round that was given out
 
     def add(self, metric: Metric) -> None:
-        """Take one metric; those that are not of a client's whole round only tell the time."""
+        """Take one metric. Metrics that are not about a client's whole round only move the time forward."""
         number, node = metric.where.round, metric.where.node
         if number is None or number <= self._last - ROUNDS_KEPT or not of_the_round(metric):
             return
@@ -80,15 +80,15 @@ class Spread:
         of[node] = metric.value
         self._fresh.add(number)
 
-    def closed(self) -> list[Closed]:
-        """The rounds that are over and were not given out like this before, oldest first."""
+    def closed(self) -> list[ClosedRound]:
+        """Return the rounds that ended since the last call, oldest first."""
         newest = max(self._rounds, default=-1)
         over = sorted(n for n in self._fresh if n in self._rounds and (n in self._ends or n < newest))
-        found = [Closed(n, self._ends.get(n, 0.0), self._rounds[n]) for n in over]
+        closed_rounds = [ClosedRound(n, self._ends.get(n, 0.0), self._rounds[n]) for n in over]
         self._fresh.difference_update(over)
         self._last = max([self._last, *over])
         for number in sorted(self._rounds)[:-ROUNDS_KEPT]:
             del self._rounds[number]
             self._fresh.discard(number)
             self._ends.pop(number, None)
-        return found
+        return closed_rounds

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TensorBoard: a sink that writes event files, by the package's own record writer. No torch, no TensorFlow.
+"""A sink that writes TensorBoard event files with the package's own record writer; needs neither torch nor TensorFlow.
 
     Monitor("runs.db", sinks=[TensorBoard("tb")])        then:  tensorboard --logdir tb
 
@@ -61,7 +61,7 @@ class _File:
 
 
 class TensorBoard(Sink):
-    """Scalars per round, histograms of layers, findings as text. `nodes`: how many clients get curves, or which ones.
+    """Writes scalars per round, layer histograms, and findings as text. `nodes`: how many clients, or which ones.
 
     `layers_of`: nodes whose layers are drawn, beside those of the whole round. `store`: named in the run's text.
     """
@@ -85,11 +85,11 @@ class TensorBoard(Sink):
         self._store = None if store is None else os.fspath(store)
         self._curves = Curves(nodes, layers_of)
         self._names: dict[str, str] = {}
-        self._told: dict[str, str] = {}
+        self._written_settings: dict[str, str] = {}
         self._files: dict[str, _File] = {}
 
     def folder_of(self, run: str) -> Path:
-        """Where a run's event files are."""
+        """Return the folder of a run's event files."""
         name = re.sub(r"[^\w.-]+", "_", self._names.get(run, "")).strip("._")[:80]
         identity = re.sub(r"[^\w.-]+", "_", run)[:80].lstrip(".") or "run"
         return self.folder / (f"{name}-{identity}" if name else identity)
@@ -97,26 +97,27 @@ class TensorBoard(Sink):
     def write(self, records: Sequence[Record], /) -> None:
         """Append what there is to draw to the event files of the runs."""
         buffers: dict[str, io.BytesIO] = {}
-        told: dict[str, str] = {}
+        settings_texts: dict[str, str] = {}
         for record in records:
             if isinstance(record, Run):
                 self._names.setdefault(record.id, record.name)
                 text = _described(record, self._store)
-                if self._told.get(record.id) != text:
-                    told[record.id] = text
+                if self._written_settings.get(record.id) != text:
+                    settings_texts[record.id] = text
                     self._put(buffers, record.id, self._text("run", 0, record.started, text))
             elif isinstance(record, Finding):
                 place = record.where.node or record.where.group or "the whole"
                 words = f"{record.severity}: {record.issue} ({plain(place)}). {record.message[:1000]}"
                 event = self._text(f"findings/{plain(record.issue)}", record.where.round or 0, record.at, words)
                 self._put(buffers, record.where.run, event)
-        for one in self._curves.of(records):
-            self._put(buffers, one.run, self._drawn(one))
+        for drawn in self._curves.of(records):
+            self._put(buffers, drawn.run, self._drawn(drawn))
         for run, buffer in buffers.items():
             self._file(run).append(buffer.getvalue())
-        self._told |= told
+        self._written_settings |= settings_texts
 
     def close(self) -> None:
+        """Close the event files."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -140,11 +141,11 @@ class TensorBoard(Sink):
         summary = self._parts["summary"].Summary(value=[value])
         return self._parts["event"].Event(wall_time=at, step=round_, summary=summary)
 
-    def _drawn(self, one: Drawn) -> Any:
+    def _drawn(self, drawn: Drawn) -> Any:
         value = self._parts["summary"].Summary.Value
-        if isinstance(one, Point):
-            return self._event(one.round, one.at, value(tag=one.tag, simple_value=one.value))
-        return self._event(one.round, one.at, value(tag=one.tag, histo=self._histogram(one)))
+        if isinstance(drawn, Point):
+            return self._event(drawn.round, drawn.at, value(tag=drawn.tag, simple_value=drawn.value))
+        return self._event(drawn.round, drawn.at, value(tag=drawn.tag, histo=self._histogram(drawn)))
 
     def _histogram(self, bars: Bars) -> Any:
         middles = (bars.edges[1:] + bars.edges[:-1]) / 2

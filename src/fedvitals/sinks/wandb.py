@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights & Biases: a sink that logs offline, into a folder; `wandb sync` uploads it when the user wants.
+"""A sink that logs to Weights & Biases offline, into a folder; `wandb sync` uploads it later.
 
     Monitor("runs.db", sinks=[WeightsAndBiases()])       then:  wandb sync wandb/offline-run-*
 
@@ -36,7 +36,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class WeightsAndBiases(Sink):
-    """Scalars and histograms over rounds, the configuration, and the run's id as a tag and in the notes.
+    """Logs scalars and histograms over rounds, the configuration, and the run's id as a tag and in the notes.
 
     `folder`: where `wandb/` is made. `nodes`: how many clients get curves, or which ones. `layers_of`: nodes whose
     layers are drawn, beside those of the whole round. `store`: named in the notes.
@@ -70,19 +70,20 @@ class WeightsAndBiases(Sink):
         self.folders: dict[str, Path] = {}  # of each run, once it is open
 
     def write(self, records: Sequence[Record], /) -> None:
-        """Log a row for each round that the records speak of."""
+        """Log one row for each round among the records."""
         for record in records:
             if isinstance(record, Run):
                 self._open(record)
         rows: dict[tuple[str, int], dict[str, Any]] = {}
-        for one in self._curves.of(records):
-            row = rows.setdefault((one.run, one.round), {"round": one.round, "_timestamp": one.at})
-            row[one.tag] = self._histogram(one) if isinstance(one, Bars) else one.value
-            row["_timestamp"] = max(row["_timestamp"], one.at)
+        for drawn in self._curves.of(records):
+            row = rows.setdefault((drawn.run, drawn.round), {"round": drawn.round, "_timestamp": drawn.at})
+            row[drawn.tag] = self._histogram(drawn) if isinstance(drawn, Bars) else drawn.value
+            row["_timestamp"] = max(row["_timestamp"], drawn.at)
         for (run, _), row in rows.items():
             (self._runs.get(run) or self._open(Run(run, run))).log(row)
 
     def close(self) -> None:
+        """End the runs of W&B that are open."""
         for run in self._runs.values():
             run.finish()
         self._runs.clear()

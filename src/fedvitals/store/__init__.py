@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records at rest: a file, or a database for a team, that trainings write and anyone may read meanwhile."""
+"""Stores records durably, in an SQLite file or a PostgreSQL database, and opens stores for reading."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the tables as data to SQL, and to the page docs/schema.md."""
+"""Turns the tables of `schema` into SQL statements."""
 
 from __future__ import annotations
 
@@ -102,60 +102,19 @@ def _layer_statistics() -> str:
 
 def views(dialect: Dialect) -> dict[str, str]:
     """The views by name. They hold nothing, so every change of version makes them anew."""
-    made = {table.view: _readable(table) for table in TABLES if table.view}
+    statements = {table.view: _readable(table) for table in TABLES if table.view}
     if dialect.name == "sqlite":
-        made["layer_statistics"] = _layer_statistics()
+        statements["layer_statistics"] = _layer_statistics()
     elif dialect.name == "postgresql":
-        made["layer_statistics"] = unpacking.view(LAYER_STATISTICS)
-    return made
+        statements["layer_statistics"] = unpacking.view(LAYER_STATISTICS)
+    return statements
 
 
 def upgrade(version: int, dialect: Dialect) -> list[str]:
     """Everything that leads from a version (0: an empty database) to the present one."""
-    made = views(dialect)
-    statements = [f"DROP VIEW IF EXISTS {name}" for name in made]
+    created = views(dialect)
+    statements = [f"DROP VIEW IF EXISTS {name}" for name in created]
     for step in range(version + 1, VERSION + 1):
         statements += migration(step, dialect)
     functions = unpacking.FUNCTIONS if dialect.name == "postgresql" else ()
-    return [*statements, *functions, *made.values()]
-
-
-_HEAD = """# The store's schema
-
-Generated from `src/fedvitals/store/schema.py` by `scripts/docs`; do not edit.
-
-A store is one SQLite file, or the schema «fedvitals» of a PostgreSQL database, with the same tables and views.
-`fedvitals query SQL` reads it, and so does any client of that database while a training writes. Names are kept once, in
-`symbol`; the other tables hold their numbers. **People read the views**, which show the names:
-
-    fedvitals query "SELECT node, value FROM metrics WHERE run = '...' AND name = 'loss' AND round = 7"
-
-- NaN is stored as NULL (SQLite knows no NaN), infinity as it is. JSON has neither: there they are the texts "NaN",
-  "Infinity" and "-Infinity".
-- `layer_statistics` unpacks blobs. In SQLite it does so through a function that fedvitals registers: use it in
-  `fedvitals query`, or after `fedvitals.store.open_reader`; a plain `sqlite3` shell reads everything but this one view.
-- In PostgreSQL say `SET search_path TO fedvitals` first. A NUL inside a text is kept as U+FFFF and the digit 0.
-
-## Views
-"""
-
-
-def markdown() -> str:
-    """The page docs/schema.md."""
-    lines = [_HEAD, f"Schema version {VERSION} (`PRAGMA user_version`).", "", "| view | columns |", "| --- | --- |"]
-    lines += [f"| `{t.view}` | {', '.join(column.name for column in t.columns)} |" for t in TABLES if t.view]
-    statistics = ", ".join(LAYER_STATISTICS)
-    lines.append(f"| `layer_statistics` | run, round, node, step, group, at, family, layer, {statistics} |")
-    lines += ["", "## Tables"]
-    for table in TABLES:
-        lines += ["", f"### `{table.name}`", "", table.meaning]
-        lines += [f"View with names: `{table.view}`."] if table.view else []
-        lines += ["", "| column | type | meaning |", "| --- | --- | --- |"]
-        for column in table.columns:
-            kind = {"symbol": "number of a name", "key": "integer, primary key"}.get(column.type, column.type)
-            lines.append(f"| `{column.name}` | {kind} | {column.meaning} |")
-        if table.key:
-            lines += ["", f"Key: {', '.join(table.key)}."]
-        for index in (*table.indexes, *(columns for _, columns in table.later)):
-            lines += ["", f"Index: {', '.join(index)}."]
-    return "\n".join(lines) + "\n"
+    return [*statements, *functions, *created.values()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stored once, though delivered twice: which sequences of a source have been here, as few closed intervals."""
+"""Notes which records of a source are stored, as closed intervals of sequence numbers: none is stored twice."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ class Intervals:
         return True
 
     def pairs(self) -> list[tuple[int, int]]:
+        """Return the intervals as pairs of first and last number."""
         return list(zip(self._first, self._last, strict=True))
 
 
@@ -78,6 +79,7 @@ class Delivered:
         self._intervals: dict[tuple[str, str], Intervals] = {}
 
     def fresh(self, records: Sequence[Record]) -> list[Record]:
+        """Return the records that are not stored yet, and note them as stored."""
         for key in {(run_of(record), record.source) for record in records}:
             if key not in self._intervals:
                 self._intervals[key] = self._load(*key)
@@ -110,4 +112,5 @@ class Delivered:
             intervals.changed = {}
 
     def forget(self) -> None:
+        """Forget what is known of all sources: the transaction failed, or somebody else has written."""
         self._intervals = {}

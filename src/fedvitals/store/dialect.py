@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between databases, and nothing else: type names, the placeholder, how a transaction begins.
+"""Describes where SQLite and PostgreSQL differ: type names, placeholders, how a transaction begins.
 
 All SQL of the store is plain text over DB-API. It keeps to what SQLite and PostgreSQL both understand, so that a second
 database is one more `Dialect` and the way to open its connection, not a second store.
@@ -32,6 +32,8 @@ def _infinite(number: float | None) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
+    """The differences of one database from the others."""
+
     name: str
     types: Mapping[str, str]  # from the words that `schema` uses for types
     errors: tuple[type[Exception], ...]  # what the driver raises
@@ -97,13 +99,15 @@ class Database:
         self.target = target
 
     def rows(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """Run a statement and return all its rows."""
         try:
-            found: list[tuple[Any, ...]] = self._run(sql, values).fetchall()
+            rows: list[tuple[Any, ...]] = self._run(sql, values).fetchall()
         except self.dialect.errors as error:
             raise self.failed("read", error) from error
-        return found
+        return rows
 
     def execute(self, sql: str, values: Sequence[Any] = ()) -> None:
+        """Run a statement that returns nothing."""
         try:
             self._run(sql, values)
         except self.dialect.errors as error:
@@ -130,9 +134,10 @@ class Database:
             self.connection.execute("ROLLBACK")
 
     def failed(self, what: str, error: Exception) -> StoreError:
-        said = self.dialect.hide(str(error)).rstrip(".")
+        """Return the error to raise for a driver's error; `what` could not be done: «read» or «written»."""
+        message = self.dialect.hide(str(error)).rstrip(".")
         mend = f" `fedvitals doctor {self.target} --mend` saves what can still be read."
-        if "not a database" in said:  # SQLite refuses such a file before it changes anything
+        if "not a database" in message:  # SQLite refuses such a file before it changes anything
             return StoreError(f"'{self.target}' is no store: it is no SQLite database. Nothing was changed.{mend}")
-        hint = mend if "malformed" in said else ""
-        return StoreError(f"The store '{self.target}' could not be {what}: {said}.{hint}")
+        hint = mend if "malformed" in message else ""
+        return StoreError(f"The store '{self.target}' could not be {what}: {message}.{hint}")

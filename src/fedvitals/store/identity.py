@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a store's file is still the file that was opened, or was deleted, replaced or overwritten meanwhile.
+"""Tells whether a store's file is still the one that was opened, or was deleted, replaced or overwritten.
 
 A store that is being written consists of its file and a write-ahead log beside it (`-wal`, with its index `-shm`).
 SQLite applies such a log to whatever file has the store's name. A log that belongs to another file must therefore be
@@ -36,6 +36,8 @@ _MAINTAINED: dict[Path, int] = {}  # how often this process has cleared up or me
 
 
 class Condition(enum.Enum):
+    """What has become of the file that was opened."""
+
     SAME = "same"
     MOVED = "moved"  # deleted, or another file has its name: ours lives on behind the open connection
     OVERWRITTEN = "overwritten"  # the same inode with another content: ours is gone
@@ -188,6 +190,7 @@ class FileWatch:
             self._index_bytes = signature[2]
 
     def check(self) -> Condition:
+        """Return what has become of the file."""
         self.restore_index()
         signature = signature_of(self._path)
         if signature == self._signature and signature is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records in plain dictionaries: what live detectors look back on, and the twin of the SQL store in tests."""
+"""Keeps records in dictionaries: the history that live detectors read, with the same answers as the SQL store."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ class MemoryStore(Sink):
         self._texts: list[str] = [""]  # symbols count from 1
 
     def write(self, records: Sequence[Record], /) -> None:
+        """Keep a batch; RecordError, after keeping the others, if some of its records cannot be kept."""
         check(records)
         with self.lock:
             statistics: dict[tuple[str, str, str, int, int | None], list[LayerStats]] = {}
@@ -155,14 +156,15 @@ class MemoryStore(Sink):
         return number
 
     def texts(self, numbers: Iterable[int]) -> list[str]:
+        """Return the names of these numbers."""
         return [self._texts[number] for number in numbers]
 
     def memory(self, run: str) -> _Memory:
         """What is known of a run; nothing, of a run that nobody has written about."""
-        found = self._memories.get(run)
-        if found is None:
-            found = self._memories[run] = _Memory()
-        return found
+        memory = self._memories.get(run)
+        if memory is None:
+            memory = self._memories[run] = _Memory()
+        return memory
 
     def records(self, run: str, kind: type[R]) -> Sequence[R]:
         """Every record of one type, in order of arrival; only with `everything`."""
@@ -175,6 +177,7 @@ class MemoryStore(Sink):
             return list(self.memory(run).truth)
 
     def history(self, run: str) -> MemoryHistory:
+        """Return the history of a run, by its id."""
         return MemoryHistory(self, run)
 
     def flush(self) -> None: ...
@@ -241,10 +244,10 @@ class MemoryHistory:
 
     def events(self, name: str | None = None, since: int | None = None) -> Sequence[Event]:
         with self._store.lock:
-            found = [
+            events = [
                 event
                 for event in self._store.memory(self._run).events
                 if (name is None or event.name == name)
                 and (since is None or (event.where.round is not None and event.where.round >= since))
             ]
-        return sorted(found, key=lambda event: event.at)
+        return sorted(events, key=lambda event: event.at)

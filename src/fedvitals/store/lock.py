@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process writes a store. Readers need no lock, and a second writer in the same process takes its turn."""
+"""Lets one process at a time write a store. Readers need no lock; writers of one process take turns."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ class WriterLock:
 
     def _open(self) -> int:
         """Open the lock file, or make it. StoreError when something else has its name, which is then left alone."""
-        found = self._path.lstat() if os.path.lexists(self._path) else None
-        if found is None or stat.S_ISREG(found.st_mode):
+        status = self._path.lstat() if os.path.lexists(self._path) else None
+        if status is None or stat.S_ISREG(status.st_mode):
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             file = os.open(self._path, flags, 0o644)
             if _is_lock_file(file):
@@ -179,6 +179,7 @@ class WriterLock:
                 os.close(file)
 
     def release(self) -> None:
+        """Let other processes write."""
         with _GATE:
             if self._file is None:
                 return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people say of a run: tags, findings acknowledged or muted. Set at any time, also while a training writes.
+"""Reads and writes what people say of a run: tags, and findings acknowledged or muted.
 
 A mark is one row of a table of its own and adds no names, so nothing that a training knows becomes wrong by it.
 """
@@ -30,6 +30,8 @@ PATIENCE = 3.0  # seconds that we wait for a batch of a training; it would wait 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
+    """Something that a person said of a run."""
+
     run: str
     kind: str  # one of KINDS
     target: str  # the tag, or the key of a case
@@ -40,11 +42,11 @@ class Mark:
 def marks(reader: Reader, run: str | None = None) -> list[Mark]:
     """All marks of a run, or of every run, in the order in which they were set."""
     condition, values = ("", ()) if run is None else (" WHERE run = ?", (run,))
-    found = reader.database.rows(
+    rows = reader.database.rows(
         f"SELECT run, kind, target, value, at FROM marks{condition} ORDER BY at, run, kind, target",  # noqa: S608
         values,
     )
-    return [Mark(*row) for row in found]
+    return [Mark(*row) for row in rows]
 
 
 def set_mark(where: Path | str, run: str, kind: str, target: str, value: str = "") -> Mark:
@@ -65,9 +67,9 @@ def clear_mark(where: Path | str, run: str, kind: str, target: str) -> bool:
     target, _ = _checked(kind, target, "")
     with _writing(where) as database, transaction(database):
         place = (_number(database, run), kind, target)
-        found = database.rows("SELECT 1 FROM mark WHERE run = ? AND kind = ? AND target = ?", place)
+        rows = database.rows("SELECT 1 FROM mark WHERE run = ? AND kind = ? AND target = ?", place)
         database.execute("DELETE FROM mark WHERE run = ? AND kind = ? AND target = ?", place)
-    return bool(found)
+    return bool(rows)
 
 
 def _checked(kind: str, target: str, value: str) -> tuple[str, str]:
@@ -81,12 +83,12 @@ def _checked(kind: str, target: str, value: str) -> tuple[str, str]:
 
 
 def _number(database: Database, run: str) -> int:
-    found = database.rows(
+    rows = database.rows(
         "SELECT r.id FROM run AS r JOIN symbol AS s ON s.id = r.id WHERE s.text = ?", (encodable(run),)
     )
-    if not found:
+    if not rows:
         raise ConfigError(unknown("run", run, [row[0] for row in database.rows("SELECT id FROM runs")]))
-    return int(found[0][0])
+    return int(rows[0][0])
 
 
 @contextlib.contextmanager

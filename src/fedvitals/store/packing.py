@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices of one family as one block: float32 numbers [layers, columns, entries], and where each entry belongs.
+"""Packs matrices of layer statistics of one family into blocks of float32 [layers, columns, entries], and back.
 
 Entries come last so that one statistic of one layer lies in one piece, over all its clients and rounds.
 """
@@ -40,9 +40,11 @@ class Entries:
     sources: npt.NDArray[np.int32]
 
     def coordinates(self) -> bytes:
+        """Return rounds, times and nodes of the entries as bytes."""
         return b"".join(getattr(self, name).astype(kind).tobytes() for name, kind in _COORDINATES)
 
     def details(self) -> bytes:
+        """Return the other coordinates of the entries as bytes."""
         return b"".join(getattr(self, name).astype(kind).tobytes() for name, kind in _DETAILS)
 
 
@@ -61,6 +63,7 @@ def coordinates_of(blob: bytes, count: int) -> tuple[Whole, Array, npt.NDArray[n
 
 
 def entries_of(coordinates: bytes, details: bytes, count: int) -> Entries:
+    """Read entries from their coordinates and details; `count`: how many there are."""
     return Entries(*_split(coordinates, _COORDINATES, count), *_split(details, _DETAILS, count))
 
 
@@ -111,7 +114,7 @@ def records_of(
 ) -> list[LayerStats]:
     """The way back from `block_of`; the key is run, family and layer table."""
     run, family, table = key
-    found = []
+    records = []
     for i, matrix in enumerate(matrices(family, numbers)):
         rounds, step = int(entries.rounds[i]), int(entries.steps[i])
         where = Where(
@@ -123,8 +126,10 @@ def records_of(
             name(int(entries.groups[i])),
         )
         source = name(int(entries.sources[i])) or ""
-        found.append(LayerStats(where, float(entries.at[i]), family, matrix, table, source, int(entries.sequences[i])))
-    return found
+        records.append(
+            LayerStats(where, float(entries.at[i]), family, matrix, table, source, int(entries.sequences[i]))
+        )
+    return records
 
 
 Part = tuple[Whole, Array, npt.NDArray[np.int32], Array]
@@ -223,9 +228,9 @@ def over_nodes(
     symbols.sort(key=lambda symbol: natural(labels[symbol]))
     place = {symbol: i for i, symbol in enumerate(symbols)}
     order = np.argsort(at, kind="stable")
-    found = np.full((len(symbols), *values.shape[1:]), np.nan)
-    found[[place[symbol] for symbol in nodes[order].tolist()]] = values[order]  # a node that comes twice: its newest
-    return [labels[symbol] for symbol in symbols], found
+    by_node = np.full((len(symbols), *values.shape[1:]), np.nan)
+    by_node[[place[symbol] for symbol in nodes[order].tolist()]] = values[order]  # a node that comes twice: its newest
+    return [labels[symbol] for symbol in symbols], by_node
 
 
 def _alike(slices: Sequence[Slice]) -> Iterator[tuple[tuple[str, ...], Numbers]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store in PostgreSQL: several trainings may write at once, and a server may go away and come back.
+"""Stores records in PostgreSQL, which several trainings may write at once and which may be away for a while.
 
 Everything lies in the schema «fedvitals» of the database, whose comment names the version of the tables.
 """
@@ -15,7 +15,6 @@ import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from fedvitals.errors import ConfigError, MissingExtraError, StoreError
@@ -53,6 +52,7 @@ class Address:
         return f"Address({self.shown!r})"
 
     def hide(self, text: str) -> str:
+        """Return the text without the password."""
         for secret in self.secrets:
             text = text.replace(secret, "***")
         return text
@@ -65,6 +65,7 @@ class Address:
 
 
 def address_of(url: str) -> Address:
+    """Take the address of a store apart."""
     secrets: set[str] = set()
 
     def mask(match: re.Match[str]) -> str:
@@ -222,6 +223,7 @@ class PostgresStore(Sink):
         return f"PostgresStore({self.address.shown!r})"
 
     def write(self, records: Sequence[Record], /) -> None:
+        """Store a batch in one transaction."""
         if not records:
             return
         with self._turn:
@@ -286,9 +288,7 @@ class PostgresStore(Sink):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records as rows and back, column by column as `schema` types them. Layer statistics have `packing` instead."""
+"""Converts records to rows and back, column by column as `schema` types them; layer statistics have `packing`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fedvitals import plain_json
 from fedvitals.errors import RecordError
 from fedvitals.records import (
     Action,
@@ -51,20 +52,11 @@ _PLACE = ("run", "round", "node", "step", "layer", "group")
 Row = tuple[Any, ...]
 
 
-def _plain(value: Any) -> Any:
-    """The value in what JSON has; numbers that JSON lacks become texts, things that it does not know their `str`."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
-    if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist())
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+_plain = plain_json.PlainJson(nonfinite=plain_json.word, fields=plain_json.no_fields, unknown=str)
 
 
 def to_json(value: Any) -> str:
+    """Return a value as JSON; numbers and things that JSON lacks become texts."""
     if not value and isinstance(value, Mapping):
         return "{}"  # by far the most frequent
     try:
@@ -130,13 +122,14 @@ def to_rows(kind: type, number: Callable[[str | None], int | None]) -> Callable[
     plan = [(lambda column: [*map(_suspects, column)]) if c.name == "suspects" else by_type[c.type] for c in columns]
 
     def rows(records: Sequence[Any]) -> list[Row]:
-        found = zip(*map(values, records), strict=True)
-        return [*zip(*(convert(column) for convert, column in zip(plan, found, strict=True)), strict=True)]
+        columns_of_records = zip(*map(values, records), strict=True)
+        return [*zip(*(convert(column) for convert, column in zip(plan, columns_of_records, strict=True)), strict=True)]
 
     return rows
 
 
 def insert(kind: type) -> str:
+    """Return the statement that inserts a row of such records."""
     table = TABLE[TABLE_OF[kind]]
     columns = [quoted(column.name) for column in table.columns[1:]]
     return f"INSERT INTO {table.name} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"  # noqa: S608
@@ -157,28 +150,28 @@ def from_rows(kind: type, rows: Sequence[Row]) -> list[Any]:
     if not rows:
         return []
     columns = TABLE[TABLE_OF[kind]].columns[1:]
-    found: dict[str, Column] = {c.name: v for c, v in zip(columns, zip(*rows, strict=True), strict=True)}
-    where = map(Where, *(found.pop(name) for name in _PLACE))
+    by_name: dict[str, Column] = {c.name: v for c, v in zip(columns, zip(*rows, strict=True), strict=True)}
+    where = map(Where, *(by_name.pop(name) for name in _PLACE))
     for column in columns:
-        if column.name not in found:
+        if column.name not in by_name:
             continue
-        values = found[column.name]
+        values = by_name[column.name]
         if column.type == "json":
-            found[column.name] = [*map(json.loads, values)]
+            by_name[column.name] = [*map(json.loads, values)]
         elif column.type == "blob":
-            found[column.name] = [tuple(np.frombuffer(value, "<f4").tolist()) for value in values]
+            by_name[column.name] = [tuple(np.frombuffer(value, "<f4").tolist()) for value in values]
         elif column.type == "real" and not (kind is Transfer and column.name == "seconds"):
-            found[column.name] = [*map(_number, values)] if None in values else values
+            by_name[column.name] = [*map(_number, values)] if None in values else values
     if kind is Finding:
-        found["suspects"] = [*map(_suspected, found["suspects"])]
+        by_name["suspects"] = [*map(_suspected, by_name["suspects"])]
     if kind is Truth:
-        found["nodes"] = [*map(tuple, found["nodes"])]
+        by_name["nodes"] = [*map(tuple, by_name["nodes"])]
     names = [field.name for field in fields(kind)][1:]  # the first is where
-    return [*map(kind, where, *(found[name] for name in names))]
+    return [*map(kind, where, *(by_name[name] for name in names))]
 
 
-def _suspected(told: Sequence[Mapping[str, Any]]) -> tuple[Suspect, ...]:
-    return tuple(Suspect(one["node"], _score(one["score"]), one["reason"]) for one in told)
+def _suspected(suspects: Sequence[Mapping[str, Any]]) -> tuple[Suspect, ...]:
+    return tuple(Suspect(suspect["node"], _score(suspect["score"]), suspect["reason"]) for suspect in suspects)
 
 
 def _score(value: float | str) -> float:
@@ -224,6 +217,7 @@ def run_of_row(row: Row, tables: Mapping[str, LayerTable]) -> Run:
 
 
 def layer_rows(table: LayerTable, number: Callable[[str | None], int | None]) -> list[Row]:
+    """Return a row for each layer of a table; `number` gives a name's symbol."""
     digest = number(table.digest)
     return [
         (digest, i, number(layer.name), to_json(list(layer.shape)), _text(layer.dtype))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of a store, as data: names, types, meanings, and since which version of the schema they exist.
+"""Declares the tables of a store: names, types, meanings, and since which version of the schema they exist.
 
 `ddl` makes SQL and docs/schema.md from this. To change the schema: add a table or column with `since=` the next
 version, raise VERSION, and put whatever must happen to old rows into MIGRATIONS.
@@ -18,6 +18,8 @@ MIGRATIONS: Mapping[int, tuple[str, ...]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Column:
+    """A column of a table."""
+
     name: str
     type: str  # a word of `Dialect.types`; "symbol" is the number of a name in the table `symbol`
     meaning: str
@@ -28,6 +30,8 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
+    """A table of the store."""
+
     name: str
     meaning: str
     columns: tuple[Column, ...]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store in one SQLite file: how it is opened, by whom, and what is refused."""
+"""Stores records in one SQLite file, and refuses files that are no store or were exchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Self
 
 from fedvitals.errors import StoreError, StoreLostError
@@ -54,10 +54,10 @@ def check_file(path: Path) -> None:
     if path.is_dir():
         raise StoreError(f"The store '{path}' is a folder. Name a file, for example '{path / 'runs.db'}'.")
     try:
-        found = path.stat()
-        if (found.st_dev, found.st_ino) in _looked_at:
+        status = path.stat()
+        if (status.st_dev, status.st_ino) in _looked_at:
             return
-        if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for somebody who writes into it
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for somebody who writes into it
             raise StoreError(f"The store '{path}' is a device, a pipe or a socket. Name a file.")
         with path.open("rb") as file:
             start = file.read(16)
@@ -65,12 +65,14 @@ def check_file(path: Path) -> None:
         raise StoreError(f"The store '{path}' cannot be opened: {error.strerror}.") from error
     if start and start != b"SQLite format 3\x00":
         raise StoreError(f"'{path}' is not a store: it is no SQLite database. Nothing was changed. Name another file.")
-    _looked_at.add((found.st_dev, found.st_ino))
+    _looked_at.add((status.st_dev, status.st_ino))
 
 
 def check_version(database: Database) -> int:
     """The version of the schema in an open database, 0 when it is empty; StoreError when it cannot be ours."""
     (version,), (application,) = (database.rows(f"PRAGMA {name}")[0] for name in ("user_version", "application_id"))
+    if application == APPLICATION and 0 < version <= VERSION:  # then it has tables, too
+        return int(version)
     (tables,) = database.rows("SELECT COUNT(*) FROM sqlite_master")[0]
     if tables and application != APPLICATION:
         raise StoreError(
@@ -378,9 +380,7 @@ class SqliteStore(Sink):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

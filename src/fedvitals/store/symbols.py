@@ -23,6 +23,7 @@ class Symbols:
         self._new: list[tuple[int, str]] = []
 
     def number(self, text: str | None) -> int | None:
+        """Return the number of a name, adding it if it is new; None for None."""
         try:
             return self._numbers[text]
         except KeyError:
@@ -36,8 +37,8 @@ class Symbols:
         clean = encodable(text)
         number = self._numbers.get(clean)
         if number is None:
-            found = self._database.rows("SELECT id FROM symbol WHERE text = ?", (clean,))
-            number = int(found[0][0]) if found else self._add(clean)
+            rows = self._database.rows("SELECT id FROM symbol WHERE text = ?", (clean,))
+            number = int(rows[0][0]) if rows else self._add(clean)
             self._numbers[clean] = number
         self._numbers[text] = number
         return number
@@ -47,9 +48,9 @@ class Symbols:
             if self._database.dialect.shared:
                 # Whoever was before us may have added this very name, which is seen only now.
                 self._database.take_turn("names")
-                found = self._database.rows("SELECT id FROM symbol WHERE text = ?", (text,))
-                if found:
-                    return int(found[0][0])
+                rows = self._database.rows("SELECT id FROM symbol WHERE text = ?", (text,))
+                if rows:
+                    return int(rows[0][0])
             self._next = int(self._database.rows("SELECT COALESCE(MAX(id), 0) + 1 FROM symbol")[0][0])
         number, self._next = self._next, self._next + 1
         self._new.append((number, text))
@@ -71,22 +72,47 @@ class Symbols:
         self._numbers, self._next, self._new = {None: None}, None, []
 
 
-class Names:
-    """The way back for a reader: names by number, fetched as they are needed."""
+class SymbolCache:
+    """Names and their numbers as far as they are known, for all readers of one store: neither ever changes."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self) -> None:
+        self.texts: dict[int, str] = {}
+        self.numbers: dict[str, int] = {}
+        self.complete_to = 0  # the number up to which all names are known
+
+
+class Names:
+    """Names by number and numbers by name for a reader, each fetched once."""
+
+    def __init__(self, database: Database, cache: SymbolCache | None = None) -> None:
         self._database = database
-        self._texts: dict[int, str] = {}
+        self._cache = cache or SymbolCache()
+
+    def use(self, cache: SymbolCache) -> None:
+        """Share what is known with the other readers of the same store that use this cache."""
+        self._cache = cache
+
+    def learn(self, symbols: Iterable[tuple[int, str]]) -> None:
+        """Note numbers and their names, out of an answer that has both."""
+        for number, text in symbols:
+            self._cache.texts[number], self._cache.numbers[text] = text, number
 
     def texts(self, numbers: Iterable[int]) -> list[str]:
+        """Return the names of these numbers."""
         wanted = [int(number) for number in numbers]
-        if any(number not in self._texts for number in wanted):
+        cache = self._cache
+        if any(number not in cache.texts for number in wanted):
             # One walk over what is new since the last time beats one question a name.
-            newest = max(self._texts, default=0)
-            self._texts.update(self._database.rows("SELECT id, text FROM symbol WHERE id > ?", (newest,)))
-        return [self._texts[number] for number in wanted]
+            symbols = self._database.rows("SELECT id, text FROM symbol WHERE id > ?", (cache.complete_to,))
+            self.learn(symbols)
+            cache.complete_to = max([cache.complete_to, *(number for number, _ in symbols)])
+        return [cache.texts[number] for number in wanted]
 
     def number(self, text: str) -> int | None:
-        """None: no record in the store bears this name."""
-        found = self._database.rows("SELECT id FROM symbol WHERE text = ?", (encodable(text),))
-        return int(found[0][0]) if found else None
+        """Return the number of a name, or None if no record in the store bears it."""
+        name = encodable(text)
+        if name not in self._cache.numbers:
+            self.learn(
+                (number, name) for (number,) in self._database.rows("SELECT id FROM symbol WHERE text = ?", (name,))
+            )
+        return self._cache.numbers.get(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tapes that lie beside a store, one folder for each run: how large they are, and how they go with their runs.
+"""Measures and removes the tapes that lie beside a store, one folder for each run.
 
 What is in them is the business of `replay`; this is for whoever deletes a run, and needs no torch.
 """
@@ -20,6 +20,7 @@ QUIET = 60.0  # seconds without a change after which nobody writes a tape whose 
 
 
 def tapes_folder(store: Target) -> Path:
+    """Return the folder in which the tapes of a store lie."""
     return spill_folder(store) / "tape"
 
 
@@ -79,12 +80,12 @@ def _own(store: Target, run: str) -> Path | None:
 
 
 def _bytes(folder: Path) -> int:
-    found = 0
+    total = 0
     for place, _, files in os.walk(folder):
         for name in files:
             with contextlib.suppress(OSError):  # a run that is being written replaces its files
-                found += (Path(place) / name).lstat().st_size
-    return found
+                total += (Path(place) / name).lstat().st_size
+    return total
 
 
 def _changed(path: Path) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The view `layer_statistics` in PostgreSQL, which has no function of ours to call: blobs are read by its own means."""
+"""Defines the view `layer_statistics` in PostgreSQL, where blobs are unpacked by SQL functions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch of records into the tables, in one transaction; the same for every database."""
+"""Writes a batch of records in one transaction; the same for every database."""
 
 from __future__ import annotations
 
@@ -201,8 +201,8 @@ class Writer:
         # Another writer may have widened it, which is why a shared database is asked each time.
         known = None if self._database.dialect.shared else self._rounds.get(key)
         if known is None:
-            found = self._database.rows("SELECT first, last FROM run_round WHERE run = ? AND round = ?", place)
-            known = found[0] if found else (math.inf, -math.inf)
+            rows = self._database.rows("SELECT first, last FROM run_round WHERE run = ? AND round = ?", place)
+            known = rows[0] if rows else (math.inf, -math.inf)
         wider = (min(known[0], span[0]), max(known[1], span[1]))
         if wider != known or not math.isfinite(wider[0]):
             self._database.execute(

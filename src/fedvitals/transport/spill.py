@@ -8,7 +8,6 @@ JSON and not pickle: whoever can write into the folder must not be able to run c
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fedvitals.errors import RecordError
+from fedvitals.plain_json import as_builtin
 from fedvitals.protocols import RecordWriter
 from fedvitals.records import (
     Action,
@@ -50,7 +50,7 @@ def to_json(record: Record) -> str:
     kind = type(record).__name__
     if kind not in KINDS:
         raise RecordError(f"Only {', '.join(KINDS)} can be spilled to a file, got {kind}.")
-    return json.dumps({"kind": kind, "record": record}, default=_plain)
+    return json.dumps({"kind": kind, "record": record}, default=as_builtin)
 
 
 def from_json(line: str | bytes) -> Record:
@@ -82,17 +82,6 @@ def _place(where: Mapping[str, Any]) -> Where:
 def _table(table: Mapping[str, Any]) -> LayerTable:
     layers = (Layer(layer["name"], tuple(layer["shape"]), layer["dtype"]) for layer in table["layers"])
     return LayerTable(table["rows"], tuple(layers))
-
-
-def _plain(value: Any) -> Any:
-    """What the JSON encoder does not know: records and their parts, foreign mappings, numbers of numpy."""
-    if dataclasses.is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return dict(value)
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return str(value)
 
 
 class Spill:

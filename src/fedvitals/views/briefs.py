@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A case in short: the one shape in which lists, rows and cards tell of it."""
+"""Summarises a case in the one form that lists, rows and cards show."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from fedvitals.diagnosis.cases import Case
-from fedvitals.store.marks import marks
+from fedvitals.store.marks import Mark, marks
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import case_key
 from fedvitals.views.labels import place_of
@@ -15,6 +15,8 @@ from fedvitals.views.labels import place_of
 
 @dataclass(frozen=True, slots=True)
 class Brief:
+    """A case in short."""
+
     key: str
     issue: str
     title: str
@@ -36,22 +38,29 @@ class Brief:
 class Marked:
     """What people have said of a run's cases."""
 
-    def __init__(self, reader: Reader, run: str) -> None:
-        told = marks(reader, run)
-        self.acknowledged = {mark.target for mark in told if mark.kind == "acknowledged"}
-        self.muted = {mark.target: mark.value for mark in told if mark.kind == "muted"}
+    def __init__(self, marks: Iterable[Mark]) -> None:
+        by_kind = [(mark.kind, mark.target, mark.value) for mark in marks]
+        self.acknowledged = {target for kind, target, _ in by_kind if kind == "acknowledged"}
+        self.muted = {target: reason for kind, target, reason in by_kind if kind == "muted"}
+
+
+def marked(reader: Reader, run: str) -> Marked:
+    """Read what people have said of a run's cases."""
+    return Marked(marks(reader, run))
 
 
 def since_of(case: Case) -> int | None:
+    """Return the round since which a case exists: as the detector says, else the first in which it was seen."""
     return case.since if case.since is not None else case.first
 
 
 def brief(case: Case, marked: Marked, labels: Mapping[str, str]) -> Brief:
+    """Summarise a case; `labels`: of nodes, see `views.labels`."""
     key = case_key(case)
     return Brief(
         key=key,
         issue=case.issue,
-        title=case.known.title,
+        title=case.issue_entry.title,
         place=place_of(case, labels),
         node=case.node,
         label=labels.get(case.node or "", ""),
@@ -61,7 +70,7 @@ def brief(case: Case, marked: Marked, labels: Mapping[str, str]) -> Brief:
         since=since_of(case),
         last=case.last,
         still_there=case.still_there,
-        course=case.course,
+        course=case.timeline,
         message=case.newest.message,
         acknowledged=key in marked.acknowledged,
         muted=key in marked.muted,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The health card of a run: what was found, its vital signs over the rounds, and who stands out."""
+"""Computes the health card of a run: its cases, its vital signs over the rounds, and the clients that stand out."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from fedvitals.catalog import CATALOG, LEVELS
+from fedvitals.catalog import CATALOG, LEVELS, unit_of
 from fedvitals.diagnosis.cases import Case, cases
-from fedvitals.diagnosis.evidence.outlier_ranking import NEWEST, StandOut, clients_that_stand_out, layers_that_stand_out
+from fedvitals.diagnosis.evidence.outlier_ranking import NEWEST, Outlier, rank_outlier_clients, rank_outlier_layers
 from fedvitals.protocols import History
 from fedvitals.records import Event, Finding, Run, is_client
 from fedvitals.store.read import queries
@@ -43,14 +43,16 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class Card:
+    """A run's health card."""
+
     run: Run
     summary: queries.RunSummary
     signs: Sequence[Sign]
     cases: Sequence[Case]  # what the detectors found, each trouble once, worst first
     detectors: int  # that looked at the run
     gaps: Sequence[str]  # what they did not judge, and why
-    clients: Sequence[StandOut]
-    layers: Sequence[StandOut]
+    clients: Sequence[Outlier]
+    layers: Sequence[Outlier]
     newest: Mapping[str | None, Mapping[str, float]]  # node → metrics, newest values of the last rounds
     events: Sequence[Event]  # the newest warnings and errors
     absent: Mapping[str, str]  # metric → what it needs
@@ -62,6 +64,7 @@ class Card:
 
 
 def health_card(reader: Reader, run: str) -> Card:
+    """Read the health card of a run, by its id."""
     history, described = reader.history(run), queries.get_run(reader, run)
     signs = [sign for name in VITAL_SIGNS if (sign := vital_sign(history, name)).rounds]
     newest: dict[str | None, dict[str, float]] = {}
@@ -78,8 +81,8 @@ def health_card(reader: Reader, run: str) -> Card:
         cases=cases(queries.records(reader, run, Finding), queries.attendance(reader, run)),
         detectors=detectors_of(described),
         gaps=gaps_of(reader, run),
-        clients=clients_that_stand_out(history),
-        layers=layers_that_stand_out(history),
+        clients=rank_outlier_clients(history),
+        layers=rank_outlier_layers(history),
         newest=newest,
         events=sorted(troubles, key=lambda e: e.at),
         absent=_absent(set(queries.metric_names(reader, run)), level),
@@ -98,13 +101,13 @@ def detectors_of(run: Run) -> int:
 
 def vital_sign(history: History, name: str) -> Sign:
     """The federation's own values, else the server's, else each round's median over the clients."""
-    unit = CATALOG[name].unit if name in CATALOG else ""
+    unit = unit_of(name)
     for node in (None, "server"):
         rounds, values = history.series(name, node)
         if rounds:
             return Sign(name, unit, rounds, values, node or "federation")
-    cohort = [(number, found) for number in history.rounds() if (found := _finite(history.latest(name, number)))]
-    return Sign(name, unit, [number for number, _ in cohort], [median(found) for _, found in cohort], "median client")
+    cohort = [(number, finite) for number in history.rounds() if (finite := _finite(history.latest(name, number)))]
+    return Sign(name, unit, [number for number, _ in cohort], [median(finite) for _, finite in cohort], "median client")
 
 
 def _finite(latest: Mapping[Any, float]) -> list[float]:
@@ -123,8 +126,13 @@ def _absent(seen: set[str], level: int) -> dict[str, str]:
 
 def cost_percent(history: History) -> float | None:
     """What measuring cost, of the rounds' time."""
-    (_, cost), (_, total) = history.series("monitor.cost", None), history.series("time.round", None)
-    return 100 * sum(cost) / sum(total) if total and sum(total) > 0 else None
+    (_, costs), (_, times) = history.series("monitor.cost", None), history.series("time.round", None)
+    return percent_of(costs, times)
+
+
+def percent_of(costs: Sequence[float], times: Sequence[float]) -> float | None:
+    """The sum of these costs in percent of the sum of these times; None where no time is known."""
+    return 100 * sum(costs) / sum(times) if times and sum(times) > 0 else None
 
 
 def _setting(run: Run, name: str, default: Any) -> Any:

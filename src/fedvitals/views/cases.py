@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of a stored run, and what belongs to each: its key in addresses, its actions, the error it is about."""
+"""Reads the cases of a stored run, with the key, the actions and the error of each."""
 
 from __future__ import annotations
 
@@ -8,37 +8,47 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from fedvitals.diagnosis.cases import Case, cases
-from fedvitals.diagnosis.corrections.catalog import told
+from fedvitals.diagnosis.corrections.catalog import finding_label
 from fedvitals.errors import ConfigError
-from fedvitals.records import FAILURES, Action, Event, Finding
-from fedvitals.store.read import queries
+from fedvitals.records import Action, Event, Finding
+from fedvitals.store.read import events, queries
+from fedvitals.store.read.nodes import rounds_attended
 from fedvitals.store.read.reader import Reader
 
 TOLD_APART = ("since", "numbers")  # of the evidence; the rest is the issue's own
 
 
 def case_key(case: Case) -> str:
-    """What names a case in addresses and marks: the same in every reading, and one part of a path once it is quoted."""
+    """Return the key of a case in addresses and marks: always the same, and one part of a path once it is quoted."""
     parts = (case.issue, case.node, case.group, case.layer)
     return "~".join(quote(part or "", safe="").replace("~", "%7E") for part in parts)
 
 
-def cases_of(reader: Reader, run: str, number: int | None = None) -> list[Case]:
-    """Every trouble of a run once, worst first; with `number`, as it stood after that round."""
+def cases_of(reader: Reader, run: str, number: int | None = None, *, rounds: list[int] | None = None) -> list[Case]:
+    """Read the cases of a run, each trouble once, the worst first; with `number`, as they stood after that round.
+
+    `rounds`: those of the run, ascending, if they are known already.
+    """
     findings = list(queries.records(reader, run, Finding))
     if number is not None:
         findings = [f for f in findings if f.where.round is not None and f.where.round <= number]
-    attendance = queries.attendance(reader, run, {finding.where.node for finding in findings})
+    if not findings:
+        return []
+    nodes = {finding.where.node for finding in findings} - {None}
+    attendance: dict[str | None, list[int]] = {
+        None: reader.history(run).rounds() if rounds is None else rounds,
+        **rounds_attended(reader, run, [node for node in nodes if node is not None]),
+    }
     if number is not None:
         attendance = {who: [r for r in rounds if r <= number] for who, rounds in attendance.items()}
     return cases(findings, attendance)
 
 
 def case_of(reader: Reader, run: str, key: str) -> Case:
-    """The case of that key, also where somebody on the way has undone its quoting; ConfigError where there is none."""
-    found = {case_key(case): case for case in cases_of(reader, run)}
-    plain = {unquote(known): case for known, case in found.items()}
-    case = found.get(key) or plain.get(key)
+    """Return the case of that key, also if its quoting was undone on the way; ConfigError where there is none."""
+    by_key = {case_key(case): case for case in cases_of(reader, run)}
+    plain = {unquote(known): case for known, case in by_key.items()}
+    case = by_key.get(key) or plain.get(key)
     if case is None:
         raise ConfigError(f"The run {run} has no finding '{key}'. `fedvitals findings {run}` lists those that it has.")
     return case
@@ -50,53 +60,45 @@ def concerns(case: Case, node: str) -> bool:
 
 
 def culprits(case: Case) -> tuple[str, ...]:
-    """Whom it names: the node or group that is ill, else those under suspicion."""
+    """Return whom a case names: the node or group that is ill, else those under suspicion."""
     own = case.node or case.group
     return (own,) if own is not None else tuple(suspect.node for suspect in case.newest.suspects)
 
 
 def actions_about(case: Case, actions: Iterable[Action]) -> list[Action]:
-    """What was proposed or done about a case, and what became of it last."""
-    answers = told(case.newest)
+    """Return what was proposed or done about a case, each action as it stands now."""
+    answers = finding_label(case.newest)
     newest = {(action.kind, action.target): action for action in actions if action.finding == answers}
     return list(newest.values())
 
 
-def failures_of(reader: Reader, run: str, found: Sequence[Case]) -> list[Event | None]:
-    """For each case that is about an error, the newest event of it that the case knows of; None for the others."""
-    about = [case.newest.evidence.get("event") for case in found]
-    events = queries.events(reader, run, level="error") if any(about) else []
+def failures_of(reader: Reader, run: str, cases: Sequence[Case]) -> list[Event | None]:
+    """Return for each case about an error its newest event that the case knows of; None for the others."""
+    about = [case.newest.evidence.get("event") for case in cases]
+    logged = queries.events(reader, run, level="error") if any(about) else []
     errors: list[Event | None] = []
-    for case, name in zip(found, about, strict=True):
-        same = [e for e in events if (e.name, e.where.node) == (name, case.node) and e.where.round in case.rounds]
+    for case, name in zip(cases, about, strict=True):
+        same = [e for e in logged if (e.name, e.where.node) == (name, case.node) and e.where.round in case.rounds]
         errors.append(max(same, key=lambda e: e.at, default=None))
     return errors
 
 
 def failures_by_client(reader: Reader, run: str, number: int | None = None) -> dict[str, list[tuple[str, int]]]:
-    """What failed of each client (`records.FAILURES`), by name and round; with `number`, in that round only."""
-    names = ", ".join("?" * len(FAILURES))
-    one = "" if number is None else "AND e.round = ? "
-    found = reader.database.rows(
-        "SELECT node.text, name.text, e.round FROM event AS e JOIN symbol AS name ON name.id = e.name "  # noqa: S608 - our own words
-        "JOIN symbol AS node ON node.id = e.node WHERE e.run = (SELECT id FROM symbol WHERE text = ?) "
-        f"{one}AND name.text IN ({names}) AND e.round IS NOT NULL",
-        (run, *(() if number is None else (number,)), *FAILURES),
-    )
-    events: dict[str, list[tuple[str, int]]] = {}
-    for node, name, when in found:
-        events.setdefault(node, []).append((name, when))
-    return events
+    """Return the failures (`records.FAILURES`) of each client by name and round; with `number`, of that round."""
+    by_client: dict[str, list[tuple[str, int]]] = {}
+    for node, name, round_index in events.failures(reader, run, number):
+        by_client.setdefault(node, []).append((name, round_index))
+    return by_client
 
 
 def traceback_of(failure: Event) -> list[str]:
-    """Its lines; none where privacy kept them."""
+    """Return the lines of an event's traceback; none where privacy kept them."""
     kept = failure.data.get("traceback")
     return [line.rstrip() for line in kept.splitlines() if line.strip()] if isinstance(kept, str) else []
 
 
 def number_of(value: Any) -> float | None:
-    """What JSON may have made of a number in evidence: NaN and infinity are words there."""
+    """Read a number in evidence, where JSON has NaN and infinity as words; None where it is none."""
     try:
         return None if value is None else float(value)
     except (TypeError, ValueError):
@@ -104,18 +106,18 @@ def number_of(value: Any) -> float | None:
 
 
 def numbers_of(case: Case) -> list[Mapping[str, Any]]:
-    """The numbers that the newest finding rests on; a user's own detector may have put anything there."""
+    """Return the numbers that the newest finding rests on; a user's own detector may have put anything there."""
     rows = case.newest.evidence.get("numbers")
     return [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list | tuple) else []
 
 
 def more_of(case: Case) -> Iterable[tuple[str, Any]]:
-    """Evidence of the issue's own, besides the numbers."""
+    """Yield the issue's own evidence, besides the numbers."""
     return ((name, value) for name, value in case.newest.evidence.items() if name not in TOLD_APART)
 
 
 def text_of(value: Any) -> str:
-    """A piece of evidence in one line."""
+    """Format a piece of evidence in one line."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {text_of(item)}" for key, item in value.items())
     if isinstance(value, list | tuple):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every client of a run in one row: its health, its attendance, its newest signs, how far it lies from its peers."""
+"""Computes the table of a run's clients: health, attendance, newest signs, and distance from their peers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from typing import Any, cast
 
 import numpy as np
 
-from fedvitals.diagnosis.cases import Case, rank
+from fedvitals.diagnosis.cases import Case, severity_rank
 from fedvitals.diagnosis.evidence.attendance import groups_of
-from fedvitals.diagnosis.evidence.outlier_ranking import NEWEST, clients_that_stand_out
+from fedvitals.diagnosis.evidence.outlier_ranking import NEWEST, rank_outlier_clients
 from fedvitals.protocols import History
 from fedvitals.records import is_client, natural
+from fedvitals.store.read.metrics import values_in_round
+from fedvitals.store.read.nodes import clients_by_number
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.briefs import Brief, Marked, brief
+from fedvitals.views.briefs import Brief, brief, marked
 from fedvitals.views.cases import case_key, cases_of, culprits, failures_by_client
 from fedvitals.views.cohort import Matrix
 from fedvitals.views.labels import labels_of
@@ -37,6 +39,8 @@ WORST = "worst first: by its worst open finding, then by how far it lies from it
 
 @dataclass(frozen=True, slots=True)
 class ClientRow:
+    """One client in the table."""
+
     name: str
     label: str  # beside its name, where it has one: «partition 3»
     group: str | None
@@ -62,6 +66,8 @@ class ClientRow:
 
 @dataclass(frozen=True, slots=True)
 class ClientsPage:
+    """A page of the table of clients."""
+
     rows: tuple[ClientRow, ...]
     total: int  # clients of the run
     matching: int
@@ -74,34 +80,25 @@ class ClientsPage:
     newest: int  # rounds that the score looks at
 
 
-def troubled(reader: Reader, run: str) -> tuple[dict[str, list[Case]], dict[str, list[Case]]]:
-    """The open cases of each client that has any, and those that are over; without muted ones. Worst first in all."""
-    muted = Marked(reader, run).muted
-    found: tuple[dict[str, list[Case]], dict[str, list[Case]]] = {}, {}
+def open_and_past_cases(reader: Reader, run: str) -> tuple[dict[str, list[Case]], dict[str, list[Case]]]:
+    """Return by client the open cases, and those that are over; without muted ones, the worst first."""
+    muted = marked(reader, run).muted
+    by_client: tuple[dict[str, list[Case]], dict[str, list[Case]]] = {}, {}
     for case in cases_of(reader, run):
         for node in culprits(case) if case_key(case) not in muted else ():
             if is_client(node):
-                found[not case.still_there].setdefault(node, []).append(case)
-    return found
+                by_client[not case.still_there].setdefault(node, []).append(case)
+    return by_client
 
 
 def worst_cases(reader: Reader, run: str) -> dict[str, list[Case]]:
-    """The open cases of each client that has any, worst first; without those that are muted. Worst client first."""
-    return troubled(reader, run)[0]
+    """Return the open cases of each client that has any, the worst first; without muted ones. Worst client first."""
+    return open_and_past_cases(reader, run)[0]
 
 
 def severities(reader: Reader, run: str) -> dict[str, str]:
-    """The severity of each client that has an open case, the worst client first."""
+    """Return the severity of each client that has an open case, the worst client first."""
     return {node: own[0].severity for node, own in worst_cases(reader, run).items()}
-
-
-def clients_by_number(reader: Reader, run: str) -> dict[int, str]:
-    """The run's clients: neither its server nor its edges, clusters and rings."""
-    found = reader.database.rows(
-        "SELECT s.id, s.text FROM run_node AS n JOIN symbol AS s ON s.id = n.node WHERE n.run = ?",
-        (reader.names.number(run) or 0,),
-    )
-    return {number: text for number, text in found if is_client(text)}
 
 
 class _Newest:
@@ -111,7 +108,7 @@ class _Newest:
     """
 
     def __init__(self, reader: Reader, run: str, rounds: list[int]) -> None:
-        self._reader, self._run, self._rounds = reader, reader.names.number(run) or 0, rounds
+        self._reader, self._run, self._rounds = reader, run, rounds
         self.clients = clients_by_number(reader, run)
         self._read: dict[tuple[str, int], dict[str, float]] = {}
 
@@ -120,15 +117,9 @@ class _Newest:
 
     def latest(self, name: str, number: int) -> dict[str, float]:
         if (name, number) not in self._read:
-            found = self._reader.database.rows(
-                "SELECT node, value FROM metric WHERE run = ? AND name = ? AND round = ? AND node IS NOT NULL "
-                "AND layer IS NULL ORDER BY at, arrival",
-                (self._run, self._reader.names.number(name) or 0, number),
-            )
+            values = values_in_round(self._reader, self._run, name, number)
             known = self.clients
-            self._read[name, number] = {
-                known[node]: math.nan if value is None else value for node, value in found if node in known
-            }
+            self._read[name, number] = {known[node]: value for node, value in values if node in known}
         return self._read[name, number]
 
     def column(self, names: Sequence[str], usual: bool = False) -> _Column:
@@ -141,8 +132,8 @@ class _Newest:
             for node, value in self.latest(chosen, number).items():
                 values.setdefault(node, []).append(value)
         if not usual:
-            return _Column(chosen, {node: told[0] for node, told in values.items()})
-        return _Column(chosen, {node: median(told[:NEWEST]) for node, told in values.items()})
+            return _Column(chosen, {node: newest_first[0] for node, newest_first in values.items()})
+        return _Column(chosen, {node: median(newest_first[:NEWEST]) for node, newest_first in values.items()})
 
     def _has(self, name: str) -> bool:
         """Whether any client told it in the newest rounds."""
@@ -167,23 +158,23 @@ class _Column:
 
 def _sums(*matrices: Matrix) -> dict[str, float]:
     """Of each client all values of all these, added up."""
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for matrix in matrices:
         finite = np.where(np.isfinite(matrix.values), matrix.values, 0).astype(float)
         for node, total in zip(matrix.nodes, finite.sum(axis=1).tolist(), strict=True):
-            found[node] = found.get(node, 0.0) + total
-    return found
+            sums[node] = sums.get(node, 0.0) + total
+    return sums
 
 
 def attended(reader: Reader, run: str) -> dict[str, list[int]]:
-    """The rounds of each client as `queries.attendance` has them, from the matrices that other pages use too."""
-    found: dict[str, set[int]] = {}
+    """Return the rounds of each client, as `queries.attendance` has them, from matrices that other pages use too."""
+    rounds_of: dict[str, set[int]] = {}
     for name in ("steps", "update.norm"):
         matrix = metric_matrix(reader, run, name)
         rounds = np.asarray(matrix.rounds)
         for node, there in zip(matrix.nodes, matrix.there, strict=True):
-            found.setdefault(node, set()).update(rounds[there].tolist())
-    return {node: sorted(own) for node, own in found.items()}
+            rounds_of.setdefault(node, set()).update(rounds[there].tolist())
+    return {node: sorted(own) for node, own in rounds_of.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,7 +194,7 @@ class Rosters:
         self._known: OrderedDict[str, tuple[str, Roster]] = OrderedDict()
 
     def roster(self, reader: Reader, run: str, version: str) -> Roster:
-        """`version` changes whenever a record or a mark of the run comes."""
+        """Return the roster of a run; `version` changes whenever a record or a mark of the run comes."""
         with self._lock:
             known = self._known.get(run)
         if known is None or known[0] != version:
@@ -217,11 +208,12 @@ class Rosters:
 
 
 def roster(reader: Reader, run: str) -> Roster:
+    """Read every client of a run, the worst first."""
     history = reader.history(run)
-    rounds, ill, marked = history.rounds(), worst_cases(reader, run), Marked(reader, run)
+    rounds, ill, marks = history.rounds(), worst_cases(reader, run), marked(reader, run)
     newest, labels = _Newest(reader, run, rounds), labels_of(reader, run)
     groups = groups_of(history, rounds[-1]) if rounds else {}
-    standing = {one.name: one for one in clients_that_stand_out(cast("History", newest))}
+    deviations = {client.name: client for client in rank_outlier_clients(cast("History", newest))}
     columns = {
         "loss": newest.column(LOSSES),
         "norm": newest.column(("update.norm",)),
@@ -232,9 +224,9 @@ def roster(reader: Reader, run: str) -> Roster:
     present, events = attended(reader, run), failures_by_client(reader, run)
     rows = []
     for node in newest.clients.values():
-        own, odd, told = ill.get(node, []), standing.get(node), events.get(node, [])
+        own, odd, failures = ill.get(node, []), deviations.get(node), events.get(node, [])
         there = present.get(node, [])
-        kinds = Counter(name for name, _ in told)
+        kinds = Counter(name for name, _ in failures)
         rows.append(
             ClientRow(
                 name=node,
@@ -242,10 +234,10 @@ def roster(reader: Reader, run: str) -> Roster:
                 group=groups.get(node),
                 severity=own[0].severity if own else None,
                 confidence=own[0].confidence if own else None,
-                cases=tuple(brief(case, marked, labels) for case in own[:SHOWN_CASES]),
+                cases=tuple(brief(case, marks, labels) for case in own[:SHOWN_CASES]),
                 open_cases=len(own),
                 attended=len(there),
-                sampled=len({*there, *(number for _, number in told)}),
+                sampled=len({*there, *(number for _, number in failures)}),
                 last_seen=there[-1] if there else None,
                 loss=columns["loss"].get(node),
                 norm=columns["norm"].get(node),
@@ -265,7 +257,7 @@ def roster(reader: Reader, run: str) -> Roster:
 
 
 def _worst_first(row: ClientRow) -> tuple[Any, ...]:
-    ill = rank(row.severity) if row.severity is not None else math.inf
+    ill = severity_rank(row.severity) if row.severity is not None else math.inf
     return ill, -(row.confidence or 0.0), not row.broken, -(row.score or 0.0), natural(row.name)
 
 
@@ -287,7 +279,7 @@ SORTS: Mapping[str, Callable[[ClientRow], Any]] = {
 
 
 def clients_page(
-    found: Roster,
+    roster: Roster,
     *,
     sort: str = "worst",
     descending: bool = False,
@@ -297,8 +289,8 @@ def clients_page(
     limit: int = 100,
     offset: int = 0,
 ) -> ClientsPage:
-    """A page of the table. `health`: «ill» (any open case), a severity, «well», or «failed»."""
-    every = found.rows
+    """Return a page of the table. `health`: «ill» (any open case), a severity, «well», or «failed»."""
+    every = roster.rows
     chosen = [row for row in every if _matches(row, search, group, health)]
     order = WORST
     if sort in SORTS:
@@ -319,10 +311,10 @@ def clients_page(
         matching=len(chosen),
         offset=offset,
         order=order,
-        rounds=found.rounds,
+        rounds=roster.rounds,
         health={name: counted[name] for name in ("critical", "warning", "note", "well")},
         groups=tuple(sorted({row.group for row in every if row.group is not None}, key=natural))[:MOST_GROUPS],
-        signs=found.signs,
+        signs=roster.signs,
         newest=NEWEST,
     )
 

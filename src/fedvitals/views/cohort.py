@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One metric of all clients over all rounds, as an array: what heat maps, bands and tables are made from."""
+"""Holds one metric of all clients over all rounds as an array, with the statistics that heat maps and bands need."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ class Matrix:
 
     @property
     def nbytes(self) -> int:
+        """About how many bytes the matrix takes, with what is computed from it."""
         return 3 * (self.values.nbytes + self.there.nbytes) + 200 * (len(self.nodes) + len(self.rounds))
 
     def __getitem__(self, node: str) -> tuple[list[int], list[float]]:
@@ -75,20 +76,20 @@ class Matrix:
         return [self.rounds[i] for i in here], self.values[row, here].astype(float).tolist()
 
     def row(self, node: str) -> int | None:
-        """Where a node's row is."""
+        """Return the place of a node's row; None where there is none."""
         places: dict[str, int] = self._once("rows", lambda: {name: i for i, name in enumerate(self.nodes)})
         return places.get(node)
 
     def _once(self, key: Any, make: Callable[[], T]) -> T:
         if key not in self._known:
             self._known[key] = make()
-        found: T = self._known[key]
-        return found
+        known: T = self._known[key]
+        return known
 
     def take(
         self, rows: Sequence[int] | Whole | None = None, first: int | None = None, last: int | None = None
     ) -> Matrix:
-        """Some rows in that order, and the rounds from `first` to `last` (both included)."""
+        """Return some rows in that order, and the rounds from `first` to `last` (both included)."""
         low, high = self.span(first, last)
         if rows is None and (low, high) == (0, len(self.rounds)):
             return self
@@ -104,13 +105,14 @@ class Matrix:
         return low, max(low, len(numbers) if last is None else int(np.searchsorted(numbers, last, "right")))
 
     def band(self) -> Band:
+        """Return the extremes and quantiles of each round."""
         return self._once("band", self._band)
 
     def _band(self) -> Band:
         ordered, counts = self._ordered()
         low, p5, median, p95, high = (_quantile(ordered, counts, share) for share in (0.0, 0.05, 0.5, 0.95, 1.0))
-        told = self.there.sum(axis=0)
-        return Band(self.rounds, low, p5, median, p95, high, told, told - counts)
+        counted = self.there.sum(axis=0)
+        return Band(self.rounds, low, p5, median, p95, high, counted, counted - counts)
 
     def _ordered(self) -> tuple[Floats, Whole]:
         """The finite values of each round, sorted along the rows, and how many there are."""
@@ -158,7 +160,7 @@ class Matrix:
         return np.where(odd, np.inf, mean)
 
     def worst_first(self) -> Whole:
-        """The rows, those furthest from the cohort first; who told a NaN or an infinity comes before them."""
+        """Return the rows, those with a NaN or an infinity first, then those furthest from the cohort."""
         return self._once("worst", lambda: np.argsort(-self.scores(), kind="stable"))
 
     def extent(self) -> tuple[float, float, float, float] | None:
@@ -173,7 +175,7 @@ class Matrix:
         return float(finite.min()), low, high, float(finite.max())
 
     def bucket(self, columns: int) -> Buckets:
-        """At most that many columns; each joins as many neighbouring rounds as the others (the last may have fewer)."""
+        """Join neighbouring rounds, equally many each (the last may have fewer), into at most that many columns."""
         width = max(1, math.ceil(len(self.rounds) / max(1, columns)))
         return self._once(("bucket", width), lambda: self._bucket(width))
 
@@ -224,14 +226,14 @@ def _blocks(values: npt.NDArray[Any], width: int, nothing: Any) -> npt.NDArray[A
 
 
 def single(values: npt.ArrayLike) -> Floats:
-    """As float32; what is finite stays so."""
+    """Return the values as float32; what is finite stays so."""
     wide = np.asarray(values, float)
     clipped = np.where(np.isfinite(wide), np.clip(wide, -_LARGEST, _LARGEST), wide)
     return np.asarray(clipped, np.float32)
 
 
 def matrix_of(nodes: Sequence[str], rounds: Sequence[int], values: npt.ArrayLike, there: Any = None) -> Matrix:
-    """A matrix of what is at hand, for example layers × rounds; without `there`, NaN is nothing told."""
+    """Make a matrix of any rows, for example layers × rounds; without `there`, NaN means that nothing was told."""
     numbers = single(values)
     known = ~np.isnan(numbers) if there is None else np.asarray(there, bool)
     return Matrix(tuple(nodes), tuple(int(number) for number in rounds), numbers, known)
@@ -241,7 +243,7 @@ EMPTY = matrix_of((), (), np.empty((0, 0)))
 
 
 def by_name(names: Sequence[str]) -> list[int]:
-    """The order in which people look for names."""
+    """Return the places of the names in natural order."""
     return sorted(range(len(names)), key=lambda i: natural(names[i]))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The courses behind a case: the suspect over its cohort, with the limit where one is known. Data for any plot."""
+"""Computes the plots behind a case: the suspects over their cohort, with the limit where one is known."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ ENOUGH = 2  # plots, from which on nothing is added to what the finding names
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
+    """The limit that a finding compared with."""
+
     value: float
     label: str
 
@@ -55,6 +57,8 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
+    """The plots behind a case, and the rounds in which it was found."""
+
     plots: list[Plot]
     seen: list[int]  # the rounds in which it was found
     confidences: list[float]  # in these rounds
@@ -62,7 +66,7 @@ class Evidence:
 
 
 def evidence_of(reader: Reader, run: str, case: Case, points: int = POINTS) -> Evidence:
-    """What the finding itself names comes first; then, as long as there is room, what tells most of such an issue."""
+    """Plot the signs that the finding names; then, while there is room, those that show such an issue best."""
     plots: dict[str, Plot] = {}
     for sign, row in named_signs(case):
         plot = _plot(reader, run, case, sign, points)
@@ -75,8 +79,8 @@ def evidence_of(reader: Reader, run: str, case: Case, points: int = POINTS) -> E
         if not plots and (plot := _plot(reader, run, case, sign, points)) is not None:
             plots[plot.id] = replace(plot, why=RESORT)
     summed = _summed_evidence(reader, run, case, points)
-    found = [*plots.values(), *([summed] if summed is not None else [])]
-    return Evidence(found, list(case.rounds), list(case.confidences), case.since)
+    shown = [*plots.values(), *([summed] if summed is not None else [])]
+    return Evidence(shown, list(case.rounds), list(case.confidences), case.since)
 
 
 def _plot(reader: Reader, run: str, case: Case, sign: Sign, points: int) -> Plot | None:
@@ -156,13 +160,13 @@ def _course(rounds: Sequence[int], values: Any) -> tuple[list[int], list[float]]
 
 def _lines(case: Case, sign: Sign, layer: str | None, matrix: Matrix, own: Own, points: int) -> list[Series]:
     """The suspects', the surest first; of the run as a whole its own course, else the median client's."""
-    found = []
+    lines = []
     for node in culprits(case)[:MOST_LINES]:
         rounds, values = own.get(node) or matrix[node]
         if rounds:
-            found.append(_series(sign, node, node, rounds, values, points))
-    if found or is_client(case.node):
-        return found
+            lines.append(_series(sign, node, node, rounds, values, points))
+    if lines or is_client(case.node):
+        return lines
     for who, name in ((None, "federation"), ("server", "server")):
         if who in own:
             return [_series(sign, None, name, *own[who], points)]
@@ -178,26 +182,26 @@ def _other_layers(reader: Reader, run: str, case: Case, sign: Sign, layer: str |
     if layer is None or sign.layer == "only" or case.layer is None or case.node is not None:
         return []
     names = reader.history(run).layers(sign.name)
-    found = []
+    lines = []
     for name in dict.fromkeys((names[0], names[-1])):
         if name != layer:
             middle = _measured(reader, run, sign, name)[0].band()
-            found.append(_series(sign, None, name, *_course(middle.rounds, middle.median), points))
-    return found
+            lines.append(_series(sign, None, name, *_course(middle.rounds, middle.median), points))
+    return lines
 
 
 def _series(
     sign: Sign, node: str | None, of: str, rounds: Sequence[int], values: Sequence[float], points: int
 ) -> Series:
-    made = bucketed(sign.name, node, of, rounds, np.asarray(values, dtype=float), points)
-    return replace(made, unit=unit_of(sign), meaning=meaning_of(sign))
+    series = bucketed(sign.name, node, of, rounds, np.asarray(values, dtype=float), points)
+    return replace(series, unit=unit_of(sign), meaning=meaning_of(sign))
 
 
 def _counted(reader: Reader, run: str, case: Case, sign: Sign, points: int) -> list[Series]:
     """How often it happened in each round, to the one that the case is about."""
     history = reader.history(run)
-    told = [event for name in sign.events for event in history.events(name)]
-    mine = [event.where.round for event in told if case.node in (None, event.where.node)]
+    events = [event for name in sign.events for event in history.events(name)]
+    mine = [event.where.round for event in events if case.node in (None, event.where.node)]
     if not any(number is not None for number in mine):
         return []
     rounds = history.rounds()
@@ -230,14 +234,14 @@ def _summed_evidence(reader: Reader, run: str, case: Case, points: int) -> Plot 
     limits: dict[str, float] = {}
     for finding in queries.records(reader, run, Finding):
         evidence, number = finding.evidence, finding.where.round
-        totals, told = evidence.get("evidence"), evidence.get("limit")
+        totals, stated = evidence.get("evidence"), evidence.get("limit")
         if key_of(finding) != key or number is None or not isinstance(totals, Mapping):
             continue
         for view, total in totals.items():
             if (value := number_of(total)) is not None:
                 sums.setdefault(str(view), {})[number] = value
-        if isinstance(told, Mapping):
-            limits |= {str(view): value for view, limit in told.items() if (value := number_of(limit)) is not None}
+        if isinstance(stated, Mapping):
+            limits |= {str(view): value for view, limit in stated.items() if (value := number_of(limit)) is not None}
     lines = [
         bucketed(
             "evidence", case.node, f"by {view}", sorted(course), np.array([course[n] for n in sorted(course)]), points

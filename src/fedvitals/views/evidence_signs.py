@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which measured sign stands behind a number of a finding, and which signs tell most of each issue.
+"""Maps the numbers of a finding to measured signs, and each issue to the signs that show it best.
 
 A finding's number may be a metric of the catalogue, a sign that clients are compared by
 (`diagnosis.evidence.vital_signs`), a statistic of a layer, or something that was counted on the spot. Where nothing of
@@ -27,6 +27,7 @@ class Sign:
 
     @property
     def id(self) -> str:
+        """A key that tells the sign from others."""
         return "/".join(part for part in (self.name, self.statistic, self.layer, *self.events) if part)
 
 
@@ -150,7 +151,7 @@ LAST_RESORT: dict[str, tuple[Sign, ...]] = {
 
 
 def sign_of(name: str, case: Case) -> Sign | None:
-    """What was measured behind a number of that name; None where nothing is known to be."""
+    """Return the sign behind a number of that name; None where none is known."""
     known = COMPARED[name][0] if name in COMPARED else NEAREST.get(name)
     if known is not None:
         return known
@@ -171,33 +172,33 @@ def _of_family(family: str, statistic: str, case: Case) -> Sign | None:
 
 
 def named_signs(case: Case) -> list[tuple[Sign, dict[str, object]]]:
-    """The signs that the finding itself names with the number of each, the furthest from usual first."""
+    """Return the signs that the finding itself names with the number of each, the furthest from usual first."""
     rows = [dict(row) for row in numbers_of(case)]
     rows.sort(key=lambda row: -abs(row["score"]) if isinstance(row.get("score"), int | float) else 0.0)
-    found: dict[str, tuple[Sign, dict[str, object]]] = {}
+    signs: dict[str, tuple[Sign, dict[str, object]]] = {}
     # Of a deep network's pressures, only that of the layer in question.
     own = [row for row in rows if row.get("name") == f"pressure of {case.layer}"]
     for row in own or rows:
         sign = sign_of(str(row.get("name")), case)
         if sign is not None:
-            found.setdefault(sign.id, (sign, row))
-    return list(found.values())
+            signs.setdefault(sign.id, (sign, row))
+    return list(signs.values())
 
 
 def telling_signs(case: Case) -> list[Sign]:
-    """Those that tell most of such an issue."""
+    """Return the signs that show such an issue best."""
     bound = case.newest.evidence.get("bound_by")
     first = [Sign(f"bottleneck.{bound}")] if f"bottleneck.{bound}" in CATALOG else []
     return [*first, *TELLING.get(case.issue, ())]
 
 
 def last_resorts(case: Case) -> list[Sign]:
-    """Those of its family, then those of any, for want of anything nearer."""
-    return list(dict.fromkeys([*LAST_RESORT.get(case.known.family, ()), *LAST_RESORT["user"], Sign("steps")]))
+    """Return the signs of the issue's family, then those of any, for want of anything nearer."""
+    return list(dict.fromkeys([*LAST_RESORT.get(case.issue_entry.family, ()), *LAST_RESORT["user"], Sign("steps")]))
 
 
 # What a sign is called on a plot, and its unit; others go by the catalogue's name.
-SAID = {
+WORDING = {
     "update.peers/cosine": ("direction of the update, against the others'", "cosine"),
     "update.peers/first": ("direction of the first layer's update, against the others'", "cosine"),
     "update.peers/head": ("direction of the last layer's update, against the others'", "cosine"),
@@ -223,16 +224,17 @@ SAID = {
 
 
 def title_of(sign: Sign, layer: str | None) -> str:
-    """What it is, in words."""
+    """Name a sign in words."""
     if sign.events:
         return "how often: " + " or ".join(sign.events)
     if not sign.statistic:
         return sign.name
-    said = SAID.get(f"{sign.name}/{sign.statistic}", (f"{sign.name}: {sign.statistic} of {{layer}}", ""))[0]
-    return said.replace("{layer}", layer or "the model")
+    title = WORDING.get(f"{sign.name}/{sign.statistic}", (f"{sign.name}: {sign.statistic} of {{layer}}", ""))[0]
+    return title.replace("{layer}", layer or "the model")
 
 
 def meaning_of(sign: Sign) -> str:
+    """Return what the sign means, in words."""
     if sign.name != "update.peers":
         return CATALOG[sign.name].meaning if sign.name in CATALOG else ""
     if sign.statistic in ("first", "head"):
@@ -241,7 +243,8 @@ def meaning_of(sign: Sign) -> str:
 
 
 def unit_of(sign: Sign) -> str:
+    """Return the unit of the sign."""
     if sign.events:
         return "events"
-    known = SAID.get(f"{sign.name}/{sign.statistic}")
+    known = WORDING.get(f"{sign.name}/{sign.statistic}")
     return known[1] if known is not None else CATALOG[sign.name].unit if sign.name in CATALOG else "1"

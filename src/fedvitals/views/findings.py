@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings for people: the list of a run's cases, and one case in full, as data."""
+"""Computes the list of a run's findings, and everything about one of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE, RATES, measured_rat
 from fedvitals.records import Action, Event
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.briefs import Brief, Marked, brief
+from fedvitals.views.briefs import Brief, Marked, brief, marked
 from fedvitals.views.cases import (
     actions_about,
     case_key,
@@ -31,6 +31,7 @@ from fedvitals.views.cases import (
 from fedvitals.views.evidence import Evidence, evidence_of
 from fedvitals.views.evidence_signs import COMPARED, meaning_of, sign_of, title_of
 from fedvitals.views.labels import labels_of
+from fedvitals.views.outline import outline_of
 from fedvitals.views.verdict import Verdict, facts_of, judge
 from fedvitals.views.verdict_words import clause, sure
 
@@ -59,6 +60,8 @@ class CaseCard(Brief):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
+    """How many cases there are in each state."""
+
     open: int
     past: int
     muted: int
@@ -100,6 +103,8 @@ class NumberRow:
 
 @dataclass(frozen=True, slots=True)
 class SuspectRow:
+    """Somebody who is suspected."""
+
     node: str
     label: str
     score: float | None
@@ -108,6 +113,8 @@ class SuspectRow:
 
 @dataclass(frozen=True, slots=True)
 class ActionRow:
+    """Something that was proposed or done about a case."""
+
     kind: str
     target: str | None
     status: str
@@ -119,6 +126,8 @@ class ActionRow:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
+    """The error that a case is about."""
+
     event: str
     round: int | None
     message: str
@@ -135,7 +144,7 @@ class Trust:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldFinding:
+class FindingDetails:
     """Everything about a case but its pictures, which take longer to make than the rest."""
 
     case: CaseCard
@@ -154,15 +163,18 @@ class ToldFinding:
 
 
 @dataclass(frozen=True, slots=True)
-class FullFinding(ToldFinding):
+class FullFinding(FindingDetails):
+    """Everything about one case, with the plots behind it."""
+
     evidence: Evidence
 
 
 def card(case: Case, marked: Marked, labels: Mapping[str, str]) -> CaseCard:
+    """Summarise a case as a card."""
     short = brief(case, marked, labels)
     return CaseCard(
         **{part.name: getattr(short, part.name) for part in fields(short)},
-        family=case.known.family,
+        family=case.issue_entry.family,
         sentence=clause([case], labels),
         now=case.newest.severity,
         sure=sure(case),
@@ -177,7 +189,7 @@ def card(case: Case, marked: Marked, labels: Mapping[str, str]) -> CaseCard:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class FindingsAsked:
     """Which cases of a run."""
 
     where: Where = "all"
@@ -188,63 +200,69 @@ class Asked:
     offset: int = 0
 
 
-def findings_page(reader: Reader, run: str, asked: Asked) -> Findings:
-    found, facts, marked = cases_of(reader, run), facts_of(reader, run), Marked(reader, run)
-    briefs = {case_key(case): card(case, marked, facts.labels) for case in found}
+def findings_page(reader: Reader, run: str, asked: FindingsAsked) -> Findings:
+    """Read a page of the list of findings; `asked`: which, and how many."""
+    outline = outline_of(reader, run)
+    cases = cases_of(reader, run, rounds=outline.rounds)
+    facts = facts_of(reader, run, outline, cases)
+    marks = Marked(outline.marks)
+    briefs = {case_key(case): card(case, marks, facts.labels) for case in cases}
     chosen = [
-        one
-        for case in found
-        if _is_there(one := briefs[case_key(case)], asked.where)
-        and (asked.severity is None or one.severity == asked.severity)
+        line
+        for case in cases
+        if _is_there(line := briefs[case_key(case)], asked.where)
+        and (asked.severity is None or line.severity == asked.severity)
         and (asked.node is None or concerns(case, asked.node))
-        and _mentions(one, asked.search)
+        and _mentions(line, asked.search)
     ]
-    chosen.sort(key=lambda one: (one.muted, not one.still_there))  # what is there now before what is over
-    counts = {name: sum(_is_there(one, name) for one in briefs.values()) for name in Counts.__dataclass_fields__}
-    still = [one for one in briefs.values() if _is_there(one, "open")]
+    chosen.sort(key=lambda line: (line.muted, not line.still_there))  # what is there now before what is over
+    counts = {name: sum(_is_there(line, name) for line in briefs.values()) for name in Counts.__dataclass_fields__}
+    still = [line for line in briefs.values() if _is_there(line, "open")]
     return Findings(
-        verdict=judge(found, facts),
+        verdict=judge(cases, facts),
         cases=tuple(chosen[asked.offset : asked.offset + asked.limit]),
         total=len(chosen),
         offset=asked.offset,
         limit=asked.limit,
         counts=Counts(**counts),
-        severities={name: sum(one.severity == name for one in still) for name in ("critical", "warning", "note")},
+        severities={name: sum(line.severity == name for line in still) for name in ("critical", "warning", "note")},
     )
 
 
-def _is_there(one: CaseCard, where: str) -> bool:
+def _is_there(line: CaseCard, where: str) -> bool:
     """Muted cases are among the muted only, unless all are asked for."""
     if where == "muted":
-        return one.muted
+        return line.muted
     if where == "acknowledged":
-        return one.acknowledged and not one.muted
+        return line.acknowledged and not line.muted
     if where in ("open", "past"):
-        return not one.muted and one.still_there == (where == "open")
+        return not line.muted and line.still_there == (where == "open")
     return True
 
 
-def _mentions(one: CaseCard, search: str) -> bool:
-    text = f"{one.issue} {one.title} {one.place} {one.sentence} {one.message} {one.family}".lower()
+def _mentions(line: CaseCard, search: str) -> bool:
+    text = f"{line.issue} {line.title} {line.place} {line.sentence} {line.message} {line.family}".lower()
     return all(word in text for word in search.lower().split())
 
 
 def full_finding(reader: Reader, run: str, key: str) -> FullFinding:
-    """Everything about one case; ConfigError where there is none of that key."""
-    told = told_finding(reader, run, key)
-    parts = {part.name: getattr(told, part.name) for part in fields(told)}
+    """Read everything about one case; ConfigError where there is none of that key."""
+    finding = finding_details(reader, run, key)
+    parts = {part.name: getattr(finding, part.name) for part in fields(finding)}
     return FullFinding(**parts, evidence=evidence_of_key(reader, run, key))
 
 
 def evidence_of_key(reader: Reader, run: str, key: str) -> Evidence:
+    """Read the plots behind one case; ConfigError where there is none of that key."""
     return evidence_of(reader, run, case_of(reader, run, key))
 
 
-def told_finding(reader: Reader, run: str, key: str) -> ToldFinding:
+def finding_details(reader: Reader, run: str, key: str) -> FindingDetails:
+    """Read one case in full; ConfigError where there is none of that key."""
     case, labels = case_of(reader, run, key), labels_of(reader, run)
-    known = case.known
-    return ToldFinding(
-        case=card(case, Marked(reader, run), labels),
+    known = case.issue_entry
+    return FindingDetails(
+        case=card(case, marked(reader, run), labels),
         symptom=known.symptom,
         causes=known.causes,
         remedies=known.remedies,
@@ -301,7 +319,7 @@ def _failed(failure: Event | None) -> Failed | None:
 
 
 def trust_of(case: Case) -> Trust:
-    """How sure it is to be taken: by equality, by calibrated evidence, or by a rule's own word."""
+    """Say how a case's confidence came about: by equality, by calibrated evidence, or by a rule's own word."""
     known = ISSUES_BY_CODE.get(case.issue)
     rate = measured_rates().get(case.issue)
     if known is None:
@@ -323,6 +341,6 @@ def _words(value: Any) -> Sequence[str]:
 
 
 def _healthy_rounds() -> int | None:
-    told = json.loads(RATES.read_text(encoding="utf-8")) if RATES.exists() else {}
-    rounds = told.get("healthy_rounds")
+    rates = json.loads(RATES.read_text(encoding="utf-8")) if RATES.exists() else {}
+    rounds = rates.get("healthy_rounds")
     return rounds if isinstance(rounds, int) else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A heat map as data: numbers in base64, so that 10⁵ cells travel and are read in milliseconds."""
+"""Encodes heat maps as base64 arrays, so that 10⁵ cells are sent and read in milliseconds."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heat maps over the rounds: clients by a sign of theirs, layers by a statistic. The rows in trouble come first."""
+"""Computes heat maps over the rounds: a sign of all clients, a statistic of all layers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fedvitals.catalog import CATALOG
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.records import natural
 from fedvitals.stats import FAMILIES, derive, statistics_of
+from fedvitals.store.read.layer_history import layer_history
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import failures_by_client
-from fedvitals.views.clients import troubled
+from fedvitals.views.clients import open_and_past_cases
 from fedvitals.views.cohort import Matrix, matrix_of
 from fedvitals.views.grid import Grid, make_grid
-from fedvitals.views.layer_history import layer_history
 from fedvitals.views.matrix import metric_matrix
 
 Sort = Literal["worst", "name", "value"]
@@ -35,7 +35,7 @@ def client_grid(
     first: int | None = None,
     last: int | None = None,
 ) -> Grid:
-    """One sign of the clients. «Worst»: who is in trouble now, who was, then who lies furthest from the others."""
+    """Return a sign of the clients. «Worst»: those in trouble now, those who were, then by distance from the others."""
     matrix = metric_matrix(reader, run, sign)
     known = CATALOG.get(sign)
     return make_grid(
@@ -69,8 +69,8 @@ def ordered(matrix: Matrix, sort: Sort, leading: Sequence[str] = ()) -> list[str
 
 
 def in_trouble(reader: Reader, run: str) -> list[str]:
-    """Clients by their worst case that is not muted: those in which it is there now, then those in which it is over."""
-    open_now, past = troubled(reader, run)
+    """Return clients by their worst case that is not muted: open cases first, then those that are over."""
+    open_now, past = open_and_past_cases(reader, run)
     return list(dict.fromkeys([*open_now, *past]))
 
 

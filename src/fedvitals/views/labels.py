@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people call a node whose name is a number of twenty digits: its partition, where it told one.
+"""Labels nodes that are known by a number of twenty digits with their partition, where they told one.
 
 Addresses, JSON and stores name a node by its id; a label only stands beside it.
 """
@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping
 
 from fedvitals.diagnosis.cases import Case
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.records import Event
-from fedvitals.store import rows
+from fedvitals.store.read.events import newest_event_arrival, newest_event_of_each_node
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.memo import remembered
 
@@ -21,44 +20,37 @@ TAIL = 6  # digits that are shown of such a one; the dashboard shows as many (pa
 
 
 def labels_of(reader: Reader, run: str) -> Mapping[str, str]:
-    """Node → «partition 3», as it told last; nothing of a run whose nodes told none."""
-    if reader.names.number(PARTITION) is None:
-        return {}
-    newest = reader.database.rows("SELECT MAX(arrival) FROM event")  # no event since: no label since
-    return remembered(reader, "labels", run, newest, lambda: _read(reader, run))
+    """Return the label of each node that told its partition: «partition 3», as it told last."""
+    newest, any_label = newest_event_arrival(reader, PARTITION)  # no event since: no label since
+    return remembered(reader, "labels", run, newest, lambda: _read(reader, run)) if any_label else {}
 
 
 def _read(reader: Reader, run: str) -> dict[str, str]:
-    told = reader.database.rows(
-        f"{rows.select(Event)} WHERE arrival IN (SELECT MAX(arrival) FROM event WHERE run = ? AND name = ? "  # noqa: S608 - our own words
-        "AND node IS NOT NULL GROUP BY node)",
-        (reader.names.number(run) or 0, reader.names.number(PARTITION) or 0),
-    )
-    found: dict[str, str] = {}
-    for event in rows.from_rows(Event, told):
+    labels: dict[str, str] = {}
+    for event in newest_event_of_each_node(reader, run, PARTITION):
         number = event.data.get("partition")  # a client may have told anything
         if event.where.node is not None and type(number) is int and 0 <= number < 2**53:
-            found[event.where.node] = f"partition {number}"
-    return found
+            labels[event.where.node] = f"partition {number}"
+    return labels
 
 
 def named(node: str, labels: Mapping[str, str]) -> str:
-    """The whole name and its label: «18418001853788474769 (partition 3)»."""
+    """Return the whole name and its label: «18418001853788474769 (partition 3)»."""
     return f"{node} ({labels[node]})" if node in labels else node
 
 
 def short(node: str) -> str:
-    """The last digits of a long number: «…474769»; any other name as it is."""
+    """Return the last digits of a long number, «…474769»; any other name as it is."""
     return f"…{node[-TAIL:]}" if len(node) >= LONG and node.isascii() and node.isdigit() else node
 
 
 def place_of(case: Case, labels: Mapping[str, str]) -> str:
-    """Where it is, in words, with the label of its node."""
+    """Say where a case is, with the label of its node."""
     return case.place if case.node is None else named(case.node, labels) + case.place[len(case.node) :]
 
 
 def node_of(asked: str, known: Collection[str], labels: Mapping[str, str]) -> str:
-    """The node that a person means: by its name, or by its label or last digits where only one node has these."""
+    """Return the node that a person means by its name, or by its label or last digits where only one node has these."""
     tail = f"…{asked.removeprefix('…')}"
     meant = [asked] if asked in known else [node for node in known if labels.get(node) == asked or short(node) == tail]
     if len(meant) != 1:

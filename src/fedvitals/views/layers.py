@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a gradient dies or explodes: statistics through the depth of the model and over the rounds, for one page."""
+"""Computes the page of a run's layers: statistics through the depth of the model and over the rounds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fedvitals.errors import ConfigError, unknown
 from fedvitals.protocols import Node
 from fedvitals.stats import Array, derive
 from fedvitals.store.read import queries
+from fedvitals.store.read.layer_history import LayerHistory, layer_history
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cohort import matrix_of
 from fedvitals.views.grid import Grid, make_grid
-from fedvitals.views.layer_history import LayerHistory, layer_history
 from fedvitals.views.series import Numbers, json_numbers
 from fedvitals.views.units import number as size
 
@@ -41,6 +41,8 @@ HEALTH = {"dead_fraction": "dead units", "saturated_fraction": "saturated units"
 
 @dataclass(frozen=True, slots=True)
 class StatisticKnown:
+    """A statistic that can be shown."""
+
     name: str
     meaning: str
     scale: str  # «log», «signed», «share», «count»
@@ -48,6 +50,8 @@ class StatisticKnown:
 
 @dataclass(frozen=True, slots=True)
 class LayerKnown:
+    """A layer of the model."""
+
     name: str
     shape: tuple[int, ...]
     values: int
@@ -56,6 +60,8 @@ class LayerKnown:
 
 @dataclass(frozen=True, slots=True)
 class ProfileLine:
+    """One round's statistic through the depth of the model."""
+
     round: int
     values: Numbers
 
@@ -71,6 +77,8 @@ class DepthProfile:
 
 @dataclass(frozen=True, slots=True)
 class Average:
+    """The mean gradient of one layer over the rounds."""
+
     layer: str
     mean: Numbers  # signed
     magnitude: Numbers
@@ -87,6 +95,8 @@ class Averages:
 
 @dataclass(frozen=True, slots=True)
 class UnitHealth:
+    """Dead or saturated units by layer and round."""
+
     name: str
     title: str
     grid: Grid
@@ -94,6 +104,8 @@ class UnitHealth:
 
 @dataclass(frozen=True, slots=True)
 class ScaleKnown:
+    """A measure of the gradient's scale, and whether the run has it."""
+
     name: str
     meaning: str
     formula: str
@@ -103,6 +115,8 @@ class ScaleKnown:
 
 @dataclass(frozen=True, slots=True)
 class LayersPage:
+    """Everything that the page of the layers shows."""
+
     run: str
     node: str | None  # None: the federation
     family: str
@@ -150,7 +164,7 @@ def layers_page(
     described = _described(reader, run, history.layers)
     values = derive(family, history.matrix, statistic) if len(history.rounds) else np.empty((0, len(history.layers)))
     gradient = history if family == "gradient" else layer_history(reader, run, "gradient", node)
-    weights = [i for i, one in enumerate(described) if one.weight]
+    weights = [i for i, layer in enumerate(described) if layer.weight]
     profiled = list(range(len(described))) if every_layer or not weights else weights
     return LayersPage(
         run=run,
@@ -175,8 +189,8 @@ def layers_page(
 
 
 def flow_in_words(history: LayerHistory, layers: Sequence[LayerKnown], selected: int | None = None) -> str:
-    """What a colleague would say of the gradient in the newest round, or in the selected one. It does not judge."""
-    weights = [i for i, one in enumerate(layers) if one.weight]
+    """Describe the gradient in the newest round, or in the selected one, without judging it."""
+    weights = [i for i, layer in enumerate(layers) if layer.weight]
     if not history.rounds or not weights:
         return "No gradient of a layer was stored: there is nothing to say about its flow."
     number = selected if selected in history.rounds else history.rounds[-1]
@@ -189,39 +203,39 @@ def flow_in_words(history: LayerHistory, layers: Sequence[LayerKnown], selected:
     if (sizes == 0).any():
         return f"In round {number} the gradient does not reach {_some(names, (sizes == 0).tolist())}: it is exactly 0."
     low, high = int(np.nanargmin(sizes)), int(np.nanargmax(sizes))
-    told = f"In round {number} the gradient (root mean square) is {size(sizes[0])} in {names[0]}, the first weight"
+    sentence = f"In round {number} the gradient (root mean square) is {size(sizes[0])} in {names[0]}, the first weight"
     if len(names) > 1:
-        told += f", and {size(sizes[-1])} in {names[-1]}, the last"
+        sentence += f", and {size(sizes[-1])} in {names[-1]}, the last"
     if len(names) > 2 and sizes[low] > 0:
-        told += f"; largest in {names[high]}, {size(sizes[high] / sizes[low])} times the smallest, in {names[low]}"
-    return f"{told}."
+        sentence += f"; largest in {names[high]}, {size(sizes[high] / sizes[low])} times the smallest, in {names[low]}"
+    return f"{sentence}."
 
 
 def _some(names: Sequence[str], which: Sequence[bool]) -> str:
-    found = [name for name, yes in zip(names, which, strict=True) if yes]
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return f"{len(found)} of {len(names)} weights ({', '.join(found[:3])}{more})"
+    chosen = [name for name, yes in zip(names, which, strict=True) if yes]
+    more = f" and {len(chosen) - 3} more" if len(chosen) > 3 else ""
+    return f"{len(chosen)} of {len(names)} weights ({', '.join(chosen[:3])}{more})"
 
 
 def _described(reader: Reader, run: str, layers: Sequence[str]) -> tuple[LayerKnown, ...]:
     """The layers with their shapes, in the order of the model."""
-    shapes = {one.name: one.shape for table in queries.get_run(reader, run).tables for one in table.layers}
+    shapes = {layer.name: layer.shape for table in queries.get_run(reader, run).tables for layer in table.layers}
     return tuple(
         LayerKnown(name, shape := shapes.get(name, ()), int(np.prod(shape)), len(shape) >= 2) for name in layers
     )
 
 
 def chosen_rounds(rounds: Sequence[int], selected: int | None, most: int = LINES) -> list[int]:
-    """At most so many, evenly spread; the first, the last and the selected one always."""
+    """Choose at most so many rounds, evenly spread: always the first, the last and the selected one."""
     if len(rounds) <= most:
         return list(rounds)
     places = {round(i * (len(rounds) - 1) / (most - 1)) for i in range(most)}
-    found = {rounds[place] for place in places}
-    if selected is not None and selected in set(rounds) and selected not in found:
-        inner = sorted(found)[1:-1]
-        found.remove(min(inner, key=lambda n: abs(n - selected)))
-        found.add(selected)
-    return sorted(found)
+    chosen = {rounds[place] for place in places}
+    if selected is not None and selected in set(rounds) and selected not in chosen:
+        inner = sorted(chosen)[1:-1]
+        chosen.remove(min(inner, key=lambda n: abs(n - selected)))
+        chosen.add(selected)
+    return sorted(chosen)
 
 
 def _profile(
@@ -258,7 +272,7 @@ def averages(
     history: LayerHistory, layers: Sequence[LayerKnown], first: int | None = None, last: int | None = None
 ) -> Averages | None:
     """Signed mean and mean magnitude of the weights' gradients, of a few layers from the first to the last."""
-    weights = [i for i, one in enumerate(layers) if one.weight]
+    weights = [i for i, layer in enumerate(layers) if layer.weight]
     inside = [i for i, n in enumerate(history.rounds) if (first is None or n >= first) and (last is None or n <= last)]
     if not weights or not inside:
         return None
@@ -276,33 +290,33 @@ def _health(
     reader: Reader, run: str, node: Node | None, first: int | None, last: int | None, columns: int
 ) -> tuple[UnitHealth, ...]:
     history = layer_history(reader, run, "activation.health", node)
-    found = []
+    grids = []
     for statistic, title in HEALTH.items() if history.rounds else ():
         values = derive(history.family, history.matrix, statistic)
-        found.append(UnitHealth(statistic, title, grid_of(history, values, title, first, last, columns)))
-    return tuple(found)
+        grids.append(UnitHealth(statistic, title, grid_of(history, values, title, first, last, columns)))
+    return tuple(grids)
 
 
 def _scales(measured: set[str]) -> tuple[ScaleKnown, ...]:
-    found = []
+    scales = []
     for name in SCALES:
-        one = CATALOG[name]
-        found.append(ScaleKnown(name, one.meaning, one.formula, name in measured, one.needs))
-    return tuple(found)
+        measure = CATALOG[name]
+        scales.append(ScaleKnown(name, measure.meaning, measure.formula, name in measured, measure.needs))
+    return tuple(scales)
 
 
 def _missing(known: Sequence[str], family: str, history: LayerHistory) -> list[str]:
     """Said on the page, so that an empty place is not taken for a healthy one."""
-    found = []
+    sentences = []
     if not history.rounds:
-        found.append(
+        sentences.append(
             f"Nothing of the family '{family}' was stored here. "
             'Monitor(probes="standard") measures gradients, updates and weights of layers, from privacy level 3 on.'
         )
     if "activation.health" not in known:
-        found.append(
+        sentences.append(
             'Dead and saturated units were not measured: Monitor(probes="deep") does, and activations with them.'
         )
     if "gradient.histogram" not in known:
-        found.append('The shape of the gradients\' distribution was not measured: Monitor(probes="deep") does.')
-    return found
+        sentences.append('The shape of the gradients\' distribution was not measured: Monitor(probes="deep") does.')
+    return sentences

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a transfer's time is latency, where a run's own description tells: the lab's links are known."""
+"""Computes how much of a transfer's time is latency, where a run's own description tells."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def latency_in(
         return None
     from fedvitals.lab.network.virtual_clock import profile_of  # noqa: PLC0415 - it needs torch
 
-    one: dict[str, list[float]] = {}  # seconds of a single message
+    seconds_of: dict[str, list[float]] = {}  # seconds of a single message
     for transfer in transfers:
         if transfer.kind == "update" and transfer.seconds is not None and transfer.seconds > 0:
-            one.setdefault(transfer.sender, []).append(transfer.seconds)
+            seconds_of.setdefault(transfer.sender, []).append(transfer.seconds)
     all_of_them: dict[str, list[float]] = {}
     for time in times:
         for client in time.clients:
             all_of_them.setdefault(client.node, []).append(client.told.get("upload", 0.0))
-    found = {}
+    latencies = {}
     for node, sent in all_of_them.items():
-        messages = max(1, round(median(sent) / median(one[node]))) if node in one else 1
+        messages = max(1, round(median(sent) / median(seconds_of[node]))) if node in seconds_of else 1
         link, _ = profile_of(experiment.network, node, experiment.seed)
-        found[node] = messages * link.latency_seconds
-    return found
+        latencies[node] = messages * link.latency_seconds
+    return latencies

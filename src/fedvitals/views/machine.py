@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machines did in a run: samples a second, memory by what it is for, processors, operators."""
+"""Computes what the machines of a run did: throughput, memory by purpose, processors, operators."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from statistics import fmean, median
 from typing import Any
 
 from fedvitals.analysis.timeline import RoundTime
-from fedvitals.catalog import CATALOG
+from fedvitals.catalog import unit_of
 from fedvitals.records import Event, is_client
 from fedvitals.store.read import queries
+from fedvitals.store.read.metrics import ValuesByRound, values_of_everybody
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.metric_history import Course, courses
 
 SHARES = ("model", "buffers", "gradients", "optimizer", "activations", "telemetry")  # metrics memory.* that add up
 ROOM = ("memory.limit", "machine.memory_free")  # of which little is the trouble
@@ -24,10 +24,12 @@ MOST_OPERATORS = 50
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
+    """How fast a client trained."""
+
     node: str
     samples_per_second: float  # median over its rounds
     epoch_seconds: float | None  # its whole data set at this pace; None: nobody knows how large it is
-    course: Course
+    course: ValuesByRound
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class Grown:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
+    """What a run held in memory."""
+
     peaks: tuple[Peak, ...]  # memory.resident, memory.peak, memory.cuda_*, ... as they were measured
     node: str | None  # the client whose tensors take the most
     shares: Mapping[str, float]  # its bytes, by what they are for, in its largest round
@@ -87,28 +91,32 @@ class Operators:
 
 def throughput_of(reader: Reader, run: str, times: Sequence[RoundTime]) -> tuple[Throughput, ...]:
     """Samples a second of each client, the slowest first; from its own metric, else from its Span on the real clock."""
-    known = {node: course for node, course in courses(reader, run, "throughput.samples").items() if node is not None}
+    known = {
+        node: by_round
+        for node, by_round in values_of_everybody(reader, run, "throughput.samples").items()
+        if node is not None
+    }
     if not known:
         for time in times:
-            for one in time.clients:
-                own = one.busy - one.parts.get("measure", 0.0)
-                if one.samples and own > 0:
-                    known.setdefault(one.node, {})[time.round] = one.samples / own
-    sizes = courses(reader, run, "samples")
-    found = []
-    for node, course in known.items():
-        finite = [v for v in course.values() if math.isfinite(v) and v > 0]
+            for client in time.clients:
+                own = client.busy - client.parts.get("measure", 0.0)
+                if client.samples and own > 0:
+                    known.setdefault(client.node, {})[time.round] = client.samples / own
+    sizes = values_of_everybody(reader, run, "samples")
+    paces = []
+    for node, by_round in known.items():
+        finite = [v for v in by_round.values() if math.isfinite(v) and v > 0]
         if not finite or not is_client(node):
             continue
         pace, size = median(finite), [v for v in sizes.get(node, {}).values() if math.isfinite(v)]
-        found.append(Throughput(node, pace, size[-1] / pace if size else None, course))
-    return tuple(sorted(found, key=lambda one: one.samples_per_second))
+        paces.append(Throughput(node, pace, size[-1] / pace if size else None, by_round))
+    return tuple(sorted(paces, key=lambda client: client.samples_per_second))
 
 
 def memory_of(reader: Reader, run: str) -> Memory | None:
-    """None where nothing was measured."""
+    """Read what the run held in memory; None where nothing was measured."""
     names = [name for name in queries.metric_names(reader, run) if name.startswith("memory.")]
-    known = {name: courses(reader, run, name) for name in names if _unit(name) == "bytes"}
+    known = {name: values_of_everybody(reader, run, name) for name in names if _unit(name) == "bytes"}
     peaks = [peak for name, by_node in known.items() if (peak := _peak(name, by_node)) is not None]
     if not peaks:
         return None
@@ -117,77 +125,78 @@ def memory_of(reader: Reader, run: str) -> Memory | None:
     by_client = {node: top for node, top in (tensors or resident).items() if is_client(node)}
     order = sorted(by_client, key=lambda node: -by_client[node])
     worst = order[0] if tensors and order else None
-    batches = courses(reader, run, "memory.batch").get(worst, {}) if worst is not None else {}
+    batches = values_of_everybody(reader, run, "memory.batch").get(worst, {}) if worst is not None else {}
     return Memory(
         tuple(peak for peak in peaks if peak.metric.removeprefix("memory.") not in SHARES),
         worst,
         {} if worst is None else _shares(known, worst),
         {node: by_client[node] for node in order},
         None if worst is None else batches.get(_largest_round(known["memory.tensors"][worst])),
-        tuple(sorted(_by_client(known.get("memory.growth", {})), key=lambda one: -one.bytes)),
-        tuple(sorted(_by_client(known.get("memory.kept", {})), key=lambda one: -one.bytes / one.rounds)),
+        tuple(sorted(_by_client(known.get("memory.growth", {})), key=lambda grown: -grown.bytes)),
+        tuple(sorted(_by_client(known.get("memory.kept", {})), key=lambda grown: -grown.bytes / grown.rounds)),
     )
 
 
-def growth(by_node: Mapping[str | None, Course]) -> tuple[float, str | None] | None:
-    """From the first round to the last, of the node that grew the most, and its name; None of less than two rounds."""
-    ends = [(node, [v for v in course.values() if math.isfinite(v)]) for node, course in by_node.items()]
-    found = [(values[-1] - values[0], node) for node, values in ends if len(values) > 1]
-    return max(found, key=lambda one: one[0], default=None)
+def growth(by_node: Mapping[str | None, ValuesByRound]) -> tuple[float, str | None] | None:
+    """Return the largest growth of a node from its first to its last value, and the node; None of fewer than two."""
+    ends = [(node, [v for v in by_round.values() if math.isfinite(v)]) for node, by_round in by_node.items()]
+    growths = [(values[-1] - values[0], node) for node, values in ends if len(values) > 1]
+    return max(growths, key=lambda growth_and_node: growth_and_node[0], default=None)
 
 
-def _by_client(by_node: Mapping[str | None, Course]) -> list[Grown]:
-    found = []
-    for node, course in by_node.items():
-        finite = {number: value for number, value in course.items() if math.isfinite(value)}
+def _by_client(by_node: Mapping[str | None, ValuesByRound]) -> list[Grown]:
+    grown = []
+    for node, by_round in by_node.items():
+        finite = {number: value for number, value in by_round.items() if math.isfinite(value)}
         if node is not None and is_client(node) and finite:
             most = max(finite, key=lambda number: finite[number])
-            found.append(Grown(node, math.fsum(finite.values()), len(finite), finite[most], most))
-    return found
+            grown.append(Grown(node, math.fsum(finite.values()), len(finite), finite[most], most))
+    return grown
 
 
 def _unit(name: str) -> str:
-    return CATALOG[name].unit if name in CATALOG else "bytes"
+    return unit_of(name, "bytes")
 
 
-def _largest(course: Course) -> float:
-    return max((v for v in course.values() if math.isfinite(v)), default=0.0)
+def _largest(by_round: ValuesByRound) -> float:
+    return max((v for v in by_round.values() if math.isfinite(v)), default=0.0)
 
 
-def _largest_round(course: Course) -> int:
-    return max(course, key=lambda number: course[number] if math.isfinite(course[number]) else -1.0)
+def _largest_round(by_round: ValuesByRound) -> int:
+    return max(by_round, key=lambda number: by_round[number] if math.isfinite(by_round[number]) else -1.0)
 
 
-def _peak(name: str, by_node: Mapping[str | None, Course]) -> Peak | None:
+def _peak(name: str, by_node: Mapping[str | None, ValuesByRound]) -> Peak | None:
     every = [(v, node, number) for node, c in by_node.items() for number, v in c.items() if math.isfinite(v)]
     if not every:
         return None
-    value, node, number = (min if name in ROOM else max)(every, key=lambda one: one[0])
+    value, node, number = (min if name in ROOM else max)(every, key=lambda measured: measured[0])
     grew, whose = growth(by_node) or (0.0, node)
     return Peak(name, value, node, number, grew, whose)
 
 
-def _shares(known: Mapping[str, Mapping[str | None, Course]], node: str) -> dict[str, float]:
+def _shares(known: Mapping[str, Mapping[str | None, ValuesByRound]], node: str) -> dict[str, float]:
     number = _largest_round(known["memory.tensors"][node])
-    found = {share: known.get(f"memory.{share}", {}).get(node, {}).get(number, 0.0) for share in SHARES}
-    return {share: value for share, value in found.items() if math.isfinite(value) and value > 0}
+    shares = {share: known.get(f"memory.{share}", {}).get(node, {}).get(number, 0.0) for share in SHARES}
+    return {share: value for share, value in shares.items() if math.isfinite(value) and value > 0}
 
 
 def machine_of(reader: Reader, run: str) -> tuple[Machine, ...]:
-    found = []
+    """Read the extremes and means of what was sampled on the machines."""
+    machine = []
     for name in queries.metric_names(reader, run):
         if not name.startswith(("machine.", "process.", "gpu.")):
             continue
-        by_node = courses(reader, run, name)
+        by_node = values_of_everybody(reader, run, name)
         every = [(v, node, n) for node, c in by_node.items() for n, v in c.items() if math.isfinite(v)]
         if every:
-            extreme, node, number = (min if name in ROOM else max)(every, key=lambda one: one[0])
-            unit = CATALOG[name].unit if name in CATALOG else ""
-            found.append(Machine(name, unit, fmean(v for v, _, _ in every), extreme, node, number))
-    return tuple(found)
+            extreme, node, number = (min if name in ROOM else max)(every, key=lambda measured: measured[0])
+            unit = unit_of(name)
+            machine.append(Machine(name, unit, fmean(v for v, _, _ in every), extreme, node, number))
+    return tuple(machine)
 
 
 def operators_of(events: Iterable[Event]) -> tuple[Operators, ...]:
-    """Captures, the newest last; no more than a terminal or a script can make use of."""
-    told = [Operators(e.where.node, e.where.round, e.data) for e in events if e.name == OPERATORS]
-    return tuple(told[-MOST_OPERATORS:])
+    """Return the captures, the newest last; no more than a terminal or a script can make use of."""
+    captures = [Operators(e.where.node, e.where.round, e.data) for e in events if e.name == OPERATORS]
+    return tuple(captures[-MOST_OPERATORS:])

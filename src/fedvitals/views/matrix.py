@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A metric of all clients out of the store, in one walk over an index; and remembered, so that only news is read."""
+"""Reads a metric of all clients in one walk over an index, and remembers it, so that only news is read later."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from fedvitals.records import is_client
+from fedvitals.store.read import metrics
+from fedvitals.store.read.nodes import nodes_by_number
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.upkeep.removal import removals
 from fedvitals.views.cohort import EMPTY, Floats, Matrix, Reals, Whole, by_name, single
@@ -22,11 +24,6 @@ __all__ = ["Matrices", "Matrix", "metric_matrices", "metric_matrix", "round_sums
 BYTES = 256_000_000  # of matrices that are remembered
 NEWS = 200_000  # rows that have come since; of more, a walk over all is quicker, and takes less memory
 SEEKS = 2000  # of single cells; beyond that a walk over all is quicker
-
-# Told by a node about itself as a whole in a round. The plus keeps the planner from the index on runs.
-_TOLD = "m.round IS NOT NULL AND m.node IS NOT NULL AND m.layer IS NULL"
-_WALK = f"FROM metric AS m WHERE m.run = ? AND m.name = ? AND {_TOLD} AND m.arrival <= ?"
-_NEWS = f"FROM metric AS m WHERE m.arrival > ? AND m.arrival <= ? AND +m.run = ? AND {_TOLD}"
 
 
 @dataclass(slots=True)
@@ -39,29 +36,24 @@ class _Held:
 
 def _read(reader: Reader, run: int, name: int, until: int) -> _Held:
     """All of one metric."""
-    gather, gathered = reader.database.dialect.gather.format, reader.database.dialect.gathered
-    found = reader.database.rows(
-        # A row for each round: put together inside the database, half a million values cost half the time, and most of
-        # it without Python's lock, so that other requests are answered meanwhile.
-        f"SELECT m.round, {gather('m.node')}, {gather('m.value')} {_WALK} GROUP BY m.round",
-        (run, name, until),
-    )
-    if not found:
+    gathered = reader.database.dialect.gathered
+    rows = metrics.gathered_by_round(reader, run, name, until)
+    if not rows:
         return _Held(np.empty(0, np.int64), EMPTY)
-    rounds = np.array([row[0] for row in found], np.int64)
+    rounds = np.array([row[0] for row in rows], np.int64)
     order = np.argsort(rounds)
-    who = [np.empty(0, np.int64)] * len(found)
+    who = [np.empty(0, np.int64)] * len(rows)
     before: tuple[Any, Whole] = (None, np.empty(0, np.int64))
-    for i, (_, nodes, _) in enumerate(found):
+    for i, (_, nodes, _) in enumerate(rows):
         if nodes != before[0]:  # as a rule the same as in the round before
             before = nodes, np.array(gathered(nodes), np.int64)
         who[i] = before[1]
     known, place = _places(who)
-    values = np.full((len(found), len(known)), np.nan, np.float32)
+    values = np.full((len(rows), len(known)), np.nan, np.float32)
     there = np.zeros(values.shape, bool)
     for i, row in enumerate(order.tolist()):
         columns = place[who[row]]
-        values[i, columns], there[i, columns] = single(np.array(gathered(found[row][2]), float)), True
+        values[i, columns], there[i, columns] = single(np.array(gathered(rows[row][2]), float)), True
     if int(there.sum()) < sum(map(len, who)):  # a node told something twice in one round
         return _read_in_order(reader, run, name, until)
     return _arranged(reader, known, rounds[order], np.ascontiguousarray(values.T), np.ascontiguousarray(there.T))
@@ -77,11 +69,7 @@ def _places(who: Sequence[Whole]) -> tuple[Whole, Whole]:
 
 def _read_in_order(reader: Reader, run: int, name: int, until: int) -> _Held:
     """The same, row by row, where it matters which came later."""
-    found = reader.database.rows(
-        f"SELECT m.round, m.node, m.value, m.at, m.arrival {_WALK}",
-        (run, name, until),
-    )
-    table = np.array(found, float)
+    table = np.array(metrics.values_in_order(reader, run, name, until), float)
     # The newest last, so that it is the one that stays.
     table = table[np.lexsort((table[:, 4], table[:, 3]))]
     rounds, columns = np.unique(table[:, 0].astype(np.int64), return_inverse=True)
@@ -130,15 +118,6 @@ def _grown(reader: Reader, held: _Held, nodes: Whole, rounds: Whole) -> tuple[_H
     return _Held(numbers, Matrix(labels, tuple(columns.tolist()), values, there)), columns
 
 
-def _cell(reader: Reader, run: int, name: int, node: int, round_: int, until: int) -> float:
-    """The newest value of one node in one round."""
-    found = reader.database.rows(
-        f"SELECT m.value {_WALK} AND m.round = ? AND m.node = ? ORDER BY m.at DESC, m.arrival DESC LIMIT 1",
-        (run, name, until, round_, node),
-    )
-    return float("nan") if not found or found[0][0] is None else float(found[0][0])
-
-
 def _added(reader: Reader, key: tuple[int, int], held: _Held, news: Reals, until: int) -> _Held:
     """The same with what has come since: round, node and value of each; the key is run and name."""
     nodes = news[:, 1].astype(np.int64)
@@ -161,7 +140,8 @@ def _added(reader: Reader, key: tuple[int, int], held: _Held, news: Reals, until
     values[cells], there[cells] = single(news[:, 2]), True
     for cell in twice.tolist():
         row, column = divmod(cell, len(columns))
-        values[cell] = single(_cell(reader, *key, int(grown.nodes[row]), int(columns[column]), until))
+        node, round_index = int(grown.nodes[row]), int(columns[column])
+        values[cell] = single(metrics.newest_in_cell(reader, *key, node, round_index, until))
     return grown
 
 
@@ -195,16 +175,16 @@ class _Run:
     def _known(self, reader: Reader, run: int, name: int) -> tuple[_Held | None, int]:
         """A metric as it is now, if it is remembered; and up to which arrival all are that are."""
         with self.lock:
-            newest = _newest(reader, run, self.until)
+            newest = metrics.newest_metric_arrival(reader, run, self.until)
             if newest < self.until or newest - self.until > NEWS:
                 self.metrics.clear()
                 self.waiting.clear()
             elif newest > self.until and self.metrics:
                 news = _news(reader, run, list(self.metrics), self.until, newest)
-                for one in list(self.metrics):
-                    mine = news[news[:, 0] == one][:, 1:]
+                for metric in list(self.metrics):
+                    mine = news[news[:, 0] == metric][:, 1:]
                     if len(mine):
-                        self._wait(one, mine)
+                        self._wait(metric, mine)
             self.until = newest
             held, mine = self.metrics.get(name), self.waiting.pop(name, [])
             if held is not None and mine:
@@ -221,9 +201,7 @@ class _Run:
 
 def _news(reader: Reader, run: int, names: Sequence[int], since: int, until: int) -> Reals:
     """Name, round, node and value of what has come of these metrics."""
-    among = ", ".join("?" * len(names))
-    sql = f"SELECT m.name, m.round, m.node, m.value {_NEWS} AND m.name IN ({among})"
-    return np.array(reader.database.rows(sql, (since, until, run, *names)), float).reshape(-1, 4)
+    return np.array(metrics.values_between(reader, run, names, since, until), float).reshape(-1, 4)
 
 
 def _updated(reader: Reader, key: tuple[int, int], held: _Held, since: int, until: int) -> _Held:
@@ -235,23 +213,16 @@ def _updated(reader: Reader, key: tuple[int, int], held: _Held, since: int, unti
     return _added(reader, key, held, mine, until) if len(mine) else held
 
 
-def _newest(reader: Reader, run: int, known: int) -> int:
-    """Up to which arrival the run can be read now without missing anything later."""
-    if not reader.database.dialect.shared:
-        return int(reader.database.rows("SELECT COALESCE(MAX(arrival), 0) FROM metric")[0][0])
-    # Several may write at once, and numbers of one may be seen before smaller ones of another. Those of one run come
-    # in turns.
-    ((newest,),) = reader.database.rows(
-        "SELECT MAX(m.arrival) FROM metric AS m WHERE m.arrival > ? AND +m.run = ?", (known, run)
-    )
-    return known if newest is None else int(newest)
-
-
 class Matrices:
-    """Remembered metrics of one store, for any number of threads; each thread brings its own reader."""
+    """Remembered metrics of one store, for any number of threads; each thread brings its own reader.
 
-    def __init__(self, most: int = BYTES) -> None:
+    When rows are removed from the store, all is forgotten: noticed here, or, without `notice`, by whoever owns this and
+    calls `forget`.
+    """
+
+    def __init__(self, most: int = BYTES, *, notice: bool = True) -> None:
         self._most = most
+        self._notice = notice
         self._lock = threading.Lock()
         self._epoch: object = None
         self._runs: dict[str, _Run] = {}
@@ -266,9 +237,9 @@ class Matrices:
         self._look(reader)
         with self._lock:
             remembered = self._runs.setdefault(run, _Run())
-        found = remembered.matrix(reader, number, metric)
-        self._note(run, metric, found.nbytes)
-        return found
+        matrix = remembered.matrix(reader, number, metric)
+        self._note(run, metric, matrix.nbytes)
+        return matrix
 
     def holds(self, reader: Reader, run: str, name: str) -> bool:
         """Whether that metric can be told without reading all of it."""
@@ -278,13 +249,16 @@ class Matrices:
 
     def _look(self, reader: Reader) -> None:
         """Forget everything if rows were removed."""
-        epoch = removals(reader.database)
+        if self._notice and (epoch := removals(reader.database)) != self._epoch:
+            self.forget()
+            self._epoch = epoch
+
+    def forget(self) -> None:
+        """Forget everything: rows were removed, and their numbers may be used again."""
         with self._lock:
-            if epoch != self._epoch:
-                self._epoch = epoch
-                self._runs.clear()
-                self._used.clear()
-                self._memory = {}
+            self._runs.clear()
+            self._used.clear()
+            self._memory = {}
 
     def memory(self, reader: Reader) -> dict[Any, Any]:
         """For others who add up what has come; emptied when rows are removed."""
@@ -323,31 +297,25 @@ def round_sums(reader: Reader, run: str, name: str) -> dict[int, float]:
     Where the whole metric is not in memory, the database adds them up, in a third of the time.
     """
     shared = _SHARED.get(reader)
-    found = None if shared is not None and shared.holds(reader, run, name) else _added_up(reader, run, name)
-    if found is None:
+    sums = None if shared is not None and shared.holds(reader, run, name) else _added_up(reader, run, name)
+    if sums is None:
         matrix = metric_matrix(reader, run, name)
-        found = dict(zip(matrix.rounds, np.nansum(matrix.values.astype(float), axis=0).tolist(), strict=True))
-    return found
+        sums = dict(zip(matrix.rounds, np.nansum(matrix.values.astype(float), axis=0).tolist(), strict=True))
+    return sums
 
 
 def _added_up(reader: Reader, run: str, name: str) -> dict[int, float] | None:
     """None where a client told something twice in one round, of which only the newer counts."""
     number, metric = reader.names.number(run), reader.names.number(name)
-    nodes = reader.database.rows(
-        "SELECT s.id, s.text FROM run_node AS n JOIN symbol AS s ON s.id = n.node WHERE n.run = ?", (number or 0,)
-    )
-    others = [node for node, text in nodes if not is_client(text)]
-    if number is None or metric is None or len(others) > SEEKS:
+    if number is None or metric is None:
+        return {}
+    others = [node for node, text in nodes_by_number(reader, run).items() if not is_client(text)]
+    if len(others) > SEEKS:
         return None
-    among = ", ".join("?" * len(others)) or "-1"
-    found = reader.database.rows(
-        "SELECT m.round, SUM(m.value), COUNT(*), COUNT(DISTINCT m.node) FROM metric AS m "  # noqa: S608 - our own words
-        f"WHERE m.run = ? AND m.name = ? AND {_TOLD} AND m.node NOT IN ({among}) GROUP BY m.round ORDER BY m.round",
-        (number, metric, *others),
-    )
-    if any(rows != clients for _, _, rows, clients in found):
+    sums = metrics.sums_by_round(reader, number, metric, others)
+    if any(values != clients for _, _, values, clients in sums):
         return None
-    return {number: 0.0 if total is None else float(total) for number, total, _, _ in found}
+    return {round_index: 0.0 if total is None else float(total) for round_index, total, _, _ in sums}
 
 
 def memory_of(reader: Reader) -> dict[Any, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was worked out once is told again as long as its records are the same, also while others of the run come."""
+"""Remembers answers as long as the records that they are made from stay the same."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ def remembered(reader: Reader, kind: str, key: Hashable, sign: object, make: Cal
         if entry.sign != sign:
             entry.value = make()
             entry.sign = sign
-        found: T = entry.value
-        return found
+        answer: T = entry.value
+        return answer

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run at a glance: the verdict, its troubles in short, who is suspected, and which signs there are to look at."""
+"""Computes the overview of a run: the verdict, its cases in short, the suspects, and the signs that there are."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fedvitals.catalog import CATALOG
+from fedvitals.catalog import CATALOG, meaning_of, unit_of
 from fedvitals.diagnosis.cases import Case, is_trouble
-from fedvitals.records import is_client
 from fedvitals.stats import FAMILIES, HISTOGRAM_COLUMNS, statistics_of
 from fedvitals.store.read import queries
+from fedvitals.store.read.metrics import SeriesByNode, count_nodes_that_told, measured_names, series_of
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.briefs import Brief, Marked, brief, since_of
 from fedvitals.views.card import VITAL_SIGNS
 from fedvitals.views.cases import case_key, cases_of
+from fedvitals.views.outline import OUTCOMES, outline_of
 from fedvitals.views.verdict import Verdict, facts_of, judge
 
 LONGEST_LIST = 200  # cases; the page of findings has the rest
@@ -35,6 +36,8 @@ LEARNING = ("loss", "fit.loss_before", "local.loss", "fit.loss_after", "gradient
 
 @dataclass(frozen=True, slots=True)
 class SuspectLine:
+    """Somebody who is suspected, for the worst that is held against it."""
+
     node: str
     label: str
     score: float | None
@@ -56,6 +59,8 @@ class SignLine:
 
 @dataclass(frozen=True, slots=True)
 class FamilyLine:
+    """A family of layer statistics that the run has."""
+
     name: str
     rows: str
     statistics: tuple[str, ...]
@@ -63,6 +68,8 @@ class FamilyLine:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
+    """Everything that the overview shows but the pictures."""
+
     verdict: Verdict
     cases: list[Brief]  # those that are there now, worst first; then those that are over; muted ones last
     total_cases: int
@@ -80,27 +87,29 @@ class Overview:
 
 
 def overview(reader: Reader, run: str) -> Overview:
-    found, facts, marked = cases_of(reader, run), facts_of(reader, run), Marked(reader, run)
-    lines = [brief(case, marked, facts.labels) for case in found]
+    """Read the overview of a run; ConfigError when there is none of that id."""
+    outline = outline_of(reader, run)
+    rounds, marks = outline.rounds, Marked(outline.marks)
+    cases = cases_of(reader, run, rounds=rounds)
+    facts = facts_of(reader, run, outline, cases)
+    lines = [brief(case, marks, facts.labels) for case in cases]
     lines.sort(key=lambda line: (line.muted, not line.still_there))
-    history = reader.history(run)
-    rounds, names = history.rounds(), queries.metric_names(reader, run)
-    told = clients_tell(reader, run, names)
-    counts = _told_by(reader, run, rounds, [name for name in told if name in {*FIRST_SIGHT, *LEARNING}])
-    clients = sum(is_client(node) for node in history.nodes())
+    measured = measured_names(reader, run, outline.nodes)
+    names, of_clients = measured.names, measured.of_clients
+    counts = _told_by(reader, run, rounds, [name for name in of_clients if name in {*FIRST_SIGHT, *LEARNING}])
     return Overview(
-        verdict=judge(found, facts),
+        verdict=judge(cases, facts),
         cases=lines[:LONGEST_LIST],
         total_cases=len(lines),
         muted=sum(line.muted for line in lines),
-        suspects=suspects((case for case in found if case_key(case) not in facts.muted), facts.labels),
-        clients=clients,
+        suspects=suspects((case for case in cases if case_key(case) not in facts.muted), facts.labels),
+        clients=len(outline.clients),
         first_round=rounds[0] if rounds else None,
         last_round=rounds[-1] if rounds else None,
-        signs=[_sign(name) for name in sorted(told, key=_order)],
-        sign=_for_clients(counts, told),
-        learning=_for_learning(counts, told),
-        outcomes=_outcomes(reader, run, names),
+        signs=[_sign(name) for name in sorted(of_clients, key=_order)],
+        sign=_for_clients(counts, of_clients),
+        learning=_for_learning(counts, of_clients),
+        outcomes=_outcomes(reader, run, names, outline.outcomes),
         scale="scale.gsc" if "scale.gsc" in names else None,
         families=[
             FamilyLine(family, FAMILIES[family].rows, statistics_of(family))
@@ -110,10 +119,10 @@ def overview(reader: Reader, run: str) -> Overview:
     )
 
 
-def suspects(found: Iterable[Case], labels: Mapping[str, str]) -> list[SuspectLine]:
+def suspects(cases: Iterable[Case], labels: Mapping[str, str]) -> list[SuspectLine]:
     """Who is suspected in troubles that are still there, each once, for its worst; the most suspected first."""
     worst: dict[str, SuspectLine] = {}
-    for case in found:
+    for case in cases:
         if not case.still_there:
             continue
         named = [(s.node, s.score, s.reason) for s in case.newest.suspects]
@@ -121,68 +130,41 @@ def suspects(found: Iterable[Case], labels: Mapping[str, str]) -> list[SuspectLi
             named = [(case.node, case.confidence, "")]
         for node, score, reason in named:
             before = worst.get(node)
-            why, label = reason or case.known.title, labels.get(node, "")
+            why, label = reason or case.issue_entry.title, labels.get(node, "")
             line = SuspectLine(node, label, score, why, case.severity, since_of(case), case_key(case))
             if before is None or (is_trouble(case), score) > (before.severity != "note", before.score or 0.0):
                 worst[node] = line
     return sorted(worst.values(), key=lambda line: (line.severity == "note", -(line.score or 0.0)))
 
 
-def clients_tell(reader: Reader, run: str, names: Collection[str]) -> list[str]:
-    """Of these metrics, those that clients have values of."""
-    number = reader.names.number(run)
-    nodes = reader.database.rows(
-        "SELECT s.id, s.text FROM run_node AS n JOIN symbol AS s ON s.id = n.node WHERE n.run = ?", (number,)
-    )
-    others = [identity for identity, text in nodes if not is_client(text)]
-    holes = ", ".join("?" * len(others))
-    sql = (
-        # Nodes stand together in the index, so that the first client is found after as few rows as there are servers.
-        "SELECT 1 FROM metric WHERE run = ? AND name = ? AND round IS NOT NULL AND node IS NOT NULL "  # noqa: S608
-        f"{f'AND node NOT IN ({holes}) ' if others else ''}AND layer IS NULL LIMIT 1"
-    )
-    return [name for name in names if reader.database.rows(sql, (number, reader.names.number(name), *others))]
-
-
-def _told_by(reader: Reader, run: str, rounds: Sequence[int], names: Iterable[str]) -> dict[str, list[int]]:
+def _told_by(reader: Reader, run: str, rounds: Sequence[int], names: Sequence[str]) -> dict[str, list[int]]:
     """How many nodes told each of these signs, in a few rounds from all over the run."""
-    number = reader.names.number(run)
     chosen = sorted({rounds[int((i + 0.5) * len(rounds) / SAMPLED)] for i in range(SAMPLED)}) if rounds else []
-    sql = "SELECT COUNT(*) FROM metric WHERE run = ? AND name = ? AND round = ? AND node IS NOT NULL AND layer IS NULL"
-    return {
-        name: [reader.database.rows(sql, (number, reader.names.number(name), r))[0][0] for r in chosen]
-        for name in names
-    }
+    return count_nodes_that_told(reader, run, names, chosen)
 
 
-def _for_clients(counts: Mapping[str, Sequence[int]], told: Sequence[str]) -> str | None:
+def _for_clients(counts: Mapping[str, Sequence[int]], names: Sequence[str]) -> str | None:
     """The first sign that most clients have in most rounds: one that is probed now and then leaves a map empty."""
     most = max((sum(counts[name]) for name in FIRST_SIGHT if name in counts), default=0)
     dense = [name for name in FIRST_SIGHT if name in counts and sum(counts[name]) >= max(1.0, ENOUGH * most)]
-    return next(iter([*dense, *(name for name in FIRST_SIGHT if name in told), *told]), None)
+    return next(iter([*dense, *(name for name in FIRST_SIGHT if name in names), *names]), None)
 
 
-def _for_learning(counts: Mapping[str, Sequence[int]], told: Sequence[str]) -> str | None:
+def _for_learning(counts: Mapping[str, Sequence[int]], names: Sequence[str]) -> str | None:
     """The first sign of learning that somebody has in most rounds."""
     usual = [name for name in LEARNING if name in counts and sum(map(bool, counts[name])) * 2 > len(counts[name])]
-    return next(iter([*usual, *(name for name in LEARNING if name in told)]), None)
+    return next(iter([*usual, *(name for name in LEARNING if name in names)]), None)
 
 
-def _outcomes(reader: Reader, run: str, names: Collection[str]) -> list[str]:
+def _outcomes(reader: Reader, run: str, names: Collection[str], known: SeriesByNode) -> list[str]:
     """What the federation or its server tells of how well it learns: accuracy and loss, else what users logged."""
-    history = reader.history(run)
     own = [name for name in names if name.startswith("user.")][:8]
-    wanted = ["accuracy", "loss", "local.accuracy", "local.loss", *own]
-    return [
-        name
-        for name in wanted
-        if name in names and (history.series(name, None)[0] or history.series(name, "server")[0])
-    ]
+    measured = {name for name, _ in {**known, **(series_of(reader, run, own, (None, "server")) if own else {})}}
+    return [name for name in (*OUTCOMES, *own) if name in measured]
 
 
 def _sign(name: str) -> SignLine:
-    known = CATALOG.get(name)
-    return SignLine(name, known.unit if known else "", known.meaning if known else "", name in VITAL_SIGNS)
+    return SignLine(name, unit_of(name), meaning_of(name), name in VITAL_SIGNS)
 
 
 def _order(name: str) -> tuple[int, int, str]:

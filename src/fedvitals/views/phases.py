@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rounds' time went to, and their bytes, out of the metrics that the monitor stored as each round ended.
+"""Computes what the rounds' time and bytes went to, from the metrics that the monitor stored as each round ended.
 
 The exact parts of one round come from its Spans (see `views.round`); over hundreds of rounds and thousands of clients
 they would be half a million records, and these sums say the same in a dozen numbers a round.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedvitals.stats import Array
+from fedvitals.store.read.metrics import series_of
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.matrix import round_sums
 from fedvitals.views.series import Numbers, between, bucket_of, json_numbers, stretches
@@ -32,12 +33,16 @@ UNTOLD = "not told apart"
 
 @dataclass(frozen=True, slots=True)
 class Part:
+    """Seconds of one part of the rounds."""
+
     name: str
     values: Numbers  # seconds, of the slowest round of each bucket
 
 
 @dataclass(frozen=True, slots=True)
 class Phases:
+    """What the rounds' time and bytes went to."""
+
     clock: str  # «real», or «virtual» where the lab's clock tells
     rounds: list[int]  # of each bucket, the slowest round
     first: list[int]  # the first round of the bucket
@@ -50,26 +55,24 @@ class Phases:
 
 def phases(reader: Reader, run: str, points: int, first: int | None = None, last: int | None = None) -> Phases:
     """Seconds by part of each round; of a bucket of rounds, those of its slowest, so that no slow round is hidden."""
-    history = reader.history(run)
-    clock, name = "virtual", "time.round_virtual"
-    rounds, seconds = history.series(name, None)
-    if not rounds:
-        clock, name = "real", "time.round"
-        rounds, seconds = history.series(name, None)
+    names = ["time.round_virtual", "time.round", *(f"bottleneck.{stored}" for stored in PARTS.values())]
+    known = {name: series for (name, _), series in series_of(reader, run, names, (None,)).items()}
+    clock = "virtual" if "time.round_virtual" in known else "real"
+    rounds, seconds = known.get("time.round_virtual") or known.get("time.round", ([], []))
     cut = between(rounds, first, last)
     rounds, lengths = rounds[cut], np.asarray(seconds[cut], dtype=float)
     chosen, begins, ends = _slowest(rounds, lengths, points)
     numbers = [rounds[i] for i in chosen]
     lengths = np.nan_to_num(lengths[chosen], nan=0.0, posinf=0.0, neginf=0.0)
-    parts, told = {}, np.zeros(len(chosen), dtype=bool)
+    parts, measured = {}, np.zeros(len(chosen), dtype=bool)
     for part, stored in PARTS.items():
-        shares = dict(zip(*history.series(f"bottleneck.{stored}", None), strict=True))
-        told |= np.array([number in shares for number in numbers], dtype=bool)
+        shares = dict(zip(*known.get(f"bottleneck.{stored}", ([], [])), strict=True))
+        measured |= np.array([number in shares for number in numbers], dtype=bool)
         own = np.nan_to_num(np.array([shares.get(number, 0.0) for number in numbers])) * lengths
         if own.any():
             parts[part] = own
     rest = np.maximum(lengths - sum(parts.values(), np.zeros(len(chosen))), 0.0)
-    parts[REST], parts[UNTOLD] = np.where(told, rest, 0.0), np.where(told, 0.0, rest)
+    parts[REST], parts[UNTOLD] = np.where(measured, rest, 0.0), np.where(measured, 0.0, rest)
     return Phases(
         clock=clock,
         rounds=numbers,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run's time, memory and bytes went: everything that `fedvitals profile` shows, as data."""
+"""Computes where a run's time, memory and bytes went: everything that `fedvitals profile` shows."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from fedvitals.analysis.timeline import RoundTime, main_clock, of_clock, timelin
 from fedvitals.analysis.traffic import Needed, Reached, Traffic, needed, reached, traffic_of
 from fedvitals.analysis.what_if import Row, latencies, what_if
 from fedvitals.errors import ConfigError
+from fedvitals.plain_json import Fields, PlainJson, unchanged
 from fedvitals.records import Event, Run, Span, Transfer
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
@@ -39,6 +40,8 @@ ORDER = (*WORK, *REST, "unaccounted")  # of parts, wherever they are shown
 
 @dataclass(frozen=True, slots=True)
 class Profile:
+    """Where a run's time, memory and bytes went."""
+
     run: Run
     clock: str  # that the times below are of: «real» or «virtual»
     clocks: tuple[str, ...]  # that the run has
@@ -91,7 +94,7 @@ def profile_of(
     latency = latency_of(described, times, transfers) if clock == "virtual" else None
     rows = what_if(times, transfers=transfers, latency=latency, paths=paths)
     traffic = traffic_of(transfers, events, queries.attendance(reader, run), described.tables, described.topology)
-    clients, server = _sum(one.parts for time in times for one in time.clients), _server(times)
+    clients, server = _sum(client.parts for time in times for client in time.clients), _server(times)
     needs = _needed(times, traffic, target_seconds, latencies(transfers) if latency is None else latency)
     return Profile(
         run=described,
@@ -99,7 +102,7 @@ def profile_of(
         clocks=clocks,
         verdict=verdict,
         times=tuple(times),
-        path_parts=_sum(link.parts for one in verdict.by_round for link in one.path.links) if verdict else {},
+        path_parts=_sum(link.parts for judged in verdict.by_round for link in judged.path.links) if verdict else {},
         client_parts=clients,
         server_parts=server,
         unaccounted=median(time.unaccounted for time in times) if times else None,
@@ -142,13 +145,13 @@ def _in_turns(path: Path) -> bool:
 
 
 def _waited_for(times: Iterable[RoundTime], paths: Iterable[Path]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    waited: dict[str, float] = {}
     for time, path in zip(times, paths, strict=True):
         whom = {} if _in_turns(path) else waiting_for(time)
-        for one in time.clients:
-            if one.node in whom:
-                found[whom[one.node]] = found.get(whom[one.node], 0.0) + one.parts["wait"]
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        for client in time.clients:
+            if client.node in whom:
+                waited[whom[client.node]] = waited.get(whom[client.node], 0.0) + client.parts["wait"]
+    return dict(sorted(waited.items(), key=lambda item: -item[1]))
 
 
 def _why_not_needed(traffic: Traffic) -> str:
@@ -172,11 +175,11 @@ def _shown(times: Sequence[RoundTime], number: int | None, run: str) -> RoundTim
 
 def _sum(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Seconds by part, in the one order of parts."""
-    found: dict[str, float] = {}
-    for one in parts:
-        for part, seconds in one.items():
-            found[part] = found.get(part, 0.0) + seconds
-    return {part: found[part] for part in sorted(found, key=lambda p: ORDER.index(p) if p in ORDER else len(ORDER))}
+    sums: dict[str, float] = {}
+    for seconds_by_part in parts:
+        for part, seconds in seconds_by_part.items():
+            sums[part] = sums.get(part, 0.0) + seconds
+    return {part: sums[part] for part in sorted(sums, key=lambda p: ORDER.index(p) if p in ORDER else len(ORDER))}
 
 
 def _server(times: Iterable[RoundTime]) -> dict[str, float]:
@@ -191,7 +194,7 @@ def _reached(reader: Reader, run: str, traffic: Traffic) -> tuple[Reached, ...]:
         accuracy,
         seconds=federation(reader, run, "time.round"),
         virtual_seconds=federation(reader, run, "time.round_virtual"),
-        bytes={one.round: one.bytes for one in traffic.rounds if one.bytes},
+        bytes={sent.round: sent.bytes for sent in traffic.rounds if sent.bytes},
     )
 
 
@@ -203,10 +206,10 @@ def _needed(
     own: list[float] = []  # the median client's way in each round
     for time in times:
         busy = []
-        for one in time.clients:
-            parts = one.told if time.overlapping else one.parts  # asynchronous journeys begin before the round
+        for client in time.clients:
+            parts = client.told if time.overlapping else client.parts  # asynchronous journeys begin before the round
             if parts.get("download", 0.0) + parts.get("upload", 0.0) > 0 and not parts.get("away"):
-                ways.setdefault(one.node, []).append(parts)
+                ways.setdefault(client.node, []).append(parts)
                 busy.append(math.fsum(s for part, s in parts.items() if part not in ("wait", "idle")))
         own += [median(busy)] if busy else []
     if not own:
@@ -218,34 +221,29 @@ def _needed(
 
 def as_data(profile: Profile) -> dict[str, Any]:
     """The profile for scripts: with what follows from its numbers, and without what repeats them."""
-    told: dict[str, Any] = plain(profile)
-    told["rounds"] = told["verdict"].pop("by_round") if told["verdict"] else []
-    told["times"] = [
+    data: dict[str, Any] = plain(profile)
+    data["rounds"] = data["verdict"].pop("by_round") if data["verdict"] else []
+    data["times"] = [
         {"round": t.round, "clock": t.clock, "began": t.began, "seconds": t.seconds, "idle": t.idle,
          "complete": t.complete, "left_out": t.left_out, "unaccounted": t.unaccounted,
          "nodes": {node: {"kind": n.kind, "group": n.group, "parts": n.parts} for node, n in t.nodes.items()}}
         for t in profile.times
     ]  # fmt: skip
     shown = profile.waterfall
-    told["waterfall"] = None if shown is None else {"round": shown.round, "intervals": plain(shown.intervals)}
-    told["run"] = {name: getattr(profile.run, name) for name in ("id", "name", "host", "topology", "seed")}
-    return told
+    data["waterfall"] = None if shown is None else {"round": shown.round, "intervals": plain(shown.intervals)}
+    data["run"] = {name: getattr(profile.run, name) for name in ("id", "name", "host", "topology", "seed")}
+    return data
 
 
 _LEFT_OUT = ("shape", "stays")  # only how the other numbers were come by
 
 
-def plain(value: Any) -> Any:
-    """Dataclasses and named tuples as mappings, with what their properties say."""
-    kind = type(value)
+def _fields_and_properties(value: Any) -> Fields | None:
     if hasattr(value, "__dataclass_fields__"):
-        derived = [name for name, one in vars(kind).items() if isinstance(one, property)]
+        derived = [name for name, member in vars(type(value)).items() if isinstance(member, property)]
         names = [name for name in (*value.__dataclass_fields__, *derived) if name not in _LEFT_OUT]
-        return {name: plain(getattr(value, name)) for name in names}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {name: plain(entry) for name, entry in value._asdict().items()}
-    if isinstance(value, Mapping):
-        return {key: plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(entry) for entry in value]
-    return value
+        return {name: getattr(value, name) for name in names}
+    return value._asdict() if isinstance(value, tuple) and hasattr(value, "_asdict") else None
+
+
+plain = PlainJson(nonfinite=unchanged, fields=_fields_and_properties, name=unchanged)

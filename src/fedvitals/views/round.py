@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One round: what every node did and when, the chain that made it as long as it was, and who waited for whom.
+"""Computes the page of one round: what every node did and when, the critical path, and who waited for whom.
 
 Only that round's Spans are read: a run of a thousand clients and rounds has a million of them.
 """
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from fedvitals.analysis.bottleneck import judge_round
 from fedvitals.analysis.critical_path import Link, Path, critical_path
 from fedvitals.analysis.timeline import NodeTime, RoundTime, main_clock, timeline, waiting_for
-from fedvitals.catalog import CATALOG
+from fedvitals.catalog import meaning_of, unit_of
 from fedvitals.errors import ConfigError
 from fedvitals.records import Span, is_client, natural
 from fedvitals.store.read import queries
+from fedvitals.store.read.metrics import value_of_federation
 from fedvitals.store.read.paging import records_of_kind
 from fedvitals.store.read.reader import Reader
 
@@ -34,6 +35,8 @@ SHOWN = (  # metrics of a round's table, unless others are asked for; of these, 
 
 @dataclass(frozen=True, slots=True)
 class LanePart:
+    """A stretch of time in a lane of the waterfall."""
+
     name: str
     start: float  # seconds since the round began
     seconds: float
@@ -67,12 +70,16 @@ class Waited:
 
 @dataclass(frozen=True, slots=True)
 class RoundLength:
+    """A round and how long it took."""
+
     round: int
     seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class RoundPage:
+    """Everything that the page of a round shows."""
+
     run: str
     round: int
     clock: str
@@ -101,6 +108,8 @@ class RoundPage:
 
 @dataclass(frozen=True, slots=True)
 class RoundRow:
+    """One node's metrics in a round."""
+
     node: str
     client: bool
     values: tuple[float | None, ...]
@@ -108,6 +117,8 @@ class RoundRow:
 
 @dataclass(frozen=True, slots=True)
 class RoundColumn:
+    """A metric in the table of a round."""
+
     name: str
     unit: str
     meaning: str
@@ -115,6 +126,8 @@ class RoundColumn:
 
 @dataclass(frozen=True, slots=True)
 class RoundTable:
+    """The metrics of a round, a row for each node."""
+
     run: str
     round: int
     columns: tuple[RoundColumn, ...]
@@ -144,10 +157,10 @@ def round_page(
     chosen = clock or (main_clock(times) if times else "real")
     if clock is not None and times and clock not in clocks:
         raise ConfigError(f"Round {number} of {run} was not timed on a {clock} clock, only on the {clocks[0]} one.")
-    time = next((one for one in times if one.clock == chosen), None)
+    time = next((timed for timed in times if timed.clock == chosen), None)
     place = rounds.index(number)
     lengths = lengths_of(reader, run, chosen)
-    longest = sorted(lengths, key=lambda one: -lengths[one])
+    longest = sorted(lengths, key=lambda round_index: -lengths[round_index])
     around = {
         "run": run,
         "round": number,
@@ -155,7 +168,7 @@ def round_page(
         "clocks": clocks,
         "previous": rounds[place - 1] if place else None,
         "next": rounds[place + 1] if place + 1 < len(rounds) else None,
-        "slowest": tuple(RoundLength(one, lengths[one]) for one in longest[:SLOWEST]),
+        "slowest": tuple(RoundLength(round_index, lengths[round_index]) for round_index in longest[:SLOWEST]),
         "place": longest.index(number) + 1 if number in lengths else None,
         "rounds": len(rounds),
     }
@@ -183,10 +196,10 @@ def _page(time: RoundTime | None, around: Mapping[str, object], sort: str, limit
             "share": verdict.share,
             "shares": verdict.shares,
             "path": tuple(_path_parts(path, time)),
-            "lanes": tuple(_lane(one, path, whom) for one in nodes[offset : offset + limit]),
+            "lanes": tuple(_lane(node, path, whom) for node in nodes[offset : offset + limit]),
             "total": len(nodes),
             "waited": _waited(time, whom),
-            "folded": any(stay.folded for one in nodes for stay in one.stays),
+            "folded": any(stay.folded for node in nodes for stay in node.stays),
             "unaccounted": time.unaccounted,
             "left_out": time.left_out,
             "in_turns": turns,
@@ -208,12 +221,12 @@ def _ordered(time: RoundTime, path: Path, sort: str) -> list[NodeTime]:
     rank = {"server": 0, "edge": 1}
     return sorted(
         time.nodes.values(),
-        key=lambda one: (rank.get(one.kind, 2), path.slowest != one.node, one.node not in on_path, -one.busy),
+        key=lambda node: (rank.get(node.kind, 2), path.slowest != node.node, node.node not in on_path, -node.busy),
     )
 
 
-def _lane(one: NodeTime, path: Path, whom: Mapping[str, str]) -> Lane:
-    links = [(link.began, link.began + link.seconds) for link in path.links if link.node == one.node]
+def _lane(node: NodeTime, path: Path, whom: Mapping[str, str]) -> Lane:
+    links = [(link.began, link.began + link.seconds) for link in path.links if link.node == node.node]
     parts = tuple(
         LanePart(
             interval.part,
@@ -222,9 +235,9 @@ def _lane(one: NodeTime, path: Path, whom: Mapping[str, str]) -> Lane:
             _covered(interval.began, interval.seconds, links) > interval.seconds / 2,
             "a sum of many short stretches" if interval.folded else "",
         )
-        for interval in one.intervals
+        for interval in node.intervals
     )
-    return Lane(one.node, one.kind, one.group, one.busy, bool(links), whom.get(one.node), one.failed, parts)
+    return Lane(node.node, node.kind, node.group, node.busy, bool(links), whom.get(node.node), node.failed, parts)
 
 
 def _covered(began: float, seconds: float, links: Iterable[tuple[float, float]]) -> float:
@@ -233,13 +246,13 @@ def _covered(began: float, seconds: float, links: Iterable[tuple[float, float]])
 
 def _path_parts(path: Path, time: RoundTime) -> list[LanePart]:
     """The chain, link by link, each with the node whose work it is."""
-    found = []
+    parts = []
     for link in path.links:
         at = link.began - time.began
         for part, seconds in link.parts.items() or ((link.part, link.seconds),):
-            found.append(LanePart(part, at, seconds, True, _whose(link)))
+            parts.append(LanePart(part, at, seconds, True, _whose(link)))
             at += seconds
-    return found
+    return parts
 
 
 def _whose(link: Link) -> str:
@@ -247,14 +260,14 @@ def _whose(link: Link) -> str:
 
 
 def _waited(time: RoundTime, whom: Mapping[str, str]) -> tuple[Waited, ...]:
-    found: dict[str, list[str]] = {}
+    waiting: dict[str, list[str]] = {}
     for node, other in whom.items():
-        found.setdefault(other, []).append(node)
-    told = [
+        waiting.setdefault(other, []).append(node)
+    waits = [
         Waited(other, tuple(nodes[:NAMED]), len(nodes), sum(time.nodes[node].parts.get("wait", 0.0) for node in nodes))
-        for other, nodes in found.items()
+        for other, nodes in waiting.items()
     ]
-    return tuple(sorted(told, key=lambda one: -one.seconds)[:SLOWEST])
+    return tuple(sorted(waits, key=lambda wait: -wait.seconds)[:SLOWEST])
 
 
 def round_table(
@@ -273,20 +286,20 @@ def round_table(
     wanted = [name for name in (names or SHOWN) if name in measured]
     if names and not wanted:
         raise ConfigError(f"The run {run} has no metric '{names[0]}'. `fedvitals show {run}` says which it has.")
-    found = {name: history.latest(name, number) for name in wanted}
-    wanted = [name for name in wanted if names or any(map(is_client, found[name]))]
+    values = {name: history.latest(name, number) for name in wanted}
+    wanted = [name for name in wanted if names or any(map(is_client, values[name]))]
     sort = sort or next((name for name in SLOWEST_FIRST if name in wanted), "name")
-    nodes = sorted({node for name in wanted for node in found[name]}, key=natural)
-    if sort.lstrip("-") in found:
-        by, sign = found[sort.lstrip("-")], 1 if sort.startswith("-") else -1
+    nodes = sorted({node for name in wanted for node in values[name]}, key=natural)
+    if sort.lstrip("-") in values:
+        by, sign = values[sort.lstrip("-")], 1 if sort.startswith("-") else -1
         nodes.sort(key=lambda node: sign * by[node] if math.isfinite(by.get(node, math.nan)) else math.inf)
     return RoundTable(
         run,
         number,
         tuple(_column(name) for name in wanted),
-        tuple(_whole(reader, run, number, name) for name in wanted),
+        tuple(value_of_federation(reader, run, name, number) for name in wanted),
         tuple(
-            RoundRow(node, is_client(node), tuple(found[name].get(node) for name in wanted))
+            RoundRow(node, is_client(node), tuple(values[name].get(node) for name in wanted))
             for node in nodes[offset : offset + limit]
         ),
         len(nodes),
@@ -295,14 +308,4 @@ def round_table(
 
 
 def _column(name: str) -> RoundColumn:
-    known = CATALOG.get(name)
-    return RoundColumn(name, known.unit if known else "", known.meaning if known else "")
-
-
-def _whole(reader: Reader, run: str, number: int, name: str) -> float | None:
-    found = reader.database.rows(
-        "SELECT m.value FROM metric AS m WHERE m.run = ? AND m.name = ? AND m.round = ? AND m.node IS NULL "
-        'AND m."group" IS NULL AND m.layer IS NULL ORDER BY m.at DESC, m.arrival DESC LIMIT 1',
-        (reader.names.number(run) or 0, reader.names.number(name), number),
-    )
-    return found[0][0] if found else None
+    return RoundColumn(name, unit_of(name), meaning_of(name))

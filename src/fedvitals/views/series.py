@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sign over the rounds, as few points as a screen can show: buckets of rounds that keep their extremes.
+"""Reduces one sign over the rounds to as many points as a screen can show, keeping the extremes.
 
 A bucket is so and so many rounds by number, so that the buckets of all signs of a page line up. Spikes survive: each
 bucket tells its smallest and largest value. What was not measured is a gap, what was not finite is told as such.
@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
 
-from fedvitals.catalog import CATALOG
+from fedvitals.catalog import meaning_of, unit_of
 from fedvitals.protocols import Node
 from fedvitals.stats import Array
+from fedvitals.store.read.metrics import series_of
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cohort import Matrix
 
@@ -63,15 +65,8 @@ class Band:
 
 
 def json_numbers(values: npt.ArrayLike) -> Numbers:
+    """Return the values for JSON: None for those that are not finite."""
     return [float(v) if math.isfinite(v) else None for v in np.asarray(values, dtype=float)]
-
-
-def unit_of(name: str) -> str:
-    return CATALOG[name].unit if name in CATALOG else ""
-
-
-def meaning_of(name: str) -> str:
-    return CATALOG[name].meaning if name in CATALOG else ""
 
 
 def bucket_of(rounds: npt.ArrayLike, points: int) -> npt.NDArray[np.int64]:
@@ -100,14 +95,30 @@ def series(
     last: int | None = None,
 ) -> Series:
     """A node's values, or the federation's own, else the server's."""
-    history = reader.history(run)
-    rounds, values = history.series(name, node)
-    of = "federation" if node is None else node
-    if node is None and not rounds:
-        rounds, values = history.series(name, "server")
-        of = "server"
-    part = between(rounds, first, last)
-    return bucketed(name, node, of, rounds[part], np.asarray(values[part], dtype=float), points)
+    return several_series(reader, run, (name,), (node,), points, first, last)[0]
+
+
+def several_series(
+    reader: Reader,
+    run: str,
+    names: Sequence[str],
+    nodes: Sequence[Node | None],
+    points: int,
+    first: int | None = None,
+    last: int | None = None,
+) -> list[Series]:
+    """The series of each of these metrics of each of these nodes, see `series`, by one look at the store."""
+    known = series_of(reader, run, names, (*nodes, *(["server"] if None in nodes else ())))
+    shown = []
+    for name, node in product(names, nodes):
+        rounds, values = known.get((name, node), ([], []))
+        of = "federation" if node is None else node
+        if node is None and not rounds:
+            rounds, values = known.get((name, "server"), ([], []))
+            of = "server"
+        part = between(rounds, first, last)
+        shown.append(bucketed(name, node, of, rounds[part], np.asarray(values[part], dtype=float), points))
+    return shown
 
 
 def median_series(name: str, matrix: Matrix, points: int, first: int | None = None, last: int | None = None) -> Series:
@@ -120,6 +131,7 @@ def median_series(name: str, matrix: Matrix, points: int, first: int | None = No
 
 
 def bucketed(name: str, node: Node | None, of: str, rounds: Sequence[int], values: Array, points: int) -> Series:
+    """Reduce values by round to at most `points` buckets."""
     starts = stretches(bucket_of(rounds, points))
     middle, low, high = (_reduced(values, starts, how) for how in (np.median, np.min, np.max))
     begins, ends = [int(rounds[b]) for b, _ in starts], [int(rounds[e - 1]) for _, e in starts]
@@ -191,10 +203,10 @@ _OUTERMOST: tuple[Callable[[Array], float], ...] = (np.min, np.min, np.median, n
 def _reduced(line: Array, starts: Sequence[tuple[int, int]], how: Callable[[Array], float]) -> Array:
     if len(starts) == len(line):  # no two rounds share a bucket
         return np.where(np.isfinite(line), line, np.nan)
-    found = np.full(len(starts), np.nan)
+    reduced = np.full(len(starts), np.nan)
     for i, (begin, end) in enumerate(starts):
         own = line[begin:end]
         own = own[np.isfinite(own)]
         if own.size:
-            found[i] = how(own)
-    return found
+            reduced[i] = how(own)
+    return reduced

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run stands: what every page tells at its edges, and what of the run can be asked for."""
+"""Computes what every page shows of a run at its edges: state, progress, and what of it was measured."""
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Mapping
@@ -11,12 +10,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fedvitals import __version__
-from fedvitals.catalog import CATALOG, LEVELS
+from fedvitals.catalog import LEVELS, meaning_of, unit_of
+from fedvitals.plain_json import finite
 from fedvitals.records import Run
 from fedvitals.stats import FAMILIES, statistics_of
 from fedvitals.store.read import queries
+from fedvitals.store.read.metrics import series_of
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.card import cost_percent
+from fedvitals.store.read.runs import count_runs, rounds_and_last_record
+from fedvitals.views.card import percent_of
 from fedvitals.views.traffic_counts import traffic_total
 
 LAB_ROUNDS = 10  # of an experiment that does not say how many
@@ -35,6 +37,8 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class FamilyKnown:
+    """A family of layer statistics that the run has."""
+
     name: str
     rows: str  # what its layers are: parameters, modules
     statistics: tuple[str, ...]
@@ -42,6 +46,8 @@ class FamilyKnown:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatus:
+    """The store that is shown."""
+
     store: str
     fedvitals: str
     runs: int
@@ -49,6 +55,8 @@ class StoreStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
+    """The state of a run."""
+
     id: str
     name: str
     state: RunState  # «silent»: no end, no record for ten minutes, and nobody writes
@@ -80,17 +88,17 @@ class Status:
 
 
 def store_status(reader: Reader, shown: str) -> StoreStatus:
-    ((runs,),) = reader.database.rows("SELECT COUNT(*) FROM run")
-    return StoreStatus(shown, __version__, int(runs))
+    """Read the state of the store; `shown`: its name for people."""
+    return StoreStatus(shown, __version__, count_runs(reader))
 
 
 def status_of(reader: Reader, run: str, *, written: bool = False, now: float | None = None) -> Status:
     """`written`: whether somebody is there who may write to it still."""
     described, summary = queries.get_run(reader, run), queries.summary_of(reader, run)
-    history = reader.history(run)
-    rounds = history.rounds()
-    last_record = _last_record(reader, run)
-    _, times = history.series("time.round", None)
+    rounds = reader.history(run).rounds()
+    series = series_of(reader, run, ("time.round", "monitor.cost"), (None,))
+    last_record = finite(rounds_and_last_record(reader, run)[1])
+    times, costs = (series.get((name, None), ([], []))[1] for name in ("time.round", "monitor.cost"))
     level, sent = privacy_level(described), traffic_total(reader, run)
     return Status(
         id=run,
@@ -99,7 +107,7 @@ def status_of(reader: Reader, run: str, *, written: bool = False, now: float | N
         host=described.host,
         topology=described.topology,
         seed=described.seed,
-        started=_finite(described.started),
+        started=finite(described.started),
         finished=described.finished,
         seconds=summary.seconds,
         last_record=last_record,
@@ -108,14 +116,14 @@ def status_of(reader: Reader, run: str, *, written: bool = False, now: float | N
         first_round=rounds[0] if rounds else None,
         last_round=rounds[-1] if rounds else None,
         clients=summary.clients,
-        accuracy=_finite(summary.accuracy),
-        loss=_finite(summary.loss),
-        round_seconds=_finite(times[-1]) if times else None,
+        accuracy=finite(summary.accuracy),
+        loss=finite(summary.loss),
+        round_seconds=finite(times[-1]) if times else None,
         bytes=None if sent is None else sent.bytes,
         telemetry_bytes=None if sent is None else sent.telemetry,
         findings=summary.findings,
         lost=summary.lost,
-        cost_percent=cost_percent(history),
+        cost_percent=percent_of(costs, times),
         privacy=f"{level}: {LEVELS[level]}",
         metrics=tuple(_known(name) for name in queries.metric_names(reader, run)),
         families=tuple(
@@ -148,34 +156,23 @@ def state_of(
 def planned_rounds(run: Run) -> int | None:
     """How many rounds there shall be, where the host or the user has told."""
     for name in ("rounds", "num_rounds", "num_server_rounds"):
-        told = run.config.get(name)
-        if isinstance(told, int) and not isinstance(told, bool) and told > 0:
-            return told
+        planned = run.config.get(name)
+        if isinstance(planned, int) and not isinstance(planned, bool) and planned > 0:
+            return planned
     experiment = run.config.get("experiment")
     if run.host == "lab" and isinstance(experiment, str):
         # What is as by default is not written down; a table after it may have rounds of its own.
-        found = re.search(r"^rounds = (\d+)$", experiment.partition("\n[")[0], re.MULTILINE)
-        return int(found[1]) if found else LAB_ROUNDS
+        written = re.search(r"^rounds = (\d+)$", experiment.partition("\n[")[0], re.MULTILINE)
+        return int(written[1]) if written else LAB_ROUNDS
     return None
 
 
 def privacy_level(run: Run) -> int:
+    """Return the privacy level that the run's monitor was set to."""
     ours = run.config.get("fedvitals", {})
     level = ours.get("privacy", 3) if isinstance(ours, Mapping) else 3
     return level if isinstance(level, int) and 0 <= level < len(LEVELS) else 3
 
 
-def _last_record(reader: Reader, run: str) -> float | None:
-    ((last,),) = reader.database.rows(
-        "SELECT MAX(last) FROM run_round WHERE run = (SELECT id FROM symbol WHERE text = ?)", (run,)
-    )
-    return _finite(last)
-
-
 def _known(name: str) -> Known:
-    measure = CATALOG.get(name)
-    return Known(name, "" if measure is None else measure.unit, "" if measure is None else measure.meaning)
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+    return Known(name, unit_of(name), meaning_of(name))

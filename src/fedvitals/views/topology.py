@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who talks to whom in a round: nodes with their groups and their health, and the bytes between them.
+"""Computes who talked to whom in a round: nodes with their groups and health, and the bytes between them.
 
 Of many clients, those that are well stand as one dot for each group, with their number; whoever is ill keeps a dot.
 """
@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fedvitals.analysis.traffic import TELEMETRY
-from fedvitals.diagnosis.cases import Case, rank
+from fedvitals.diagnosis.cases import Case, severity_rank
 from fedvitals.errors import ConfigError
 from fedvitals.records import is_client, natural
 from fedvitals.store.marks import marks
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.spans import groups_of_spans
+from fedvitals.store.read.transfers import Message, messages_of_round
 from fedvitals.time_parts import SERVER
 from fedvitals.views.cases import case_key, cases_of, failures_by_client
 
@@ -30,6 +32,8 @@ SHARED = 20  # changes of the groups that are told
 
 @dataclass(frozen=True, slots=True)
 class PlacedNode:
+    """A node of the picture, or several that stand as one."""
+
     name: str
     role: str  # «server», «group» (an edge, cluster or ring), «client», «clients» (several as one)
     group: str | None
@@ -45,6 +49,8 @@ class PlacedNode:
 
 @dataclass(frozen=True, slots=True)
 class PlacedEdge:
+    """What went from one node to another."""
+
     sender: str
     receiver: str
     bytes: float
@@ -55,6 +61,8 @@ class PlacedEdge:
 
 @dataclass(frozen=True, slots=True)
 class KindBytes:
+    """Bytes of one kind of message."""
+
     kind: str
     bytes: float
     messages: int
@@ -62,6 +70,8 @@ class KindBytes:
 
 @dataclass(frozen=True, slots=True)
 class TopologyPage:
+    """Everything that the page of the topology shows."""
+
     run: str
     topology: str | None  # as the run says
     kind: str  # «star», «clusters», «tree», «rings»: how it is drawn
@@ -89,11 +99,12 @@ def topology_page(reader: Reader, run: str, number: int | None = None, *, most: 
     if at not in set(rounds):
         raise ConfigError(f"The run {run} has no round {at}. It has rounds {rounds[0]} to {rounds[-1]}.")
     described = queries.get_run(reader, run)
-    messages = _messages(reader, run, at)
+    messages = messages_of_round(reader, run, at)
     groups, changed = _groups(reader, run, at)
     named = {node for node in reader.history(run).nodes() if node != SERVER}
     nodes = _nodes(reader, run, at, messages, groups, named)
-    edges = _edges(one for one in messages if one[2] != TELEMETRY)  # which goes to the server past every edge
+    # Telemetry goes to the server past every edge.
+    edges = _edges(message for message in messages if message[2] != TELEMETRY)
     kind = _kind(described.topology, messages, groups)
     joined = len(nodes) > (DOTS.get(kind, MOST_DOTS) if most is None else most)
     if joined:
@@ -112,45 +123,29 @@ def topology_page(reader: Reader, run: str, number: int | None = None, *, most: 
         took_part=sum(node.count for node in nodes if node.role in ("client", "clients") and node.present),
         groups=len({node.name for node in nodes if node.role == "group"}),
         joined=joined,
-        bytes=sum(one[3] for one in messages),
+        bytes=sum(message[3] for message in messages),
         kinds=_kinds(messages),
         changed=tuple(changed[-SHARED:]),
         told=bool(messages),
     )
 
 
-Message = tuple[str, str, str, float, float, int]  # sender, receiver, kind, bytes, before compression, how many
-
-
-def _messages(reader: Reader, run: str, number: int) -> list[Message]:
-    return reader.database.rows(
-        "SELECT a.text, b.text, k.text, SUM(t.bytes), SUM(t.raw_bytes), COUNT(*) FROM transfer AS t "
-        "JOIN symbol AS a ON a.id = t.sender JOIN symbol AS b ON b.id = t.receiver JOIN symbol AS k ON k.id = t.kind "
-        "WHERE t.run = ? AND t.round = ? GROUP BY a.text, b.text, k.text",
-        (reader.names.number(run) or 0, number),
-    )
-
-
 def _groups(reader: Reader, run: str, number: int) -> tuple[dict[str, list[str]], list[int]]:
     """Who belongs together in a round, in the order that was told; and the rounds in which that changed."""
-    told: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     changed = []
     for event in reader.history(run).events("groups"):
         when = event.where.round
         if when is not None:
             changed.append(when)
             if when <= number:
-                told = {str(group): [str(n) for n in nodes] for group, nodes in event.data.items() if _is_list(nodes)}
-    if not told:  # a host that tells no groups may still name each client's
-        found = reader.database.rows(
-            'SELECT DISTINCT g.text, n.text FROM span AS s JOIN symbol AS g ON g.id = s."group" '
-            "JOIN symbol AS n ON n.id = s.node WHERE s.run = ? AND s.round = ?",
-            (reader.names.number(run) or 0, number),
-        )
-        for group, node in sorted(found, key=lambda row: natural(row[1])):
+                groups = {str(group): [str(n) for n in nodes] for group, nodes in event.data.items() if _is_list(nodes)}
+    if not groups:  # a host that tells no groups may still name each client's
+        members = groups_of_spans(reader, run, number)
+        for group, node in sorted(members, key=lambda row: natural(row[1])):
             if is_client(node):
-                told.setdefault(group, []).append(node)
-    return dict(sorted(told.items(), key=lambda item: natural(item[0]))), changed
+                groups.setdefault(group, []).append(node)
+    return dict(sorted(groups.items(), key=lambda item: natural(item[0]))), changed
 
 
 def _is_list(value: Any) -> bool:
@@ -188,17 +183,17 @@ def _nodes(
     between = {*groups, *(node for node in there if not is_client(node) and node != SERVER)}
     place = {node: at for members in groups.values() for at, node in enumerate(members)}
     by_group = sorted(clients, key=lambda node: (natural(group_of.get(node, "")), place.get(node, -1), natural(node)))
-    found = []
+    placed = []
     for node in [SERVER, *sorted(between, key=natural), *by_group]:
         role = "server" if node == SERVER else "group" if node in between else "client"
         case, present = worst.get(node), role != "client" or node in there
-        found.append(
+        placed.append(
             PlacedNode(
                 name=node,
                 role=role,
                 group=group_of.get(node),
                 health=_health(case, failed=node in failed, present=present),
-                issue=case.known.title if case else None,
+                issue=case.issue_entry.title if case else None,
                 key=case_key(case) if case else None,
                 sent=sent.get(node, 0.0),
                 received=received.get(node, 0.0),
@@ -207,7 +202,7 @@ def _nodes(
                 members=(),
             )
         )
-    return found
+    return placed
 
 
 def _health(case: Case | None, *, failed: bool, present: bool) -> str:
@@ -225,22 +220,22 @@ def _present(reader: Reader, run: str, number: int) -> set[str]:
 def _worst(reader: Reader, run: str, number: int) -> dict[str, Case]:
     """Of each node or group the worst case that was open in a round; muted ones are not told."""
     muted = {mark.target for mark in marks(reader, run) if mark.kind == "muted"}
-    found: dict[str, Case] = {}
+    worst: dict[str, Case] = {}
     for case in cases_of(reader, run, number):
         node = case.node or case.group
         if node is None or not case.still_there or case_key(case) in muted:
             continue
-        if node not in found or rank(case.newest.severity) < rank(found[node].newest.severity):
-            found[node] = case
-    return found
+        if node not in worst or severity_rank(case.newest.severity) < severity_rank(worst[node].newest.severity):
+            worst[node] = case
+    return worst
 
 
 def _edges(messages: Iterable[Message]) -> list[PlacedEdge]:
     """One edge a pair and direction, the largest first."""
     sums: dict[tuple[str, str], tuple[float, float, int]] = {}
     for sender, receiver, _, size, raw, count in messages:
-        one = sums.get((sender, receiver), (0.0, 0.0, 0))
-        sums[sender, receiver] = one[0] + size, one[1] + raw, one[2] + count
+        known = sums.get((sender, receiver), (0.0, 0.0, 0))
+        sums[sender, receiver] = known[0] + size, known[1] + raw, known[2] + count
     whole = sum(size for size, _, _ in sums.values()) or 1.0
     edges = [PlacedEdge(*pair, size, raw, count, size / whole) for pair, (size, raw, count) in sums.items()]
     return sorted(edges, key=lambda edge: -edge.bytes)
@@ -249,8 +244,8 @@ def _edges(messages: Iterable[Message]) -> list[PlacedEdge]:
 def _kinds(messages: Iterable[Message]) -> tuple[KindBytes, ...]:
     sums: dict[str, tuple[float, int]] = {}
     for _, _, kind, size, _, count in messages:
-        one = sums.get(kind, (0.0, 0))
-        sums[kind] = one[0] + size, one[1] + count
+        known = sums.get(kind, (0.0, 0))
+        sums[kind] = known[0] + size, known[1] + count
     return tuple(KindBytes(kind, *sums[kind]) for kind in sorted(sums, key=lambda kind: -sums[kind][0]))
 
 
@@ -285,16 +280,16 @@ def _join(nodes: list[PlacedNode], edges: list[PlacedEdge]) -> tuple[list[Placed
     sums: dict[tuple[str, str], PlacedEdge] = {}
     for edge in edges:
         pair = stands_for.get(edge.sender, edge.sender), stands_for.get(edge.receiver, edge.receiver)
-        one = sums.get(pair)
+        known = sums.get(pair)
         sums[pair] = (
             replace(edge, sender=pair[0], receiver=pair[1])
-            if one is None
+            if known is None
             else replace(
-                one,
-                bytes=one.bytes + edge.bytes,
-                raw_bytes=one.raw_bytes + edge.raw_bytes,
-                messages=one.messages + edge.messages,
-                share=one.share + edge.share,
+                known,
+                bytes=known.bytes + edge.bytes,
+                raw_bytes=known.raw_bytes + edge.raw_bytes,
+                messages=known.messages + edge.messages,
+                share=known.share + edge.share,
             )
         )
     return kept, sorted(sums.values(), key=lambda edge: -edge.bytes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run has sent, by every message once: the one number that list, header, report and comparison show.
+"""Adds up what a run has sent, every message once, reading only what is new since the last time.
 
 A page wants it again and again: only what is new is added up.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from fedvitals.analysis.traffic import TELEMETRY
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.transfers import bytes_since
 from fedvitals.views.matrix import memory_of
 
 
@@ -23,22 +24,12 @@ class Total:
 
 def traffic_total(reader: Reader, run: str) -> Total | None:
     """None where no message was told of. The same sums as `Traffic.bytes` and `Traffic.telemetry_bytes`."""
-    number = reader.names.number(run)
-    if number is None:
-        return None
     memory = memory_of(reader)
     since, known = memory.get(("traffic", run), (0, None))
-    # The plus keeps the planner from the other way: what is new lies at the end, everything under the run.
-    where = "arrival > ? AND +run = ?" if since else "+arrival > ? AND run = ?"
-    sizes = "CASE WHEN bytes > 0 THEN bytes ELSE 0 END"
-    ((newest, whole, own),) = reader.database.rows(
-        # Not grouped by kind, which would sort a million messages.
-        f"SELECT MAX(arrival), SUM({sizes}), SUM(CASE WHEN kind = ? THEN {sizes} ELSE 0 END) FROM transfer "  # noqa: S608 - our own words
-        f"WHERE {where}",
-        (reader.names.number(TELEMETRY) or 0, since, number),
-    )
-    if newest is not None:
+    news = bytes_since(reader, run, TELEMETRY, since)
+    if news is not None:
+        newest, whole, telemetry = news
         known = known or Total(0, 0)
-        known = Total(known.bytes + int(whole - own), known.telemetry + int(own))
-        memory["traffic", run] = int(newest), known
+        known = Total(known.bytes + whole - telemetry, known.telemetry + telemetry)
+        memory["traffic", run] = newest, known
     return known if isinstance(known, Total) else None

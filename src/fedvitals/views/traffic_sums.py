@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's traffic round by round, added up by the database: a comparison need not read a million messages.
+"""Reads a run's traffic by round, added up by the database.
 
 The same sums as `analysis.traffic.traffic_of` makes from the messages themselves; no clients, no layers, no times.
 """
@@ -9,33 +9,21 @@ from __future__ import annotations
 from collections import Counter
 
 from fedvitals.analysis.traffic import TELEMETRY, Flow, RoundTraffic, Traffic
-from fedvitals.records import is_client
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.transfers import flows_by_round
 
 
 def traffic_sums(reader: Reader, run: str) -> Traffic:
-    ask, number = reader.database.rows, reader.names.number(run) or 0
-    named = ask(
-        "SELECT id, text FROM symbol WHERE text = 'server' OR text LIKE 'edge-%' OR text LIKE 'cluster-%' "
-        "OR text LIKE 'ring-%'"
-    )
-    others = ", ".join(str(int(place)) for place, text in named if not is_client(text)) or "0"
-    found = ask(
-        f"SELECT round, kind = ?, sender NOT IN ({others}), receiver NOT IN ({others}), "  # noqa: S608 - numbers
-        "SUM(CASE WHEN bytes > 0 THEN bytes ELSE 0 END), SUM(CASE WHEN raw_bytes > 0 THEN raw_bytes ELSE 0 END), "
-        "SUM(CASE WHEN bytes > 0 THEN 1 ELSE 0 END) "
-        "FROM transfer WHERE run = ? GROUP BY 1, 2, 3, 4",
-        (reader.names.number(TELEMETRY) or 0, number),
-    )
+    """Read the traffic of a run by round; without clients, layers and times."""
     # Up, down, between, telemetry, each by round.
     books: tuple[dict[int, list[list[float]]], ...] = ({}, {}, {}, {})
     once: Counter[int] = Counter()
-    for when, telemetry, sends, receives, *flow in found:
+    for when, telemetry, sends, receives, *flow in flows_by_round(reader, run, TELEMETRY):
         where = [3] if telemetry else [i for i, there in enumerate((sends, receives)) if there] or [2]
         place = -1 if when is None else int(when)
         once[place] += 0 if telemetry else int(flow[0] or 0)
         for i in where:
-            books[i].setdefault(place, []).append([*(float(one or 0) for one in flow), 0.0, 0.0])
+            books[i].setdefault(place, []).append([*(float(amount or 0) for amount in flow), 0.0, 0.0])
     rounds = sorted({number for book in books for number in book})
     by_round = [[Flow.of(book.get(number, ())) for book in books] for number in rounds]
     flows = [Flow.of(flow for own in book.values() for flow in own) for book in books]

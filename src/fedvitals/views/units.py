@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers as people read them: three digits, a unit, thin spaces between thousands. One way for every view.
+"""Formats numbers for people: three digits, a unit, thin spaces between thousands.
 
 The dashboard's `static/format.js` has the same rules; `tests/number_cases.json` holds both to them. Only the spaces
 differ: a terminal and a report want plain ones before a unit.
@@ -38,9 +38,9 @@ def _thousands(whole: int) -> str:
 
 def number(value: float | None, unit: str = "") -> str:
     """Three significant digits, whole numbers under ten million in full, and the unit as it is given."""
-    said = _unusual(value)
-    if said is not None or value is None:
-        return said or NONE
+    word = _unusual(value)
+    if word is not None or value is None:
+        return word or NONE
     return f"{MINUS if value < 0 else ''}{_size(abs(value))}{unit}"
 
 
@@ -56,9 +56,9 @@ def _size(size: float) -> str:
 
 def size(value: float | None, unit: str = "B") -> str:
     """Bytes."""
-    said = _unusual(value)
-    if said is not None or value is None:
-        return said or NONE
+    word = _unusual(value)
+    if word is not None or value is None:
+        return word or NONE
     rest, step = abs(value), 0
     # 999.9 would round to «1000 kB»: take the next prefix there.
     while step < len(PREFIXES) - 1 and _three(rest) >= 1000:
@@ -67,9 +67,10 @@ def size(value: float | None, unit: str = "B") -> str:
 
 
 def seconds(value: float | None) -> str:
-    said = _unusual(value)
-    if said is not None or value is None:
-        return said or NONE
+    """Format a duration."""
+    word = _unusual(value)
+    if word is not None or value is None:
+        return word or NONE
     sign, size = MINUS if value < 0 else "", abs(value)
     if size == 0:
         return "0 s"
@@ -91,9 +92,9 @@ def _pair(count: int, many: int, large: str, small: str) -> str:
 
 def percent(share: float | None) -> str:
     """A share between 0 and 1, as per cent."""
-    said = _unusual(share)
-    if said is not None or share is None:
-        return said or NONE
+    word = _unusual(share)
+    if word is not None or share is None:
+        return word or NONE
     return number(float(_three(share * 100)), " %")
 
 
@@ -105,9 +106,9 @@ def whole_percent(share: float | None) -> str:
 def with_unit(value: float | None, unit: str) -> str:
     """A metric's value in the catalogue's unit, as people write it."""
     known = {"seconds": seconds, "s": seconds, "bytes": size, "B": size, "share": percent}
-    said = _unusual(value)
-    if said is not None:
-        return said
+    word = _unusual(value)
+    if word is not None:
+        return word
     if unit in known:
         return known[unit](value)
     if unit == "bytes/s":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who behaves alike: a round's updates as points in a plane, and as a matrix of cosines, out of their sketches.
+"""Computes maps of a round's updates from their sketches: points in a plane, and a matrix of cosines.
 
 Only directions count: every sketch is scaled to length 1, so that the squared distance of two clients is 2 − 2·cosine,
 and the plane is the one that keeps most of these distances (principal components, which on this geometry is classical
@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from fedvitals.records import is_client, natural
 from fedvitals.stats import Array
+from fedvitals.store.read import sketches as read_sketches
 from fedvitals.store.read.reader import Reader
 
 MOST_ROUNDS = 10_000  # that a slider is told of
@@ -46,6 +47,8 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Point:
+    """One client's update on the map."""
+
     name: str
     x: float
     y: float
@@ -55,6 +58,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Step:
+    """Where a client's update was in one round."""
+
     round: int
     x: float
     y: float
@@ -72,6 +77,8 @@ class Similarity:
 
 @dataclass(frozen=True, slots=True)
 class UpdateMap:
+    """The map of a round."""
+
     round: int | None  # None: the run has no sketches
     rounds: list[int]  # that have sketches
     points: list[Point]
@@ -93,7 +100,7 @@ class Layouts:
     def plane(self, reader: Reader, run: str, rounds: Sequence[int]) -> Array:
         """The axes that all rounds of a run share, [256, 2]."""
         chosen = pooled_rounds(rounds)
-        sign = [(number, _sign(reader, run, number)) for number in chosen]
+        sign = [(number, read_sketches.sketch_count(reader, run, number)) for number in chosen]
         with self._lock:
             known = self._planes.get(run)
         if known is None or known[0] != sign:
@@ -107,7 +114,7 @@ class Layouts:
     def layout(self, reader: Reader, run: str, rounds: Sequence[int], at: int, kind: Kind = "run") -> Layout:
         """Of the round at this place among the rounds that have sketches."""
         number, plane = rounds[at], self.plane(reader, run, rounds)
-        key, sign = (run, kind, number), _sign(reader, run, number)
+        key, sign = (run, kind, number), read_sketches.sketch_count(reader, run, number)
         with self._lock:
             known = self._known.get(key)
         if known is None or known[0] != sign or known[1] is not plane:
@@ -129,41 +136,17 @@ def pooled_rounds(rounds: Sequence[int]) -> Sequence[int]:
 
 def rounds_with_sketches(reader: Reader, run: str) -> list[int]:
     """Ascending; the newest where there are very many. Only rounds with sketches of the run's newest version."""
-    found = reader.database.rows(
-        "SELECT r.round FROM run_round AS r WHERE r.run = ? AND EXISTS (SELECT 1 FROM sketch AS s WHERE s.run = r.run "
-        "AND s.round = r.round AND s.version = ?) ORDER BY r.round DESC LIMIT ?",
-        (reader.names.number(run) or 0, newest_version(reader, run), MOST_ROUNDS),
-    )
-    return [row[0] for row in reversed(found)]
-
-
-def newest_version(reader: Reader, run: str) -> int:
-    """The version of the sketches of the run's last round: a run may go on after an upgrade of fedvitals."""
-    found = reader.database.rows(
-        "SELECT version FROM sketch WHERE run = ? ORDER BY round DESC, arrival DESC LIMIT 1",
-        (reader.names.number(run) or 0,),
-    )
-    return int(found[0][0]) if found else 1
+    return read_sketches.rounds_with_sketches(reader, run, MOST_ROUNDS)
 
 
 def sketches(reader: Reader, run: str, round_index: int) -> dict[str, Array]:
     """Each client's newest sketch of a round; of one length, that of most."""
-    found = reader.database.rows(
-        'SELECT n.text, s."values" FROM sketch AS s JOIN symbol AS n ON n.id = s.node WHERE s.run = ? AND s.round = ? '
-        "AND s.version = ? ORDER BY s.arrival",
-        (reader.names.number(run) or 0, round_index, newest_version(reader, run)),
-    )
-    newest = {node: bytes(values) for node, values in found if is_client(node) and values}
+    stored = read_sketches.sketches_of_round(reader, run, round_index)
+    newest = {node: values for node, values in stored.items() if is_client(node)}
     sizes = Counter(len(values) for values in newest.values())
     usual = sizes.most_common(1)[0][0] if sizes else 0
     order = sorted((node for node in newest if len(newest[node]) == usual), key=natural)
     return {node: np.frombuffer(newest[node], "<f4").astype(np.float64) for node in order}
-
-
-def _sign(reader: Reader, run: str, round_: int) -> object:
-    return reader.database.rows(
-        "SELECT COUNT(*), MAX(arrival) FROM sketch WHERE run = ? AND round = ?", (reader.names.number(run) or 0, round_)
-    )[0]
 
 
 def layout_of(vectors: Mapping[str, Array], plane: Array | None = None, kind: Kind = "round") -> Layout:
@@ -230,6 +213,7 @@ def _turn(axes: Array, to: Array) -> Array:
 
 
 def cosines(units: Array) -> Array:
+    """Return the cosine of each pair of directions."""
     return np.clip(units @ units.T, -1.0, 1.0)
 
 
@@ -331,10 +315,10 @@ def _trail(
     reader: Reader, run: str, layouts: Layouts, rounds: Sequence[int], at: int, node: str, kind: Kind
 ) -> list[Step]:
     """Where it was before; in a plane of the round's own, earlier rounds would not be in that plane."""
-    found = []
+    steps = []
     for i in range(max(0, at - TRAIL) if kind == "run" else at, at + 1):
         layout = layouts.layout(reader, run, rounds, i, kind)
         if node in layout.names:
             x, y = layout.points[layout.names.index(node)]
-            found.append(Step(rounds[i], float(x), float(y)))
-    return found
+            steps.append(Step(rounds[i], float(x), float(y)))
+    return steps

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verdict on a run in words: one sentence that a colleague could say aloud, with since when and how sure.
+"""Writes the verdict on a run: one sentence with what is wrong, since when, and how sure that is.
 
 It is built from stored findings and nothing else. What muted cases say is left out; acknowledged ones are still there.
 """
@@ -9,22 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Literal
 
-from fedvitals.diagnosis.cases import Case, is_trouble, rank
-from fedvitals.diagnosis.evidence.locate import LEARNT
+from fedvitals.diagnosis.cases import Case, is_trouble, severity_rank
+from fedvitals.diagnosis.evidence.faulty_clients import LEARNT
 from fedvitals.diagnosis.evidence.scores import FEWEST
 from fedvitals.diagnosis.gaps import incomplete, no_all_clear
-from fedvitals.protocols import History
-from fedvitals.records import Action, Run, is_client
-from fedvitals.store.marks import Mark, marks
+from fedvitals.plain_json import finite
+from fedvitals.records import Action, Run
+from fedvitals.store.marks import Mark
 from fedvitals.store.read import queries
+from fedvitals.store.read.metrics import newest_outcomes, values_in_rounds
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.briefs import since_of
 from fedvitals.views.card import detectors_of
 from fedvitals.views.cases import actions_about, case_key, cases_of, culprits
 from fedvitals.views.gaps import gaps_of
 from fedvitals.views.labels import labels_of, named
+from fedvitals.views.outline import Outline, outline_of
 from fedvitals.views.verdict_words import clause, shortened, sure
 
 __all__ = ["Facts", "State", "Verdict", "case_key", "facts_in_short", "facts_of", "judge", "verdict_of"]
@@ -38,6 +41,8 @@ HELPED = ("applied", "trial", "undone")  # what an action has come to, of which 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
+    """What is said of a run first."""
+
     state: State
     headline: str
     detail: str
@@ -69,7 +74,10 @@ class Facts:
 
 
 def verdict_of(reader: Reader, run: str) -> Verdict:
-    return judge(cases_of(reader, run), facts_of(reader, run))
+    """Read the verdict on a run, by its id."""
+    outline = outline_of(reader, run)
+    cases = cases_of(reader, run, rounds=outline.rounds)
+    return judge(cases, facts_of(reader, run, outline, cases))
 
 
 def judge(cases: Sequence[Case], facts: Facts) -> Verdict:
@@ -95,26 +103,27 @@ def judge(cases: Sequence[Case], facts: Facts) -> Verdict:
 
 def _is_serious_now(case: Case) -> bool:
     """By its newest finding: who was suspected once and is hardly any more does not make the run ill."""
-    return rank(case.newest.severity) < rank("note")
+    return severity_rank(case.newest.severity) < severity_rank("note")
 
 
 # -- the sentence -----------------------------------------------------------------------------------------------------
 
 
-def _of_cases(state: State, opening: str, found: Sequence[Case], cases: Sequence[Case], facts: Facts) -> Verdict:
-    worst = min(found, key=lambda case: (rank(case.newest.severity), -case.confidence))
-    same = [worst, *(case for case in found if case.issue == worst.issue and case is not worst and _alike(case, worst))]
+def _of_cases(state: State, opening: str, chosen: Sequence[Case], cases: Sequence[Case], facts: Facts) -> Verdict:
+    worst = min(chosen, key=lambda case: (severity_rank(case.newest.severity), -case.confidence))
+    others = [case for case in chosen if case.issue == worst.issue and case is not worst]
+    same = [worst, *(case for case in others if _alike(case, worst))]
     beginnings = [begin for case in same if (begin := since_of(case)) is not None]
     since = min(beginnings, default=None)
-    said = f"{opening}{_in_which_rounds(same, since)}{clause(same, facts.labels)}"
-    if since is not None and worst.still_there and f"since round {since}" not in said:
-        said += f", since round {since}"
+    sentence = f"{opening}{_in_which_rounds(same, since)}{clause(same, facts.labels)}"
+    if since is not None and worst.still_there and f"since round {since}" not in sentence:
+        sentence += f", since round {since}"
     certainty = ("up to " if len({round(case.confidence, 2) for case in same}) > 1 else "") + sure(worst)
     if all(case_key(case) in facts.acknowledged for case in same):
         certainty += ", acknowledged"
     return Verdict(
         state,
-        f"{said[:1].upper() + said[1:] if worst.node is None else said} ({certainty})",
+        f"{sentence[:1].upper() + sentence[1:] if worst.node is None else sentence} ({certainty})",
         _sentences(
             _how_it_stands(facts),
             _share_of_data(same, facts),
@@ -146,7 +155,7 @@ def _in_which_rounds(same: Sequence[Case], since: int | None) -> str:
 
 def _healthy(cases: Sequence[Case], facts: Facts) -> str:
     counted = [case for case in cases if case_key(case) not in facts.muted]
-    found = (
+    findings = (
         f"{_counted(len(counted), 'note')} that {'is' if len(counted) == 1 else 'are'} over"
         if counted
         else "no finding"
@@ -155,7 +164,7 @@ def _healthy(cases: Sequence[Case], facts: Facts) -> str:
     left_out = f" ({muted} muted)" if muted else ""
     expected = facts.false_alarms * facts.rounds / 100
     about = f"{_counted(facts.rounds, 'round')}, {_counted(facts.clients, 'client')}"
-    return f"Healthy. {about}, {found}{left_out}; expected false alarms {expected:.2g}."
+    return f"Healthy. {about}, {findings}{left_out}; expected false alarms {expected:.2g}."
 
 
 def _too_early(facts: Facts) -> str:
@@ -232,21 +241,26 @@ def _counted(count: int, noun: str) -> str:
 # -- from the store ---------------------------------------------------------------------------------------------------
 
 
-def facts_of(reader: Reader, run: str) -> Facts:
-    described = queries.get_run(reader, run)
-    history = reader.history(run)
-    rounds, clients = history.rounds(), [node for node in history.nodes() if is_client(node)]
+def facts_of(reader: Reader, run: str, outline: Outline | None = None, cases: Sequence[Case] | None = None) -> Facts:
+    """Read what a verdict needs to know of a run.
+
+    `outline`: if it is known already. `cases`: those that are to be judged, if they are known: without any, neither
+    samples nor actions are read, which are told of cases only.
+    """
+    known = outline or outline_of(reader, run)
+    clients = known.clients
+    outcomes = newest_outcomes(reader, run, ("accuracy", "loss"), known.outcomes)
     return replace(
-        facts_in_short(described, len(rounds), len(clients), marks(reader, run), gaps_of(reader, run)),
-        accuracy=_finite(queries.newest(reader, run, "accuracy")),
-        loss=_finite(queries.newest(reader, run, "loss")),
-        samples=_samples(history, rounds, clients),
-        actions=queries.records(reader, run, Action),
+        facts_in_short(known.settings, len(known.rounds), len(clients), known.marks, gaps_of(reader, run)),
+        accuracy=finite(outcomes["accuracy"]),
+        loss=finite(outcomes["loss"]),
+        samples={} if cases == [] else _samples(reader, run, known.rounds, clients),
+        actions=[] if cases == [] else queries.records(reader, run, Action),
         labels=labels_of(reader, run),
     )
 
 
-def facts_in_short(run: Run, rounds: int, clients: int, told: Sequence[Mark], gaps: tuple[str, ...] = ()) -> Facts:
+def facts_in_short(run: Run, rounds: int, clients: int, marks: Sequence[Mark], gaps: tuple[str, ...] = ()) -> Facts:
     """What decides the state and the headline; the rest is for the detail, for which a list has no room."""
     return Facts(
         rounds=rounds,
@@ -254,24 +268,26 @@ def facts_in_short(run: Run, rounds: int, clients: int, told: Sequence[Mark], ga
         detectors=detectors_of(run),
         false_alarms=_allowed(run),
         finished=run.finished is not None,
-        muted=frozenset(mark.target for mark in told if mark.kind == "muted"),
-        acknowledged=frozenset(mark.target for mark in told if mark.kind == "acknowledged"),
+        muted=frozenset(mark.target for mark in marks if mark.kind == "muted"),
+        acknowledged=frozenset(mark.target for mark in marks if mark.kind == "acknowledged"),
         gaps=gaps,
     )
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _samples(history: History, rounds: Sequence[int], clients: Sequence[str]) -> dict[str, float]:
+def _samples(reader: Reader, run: str, rounds: Sequence[int], clients: Sequence[str]) -> dict[str, float]:
     """How many each client has; nothing unless all are known from the newest rounds, since shares would be wrong."""
+    names = ("samples", "update.samples")
     known: dict[str, float] = {}
-    for number in reversed(rounds[-LOOK_BACK:]):
-        for name in ("samples", "update.samples"):
-            known = {**history.latest(name, number), **known}
-        if len(known) >= len(clients):
-            break
+    newest, looked = rounds[-LOOK_BACK:][::-1], 0
+    while looked < len(newest) and len(known) < len(clients):
+        # As a rule the newest round has all; if it has not, more rounds are asked for at once.
+        part = newest[looked : 4 * looked + 1]
+        values = values_in_rounds(reader, run, names, part)
+        for round_index, name in product(part, names):
+            known = {**values.get((name, round_index), {}), **known}
+            if name == names[-1] and len(known) >= len(clients):
+                break
+        looked += len(part)
     known = {node: known[node] for node in clients if math.isfinite(known.get(node, math.nan))}
     return known if len(known) == len(clients) else {}
 
@@ -279,5 +295,5 @@ def _samples(history: History, rounds: Sequence[int], clients: Sequence[str]) ->
 def _allowed(run: Run) -> float:
     """How many false alarms per 100 healthy rounds the run's monitor was set to."""
     ours = run.config.get("fedvitals")
-    told = ours.get("false_alarms", ALARMS) if isinstance(ours, Mapping) else ALARMS
-    return float(told) if isinstance(told, int | float) else ALARMS
+    allowed = ours.get("false_alarms", ALARMS) if isinstance(ours, Mapping) else ALARMS
+    return float(allowed) if isinstance(allowed, int | float) else ALARMS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a trouble is said aloud: «c7 sends updates like a client with wrong labels», «the loss runs away».
+"""Words the clauses of a verdict: «c7 sends updates like a client with wrong labels», «the loss runs away».
 
 Of what is concluded from likeness, the words say «like»; of what was counted or compared, they say what is.
 """
@@ -76,23 +76,23 @@ def clause(same: Sequence[Case], labels: Mapping[str, str]) -> str:
     """Cases of one issue as one main clause, the worst first; without since-when and how-sure."""
     worst = same[0]
     layers = _unique(case.layer for case in same)
-    if worst.issue not in OF_CLIENTS and worst.known.family == "user":
+    if worst.issue not in OF_CLIENTS and worst.issue_entry.family == "user":
         return _own_words(worst, labels)
     who = _unique(case.node or case.group for case in same)
     suspects = _unique(suspect.node for suspect in worst.newest.suspects)
     if not who and worst.issue == "GROUP_LEFT_BEHIND" and suspects:
         return f"The global model does not serve {joined(suspects, labels)}"
     if not who or worst.issue not in OF_CLIENTS:
-        said = OF_THE_RUN.get(worst.issue, worst.known.title)
-        said = f"{said}, on {joined(who, labels)}" if who else said
+        words = OF_THE_RUN.get(worst.issue, worst.issue_entry.title)
+        words = f"{words}, on {joined(who, labels)}" if who else words
     else:
         whole_group = worst.node is None
         subject = f"nearly all of {joined(who)}" if whole_group else joined(who, labels)
-        said = f"{subject} {OF_CLIENTS[worst.issue][len(who) > 1 or whole_group]}"
+        words = f"{subject} {OF_CLIENTS[worst.issue][len(who) > 1 or whole_group]}"
     layer = f"layer{'s' * (len(layers) > 1)} {joined(layers)}" if layers else "a layer"
-    if "{layer}" in said:
-        return said.replace("{layer}", layer)
-    return f"{said}, in {layer}" if layers else said
+    if "{layer}" in words:
+        return words.replace("{layer}", layer)
+    return f"{words}, in {layer}" if layers else words
 
 
 def joined(names: Sequence[str], labels: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -106,7 +106,7 @@ def joined(names: Sequence[str], labels: Mapping[str, str] = MappingProxyType({}
 
 def sure(case: Case) -> str:
     """«96 %»; only what an exact test says, or a user's own rule, is called certain."""
-    certain = case.known.exact or case.known.family == "user"
+    certain = case.issue_entry.exact or case.issue_entry.family == "user"
     if case.confidence >= 0.995 and not (certain and case.confidence == 1):
         return "over 99 %"
     return f"{100 * case.confidence:.0f} %"
@@ -120,8 +120,10 @@ def shortened(text: str, longest: int = LONGEST) -> str:
 
 def _own_words(case: Case, labels: Mapping[str, str]) -> str:
     """Of a user's own issue nothing is known but what its finding says."""
-    said = shortened(case.newest.message).rstrip(".") or case.issue
-    return said if case.place == "the whole run" or (case.node or "") in said else f"{place_of(case, labels)}: {said}"
+    words = shortened(case.newest.message).rstrip(".") or case.issue
+    return (
+        words if case.place == "the whole run" or (case.node or "") in words else f"{place_of(case, labels)}: {words}"
+    )
 
 
 def _unique(names: Iterable[str | None]) -> list[str]:

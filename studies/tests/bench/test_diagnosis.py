@@ -3,7 +3,7 @@
 
 import pytest
 
-from fedvitals.diagnosis.live import ROUND_COMPLETE
+from fedvitals.diagnosis.live_detectors import ROUND_COMPLETE
 from fedvitals_studies.bench.diagnosis import CLIENTS, LAYERS, bench_diagnosis, round_times
 
 

@@ -102,36 +102,36 @@ def test_absent_peer_is_shown_and_not_judged(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "words"),
     [
         ("raise ValueError('no such luck')", "ended: ValueError: no such luck"),
         ("print('@{\"ready\": true}', flush=True)", "ended: without a word"),
         ('print(\'@{"failed": "2 of 4 answered"}\', flush=True); input()', "failed: 2 of 4 answered"),
     ],
 )
-def test_peer_that_fails_is_shown_with_its_last_words(code, said):
+def test_peer_that_fails_is_shown_with_its_last_words(code, words):
     arm = peers.Arm("unlucky", (sys.executable, "-c", code))
     found = peers.interleaved([arm], 1, lambda _: None)["unlucky"]
-    assert said in found.failed
+    assert words in found.failed
     assert bench._against("small", outcome("fedvitals"), found, {"unlucky": 3.0})["verdict"] == found.failed
 
 
 @pytest.mark.parametrize(
-    ("facts", "said"),
+    ("facts", "words"),
     [
         ({"loss": 2.01}, "losses differ"),
         ({"loss": float("nan")}, "losses differ"),
         ({"accuracy": 0.52}, "accuracies differ"),
     ],
 )
-def test_no_verdict_where_other_work_was_done(facts, said):
+def test_no_verdict_where_other_work_was_done(facts, words):
     row = bench._against("small", outcome("fedvitals", speeds=[99.0] * 3), outcome(**facts), {"other": 3.0})
-    assert said in row["verdict"]
+    assert words in row["verdict"]
     assert "met" not in row["verdict"]
 
 
 @pytest.mark.parametrize(
-    ("value", "low", "high", "bar", "said"),
+    ("value", "low", "high", "bar", "words"),
     [
         (2.0, 1.9, 2.1, {"least": 1.8}, "met"),
         (1.9, 1.7, 2.1, {"least": 1.8}, "met narrowly"),
@@ -141,8 +141,8 @@ def test_no_verdict_where_other_work_was_done(facts, said):
         (1.4, 1.3, 1.5, {"most": 1.0}, "missed"),
     ],
 )
-def test_verdict_is_the_middle_values(value, low, high, bar, said):
-    assert bench.verdict(value, low, high, **bar) == said
+def test_verdict_is_the_middle_values(value, low, high, bar, words):
+    assert bench.verdict(value, low, high, **bar) == words
 
 
 def test_interval_is_of_the_median():

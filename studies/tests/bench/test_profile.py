@@ -43,7 +43,7 @@ def test_an_interval_on_both_sides_of_the_bar_settles_nothing(monkeypatch, low, 
 def test_a_wrong_name_misses_the_bar():
     (said,) = bottlenecks.in_the_lab([planted("upload-bound", 0.75)], most=0)
     assert bench_profile._named("x", [said])["verdict"] == "met"
-    other = bottlenecks.Said(planted("compute-bound", 0.75), said.verdict, said.times, said.remedies)
+    other = bottlenecks.PlantedVerdict(planted("compute-bound", 0.75), said.verdict, said.times, said.remedies)
     missed = bench_profile._named("x", [said, other])
     assert (missed["verdict"], missed["value"]) == ("missed", 50.0)
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from fedvitals.cli.main import main
-from fedvitals.replay.tape.journal import Journal
+from fedvitals.replay.tape.journal import RoundJournal
 from fedvitals.replay.tape.reader import TapeReader
 from fedvitals_studies.bench.replay import bars as bench
 from fedvitals_studies.bench.replay import bisect as bisecting
@@ -62,7 +62,7 @@ def test_three_runs_side_by_side_cost_what_they_do(tmp_path):
     with cost.arms_of(experiment, tmp_path) as arms:
         for arm in arms.values():
             arm.measure(2)
-        taped = Journal(arms["tape"].tape.folder).rounds()
+        taped = RoundJournal(arms["tape"].tape.folder).rounds()
         found = cost.compared(arms)
     assert taped == [0, 1]  # whole, when its cost was told
     assert arms["every model"].tape.saved == 2 * 4

@@ -11,7 +11,7 @@ import pytest
 from fedvitals import lab
 from fedvitals.analysis.remedies import Remedy
 from fedvitals.errors import ConfigError, RecordError
-from fedvitals.lab.rerun import applied, changed, experiment_of, try_remedies
+from fedvitals.lab.rerun import apply_remedy, experiment_of, try_remedies, with_changes
 from fedvitals.records import Run
 from fedvitals_studies.bottlenecks import planted as bottlenecks
 from fedvitals_studies.bottlenecks.lab import CLIENTS, KINDS, STRENGTHS, controls, planted, plants
@@ -49,7 +49,7 @@ def test_a_verdict_on_something_else_is_wrong():
     assert said.right
     for change in ({"kind": "upload"}, {"bound_by": "compute"}, {"stragglers": ("c4",)}):
         plant = type(said.plant)(**{name: getattr(said.plant, name) for name in said.plant.__slots__} | change)
-        assert not bottlenecks.Said(plant, said.verdict, said.times, said.remedies).right
+        assert not bottlenecks.PlantedVerdict(plant, said.verdict, said.times, said.remedies).right
 
 
 def test_a_balanced_federation_is_not_accused():
@@ -60,27 +60,29 @@ def test_a_balanced_federation_is_not_accused():
 
 def test_changes_reach_the_experiment():
     experiment = planted("data-loading-bound", 0.6).experiment
-    change, again = applied(experiment, remedy({"local.epochs": {"times": 0.5}, "local.iterations": {"times": 0.5}}))
+    change, again = apply_remedy(
+        experiment, remedy({"local.epochs": {"times": 0.5}, "local.iterations": {"times": 0.5}})
+    )
     assert change == {"local.iterations": 4}, "epochs are not set there, and stay so"
     assert again.local.iterations == 4
-    again = changed(experiment, {"network.server": {"faster": 4}})
+    again = with_changes(experiment, {"network.server": {"faster": 4}})
     before, after = (one.network.profiles[one.network.server] for one in (experiment, again))
     assert after.flops_per_second == 4 * before.flops_per_second
-    again = changed(experiment, {"network.devices": {"loading": 4}})
+    again = with_changes(experiment, {"network.devices": {"loading": 4}})
     rate = experiment.network.profiles["device"].samples_per_second
     assert again.network.profiles["device"].samples_per_second == 4 * rate
-    assert changed(experiment, {"compression": {"kind": "int8"}}).compression == lab.int8()
-    assert changed(experiment, {"network.deadline_seconds": 3.0}).network.deadline_seconds == 3.0
+    assert with_changes(experiment, {"compression": {"kind": "int8"}}).compression == lab.int8()
+    assert with_changes(experiment, {"network.deadline_seconds": 3.0}).network.deadline_seconds == 3.0
 
 
 def test_what_cannot_be_run_is_said_or_left_out():
     experiment = planted("compute-bound", 0.6).experiment
     with pytest.raises(ConfigError, match="cannot run"):
-        applied(experiment, remedy(None))
+        apply_remedy(experiment, remedy(None))
     with pytest.raises(ConfigError, match="changes nothing"):
-        applied(experiment, remedy({"local.epochs": {"times": 0.5}}))
+        apply_remedy(experiment, remedy({"local.epochs": {"times": 0.5}}))
     with pytest.raises(ConfigError, match="cannot set"):
-        changed(experiment, {"network.devices": {"magic": 2}})
+        with_changes(experiment, {"network.devices": {"magic": 2}})
     impossible = remedy({"topology": {"kind": "asynchronous", "buffer": CLIENTS + 1}})
     assert try_remedies(experiment, [remedy(None), impossible]) == []
     with pytest.raises(ConfigError, match="has no network"):

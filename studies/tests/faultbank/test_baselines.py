@@ -12,7 +12,7 @@ from torch import nn
 
 import fedvitals as fv
 from fedvitals import lab
-from fedvitals.diagnosis.detectors.plain_rules import Limits, crossed, plain_rules
+from fedvitals.diagnosis.detectors.plain_rules import PlainRuleLimits, crossed_limits, plain_rules
 from fedvitals.errors import ConfigError
 from fedvitals.lab.aggregators.robust import krum_order
 from fedvitals.store import MemoryStore
@@ -53,8 +53,8 @@ def history(*, loss=(), nodes=(), layers=("one.weight", "one.bias", "two.weight"
     return Recording([*range(rounds)], names, metrics, whole, blocks, tables)
 
 
-def issues(found):
-    return {(one.issue, one.node) for one in found}
+def issues(accusations):
+    return {(one.issue, one.node) for one in accusations}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_layers():
     calm = history(gradient={}, gradient_steps={}, weight={})
     assert fixed_thresholds(calm, 0) == []
     told = history(gradient={}, gradient_steps={"norm_max": {("b", 2): 101.0, ("c", 0): 9e-8, ("d", 1): 99.0}})
-    found = crossed(told, 0, Limits())
+    found = crossed_limits(told, 0, PlainRuleLimits())
     assert issues(found) == {("EXPLODING_GRADIENT", "b"), ("VANISHING_GRADIENT", "c")}
     assert {one.layer for one in found} == {"two.weight", "one.weight"}
 
@@ -118,7 +118,7 @@ def test_a_layer_that_does_not_train_has_no_vanishing_gradient_but_one_of_zeros_
 
 def test_weights_are_of_the_run():
     told = history(weight={"absmax": {("b", 2): 1001.0, ("c", 0): 5000.0}})
-    (found,) = crossed(told, 0, Limits())
+    (found,) = crossed_limits(told, 0, PlainRuleLimits())
     assert (found.issue, found.node, found.layer, found.number.value) == ("WEIGHT_EXPLOSION", None, "one.weight", 5000)
 
 
@@ -156,9 +156,9 @@ def test_plain_rules_speak_in_a_live_run_as_on_what_it_stored():
 # -- SageMaker-like ---------------------------------------------------------------------------------------------------
 
 
-def said(told, number):
+def rules_broken(history, number):
     """What SageMaker's rules say, but for the one on first weights, which most healthy models break."""
-    return {one for one in sagemaker_rules(told, number) if one.issue != "POOR_INITIALISATION"}
+    return {one for one in sagemaker_rules(history, number) if one.issue != "POOR_INITIALISATION"}
 
 
 def test_sagemaker_gradients_and_tensors():
@@ -167,7 +167,7 @@ def test_sagemaker_gradients_and_tensors():
         weight={"infs": {("c", 1): 1}},
         update={"nans": {("c", 1): 1}},
     )
-    assert said(told, 0) == {
+    assert rules_broken(told, 0) == {
         Accusation("VANISHING_GRADIENT", "a"),
         Accusation("NAN_GRADIENT", "b"),
         Accusation("NAN_WEIGHTS", "c"),
@@ -178,13 +178,13 @@ def test_sagemaker_gradients_and_tensors():
 
 def test_sagemaker_unchanged_layer_needs_three_rounds():
     told = history(update={"l2": {("b", 1): 0.0}}, clients={"update.norm": {"a": [1.0] * 3, "b": [1.0] * 3}})
-    assert said(told, 1) == set()
-    assert said(told, 2) == {Accusation("FROZEN_LAYER", "b")}
+    assert rules_broken(told, 1) == set()
+    assert rules_broken(told, 2) == {Accusation("FROZEN_LAYER", "b")}
 
 
 def test_sagemaker_update_ratio():
     told = history(clients={"weight.update_ratio": {"a": [10.1], "b": [9.9], "c": [1e-9], "d": [1e-7]}})
-    assert said(told, 0) == {Accusation("WRONG_LEARNING_RATE", "a"), Accusation("WRONG_LEARNING_RATE", "c")}
+    assert rules_broken(told, 0) == {Accusation("WRONG_LEARNING_RATE", "a"), Accusation("WRONG_LEARNING_RATE", "c")}
 
 
 def test_sagemaker_losses():
@@ -192,22 +192,22 @@ def test_sagemaker_losses():
     falling = {"loss": {"a": [20.0 - number for number in range(11)]}}
     for last, expected in ((9.995, {Accusation("PLATEAU", None)}), (9.98, set())):
         told = history(loss=(10.0, *[9.0 - 0.2 * n for n in range(9)], last), clients=falling)
-        assert {one for one in said(told, 10) if one.issue == "PLATEAU"} == expected
+        assert {one for one in rules_broken(told, 10) if one.issue == "PLATEAU"} == expected
 
 
 def test_sagemaker_overfitting_and_overtraining():
     told = history(loss=(1.0, 1.12), clients={"loss": {"a": [0.95, 0.9], "b": [0.95, 1.1]}})
-    assert said(told, 0) == set()  # 5 % over
-    assert said(told, 1) == {Accusation("OVERFITTING", None)}  # 12 % over the mean of 1
+    assert rules_broken(told, 0) == set()  # 5 % over
+    assert rules_broken(told, 1) == {Accusation("OVERFITTING", None)}  # 12 % over the mean of 1
     training = [3.0, 2.0, 1.0, 0.95, 0.94, 0.93, 0.92, 0.91]  # since the third, better by 0.09
     told = history(clients={"loss": {"a": training}})
-    assert said(told, 6) == set()  # five rounds before it, the best was 2
-    assert said(told, 7) == {Accusation("PLATEAU", None)}
+    assert rules_broken(told, 6) == set()  # five rounds before it, the best was 2
+    assert rules_broken(told, 7) == {Accusation("PLATEAU", None)}
 
 
 def test_sagemaker_first_weights():
-    def poor(told, number=0):
-        return Accusation("POOR_INITIALISATION", None) in sagemaker_rules(told, number)
+    def poor(history, number=0):
+        return Accusation("POOR_INITIALISATION", None) in sagemaker_rules(history, number)
 
     assert not poor(history(weight={}, gradient={}))
     assert poor(history(weight={"rms": {("a", 2): 3.2}}))  # squares 10.24 to 1

@@ -19,8 +19,8 @@ from fedvitals.cli.main import main
 from fedvitals.errors import ConfigError
 from fedvitals.lab.data import datasets
 from fedvitals.lab.data.datasets import Dataset
-from fedvitals.lab.data.files import FashionMNIST
 from fedvitals.lab.data.gtsrb import GTSRB
+from fedvitals.lab.data.image_archives import FashionMNIST
 from fedvitals.lab.data.small import Synthetic
 from fedvitals_studies.faultbank import bundle as faultbank_bundle
 from fedvitals_studies.faultbank import pack as faultbank_pack

@@ -83,7 +83,7 @@ def test_causes_are_compared_by_name_not_by_spelling():
 @pytest.mark.parametrize(("at", "delay", "hit"), [(4, 0, True), (9, 5, True), (10, 6, False)])
 def test_a_hit_is_within_five_participations_of_the_onset(at, delay, hit):
     (target,) = judged(alarm(at)).targets
-    assert (target.delay, target.hit, target.found) == (delay, hit, hit)
+    assert (target.delay, target.hit, target.is_located) == (delay, hit, hit)
 
 
 def test_participations_count_not_rounds():
@@ -101,7 +101,7 @@ def test_a_client_that_never_comes_again_is_waited_for_in_rounds():
 def test_the_wrong_issue_finds_the_node_only_and_is_no_false_accusation():
     found = judged(alarm(5, "INPUT_NOISE"))
     (target,) = found.targets
-    assert (target.hit, target.found, target.located) == (False, True, 1)
+    assert (target.hit, target.is_located, target.located) == (False, True, 1)
     assert [(case.verdict, case.right) for case in found.raised] == [("true", False)]
     assert (found.culprits_found, found.wrongly_accused) == (1, 0)
 
@@ -116,7 +116,7 @@ def test_notes_the_wrong_node_and_the_time_before_the_onset_do_not_count():
 
 def test_who_stood_accused_before_the_onset_was_not_found():
     (target,) = judged(*(alarm(at) for at in range(2, 8))).targets
-    assert not target.found
+    assert not target.is_located
 
 
 def test_of_the_whole_run_any_node_will_do():

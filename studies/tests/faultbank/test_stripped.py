@@ -6,7 +6,7 @@ import sqlite3
 import pytest
 
 from fedvitals import lab
-from fedvitals.diagnosis.compare import compare
+from fedvitals.diagnosis.compare import compare_findings
 from fedvitals.diagnosis.examine import examine
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.store import MemoryStore, open_reader
@@ -56,7 +56,7 @@ def test_a_run_that_is_robbed_of_all_that_tells_has_the_same_findings(tmp_path, 
     with open_reader(tmp_path / "runs.db") as reader:
         assert queries.truth_of(reader, run) == []
         robbed = examine(reader.history(run))
-    difference = compare(whole, robbed)
+    difference = compare_findings(whole, robbed)
     assert not difference
     assert difference.same == len(whole)
     if FAULTS[name]:
@@ -64,8 +64,8 @@ def test_a_run_that_is_robbed_of_all_that_tells_has_the_same_findings(tmp_path, 
     # And a recording of the bank, which keeps less of it and that rounded, says the same of the same.
     recording = Recording.of(memory.history(run), sorted(memory.memory(run).metrics))
     recording.save(tmp_path / "case.npz")
-    assert said(examine(Recording.load(tmp_path / "case.npz"))) == said(whole)
+    assert facts_of(examine(Recording.load(tmp_path / "case.npz"))) == facts_of(whole)
 
 
-def said(findings):
+def facts_of(findings):
     return [(f.where.round, f.issue, f.where.node, f.where.group, f.where.layer, f.severity) for f in findings]

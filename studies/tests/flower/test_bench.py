@@ -11,6 +11,7 @@ from fedvitals.cli.main import main
 from fedvitals.errors import ConfigError
 from fedvitals_studies.bench.flower import bars as bench
 from fedvitals_studies.bench.flower.cost import bytes_of, ratio_of
+from fedvitals_studies.flower import app_folder
 from fedvitals_studies.flower.app_folder import WATCHED, write_app
 from fedvitals_studies.flower.planted_faults import NODES, OWN, USUAL, Plant, run_plant
 
@@ -41,7 +42,7 @@ def test_a_user_changes_two_lines(tmp_path):
 def test_every_fault_has_its_seeds_and_its_settings():
     plants = bench.plants()
     assert len(plants) == len({plant.name for plant in plants}) == 30
-    known = (Path(bench.__file__).parent / "flower_patient" / "pyproject.toml").read_text()
+    known = (Path(app_folder.__file__).parent / "digits_app" / "pyproject.toml").read_text()
     for plant in plants:
         assert 0 <= plant.faulty < NODES
         assert all(f"\n{name} = " in known for name in plant.settings())
@@ -70,17 +71,17 @@ def test_the_largest_letter_counts(tmp_path):
     assert (found["letter_bytes"], found["letter_percent"], found["letters"]) == (30, 3.0, 3)
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("words", "message"), [
     (["flower", "--only", "mlp"], "`bench flower` has no bar 'mlp'"),
     (["lab", "--only", "faults"], "`bench lab` has no bar 'faults'"),
     (["flower", "--full"], "belongs to `fedvitals bench lab`"),
     (["lab", "--stores", "x"], "belongs to `fedvitals bench flower`"),
     (["kernel", "--only", "cnn"], "belongs to"),
 ])  # fmt: skip
-def test_bars_of_another_part_are_refused(words, said, capsys):
+def test_bars_of_another_part_are_refused(words, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["bench", *words])
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ SMALL = {"clients": 6, "rounds": 2, "iterations": 3, "dataset": "digits", "chann
 def both(condition, **wanted):
     """The two watchers' series, on stacked clients with the same images."""
     experiment = measuring.experiment_of(condition, 0)
-    tally = measuring.Tally(condition)
+    tally = measuring.CohortSums(condition)
     with Monitor(None, run="study", probes=measuring.probes_of(condition), sinks=[tally], host="lab") as m:
         result = lab.run(experiment, m, engine="stacked", workers=1)
         m.flush()

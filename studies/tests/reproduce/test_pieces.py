@@ -257,7 +257,7 @@ def test_a_results_file_that_is_none_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"described": {"name": "../../outside"}, "condition": "../../outside"}, "Unknown condition"),
         ({"repeat": "../../outside"}, "expected a number"),
@@ -266,13 +266,13 @@ def test_a_results_file_that_is_none_is_refused(tmp_path):
         ({"described": {"channels": 3}}, "cannot be read as results"),
     ],
 )
-def test_results_that_mean_harm_are_refused(tmp_path, change, said):
+def test_results_that_mean_harm_are_refused(tmp_path, change, message):
     condition = BY_NAME["initial-rings-clipped"]
     good = bundle.described(invented.measure(condition, 0), condition)
     path = tmp_path / "in" / "results-1.json.gz"
     described = {**good["described"], **change.get("described", {})}
     bundle.write(path, [{**good, **change, "described": described}])
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         bundle.merge(tmp_path / "home", [path])
     assert not [*tmp_path.rglob("outside*")]
 

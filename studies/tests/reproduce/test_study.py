@@ -83,7 +83,7 @@ def changed_claims(tmp_path, old, new):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ('["final", "initial-centralized', '["finl", "initial-centralized', "Did you mean 'final'"),
         ("initial-centralized-unclipped / server", "initial-centralised-unclipped / server", "Did you mean"),
@@ -97,8 +97,8 @@ def changed_claims(tmp_path, old, new):
         ('"sensitivity-slope"', '"sensitivity-slop"', "Did you mean 'sensitivity-slope'"),
     ],
 )
-def test_a_criterion_that_cannot_be_meant_is_refused(tmp_path, old, new, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_criterion_that_cannot_be_meant_is_refused(tmp_path, old, new, message):
+    with pytest.raises(ConfigError, match=message):
         read(changed_claims(tmp_path, old, new))
 
 
@@ -177,7 +177,7 @@ def test_gtsrb_with_the_papers_numbers_is_a_reproduction():
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "words"),
     [
         ({"dataset": "digits"}, "the data set is digits"),
         ({"dataset": "synthetic"}, "the data set is synthetic"),
@@ -188,9 +188,9 @@ def test_gtsrb_with_the_papers_numbers_is_a_reproduction():
         ({"condition": "mine"}, "no condition of the study"),
     ],
 )
-def test_anything_else_is_refused_the_word(changed, said):
+def test_anything_else_is_refused_the_word(changed, words):
     (reason,) = objections([real(CENTRALIZED, **changed)])
-    assert said in reason
+    assert words in reason
 
 
 @pytest.mark.parametrize("accuracy", [0.97, 0.92, 0.2])
@@ -368,7 +368,7 @@ def test_results_of_another_size_are_refused_and_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda r: r.pop("digest"), "lacks digest"),
         (lambda r: r["series"].pop("server.loss"), "lacks the series 'server.loss'"),
@@ -378,11 +378,11 @@ def test_results_of_another_size_are_refused_and_left_alone(tmp_path):
         (lambda r: r.update(clients=5), "says clients = 5; expected 4"),
     ],
 )
-def test_a_result_that_is_not_whole_is_refused(change, said):
+def test_a_result_that_is_not_whole_is_refused(change, message):
     (condition,) = small("initial-rings-clipped")
     result = invented.measure(condition, 0)
     change(result)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         checked(result, condition, 0)
 
 
@@ -444,7 +444,7 @@ def test_the_command_ends_with_1_if_a_condition_failed(lab, tmp_path, capsys):
 
 def test_the_criteria_are_shipped_beside_the_code():
     assert tomllib.loads(FILE.read_text(encoding="utf-8"))["claim"]
-    assert FILE.parent.name == "trials"
+    assert FILE.parent.name == "reproduce"
 
 
 @pytest.mark.slow

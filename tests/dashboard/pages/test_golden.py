@@ -106,9 +106,9 @@ def reduced(png: bytes) -> np.ndarray:
     return np.asarray(grey.resize((grey.width // SMALLER, grey.height // SMALLER), Image.Resampling.BOX))
 
 
-def different(one: np.ndarray, two: np.ndarray) -> float:
-    assert one.shape == two.shape
-    return float(np.abs(one.astype(float) - two.astype(float)).mean()) / 255
+def different(picture: np.ndarray, two: np.ndarray) -> float:
+    assert picture.shape == two.shape
+    return float(np.abs(picture.astype(float) - two.astype(float)).mean()) / 255
 
 
 @pytest.mark.parametrize("view", EVERY)

@@ -80,7 +80,7 @@ def test_unless_it_is_auto_training_is_the_same_to_the_last_bit(cure):
 
 @pytest.mark.parametrize("engine", ["sequential", "stacked"])
 @pytest.mark.parametrize(
-    ("given", "same_as"),
+    ("action", "same_as"),
     [
         (action("clip_gradients", limit=0.1), {"local": lab.Local(iterations=3, clip=lab.Clip(0.1))}),
         (action("client_rate", factor=0.5), {"local": lab.Local(iterations=3, optimizer=lab.sgd(0.025))}),
@@ -90,8 +90,8 @@ def test_unless_it_is_auto_training_is_the_same_to_the_last_bit(cure):
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )
-def test_a_correction_of_the_run_is_as_if_it_had_been_set_up_so(given, same_as, engine):
-    corrected, wanted = final(Scripted(given), engine), final(engine=engine, **same_as)
+def test_a_correction_of_the_run_is_as_if_it_had_been_set_up_so(action, same_as, engine):
+    corrected, wanted = final(Scripted(action), engine), final(engine=engine, **same_as)
     assert torch.allclose(corrected, wanted, atol=1e-6)
     assert not torch.allclose(corrected, final(engine=engine), atol=1e-4)
 
@@ -163,7 +163,7 @@ def test_gone_back_to_a_checkpoint_everything_is_as_it_was_then():
 
 
 @pytest.mark.parametrize(
-    ("given", "changes", "words"),
+    ("action", "changes", "words"),
     [
         (action("transplant"), {}, "does not know 'transplant'"),
         (action("roll_back", restore=17), {}, "no checkpoint of round 17"),
@@ -177,8 +177,8 @@ def test_gone_back_to_a_checkpoint_everything_is_as_it_was_then():
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )
-def test_what_cannot_be_done_is_refused_with_a_sentence_and_training_goes_on(given, changes, words):
-    watched = Scripted(given)
+def test_what_cannot_be_done_is_refused_with_a_sentence_and_training_goes_on(action, changes, words):
+    watched = Scripted(action)
     assert torch.equal(final(watched, **changes), final(**changes))
     assert all(words in why for _, why in watched.refusals)
     assert len(watched.refusals) == 4

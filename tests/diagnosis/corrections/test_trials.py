@@ -6,12 +6,12 @@ import math
 import numpy as np
 import pytest
 
-from fedvitals.diagnosis.corrections.catalog import CORRECTIONS, KINDS, OF_CLIENTS, proposals
-from fedvitals.diagnosis.corrections.correction_trials import Care
-from fedvitals.diagnosis.corrections.model_trend import Path, path_of
-from fedvitals.diagnosis.corrections.outcome import judge, trend_of
-from fedvitals.diagnosis.corrections.policy import Policy
-from fedvitals.diagnosis.evidence.unusable_updates import Unusable
+from fedvitals.diagnosis.corrections.catalog import CLIENT_KINDS, CORRECTIONS, KINDS, corrections_for
+from fedvitals.diagnosis.corrections.correction_trials import CorrectionTrials
+from fedvitals.diagnosis.corrections.model_trend import ModelTrend, model_trend_of
+from fedvitals.diagnosis.corrections.outcome import judge_correction, loss_trend_of
+from fedvitals.diagnosis.corrections.policy import CorrectionPolicy
+from fedvitals.diagnosis.evidence.unusable_updates import UnusableUpdateCheck
 from fedvitals.diagnosis.finding import finding
 from fedvitals.diagnosis.issues.table import ISSUES
 from fedvitals.errors import ConfigError
@@ -28,7 +28,9 @@ class Ward:
 
     def __init__(self, policy="auto", **settings):
         self.memory, self.actions, self._at = MemoryStore(), [], 0.0
-        self.care = Care(RUN, Policy(policy, **settings), self.actions.append, lambda: self.memory.history(RUN))
+        self.care = CorrectionTrials(
+            RUN, CorrectionPolicy(policy, **settings), self.actions.append, lambda: self.memory.history(RUN)
+        )
         self.loss = {}
 
     def round(self, number, loss, *findings):
@@ -39,10 +41,10 @@ class Ward:
             records.append(Metric(where, float(number), "update.norm", 1.0, "m", 100 * number + i))
         self.memory.write(records)
         for one in findings:
-            self.care.hear(one)
+            self.care.add_finding(one)
         return [a for a in self.care.prescribed(number + 1) if a.kind != "checkpoint"]
 
-    def told(self, status=None):
+    def actions_with(self, status=None):
         return [(a.where.round, a.kind, a.target) for a in self.actions if status is None or a.status == status]
 
 
@@ -59,10 +61,10 @@ def divergence(number):
 
 @pytest.mark.parametrize("issue", [issue.code for issue in ISSUES])
 def test_every_issue_has_corrections_that_end_with_advice(issue):
-    found = proposals(finding(issue, 4, "Something.", confidence=1.0, node="c1"), MemoryStore().history(RUN))
+    found = corrections_for(finding(issue, 4, "Something.", confidence=1.0, node="c1"), MemoryStore().history(RUN))
     assert found[-1].kind == "advise"
     assert {action.kind for action in found} <= set(KINDS)
-    assert all(action.target == "c1" for action in found if action.kind in OF_CLIENTS)
+    assert all(action.target == "c1" for action in found if action.kind in CLIENT_KINDS)
 
 
 def test_corrections_are_of_known_issues():
@@ -70,7 +72,7 @@ def test_corrections_are_of_known_issues():
 
 
 def test_nobody_is_shut_out_where_nobody_is_named():
-    found = proposals(finding("BYZANTINE", 4, "Somebody.", confidence=1.0), MemoryStore().history(RUN))
+    found = corrections_for(finding("BYZANTINE", 4, "Somebody.", confidence=1.0), MemoryStore().history(RUN))
     assert "quarantine" not in [action.kind for action in found]
 
 
@@ -79,14 +81,14 @@ def test_a_claimed_sample_count_is_replaced_by_the_median_of_the_others():
     counts = {"c0": 90, "c1": 110, "c2": 100, "c3": 9000}
     memory.write([Metric(Where(RUN, 2, n), 0.0, "update.samples", v, "m", v) for n, v in counts.items()])
     wrong = finding("WRONG_SAMPLE_COUNT", 2, "It claims too many.", confidence=1.0, node="c3")
-    assert proposals(wrong, memory.history(RUN))[0].arguments == {"samples": 100}
+    assert corrections_for(wrong, memory.history(RUN))[0].arguments == {"samples": 100}
 
 
 # -- what may be done unasked -----------------------------------------------------------------------------------------
 
 
 def test_the_narrower_word_wins():
-    policy = Policy({"all": "auto", "client": "off", "LABEL_NOISE": "auto", "roll_back": "suggest"})
+    policy = CorrectionPolicy({"all": "auto", "client": "off", "LABEL_NOISE": "auto", "roll_back": "suggest"})
     assert policy.word("DIVERGENCE") == "auto"
     assert policy.word("BYZANTINE") == "off"
     assert policy.word("LABEL_NOISE") == "auto"
@@ -95,13 +97,13 @@ def test_the_narrower_word_wins():
 
 
 def test_by_default_everything_is_suggested_and_nothing_done():
-    assert Policy().word("DIVERGENCE") == "suggest"
-    assert not Policy().automatic
+    assert CorrectionPolicy().word("DIVERGENCE") == "suggest"
+    assert not CorrectionPolicy().automatic
 
 
 def test_stopping_a_client_must_be_asked_for_by_name():
-    assert Policy("auto").word("NAN_GRADIENT", "stop_client_at_nonfinite") == "suggest"
-    asked = Policy({"all": "auto", "stop_client_at_nonfinite": "auto"})
+    assert CorrectionPolicy("auto").word("NAN_GRADIENT", "stop_client_at_nonfinite") == "suggest"
+    asked = CorrectionPolicy({"all": "auto", "stop_client_at_nonfinite": "auto"})
     assert asked.word("NAN_GRADIENT", "stop_client_at_nonfinite") == "auto"
 
 
@@ -111,7 +113,7 @@ def test_stopping_a_client_must_be_asked_for_by_name():
 )
 def test_a_policy_that_cannot_be_meant_is_refused(cure, words):
     with pytest.raises(ConfigError, match=words):
-        Policy(cure)
+        CorrectionPolicy(cure)
 
 
 # -- how a trial is judged --------------------------------------------------------------------------------------------
@@ -119,7 +121,7 @@ def test_a_policy_that_cannot_be_meant_is_refused(cure, words):
 
 def judged(before, after, **more):
     path = dict(enumerate(before))
-    return judge(trend_of(path, len(before) - 1), after, **more)
+    return judge_correction(loss_trend_of(path, len(before) - 1), after, **more)
 
 
 HEALTHY = [2.0, 1.4, 1.05, 0.85, 0.72, 0.63, 0.57, 0.53]
@@ -161,23 +163,23 @@ def test_without_a_told_loss_the_clients_tell_it():
     memory = MemoryStore()
     values = [(n, c, 1.0 / (n + 1) + (50 if c == "c1" else 0)) for n in range(3) for c in ("c0", "c1", "c2")]
     memory.write([Metric(Where(RUN, n, c), 0.0, "fit.loss_before", v, "m", i) for i, (n, c, v) in enumerate(values)])
-    assert path_of(memory.history(RUN)).loss == {-1: 1.0, 0: 0.5, 1: pytest.approx(1 / 3)}
+    assert model_trend_of(memory.history(RUN)).loss == {-1: 1.0, 0: 0.5, 1: pytest.approx(1 / 3)}
 
 
 def test_the_best_model_is_the_most_accurate_one_and_lost_only_when_clearly_so():
-    path = Path({0: 1.0, 1: 2.0, 2: 3.0}, {0: 0.5, 1: 0.8, 2: 0.79})
-    assert path.best(3) == 1
-    assert path.lost(3, 0) is None
-    worse = Path({**path.loss, 3: 3.0, 4: 3.0}, {**path.accuracy, 3: 0.6, 4: 0.6})
-    assert worse.lost(5, 0) == 1
-    assert Path({0: 1.0, 1: math.nan, 2: math.nan}, {0: 0.5, 1: 0.9, 2: 0.9}).lost(3, 0) == 0
+    path = ModelTrend({0: 1.0, 1: 2.0, 2: 3.0}, {0: 0.5, 1: 0.8, 2: 0.79})
+    assert path.best_round(3) == 1
+    assert path.best_if_worse(3, 0) is None
+    worse = ModelTrend({**path.loss, 3: 3.0, 4: 3.0}, {**path.accuracy, 3: 0.6, 4: 0.6})
+    assert worse.best_if_worse(5, 0) == 1
+    assert ModelTrend({0: 1.0, 1: math.nan, 2: math.nan}, {0: 0.5, 1: 0.9, 2: 0.9}).best_if_worse(3, 0) == 0
 
 
 def test_nothing_learnt_is_said_only_of_a_model_that_guesses():
-    assert Path({0: 2.31, 1: 2.30, 2: 2.30}, label_entropy=2.3).nothing_learnt
-    assert not Path({0: 0.11, 1: 0.10, 2: 0.10}, label_entropy=2.3).nothing_learnt
-    assert not Path({0: 2.31, 1: 2.2, 2: 1.5}, label_entropy=2.3).nothing_learnt
-    assert not Path({0: 2.31, 1: 2.30, 2: 9.0}, {0: 0.1, 1: 0.1, 2: 0.5}, label_entropy=2.3).nothing_learnt
+    assert ModelTrend({0: 2.31, 1: 2.30, 2: 2.30}, label_entropy=2.3).learnt_nothing
+    assert not ModelTrend({0: 0.11, 1: 0.10, 2: 0.10}, label_entropy=2.3).learnt_nothing
+    assert not ModelTrend({0: 2.31, 1: 2.2, 2: 1.5}, label_entropy=2.3).learnt_nothing
+    assert not ModelTrend({0: 2.31, 1: 2.30, 2: 9.0}, {0: 0.1, 1: 0.1, 2: 0.5}, label_entropy=2.3).learnt_nothing
 
 
 # -- exact tests of an update -----------------------------------------------------------------------------------------
@@ -190,7 +192,7 @@ def rows(count=4, squares=1.0, nans=0.0):
 
 
 def test_updates_that_cannot_be_averaged():
-    unusable = Unusable()
+    unusable = UnusableUpdateCheck()
     assert not [*unusable(rows())]
     assert not [*unusable(rows())]
     assert [issue for issue, _ in unusable(rows(nans=1))] == ["NAN_UPDATE"]
@@ -204,7 +206,7 @@ def test_an_update_is_left_out_only_where_that_is_allowed():
     assert ward.care.unusable(3, "c1", "FREE_RIDER", "Zero.") is None
     action = ward.care.unusable(3, "c1", "NAN_UPDATE", "NaN.")
     assert (action.kind, action.target, action.status) == ("exclude", "c1", "applied")
-    assert ward.told("applied") == [(3, "exclude", "c1")]
+    assert ward.actions_with("applied") == [(3, "exclude", "c1")]
 
 
 # -- trials -----------------------------------------------------------------------------------------------------------
@@ -214,7 +216,7 @@ def test_suggestions_are_told_once_and_change_nothing():
     ward = Ward("suggest")
     for number in range(5):
         assert ward.round(number, HEALTHY[number], byzantine(number)) == []
-    assert ward.told() == [(0, "quarantine", "c3"), (0, "robust_aggregator", None), (0, "advise", "c3")]
+    assert ward.actions_with() == [(0, "quarantine", "c3"), (0, "robust_aggregator", None), (0, "advise", "c3")]
     assert {a.status for a in ward.actions} == {"suggested"}
 
 
@@ -254,7 +256,7 @@ def test_a_rise_of_the_loss_ends_a_trial_and_brings_the_best_model_back():
     orders = [ward.round(n, loss, *([byzantine(n)] if n == 3 else [])) for n, loss in enumerate(losses)]
     assert [(a.kind, a.target) for a in orders[3]] == [("quarantine", "c3")]
     assert [(a.kind, a.arguments["restore"]) for a in orders[5]] == [("roll_back", 3)]
-    assert ward.told("undone") == [(6, "quarantine", "c3")]
+    assert ward.actions_with("undone") == [(6, "quarantine", "c3")]
 
 
 def test_clients_that_are_found_one_after_the_other_are_judged_together():
@@ -263,7 +265,7 @@ def test_clients_that_are_found_one_after_the_other_are_judged_together():
     for number, loss in enumerate(losses):
         who = {3: ["c3"], 5: ["c4"]}.get(number, [])
         ward.round(number, loss, *(byzantine(number, node) for node in who))
-    assert ward.told("applied") == [(9, "quarantine", "c4"), (9, "quarantine", "c3")]
+    assert ward.actions_with("applied") == [(9, "quarantine", "c4"), (9, "quarantine", "c3")]
 
 
 def test_the_whole_run_is_left_alone_while_it_learns():
@@ -299,7 +301,7 @@ def test_never_more_than_two_of_five_clients_are_shut_out():
     for number in range(3):
         orders = ward.round(number, 1.0, *(byzantine(number, node) for node in CLIENTS[:6]))
     assert len(orders) == 4
-    assert len(ward.told("refused")) == 2
+    assert len(ward.actions_with("refused")) == 2
 
 
 @pytest.mark.parametrize("doubt", [{"severity": "note"}, {"confidence": 0.5}])
@@ -311,9 +313,9 @@ def test_doubtful_findings_are_not_treated(doubt):
 
 def test_without_any_loss_nothing_is_tried_and_that_is_said():
     ward = Ward()
-    ward.care.hear(byzantine(0))
+    ward.care.add_finding(byzantine(0))
     assert [a.kind for a in ward.care.prescribed(1)] == ["checkpoint"]
-    assert ward.told("refused") == [(1, "quarantine", "c3")]
+    assert ward.actions_with("refused") == [(1, "quarantine", "c3")]
 
 
 def test_the_best_checkpoint_is_kept_and_no_more_than_needed():

@@ -9,7 +9,7 @@ from fedvitals.diagnosis.detectors.aggregation import DETECTORS
 from fedvitals.records import Layer, LayerStats, LayerTable, Metric, Run, Where
 from fedvitals.stats import MAX, MIN, empty_sums
 from fedvitals.store import MemoryStore
-from support.lab.examined import CULPRIT, ONSET, first_rounds, said, watched
+from support.lab.examined import CULPRIT, ONSET, findings_by, first_rounds, watched
 
 ILL = {"nodes": CULPRIT, "since": ONSET}
 
@@ -18,18 +18,18 @@ ILL = {"nodes": CULPRIT, "since": ONSET}
 @pytest.mark.parametrize("partition", [lab.iid(), lab.dirichlet(0.3)])
 def test_a_client_with_thirty_times_the_samples_dominates(since, partition):
     fault = lab.dominant_client(factor=30, nodes=CULPRIT, since=since)
-    found = first_rounds(said(watched(fault, rounds=5, partition=partition), DETECTORS))
+    found = first_rounds(findings_by(watched(fault, rounds=5, partition=partition), DETECTORS))
     assert found == {("DOMINANT_CLIENT", "c3"): since}
 
 
 def test_a_false_claim_is_not_dominance():
-    assert said(watched(lab.wrong_sample_count(factor=30.0, **ILL), rounds=5), DETECTORS) == []
+    assert findings_by(watched(lab.wrong_sample_count(factor=30.0, **ILL), rounds=5), DETECTORS) == []
 
 
 def test_clients_whose_data_turned_are_left_behind():
     fault = lab.group_left_behind(nodes=["c3", "c6"], since=6, share=0.9)
     local = lab.Local(iterations=15, optimizer=lab.sgd(learning_rate=0.3))
-    findings = said(watched(fault, rounds=12, clients=10, local=local), DETECTORS)
+    findings = findings_by(watched(fault, rounds=12, clients=10, local=local), DETECTORS)
     assert set(first_rounds(findings)) == {("GROUP_LEFT_BEHIND", None)}
     assert 6 <= findings[0].where.round <= 6 + 4
     assert {s.node for s in findings[-1].suspects} == {"c3", "c6"}
@@ -45,9 +45,11 @@ def written(norms, losses):
 
 def test_weights_that_grow_by_a_factor_explode():
     growing = [10.0 * 1.6**n for n in range(6)]
-    assert first_rounds(said(written(growing, [2.0] * 6), DETECTORS)) == {("WEIGHT_EXPLOSION", None): 4}
-    assert said(written(growing, [2.0, 1.8, 1.6, 1.4, 1.2, 1.0]), DETECTORS) == []  # it learns: they began too small
-    assert said(written([10.0 + n for n in range(6)], [2.0] * 6), DETECTORS) == []
+    assert first_rounds(findings_by(written(growing, [2.0] * 6), DETECTORS)) == {("WEIGHT_EXPLOSION", None): 4}
+    assert (
+        findings_by(written(growing, [2.0, 1.8, 1.6, 1.4, 1.2, 1.0]), DETECTORS) == []
+    )  # it learns: they began too small
+    assert findings_by(written([10.0 + n for n in range(6)], [2.0] * 6), DETECTORS) == []
 
 
 def running(variances, least=0.1):
@@ -67,10 +69,10 @@ def running(variances, least=0.1):
 
 def test_running_variances_far_from_the_peers_or_negative():
     spread = list(np.linspace(1.0, 5.0, 6))
-    assert said(running(spread), DETECTORS) == []
+    assert findings_by(running(spread), DETECTORS) == []
     wide = [*spread[:3], 3000.0, *spread[4:]]
-    assert first_rounds(said(running(wide), DETECTORS)) == {("BATCH_NORM_STATISTICS", "c3"): 0}
-    assert first_rounds(said(running(spread, least=-1.0), DETECTORS)) == {("BATCH_NORM_STATISTICS", "c3"): 0}
+    assert first_rounds(findings_by(running(wide), DETECTORS)) == {("BATCH_NORM_STATISTICS", "c3"): 0}
+    assert first_rounds(findings_by(running(spread, least=-1.0), DETECTORS)) == {("BATCH_NORM_STATISTICS", "c3"): 0}
 
 
 @pytest.mark.slow
@@ -78,4 +80,4 @@ def test_a_broken_batch_norm_of_the_lab():
     model = lab.resnet18(norm="batch")
     fault = lab.broken_batch_norm(nodes=CULPRIT, since=1)
     history = watched(fault, model=model, clients=5, rounds=2, local=lab.Local(iterations=2))
-    assert first_rounds(said(history, DETECTORS)) == {("BATCH_NORM_STATISTICS", "c3"): 1}
+    assert first_rounds(findings_by(history, DETECTORS)) == {("BATCH_NORM_STATISTICS", "c3"): 1}

@@ -64,12 +64,12 @@ def test_a_round_is_judged_without_those_after_it():
     whole = lab_history(**MLP, faults=[fault])
     beginning = lab_history(**{**MLP, "rounds": 4}, faults=[fault])
 
-    def told(history):
+    def messages_of(history):
         found = findings_of(DETECTORS, history, 3)
         return sorted((f.issue, f.message, f.evidence["since"]) for f in found)
 
-    assert told(whole)
-    assert told(whole) == told(beginning)
+    assert messages_of(whole)
+    assert messages_of(whole) == messages_of(beginning)
 
 
 def test_loss_that_is_no_number_or_runs_away():

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from fedvitals import Monitor, lab
 from fedvitals.diagnosis.detectors.gradient import DETECTORS, exploding, poor_initialisation
-from fedvitals.diagnosis.detectors.signals import bias_of, matrix_layers, profile, quiet_quantile, still_units
+from fedvitals.diagnosis.detectors.signals import bias_of, layer_profile, matrix_layers, quiet_quantile, still_units
 from fedvitals.records import Event, Layer, LayerStats, LayerTable, Run, Where
 from fedvitals.store import MemoryStore
 from support.healthy.loops import Task, blobs, classifier, log_accuracy, regression, sgd, summed_loss
@@ -88,7 +88,7 @@ def test_deep_network_that_begins_with_resting_units_and_learns_gets_no_more_tha
 def test_narrow_deep_network_has_small_gradients_that_do_not_vanish():
     """It begins to learn after some 40 rounds; what is said before that must not be critical."""
     history = lab_history(model=lab.MLP(hidden=(16, 16, 16)), rounds=4, seed=0)
-    assert max(profile(history, number).top for number in range(4)) < 0.06
+    assert max(layer_profile(history, number).top for number in range(4)) < 0.06
     assert not issues(history, 4) & {"VANISHING_GRADIENT", "EXPLODING_GRADIENT"}
 
 
@@ -124,7 +124,7 @@ def test_pressure_has_no_unit():
     """A wider network has larger norms; its pressure at the start is the same within a factor of two."""
     tops = []
     for width in (64, 1024):
-        found = profile(lab_history(model=lab.MLP(hidden=(width,)), rounds=1), 0)
+        found = layer_profile(lab_history(model=lab.MLP(hidden=(width,)), rounds=1), 0)
         assert found is not None
         assert found.chance == pytest.approx(np.log(10))
         tops.append(float(np.nanmax(found.elasticity)) / found.chance)
@@ -184,13 +184,13 @@ def all_zero():
 def test_gradients_of_another_loss_have_no_chance_level():
     """Labels that clients count tell of classes; numbers do not, whatever the last layer's size."""
     classes = Task(blobs, classifier, functional.cross_entropy, sgd(0.1), rounds=1)
-    assert profile(loop_history(classes), 0).chance == pytest.approx(np.log(4))
+    assert layer_profile(loop_history(classes), 0).chance == pytest.approx(np.log(4))
     for task in (
         regression(1.0, functional.mse_loss, 1e-2, targets=4),
         replace(classes, loss=summed_loss),
         replace(classes, tells_data=False),
     ):
-        assert np.isnan(profile(loop_history(replace(task, rounds=1)), 0).chance)
+        assert np.isnan(layer_profile(loop_history(replace(task, rounds=1)), 0).chance)
 
 
 def test_what_is_wrong_with_the_start_is_found_in_plain_loops_as_well():

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from fedvitals import lab
-from fedvitals.diagnosis.detectors.copies import untrained
 from fedvitals.diagnosis.detectors.guards import DETECTORS, misfits
+from fedvitals.diagnosis.evidence.update_mismatch import clients_with_altered_updates
 from fedvitals.lab.faults.updates import WrongSampleCount
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Event, Metric, Where
 from fedvitals.store import MemoryStore
-from support.lab.examined import CULPRIT, ONSET, first_rounds, said, watched
+from support.lab.examined import CULPRIT, ONSET, findings_by, first_rounds, watched
 
 pytestmark = pytest.mark.thorough  # seconds of training, or of other processes
 
@@ -24,7 +24,7 @@ GROUPS = {"hierarchical": lab.Hierarchical(edges=2), "rings": lab.Rings(rings=2)
 
 def at_once(*faults, within=0, **settings):
     """What is said of the culprit, with the delays in rounds; nobody else may be accused."""
-    found = first_rounds(said(watched(*faults, **settings), DETECTORS))
+    found = first_rounds(findings_by(watched(*faults, **settings), DETECTORS))
     accused = {node for _, node in found if node is not None}
     assert accused == set(CULPRIT), found
     delays = {issue: number - ONSET for (issue, _), number in found.items()}
@@ -52,7 +52,7 @@ def test_a_guard_answers_in_the_round_of_the_fault(fault, issue):
 
 
 def test_who_sends_back_what_it_got_is_a_free_rider_in_the_first_round():
-    found = first_rounds(said(watched(lab.free_rider(nodes=CULPRIT), rounds=2), DETECTORS))
+    found = first_rounds(findings_by(watched(lab.free_rider(nodes=CULPRIT), rounds=2), DETECTORS))
     assert found["FREE_RIDER", "c3"] == 0
 
 
@@ -65,7 +65,7 @@ def test_a_layer_frozen_inside_a_group_is_seen_in_its_gradients(topology):
 
 
 def test_the_first_nan_has_a_client_a_layer_and_a_step():
-    findings = said(watched(lab.not_finite(at_step=2, **ILL)), DETECTORS)
+    findings = findings_by(watched(lab.not_finite(at_step=2, **ILL)), DETECTORS)
     first = next(f for f in findings if f.issue == "NAN_GRADIENT")
     assert (first.where.round, first.where.node, first.where.layer, first.where.step) == (3, "c3", "dense1.weight", 2)
     # All clients have NaN from the next round on; it is still the first one's.
@@ -78,13 +78,13 @@ def test_the_first_nan_has_a_client_a_layer_and_a_step():
 
 @pytest.mark.parametrize("topology", GROUPS)
 def test_a_nan_that_spreads_through_a_group_is_its_sources(topology):
-    found = first_rounds(said(watched(lab.not_finite(at_step=1, **ILL), topology=GROUPS[topology]), DETECTORS))
+    found = first_rounds(findings_by(watched(lab.not_finite(at_step=1, **ILL), topology=GROUPS[topology]), DETECTORS))
     assert found == {("NAN_GRADIENT", "c3"): ONSET, ("NAN_WEIGHTS", None): ONSET}
 
 
 def test_an_overflow_everywhere_accuses_nobody():
     local = lab.Local(iterations=6, optimizer=lab.sgd(learning_rate=1e30))
-    found = first_rounds(said(watched(local=local, rounds=3), DETECTORS))
+    found = first_rounds(findings_by(watched(local=local, rounds=3), DETECTORS))
     assert ("NAN_WEIGHTS", None) in found
     assert {node for _, node in found} == {None}
 
@@ -103,7 +103,7 @@ def test_an_average_of_nans_is_found_in_its_round_without_a_global_model():
             monitor.updates(number, {node: [t + i for t in update] for i, node in enumerate(("a", "b", "c"))})
             monitor.host.round_end(number)
         run = monitor.run.id
-    found = first_rounds(said(store.history(run), DETECTORS))
+    found = first_rounds(findings_by(store.history(run), DETECTORS))
     assert found["NAN_WEIGHTS", None] == 2
     assert {("NAN_UPDATE", node) for node in ("a", "b", "c")} <= set(found)
 
@@ -112,7 +112,7 @@ def test_steps_that_a_grad_scaler_left_out_are_no_finding():
     store = MemoryStore()
     values = {"steps": 20.0, "steps.skipped": 2.0, "gradient.nonfinite": 300.0, "weight.nonfinite": 0.0}
     store.write([Metric(Where("r", 0, "c1"), 1.0, name, v, "s", i) for i, (name, v) in enumerate(values.items())])
-    assert said(store.history("r"), DETECTORS) == []
+    assert findings_by(store.history("r"), DETECTORS) == []
 
 
 # -- the whole --------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_steps_that_a_grad_scaler_left_out_are_no_finding():
 
 @pytest.mark.parametrize("topology", ["centralized", "clustered"])
 def test_nothing_to_average(topology):
-    found = first_rounds(said(watched(lab.zero_weight(), rounds=3, topology=topology), DETECTORS))
+    found = first_rounds(findings_by(watched(lab.zero_weight(), rounds=3, topology=topology), DETECTORS))
     assert found == {("ZERO_TOTAL_WEIGHT", None): 0}
 
 
@@ -139,7 +139,7 @@ def test_why_an_update_was_refused_is_known_at_every_privacy_level(fault, issue,
     small = {"dataset": lab.synthetic(samples=120), "model": "mlp", "clients": 4, "rounds": 4}
     with Monitor(None, host="lab", sinks=[store], privacy=privacy, detectors=(), strict=True) as monitor:
         lab.run(lab.Experiment(**small, faults=[fault]), monitor, engine="sequential")
-    assert first_rounds(said(store.history(monitor.run.id), [misfits])) == {(issue, "c3"): ONSET}
+    assert first_rounds(findings_by(store.history(monitor.run.id), [misfits])) == {(issue, "c3"): ONSET}
 
 
 def test_a_pair_of_which_nothing_tells_who_copied_is_reported_as_a_pair():
@@ -147,7 +147,7 @@ def test_a_pair_of_which_nothing_tells_who_copied_is_reported_as_a_pair():
     metrics = [("update.norm", "c1", 2.0), ("update.norm", "c2", 2.0), ("update.norm", "c3", 2.5)]
     metrics += [("update.duplicates", "c1", 1.0), ("update.duplicates", "c2", 1.0)]
     store.write([Metric(Where("r", 0, node), 1.0, name, v, "s", i) for i, (name, node, v) in enumerate(metrics)])
-    findings = said(store.history("r"), DETECTORS)
+    findings = findings_by(store.history("r"), DETECTORS)
     assert [f.where.node for f in findings] == ["c1", "c2"]
     assert [(s.node, s.score) for s in findings[0].suspects] == [("c1", 0.5), ("c2", 0.5)]
 
@@ -159,7 +159,7 @@ def test_an_edge_whose_members_share_their_model_has_no_duplicates():
     metrics += [("update.duplicates", "c1", 1.0), ("update.duplicates", "c2", 1.0)]
     told = [Metric(Where("r", 0, node), 1.0, name, v, "s", i) for i, (name, node, v) in enumerate(metrics, 1)]
     store.write([groups, *told])
-    assert said(store.history("r"), DETECTORS) == []
+    assert findings_by(store.history("r"), DETECTORS) == []
 
 
 def test_the_same_update_twice_is_stale():
@@ -172,9 +172,9 @@ def test_the_same_update_twice_is_stale():
             if number:
                 told.append(("update.cosine_previous", node, number, 1.0 if same else 0.6))
     store.write([Metric(Where("r", n, node), 1.0, name, v, "s", i) for i, (name, node, n, v) in enumerate(told)])
-    assert first_rounds(said(store.history("r"), DETECTORS)) == {("STALE_UPDATE", "c2"): 2}
+    assert first_rounds(findings_by(store.history("r"), DETECTORS)) == {("STALE_UPDATE", "c2"): 2}
 
 
 def test_telemetry_tells_who_sent_something_else_than_it_trained():
     history = watched(lab.scaling(factor=3.0, **ILL))
-    assert [untrained(history, number) for number in (ONSET - 1, ONSET)] == [set(), {"c3"}]
+    assert [clients_with_altered_updates(history, number) for number in (ONSET - 1, ONSET)] == [set(), {"c3"}]

@@ -4,7 +4,7 @@
 import pytest
 
 from fedvitals.diagnosis.detectors import aggregation, guards, system
-from support.lab.examined import HEALTHY, said, watched
+from support.lab.examined import HEALTHY, findings_by, watched
 
 # Together, because a run takes longer to train than to be examined.
 DETECTORS = (*aggregation.DETECTORS, *guards.DETECTORS, *system.DETECTORS)
@@ -12,4 +12,4 @@ DETECTORS = (*aggregation.DETECTORS, *guards.DETECTORS, *system.DETECTORS)
 
 @pytest.mark.parametrize("name", HEALTHY)
 def test_healthy_runs_are_silent(name):
-    assert said(watched(**HEALTHY[name]), DETECTORS) == []
+    assert findings_by(watched(**HEALTHY[name]), DETECTORS) == []

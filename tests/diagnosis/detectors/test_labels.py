@@ -7,20 +7,20 @@ import pytest
 
 from fedvitals import lab
 from fedvitals.diagnosis.detectors.labels import DETECTORS
-from support.lab.examined import first_rounds, said, watched
+from support.lab.examined import findings_by, first_rounds, watched
 
 
 def test_one_client_without_classes_that_all_others_have_is_named() -> None:
     history = watched(lab.missing_classes(nodes=["c3"], missing=(0, 1, 2)), rounds=3)
-    assert first_rounds(said(history, DETECTORS)) == {("MISSING_CLASSES", "c3"): 0}
-    message = said(history, DETECTORS)[0].message
+    assert first_rounds(findings_by(history, DETECTORS)) == {("MISSING_CLASSES", "c3"): 0}
+    message = findings_by(history, DETECTORS)[0].message
     assert "class 0, 1, 2" in message
 
 
 @pytest.mark.parametrize("partition", [lab.iid(), lab.dirichlet(0.1), lab.dirichlet(1.0)])
 def test_clients_that_differ_anyway_are_left_in_peace(partition) -> None:
-    assert said(watched(rounds=2, partition=partition), DETECTORS) == []
+    assert findings_by(watched(rounds=2, partition=partition), DETECTORS) == []
 
 
 def test_few_samples_may_miss_a_class_by_chance() -> None:
-    assert said(watched(rounds=2, clients=60), DETECTORS) == []
+    assert findings_by(watched(rounds=2, clients=60), DETECTORS) == []

@@ -13,9 +13,9 @@ import fedvitals as fv
 from fedvitals import lab
 from fedvitals.diagnosis.cases import cases, is_trouble
 from fedvitals.diagnosis.detectors.transformed import transformed_updates
-from fedvitals.diagnosis.evidence.locate import verdicts
+from fedvitals.diagnosis.evidence.faulty_clients import verdicts
 from fedvitals.diagnosis.evidence.transformed_updates import transformation
-from fedvitals.diagnosis.evidence.update_mismatch import NOT_TRAINED
+from fedvitals.diagnosis.evidence.update_mismatch import MISMATCH_LIMIT
 from fedvitals.diagnosis.examine import examine
 from fedvitals.records import Action, Finding
 from fedvitals.store import MemoryStore, open_reader
@@ -29,8 +29,8 @@ CULPRIT = "c3"
 NODES = [f"c{i}" for i in range(8)]
 
 
-def accused(found):
-    return {(case.issue, case.node) for case in found if is_trouble(case)}
+def accused(cases):
+    return {(case.issue, case.node) for case in cases if is_trouble(case)}
 
 
 @pytest.mark.parametrize("compression", LAB_COMPRESSIONS)
@@ -102,8 +102,8 @@ def test_how_far_an_update_is_from_the_trained_one_is_told():
         compressed_loop(monitor, 0, compress=lambda change, _: change, spoil=spoil)
     told = store.history(monitor.run.id).latest("update.differs", 0)
     assert set(told) == set(NODES[:3])
-    assert told[NODES[0]] < NOT_TRAINED
-    assert 10 * NOT_TRAINED < min(told[NODES[1]], told[NODES[2]]) <= 1.0
+    assert told[NODES[0]] < MISMATCH_LIMIT
+    assert 10 * MISMATCH_LIMIT < min(told[NODES[1]], told[NODES[2]]) <= 1.0
 
 
 def shown(distances, known=NODES):

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from fedvitals.diagnosis.evidence.outlier_ranking import clients_that_stand_out, layers_that_stand_out, robust_scores
+from fedvitals.diagnosis.evidence.outlier_ranking import rank_outlier_clients, rank_outlier_layers, robust_scores
 from fedvitals.records import Layer, LayerStats, LayerTable, Metric, Run, Where
 from fedvitals.stats import empty_sums
 from fedvitals.store import MemoryStore
@@ -45,27 +45,27 @@ def test_equal_values_give_no_scores():
 
 def test_a_large_update_stands_out():
     """Ten times the norm of its peers comes first, and the reason is named."""
-    ranked = clients_that_stand_out(history([[1.0, 1.1, 0.9, 10.0, 1.05]] * 3))
+    ranked = rank_outlier_clients(history([[1.0, 1.1, 0.9, 10.0, 1.05]] * 3))
     assert (ranked[0].name, ranked[0].why) == ("c3", "larger updates")
     assert len(ranked) == 5
 
 
 def test_an_opposite_update_stands_out():
     """A cosine far below its peers' comes first."""
-    ranked = clients_that_stand_out(history([[1.0, 1.1, 0.9, 1.0, 1.05]], [[0.8, 0.7, 0.75, 0.72, -0.6]]))
+    ranked = rank_outlier_clients(history([[1.0, 1.1, 0.9, 1.0, 1.05]], [[0.8, 0.7, 0.75, 0.72, -0.6]]))
     assert (ranked[0].name, ranked[0].why) == ("c4", "other direction")
 
 
 def test_zero_and_infinite_updates_come_first():
     """What has no logarithm is not left out, it is put on top."""
-    ranked = clients_that_stand_out(history([[1.0, 1.1, 0.0, 1.0, 1.05]], [[0.5, 0.5, math.nan, 0.5, 0.5]]))
+    ranked = rank_outlier_clients(history([[1.0, 1.1, 0.0, 1.0, 1.05]], [[0.5, 0.5, math.nan, 0.5, 0.5]]))
     assert ranked[0].name == "c2"
     assert math.isinf(ranked[0].score)
 
 
 def test_a_tiny_cohort_is_not_ranked():
     """With three clients a median says nothing."""
-    assert clients_that_stand_out(history([[1.0, 1.0, 9.0]])) == []
+    assert rank_outlier_clients(history([[1.0, 1.0, 9.0]])) == []
 
 
 def test_layers_are_ranked_by_how_their_gradient_changed():
@@ -76,10 +76,10 @@ def test_layers_are_ranked_by_how_their_gradient_changed():
         matrix = empty_sums(2)
         matrix[:, :6] = [[4, 0, 4 * 0.5**number, 4, -1, 1], [4, 0, 4, 4, -1, 1]]
         memory.write([LayerStats(Where("r", number, "c0"), float(number), "gradient", matrix, TABLE.digest)])
-    assert [layer.name for layer in layers_that_stand_out(memory.history("r"))] == ["a", "b"]
+    assert [layer.name for layer in rank_outlier_layers(memory.history("r"))] == ["a", "b"]
     matrix = matrix.copy()
     matrix[1, 7] = 3
     memory.write([LayerStats(Where("r", 8, "c0"), 8.0, "gradient", matrix, TABLE.digest)])
-    first = layers_that_stand_out(memory.history("r"))[0]
+    first = rank_outlier_layers(memory.history("r"))[0]
     assert first.name == "b"
     assert "3 gradient values NaN or Inf" in first.why

@@ -152,7 +152,7 @@ def test_a_robust_rule_takes_the_place_of_the_mean():
 
 def test_rolled_back_the_clients_begin_from_the_earlier_model():
     result, grid, _, refusals = corrected(action("roll_back", restore=1), since=3)
-    sent = {n: {told for m in grid.requests if is_round(m, n) for told in [_told(m)]} for n in (1, 2, 3)}
+    sent = {n: {told for m in grid.requests if is_round(m, n) for told in [arrays_of(m)]} for n in (1, 2, 3)}
     assert all(len(models) == 1 for models in sent.values())
     assert sent[3] == sent[2] != sent[1]
     again = values(plain(rounds=2).arrays)  # the third round is the second once more
@@ -162,12 +162,12 @@ def test_rolled_back_the_clients_begin_from_the_earlier_model():
 
 def test_rolled_back_to_the_first_model_it_is_that_of_the_beginning():
     _, grid, _, refusals = corrected(action("roll_back", restore=FIRST_MODEL), since=3)
-    sent = [_told(m) for m in grid.requests if is_round(m, 3)]
+    sent = [arrays_of(m) for m in grid.requests if is_round(m, 3)]
     assert sent == [tuple(sorted(numbers(model()).items()))] * 4
     assert not refusals
 
 
-def _told(message):
+def arrays_of(message):
     return tuple(sorted(numbers(message.content["arrays"]).items()))
 
 
@@ -175,7 +175,7 @@ def _told(message):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("prescribed", "words"),
     [
         (action("clip_gradients", limit=1.0), "up to the clients"),
         (action("client_rate", factor=0.5), "up to the clients"),
@@ -188,9 +188,9 @@ def _told(message):
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )
-def test_what_cannot_be_done_is_refused_with_a_sentence_and_training_goes_on(given, words):
-    result, _, _, refusals = corrected(given)
-    assert [kind for kind, _ in refusals] == [given.kind] * 3
+def test_what_cannot_be_done_is_refused_with_a_sentence_and_training_goes_on(prescribed, words):
+    result, _, _, refusals = corrected(prescribed)
+    assert [kind for kind, _ in refusals] == [prescribed.kind] * 3
     assert all(words in why for _, why in refusals)
     assert numbers(result.arrays) == numbers(plain().arrays)
 

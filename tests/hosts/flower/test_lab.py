@@ -17,7 +17,7 @@ from fedvitals.hosts.flower.lab.app import Settings, client_app, main, server_ap
 from fedvitals.hosts.flower.lab.engine import FlowerEngine
 from fedvitals.hosts.flower.lab.observer import read_watcher, write_watcher
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.engines.work import Task
+from fedvitals.lab.engines.tasks import Task
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.monitor.workers import WorkerObserver
 from fedvitals.protocols import NullObserver

@@ -10,7 +10,7 @@ from flwr.server import ServerApp, ServerAppComponents, ServerConfig
 import fedvitals as fv
 from fedvitals.records import Finding, LayerStats, Run, Span
 from fedvitals.time_parts import JOURNEY, ROUND
-from support.flower.federation import LAYERS, RUNS, HandGrid, flower_run, node_of, told, watched
+from support.flower.federation import LAYERS, RUNS, HandGrid, flower_run, keys_and_bytes, node_of, watched
 from support.flower.legacy import NODES, Ordered, client_app
 
 NAMES = [*LAYERS]
@@ -35,7 +35,7 @@ def test_a_watched_run_is_the_same_to_the_last_bit():
         seen, grid = run(client_app(fv.flower.client_mod()), monitor)
     assert seen.models == alone.models
     assert seen.replies == alone.replies
-    sent = [sorted((node_of(m), told(m.content)) for m in one.requests) for one in (plain_grid, grid)]
+    sent = [sorted((node_of(m), keys_and_bytes(m.content)) for m in one.requests) for one in (plain_grid, grid)]
     assert sent[0] == sent[1]
     assert [span.where.round for span in sink.of(Span, ROUND)] == [1, 2, 3]
     assert not sink.events("telemetry.refused")

@@ -16,10 +16,10 @@ from support.flower.federation import (
     client_app,
     federate,
     flower_run,
+    keys_and_bytes,
     model,
     numbers,
     requests_for,
-    told,
     watched,
     with_mod,
 )
@@ -32,7 +32,9 @@ class Seeing(FedAvg):
 
     def aggregate_train(self, server_round, replies):
         replies = [*replies]
-        self.__dict__.setdefault("seen", []).append([(r.metadata.src_node_id, told(r.content)) for r in replies])
+        self.__dict__.setdefault("seen", []).append(
+            [(r.metadata.src_node_id, keys_and_bytes(r.content)) for r in replies]
+        )
         return super().aggregate_train(server_round, replies)
 
 

@@ -33,6 +33,7 @@ def letters(app, strategy=None, monitor=None, **more):
         return reply
 
     federate(strategy or FedAvg(), app, monitor, rounds=1, fate=fate, run_id=next(RUNS), **more)
+    assert sent
     return sent
 
 

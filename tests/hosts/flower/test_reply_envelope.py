@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replies that lie: whatever rides in them, the round goes on, the model is the same, and the liar is named alone."""
 
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -303,9 +302,11 @@ NAMES = some.one_of(some.sampled_from([*FIELDS]), some.text(max_size=8))
 def test_whatever_lies_under_the_key_is_a_letter_or_a_clear_error(fields, complete):
     whole = {"version": 1, "payload": b"", "received": 1.0, "replied": 2.0, "started": 0.0, "cpu": 0.0}
     record = ConfigRecord({**whole, **fields} if complete else fields)
-    with suppress(RecordError):  # anything else would fail
-        found = reply_envelope.read(record, 7, "7")
-        assert reply_envelope.read(found.record(), 7, "7") == found
+    try:
+        envelope = reply_envelope.read(record, 7, "7")
+    except RecordError:  # anything else would fail
+        return
+    assert reply_envelope.read(envelope.record(), 7, "7") == envelope
 
 
 @given(some.binary(max_size=300))

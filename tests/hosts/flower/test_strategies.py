@@ -16,10 +16,10 @@ from support.flower.federation import (
     client_app,
     federate,
     flower_run,
+    keys_and_bytes,
     model,
     numbers,
     requests_for,
-    told,
     training,
     watched,
     with_mod,
@@ -86,7 +86,9 @@ def mods_of(name):
 
 def facts(result, grid, strategy):
     """All that a user could compare."""
-    requests = sorted((m.metadata.message_type, m.metadata.dst_node_id, told(m.content)) for m in grid.requests)
+    requests = sorted(
+        (m.metadata.message_type, m.metadata.dst_node_id, keys_and_bytes(m.content)) for m in grid.requests
+    )
     return {
         "arrays": numbers(result.arrays),
         "train": {n: dict(m) for n, m in result.train_metrics_clientapp.items()},
@@ -210,9 +212,9 @@ def test_a_loop_of_ones_own_is_counted_in_rounds_and_stays_the_same(way):
         with flower_run():
             for _ in range(3):
                 replies = way(grid, arrays)
-                seen.append(sorted((r.metadata.src_node_id, told(r.content)) for r in replies))
+                seen.append(sorted((r.metadata.src_node_id, keys_and_bytes(r.content)) for r in replies))
                 arrays = mean_of(replies)
-        return numbers(arrays), seen, sorted(told(m.content) for m in grid.requests)
+        return numbers(arrays), seen, sorted(keys_and_bytes(m.content) for m in grid.requests)
 
     with watched() as (monitor, sink):
         own = loop(monitor)

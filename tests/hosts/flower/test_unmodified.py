@@ -281,14 +281,14 @@ def test_what_is_said_where_nothing_was_recorded(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("version", "state", "said"),
+    ("version", "state", "words"),
     [("1.20.0", "note", "too old"), ("1.21.0", "fine", "1.21.0"), ("9.0", "fine", "newer than what")],
 )
-def test_doctor_knows_which_flower_is_supported(monkeypatch, version, state, said):
+def test_doctor_knows_which_flower_is_supported(monkeypatch, version, state, words):
     monkeypatch.setattr(doctor, "_version", lambda _: version)
     sign = next(sign for sign in doctor.environment() if sign.what == "flower")
     assert sign.state == state
-    assert said in sign.said
+    assert words in sign.said
 
 
 def marked(mark: str) -> list[psutil.Process]:

@@ -46,7 +46,7 @@ def test_without_a_gpu_triton_is_not_imported():
 
 
 def test_a_ring_without_the_kernels_is_filled_by_torch(monkeypatch):
-    monkeypatch.setattr(loading, "loaded", lambda: loading.Loaded(None, "the test asks for it"))
+    monkeypatch.setattr(loading, "load_kernels", lambda: loading.LoadedKernels(None, "the test asks for it"))
     ring = device_sums.DeviceRing([3, 2], [True, False], 4, 3, "cpu")
     matrix = torch.arange(20.0).view(4, 5)
     ring.record(matrix, torch.tensor([7]))
@@ -57,7 +57,7 @@ def test_a_ring_without_the_kernels_is_filled_by_torch(monkeypatch):
 
 def test_why_there_are_no_kernels_is_told(monkeypatch, caplog):
     monkeypatch.setenv("FEDVITALS_KERNEL", "torch")
-    assert loading._load.__wrapped__() == loading.Loaded(None, "FEDVITALS_KERNEL=torch asks for it")
+    assert loading._load.__wrapped__() == loading.LoadedKernels(None, "FEDVITALS_KERNEL=torch asks for it")
     monkeypatch.delenv("FEDVITALS_KERNEL")
     monkeypatch.setitem(sys.modules, "triton", None)
     assert "not installed" in loading._load.__wrapped__().reason

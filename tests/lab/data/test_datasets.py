@@ -21,7 +21,7 @@ from fedvitals.lab.data import datasets
 from fedvitals.lab.data import gtsrb as data_gtsrb
 from fedvitals.lab.data import small as data_small
 from fedvitals.lab.data.arrays import Arrays
-from fedvitals.lab.data.datasets import load, named
+from fedvitals.lab.data.datasets import dataset_named, load
 from fedvitals.lab.data.gtsrb import GTSRB
 from fedvitals.lab.data.small import Synthetic
 from fedvitals.lab.data.sources import Source, fetch
@@ -45,12 +45,12 @@ def numbers(*shape, seed=0):
 
 
 def test_names():
-    assert [type(named(name)) for name in ("digits", "synthetic", "gtsrb", "fashion_mnist", "cifar10")] == list(
+    assert [type(dataset_named(name)) for name in ("digits", "synthetic", "gtsrb", "fashion_mnist", "cifar10")] == list(
         datasets.DATASETS
     )
-    assert named("fashion-mnist") == named("fashion_mnist")
+    assert dataset_named("fashion-mnist") == dataset_named("fashion_mnist")
     with pytest.raises(ConfigError, match="Did you mean 'gtsrb'"):
-        named("gtrsb")
+        dataset_named("gtrsb")
 
 
 def test_digits():
@@ -290,8 +290,8 @@ def test_a_named_folder_is_the_only_one(official, tmp_path, monkeypatch):
 def cached(official, tmp_path, monkeypatch):
     """The official folder, loaded once; and a way to count how often it is decoded."""
     decoded = []
-    true = data_gtsrb._unzipped
-    monkeypatch.setattr(data_gtsrb, "_unzipped", lambda paths: decoded.append(1) or true(paths))
+    true = data_gtsrb._read_folders
+    monkeypatch.setattr(data_gtsrb, "_read_folders", lambda paths: decoded.append(1) or true(paths))
     first = load("gtsrb", official)
     [entry] = (tmp_path / "cache" / "fedvitals" / "arrays").iterdir()
     return first.digest, entry, decoded

@@ -12,7 +12,7 @@ from fedvitals.errors import ConfigError
 from fedvitals.lab.data import partition as p
 from fedvitals.lab.data.arrays import Arrays
 from fedvitals.lab.data.datasets import load
-from fedvitals.lab.data.partition_picture import LINES, SHADES, picture
+from fedvitals.lab.data.partition_picture import LINES, SHADES, partition_heat_map
 from fedvitals.lab.data.small import Synthetic
 from fedvitals.lab.streams import stream
 
@@ -229,13 +229,13 @@ def test_the_picture_shows_none_and_most():
     data = dataset([0] * 8 + [1] * 1)
     empty = torch.tensor([]).long()
     shards = [p.Shard(torch.arange(8), empty), p.Shard(torch.tensor([8]), empty)]
-    assert picture(shards, data).splitlines()[2:] == [f"c0 {SHADES[4]}· 8 │ c1 ·{SHADES[1]} 1"]
+    assert partition_heat_map(shards, data).splitlines()[2:] == [f"c0 {SHADES[4]}· 8 │ c1 ·{SHADES[1]} 1"]
 
 
 @pytest.mark.parametrize(("clients", "width"), [(1, 80), (20, 80), (100, 80), (100, 20), (1000, 100)])
 def test_the_picture_folds_and_leaves_nobody_out(clients, width):
     data = load(Synthetic(samples=2500))
-    drawn = picture(p.deal(p.Dirichlet(0.3), data, clients, stream(0, "p")), data, width).splitlines()
+    drawn = partition_heat_map(p.deal(p.Dirichlet(0.3), data, clients, stream(0, "p")), data, width).splitlines()
     cells = [cell.split() for line in drawn[2:] for cell in line.split("│")]
     assert sum(int(total) for *_, total in cells) == 2000
     assert cells[-1][0].endswith(str(clients - 1)) or any(c[0].endswith(str(clients - 1)) for c in cells)

@@ -16,8 +16,8 @@ from torch import nn
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.data.partition import ClassesPerClient
-from fedvitals.lab.faults import table as ill
-from fedvitals.lab.faults.fault import Setting
+from fedvitals.lab.faults import table as fault_table
+from fedvitals.lab.faults.fault import RunFault
 from fedvitals.lab.faults.table import FAULTS
 from fedvitals.lab.local import SGD, Adam, Local
 from support.lab.faulty_training import (
@@ -29,8 +29,8 @@ from support.lab.faulty_training import (
     bits,
     changed,
     data,
+    fault_of,
     first_model,
-    made,
     model,
     outcome,
 )
@@ -72,14 +72,14 @@ def test_the_whole_taxonomy_is_there():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_acts_where_it_says_and_the_same_each_time(kind):
-    first = outcome([made(kind)], 2, "c1")
+    first = outcome([fault_of(kind)], 2, "c1")
     assert changed(first, HEALTHY) == set(ACTS_ON[kind])
-    assert not changed(outcome([made(kind)], 2, "c1"), first)
+    assert not changed(outcome([fault_of(kind)], 2, "c1"), first)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not issubclass(KINDS[kind], Setting)])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not issubclass(KINDS[kind], RunFault)])
 def test_nothing_changes_before_after_and_beside_it(kind):
-    fault = made(kind, since=2, until=3)
+    fault = fault_of(kind, since=2, until=3)
     for number, there in ((1, False), (2, True), (3, True), (4, False)):
         assert bool(changed(outcome([fault], number, "c1"), outcome((), number, "c1"))) is there
     if not kind.startswith("server"):
@@ -94,9 +94,9 @@ def test_nothing_changes_before_after_and_beside_it(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_described_the_same_in_toml(kind):
-    fault = made(kind)
+    fault = fault_of(kind)
     assert type(fault)(**{f: getattr(fault, f) for f in fault.__struct_fields__}) == fault
-    assert hash(fault) == hash(made(kind))
+    assert hash(fault) == hash(fault_of(kind))
     table = {key: value for key, value in msgspec.to_builtins(fault).items() if value is not None}
     assert table["kind"] == kind
     assert msgspec.convert(table, KINDS[kind]) == fault
@@ -106,11 +106,11 @@ def test_it_is_described_the_same_in_toml(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_its_truth_says_what_a_detector_should(kind):
-    told = made(kind).truth(NODES)
+    told = fault_of(kind).truth(NODES)
     assert told["kind"] == kind
     assert told["family"] in ("convergence", "client", "aggregation", "gradient", "system")
     assert re.fullmatch("[a-z_]+", told["issue"])
-    everywhere = list(NODES) if issubclass(KINDS[kind], Setting) else ["server"] if "server" in kind else ["c1"]
+    everywhere = list(NODES) if issubclass(KINDS[kind], RunFault) else ["server"] if "server" in kind else ["c1"]
     assert told["nodes"] == everywhere
     assert (told["since"], told["until"]) == (0, None)
     assert set(KINDS[kind].__struct_fields__) <= set(told)
@@ -118,43 +118,50 @@ def test_its_truth_says_what_a_detector_should(kind):
 
 
 def test_healthy_clients_pay_nothing():
-    some = [made(kind, since=2) for kind in KINDS if not issubclass(KINDS[kind], Setting)]
+    some = [fault_of(kind, since=2) for kind in KINDS if not issubclass(KINDS[kind], RunFault)]
     for hook in ("data", "local", "state", "gradient", "step", "update", "journey"):
-        assert not ill.any_at(hook, some, 2, "c2")
-        assert not ill.any_at(hook, some, 1, "c1")
-        assert ill.any_at(hook, some, 2, "c1")
-    assert ill.gradient_spoiler(some, 2, "c2", 7) is None
-    assert not ill.colludes(some, 1)
-    assert ill.colludes(some, 2)
+        assert not fault_table.any_active(hook, some, 2, "c2")
+        assert not fault_table.any_active(hook, some, 1, "c1")
+        assert fault_table.any_active(hook, some, 2, "c1")
+    assert fault_table.gradient_fault(some, 2, "c2", 7) is None
+    assert not fault_table.any_collusion(some, 1)
+    assert fault_table.any_collusion(some, 2)
     x, y = data()
-    same_x, same_y = ill.apply_data(some, 2, "c2", x, y, CLASSES, 7)
+    same_x, same_y = fault_table.apply_data(some, 2, "c2", x, y, CLASSES, 7)
     assert same_x is x
     assert same_y is y
 
 
 def test_two_faults_of_one_kind_draw_apart_and_seeds_too():
-    noise = made("input_noise")
-    (once, _), (twice, _) = (ill.apply_data(some, 0, "c1", *data(), CLASSES, 7) for some in ([noise], [noise] * 2))
+    noise = fault_of("input_noise")
+    (once, _), (twice, _) = (
+        fault_table.apply_data(some, 0, "c1", *data(), CLASSES, 7) for some in ([noise], [noise] * 2)
+    )
     x = data()[0]
     added, second = once - x, twice - once
     assert float(torch.corrcoef(torch.stack((added.flatten(), second.flatten())))[0, 1]) < 0.2
-    assert not torch.equal(ill.apply_data([noise], 0, "c1", *data(), CLASSES, 8)[0], once)
-    other = ill.apply_data([made("input_noise", since=0)], 5, "c1", *data(), CLASSES, 7)[0]
+    assert not torch.equal(fault_table.apply_data([noise], 0, "c1", *data(), CLASSES, 8)[0], once)
+    other = fault_table.apply_data([fault_of("input_noise", since=0)], 5, "c1", *data(), CLASSES, 7)[0]
     assert torch.equal(other, once)  # in every round the same
 
 
 def test_one_node_may_have_several_and_what_breaks_the_shape_comes_last():
-    several = [made("shape_mismatch", missing=2), made("dtype_mismatch"), made("sign_flip"), made("wrong_sample_count")]
+    several = [
+        fault_of("shape_mismatch", missing=2),
+        fault_of("dtype_mismatch"),
+        fault_of("sign_flip"),
+        fault_of("wrong_sample_count"),
+    ]
     found = outcome(several, 2, "c1")
     assert found["sent"].dtype == torch.float64
-    wanted = outcome([made("sign_flip")], 2, "c1")["sent"][:-2].double()
+    wanted = outcome([fault_of("sign_flip")], 2, "c1")["sent"][:-2].double()
     assert torch.equal(found["sent"], wanted)
     assert found["samples"] == 51 * 20
 
 
 def test_nobody_elses_tensors_are_written_into():
     for kind in KINDS:
-        found = outcome([made(kind)], 2, "c1")
+        found = outcome([fault_of(kind)], 2, "c1")
         assert bits(found["start"]) == bits(HEALTHY["start"]), kind
 
 
@@ -162,7 +169,7 @@ def test_nobody_elses_tensors_are_written_into():
 
 
 def drawn(kind, **settings):
-    return ill.apply_data([made(kind, **settings)], 0, "c1", *data(), CLASSES, 7)
+    return fault_table.apply_data([fault_of(kind, **settings)], 0, "c1", *data(), CLASSES, 7)
 
 
 @pytest.mark.parametrize(("rate", "low", "high"), [(1.0, 60, 60), (0.5, 20, 40), (0.1, 1, 14)])
@@ -204,7 +211,9 @@ def test_inputs():
     assert 15 < int(turned.sum()) < 45
     assert torch.equal(half[turned], x.flip(-1)[turned])
     images = torch.rand(4, 3, 5, 5)
-    upside_down = ill.apply_data([made("group_left_behind")], 0, "c1", images, torch.zeros(4), CLASSES, 7)[0]
+    upside_down = fault_table.apply_data([fault_of("group_left_behind")], 0, "c1", images, torch.zeros(4), CLASSES, 7)[
+        0
+    ]
     assert torch.equal(upside_down[2, 1, 0, 4], images[2, 1, 4, 0])
 
 
@@ -221,21 +230,21 @@ def test_one_client_dominates():
 @pytest.mark.parametrize("optimizer", [SGD(0.1, momentum=0.9), Adam(0.1)])
 def test_wrong_learning_rate(optimizer):
     settings = Local(iterations=4, optimizer=optimizer, batch=8)
-    found = ill.apply_local([made("wrong_learning_rate", factor=0.1)], 0, "c1", settings)
+    found = fault_table.apply_local([fault_of("wrong_learning_rate", factor=0.1)], 0, "c1", settings)
     wanted = msgspec.structs.replace(optimizer, learning_rate=0.1 * 0.1)
     assert found == msgspec.structs.replace(settings, optimizer=wanted)
 
 
 @pytest.mark.parametrize(("layer", "name"), [(0, "0.weight"), (-1, "3.weight"), (1, "1.weight"), ("3.bias", "3.bias")])
 def test_layers_are_found_by_name_and_by_place(layer, name):
-    frozen = LAYOUT.views(outcome([made("frozen_layer", layer=layer)], 0, "c1")["gradients"][1])
+    frozen = LAYOUT.views(outcome([fault_of("frozen_layer", layer=layer)], 0, "c1")["gradients"][1])
     assert {key for key, gradient in frozen.items() if not gradient.any()} == {name}
     assert all((gradient == 1).all() for key, gradient in frozen.items() if key != name)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 def test_not_finite_at_one_layer_and_step(value):
-    gradients = outcome([made("not_finite", value=value, layer=-1, at_step=1)], 0, "c1")["gradients"]
+    gradients = outcome([fault_of("not_finite", value=value, layer=-1, at_step=1)], 0, "c1")["gradients"]
     assert torch.isfinite(gradients[[0, 2]]).all()
     wrong = {name: g for name, g in LAYOUT.views(gradients[1]).items() if not torch.isfinite(g).all()}
     assert [*wrong] == ["3.weight"]
@@ -245,7 +254,7 @@ def test_not_finite_at_one_layer_and_step(value):
 
 
 def test_broken_batch_norm_spoils_evaluation_and_not_training():
-    state = outcome([made("broken_batch_norm", factor=100.0)], 0, "c1")["state"]
+    state = outcome([fault_of("broken_batch_norm", factor=100.0)], 0, "c1")["state"]
     healthy, broken = model(), model()
     LAYOUT.load(broken, state)
     x = data()[0]
@@ -256,14 +265,14 @@ def test_broken_batch_norm_spoils_evaluation_and_not_training():
 
 def test_machines():
     def stepped(fault, step):
-        ill.apply_step([fault], 0, "c1", step)
+        fault_table.apply_step([fault], 0, "c1", step)
 
     for kind, error, words in (
         ("crash", RuntimeError, "on purpose"),
         ("disk_full", OSError, "No space left on device"),
         ("memory_hog", MemoryError, "1 MB could not be allocated"),
     ):
-        fault = made(kind, at_step=2)
+        fault = fault_of(kind, at_step=2)
         stepped(fault, 0)
         stepped(fault, 1)
         with pytest.raises(error, match=words) as raised:
@@ -278,7 +287,7 @@ def test_a_memory_hog_takes_it_and_gives_it_back():
 
     before, most = now(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     hog = KINDS["memory_hog"](nodes=["c1"], megabytes=int(most - before) + 100)
-    ill.apply_step([hog], 0, "c1", 0)
+    fault_table.apply_step([hog], 0, "c1", 0)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 > most + 50
     assert now() < before + 50
 
@@ -288,14 +297,14 @@ def test_a_memory_hog_takes_it_and_gives_it_back():
 
 def test_initialisations_scale_matrices_and_leave_norms_alone():
     for kind, factor in (("exploding_initialisation", 10.0), ("vanishing_initialisation", 0.01)):
-        before, after = (dict(m.named_parameters()) for m in (model(), first_model(made(kind))))
+        before, after = (dict(m.named_parameters()) for m in (model(), first_model(fault_of(kind))))
         for name, tensor in before.items():
             assert torch.equal(after[name], tensor * factor if tensor.dim() > 1 else tensor), name
 
 
 @pytest.mark.parametrize(("kind", "activation"), [("dead_units", nn.ReLU()), ("saturated_units", nn.Tanh())])
 def test_units_without_a_slope(kind, activation):
-    for found, least in ((first_model(made(kind, share=0.5)), 3), (first_model(made(kind, share=1.0)), 6)):
+    for found, least in ((first_model(fault_of(kind, share=0.5)), 3), (first_model(fault_of(kind, share=1.0)), 6)):
         struck = found[0].bias.abs() == 100
         assert int(struck.sum()) == least
         activation(found[0](data()[0])).sum().backward()
@@ -309,13 +318,13 @@ def test_units_without_a_slope(kind, activation):
 def test_overfitting_is_little_data_and_long_training():
     x, y = drawn("overfitting", samples=12)
     assert len(x) == len(y) == 12
-    changed_to = ill.apply_experiment(Settings((made("overfitting", epochs=30),)))
+    changed_to = fault_table.apply_experiment(Settings((fault_of("overfitting", epochs=30),)))
     assert changed_to.local == Local(iterations=None, epochs=30)
     assert len(drawn("overfitting", samples=500)[1]) == 60  # no more than there are
 
 
 def test_client_drift_is_few_classes_and_fast_long_training():
-    found = ill.apply_experiment(Settings((made("client_drift", classes=2, iterations=80, factor=4.0),)))
+    found = fault_table.apply_experiment(Settings((fault_of("client_drift", classes=2, iterations=80, factor=4.0),)))
     assert found.partition == ClassesPerClient(2)
     assert found.local.iterations == 80
     assert found.local.optimizer.learning_rate == pytest.approx(4 * Local().optimizer.learning_rate)

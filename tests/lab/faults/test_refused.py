@@ -10,9 +10,9 @@ from torch import nn
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.faults import table as ill
-from fedvitals.lab.faults.fault import Fault, within
-from fedvitals.lab.state import Layout
-from support.lab.faulty_training import CLASSES, KINDS, LAYOUT, NODES, STEPS, first_model, made
+from fedvitals.lab.faults.fault import Fault, require_within
+from fedvitals.lab.state import StateLayout
+from support.lab.faulty_training import CLASSES, KINDS, LAYOUT, NODES, STEPS, fault_of, first_model
 
 IMPOSSIBLE = [
     ("label_noise", {"rate": 0}, "rate of label_noise cannot be 0: it must be a number, above 0 up to 1"),
@@ -48,7 +48,7 @@ IMPOSSIBLE = [
 @pytest.mark.parametrize(("kind", "settings", "words"), IMPOSSIBLE, ids=lambda value: str(value)[:40])
 def test_impossible_strengths_are_refused(kind, settings, words):
     with pytest.raises(ConfigError, match=words):
-        made(kind, **settings)
+        fault_of(kind, **settings)
 
 
 def test_nodes_are_a_list_of_names():
@@ -62,12 +62,14 @@ def test_nodes_are_a_list_of_names():
 
 
 def checked(fault, **more):
-    ill.check(fault, **{"nodes": NODES, "layout": LAYOUT, "iterations": STEPS, "rounds": 5, "classes": CLASSES, **more})
+    ill.check_fault(
+        fault, **{"nodes": NODES, "layout": LAYOUT, "iterations": STEPS, "rounds": 5, "classes": CLASSES, **more}
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_exists_is_accepted(kind):
-    checked(made(kind))
+    checked(fault_of(kind))
 
 
 @pytest.mark.parametrize(
@@ -87,25 +89,25 @@ def test_what_exists_is_accepted(kind):
     ],
 )
 def test_what_does_not_exist_is_refused_with_what_does(kind, settings, words):
-    fault = KINDS[kind](**{"nodes": ["c1"], **settings}) if kind != "dead_units" else made(kind, **settings)
+    fault = KINDS[kind](**{"nodes": ["c1"], **settings}) if kind != "dead_units" else fault_of(kind, **settings)
     with pytest.raises(ConfigError, match=words):
         checked(fault)
 
 
 def test_many_nodes_are_not_listed_and_epochs_have_no_known_steps():
     with pytest.raises(ConfigError, match=r"Known: c0 to c99\."):
-        checked(made("crash", since=0), nodes=[f"c{i}" for i in range(100) if i != 1] + ["c99"])
-    checked(made("crash", at_step=1000), iterations=None)
+        checked(fault_of("crash", since=0), nodes=[f"c{i}" for i in range(100) if i != 1] + ["c99"])
+    checked(fault_of("crash", at_step=1000), iterations=None)
 
 
 def test_a_model_without_batch_norm_or_bias_is_named():
-    plain = Layout.of(nn.Sequential(nn.Linear(8, 4, bias=False)))
+    plain = StateLayout.of(nn.Sequential(nn.Linear(8, 4, bias=False)))
     with pytest.raises(ConfigError, match=r"no batch norm.*ResNet-18"):
-        checked(made("broken_batch_norm"), layout=plain)
+        checked(fault_of("broken_batch_norm"), layout=plain)
     with pytest.raises(ConfigError, match=r"'0.weight' has no bias.*With one: none"):
-        checked(made("dead_units"), layout=plain)
+        checked(fault_of("dead_units"), layout=plain)
     with pytest.raises(ConfigError, match="no layer 5"):  # also where nobody has checked before
-        first_model(made("dead_units", layer=5))
+        first_model(fault_of("dead_units", layer=5))
 
 
 def test_the_range_is_told_as_it_is():
@@ -119,6 +121,6 @@ def test_the_range_is_told_as_it_is():
         (((1, 3), {"above": True}), "above 1 up to 3"),
     ):
         with pytest.raises(ConfigError, match=f"it must be a number, {words}"):
-            within(Odd(nodes="all"), "strength", *limits[0], **limits[1])
+            require_within(Odd(nodes="all"), "strength", *limits[0], **limits[1])
     with pytest.raises(ConfigError, match="inf"):
-        within(Odd(nodes="all", strength=math.inf), "strength", 0)
+        require_within(Odd(nodes="all", strength=math.inf), "strength", 0)

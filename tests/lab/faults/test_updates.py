@@ -9,7 +9,7 @@ from statistics import NormalDist
 import pytest
 import torch
 
-from fedvitals.lab.engines.work import Update
+from fedvitals.lab.engines.tasks import Update
 from fedvitals.lab.faults import table as ill
 from fedvitals.lab.faults.federation import ServerRateTooHigh, ServerRateTooLow
 from fedvitals.lab.faults.links import (
@@ -91,8 +91,8 @@ def test_stale_update_builds_on_the_model_of_then():
     was, sent = send(StaleUpdate(3, **C1), past=past)
     close(sent["c1"].state[:WEIGHTS] - past.model(3)[:WEIGHTS], change(was["c1"]))
     assert torch.equal(sent["c1"].start, was["c1"].start)
-    assert ill.remembers([StaleUpdate(3, **C1), FreeRider(**C1), SignFlip(**C1)]) == 3
-    assert ill.remembers([]) == 0
+    assert ill.history_length([StaleUpdate(3, **C1), FreeRider(**C1), SignFlip(**C1)]) == 3
+    assert ill.history_length([]) == 0
 
 
 def test_a_stale_client_of_a_young_run_has_the_first_model():
@@ -243,9 +243,9 @@ def test_bits_flip_silently():
 
 def test_telemetry_is_lost_and_nothing_else():
     fault = TelemetryLost(since=2, until=3, **C1)
-    assert [ill.silenced([fault], number, "c1") for number in range(1, 5)] == [False, True, True, False]
-    assert not ill.silenced([fault], 2, "c2")
-    assert not ill.silenced([], 2, "c1")
+    assert [ill.telemetry_is_lost([fault], number, "c1") for number in range(1, 5)] == [False, True, True, False]
+    assert not ill.telemetry_is_lost([fault], 2, "c2")
+    assert not ill.telemetry_is_lost([], 2, "c1")
 
 
 # -- the server -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from torch import nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn import functional
 
-from fedvitals.lab.stacked.dense import Dense
+from fedvitals.lab.stacked.dense import DensePlan
 
 CHAINS = {
     "logistic": nn.Sequential(nn.Flatten(), nn.Linear(12, 5)),
@@ -29,7 +29,7 @@ def test_by_hand_is_as_by_autograd(name):
 
     expected, losses = vmap(grad_and_value(loss))(weights, x, y)
     into = {n: torch.empty_like(w) for n, w in weights.items()}
-    found = Dense.of(module).gradients(weights, into, x, y)
+    found = DensePlan.of(module).gradients(weights, into, x, y)
     torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-6)
     for n, gradient in expected.items():
         torch.testing.assert_close(into[n], gradient, rtol=1e-4, atol=1e-6)
@@ -48,4 +48,4 @@ def test_by_hand_is_as_by_autograd(name):
     ids=["no chain", "ends in an activation", "no bias", "dropout", "convolution", "flattened later"],
 )
 def test_anything_else_is_left_to_autograd(module):
-    assert Dense.of(module) is None
+    assert DensePlan.of(module) is None

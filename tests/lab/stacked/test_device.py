@@ -8,13 +8,15 @@ import torch
 
 import fedvitals as fv
 from fedvitals import lab
+from fedvitals.kernels.sketch import COSINE_ERROR
 from fedvitals.lab.aggregators.averages import AggregationError
-from fedvitals.lab.topologies.exchanges import average, pass_on, together
+from fedvitals.lab.topologies.exchanges import average, exchange_for_stack, pass_to_next
 from fedvitals.monitor.monitor import Monitor
+from fedvitals.records import Sketch
 from fedvitals.testing import MemorySink
 from support.device_cases import CASES, CLIENTS, TOPOLOGIES, Doctor, experiment
 from support.lab.by_hand import Watcher
-from support.pretended_device import DEVICE, Away, PretendedEngine, Pretending
+from support.pretended_device import DEVICE, DeviceTensor, PretendedEngine, Pretending
 
 
 def away(e, observer=None, **more):
@@ -46,18 +48,18 @@ def test_what_lies_on_a_device_stays_there(name):
 def test_an_ordinary_round_waits_for_nobody(name):
     """Once a round for the new model, and where clusters are told apart; whatever the number of clients."""
     e = experiment(name, rounds=3)
-    Away.waits.clear()
+    DeviceTensor.waits.clear()
     away(e)
-    assert Away.waits.total() <= (1 + 3 * 3 if "cluster" in name else 1 + 3), Away.waits
+    assert DeviceTensor.waits.total() <= (1 + 3 * 3 if "cluster" in name else 1 + 3), DeviceTensor.waits
 
 
 def test_a_watched_round_waits_a_few_times_for_all_clients():
     for clients in (CLIENTS, 2 * CLIENTS):
         sink = MemorySink()
-        Away.waits.clear()
+        DeviceTensor.waits.clear()
         with Monitor(None, sinks=[sink], strict=True) as monitor:
             result = away(experiment(clients=clients, rounds=3), monitor)
-        assert Away.waits.total() <= 3 * 16, Away.waits
+        assert DeviceTensor.waits.total() <= 3 * 16, DeviceTensor.waits
         watched = {(r.name, r.where.round, r.where.node): r.value for r in sink.records if type(r).__name__ == "Metric"}
         again = MemorySink()
         with Monitor(None, sinks=[again], strict=True) as monitor:
@@ -68,9 +70,31 @@ def test_a_watched_round_waits_a_few_times_for_all_clients():
                 assert found == pytest.approx(r.value, rel=1e-4, abs=1e-5), r
 
 
+def compared(train, **settings):
+    """The sink of a watched run, and its cosines by metric, round and client."""
+    sink = MemorySink()
+    with Monitor(None, sinks=[sink], strict=True, **settings) as monitor:
+        train(experiment(), monitor)
+    names = ("update.cosine_mean", "update.cosine_previous")
+    return sink, {(m.name, m.where.round, m.where.node): m.value for name in names for m in sink.metrics(name)}
+
+
 def test_updates_that_do_not_fit_into_memory_are_compared_by_their_sketches():
-    with Monitor(None, strict=True, update_memory=1000) as monitor:
-        away(experiment(), monitor)
+    """On the device as on the CPU, and as the whole updates would have been, to the error of a sketch."""
+    sink, cosines = compared(away, update_memory=1000)
+    assert len(sink.events("updates.approximate")) == 1
+    sketches, expected = ({(s.where.round, s.where.node): s.values for s in run.of(Sketch)}
+                          for run in (sink, compared(here, update_memory=1000)[0]))  # fmt: skip
+    assert len(sketches) == 2 * CLIENTS
+    assert sketches.keys() == expected.keys()
+    for place, numbers in sketches.items():
+        assert numbers == pytest.approx(expected[place], rel=1e-4, abs=1e-5), place
+    _, exact = compared(away)
+    assert len(exact) == (2 + 1) * CLIENTS  # in the first round there is no previous one
+    assert cosines.keys() == exact.keys()
+    assert cosines != exact
+    for place, cosine in cosines.items():
+        assert cosine == pytest.approx(exact[place], abs=5 * COSINE_ERROR), place
 
 
 def test_duplicates_are_found_on_a_device():
@@ -137,44 +161,44 @@ def one_by_one(exchange, groups, states, samples):
 
 
 @pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("exchange", [average, pass_on])
+@pytest.mark.parametrize("exchange", [average, pass_to_next])
 @pytest.mark.parametrize("spoilt", [None, torch.nan, torch.inf])
 def test_all_groups_at_once_are_as_one_by_one(exchange, groups, spoilt, monkeypatch):
-    monkeypatch.setattr("fedvitals.lab.topologies.exchanges.AT_ONCE", 40)  # several stretches of a state
+    monkeypatch.setattr("fedvitals.lab.topologies.exchanges.MAX_NUMBERS", 40)  # several stretches of a state
     stream = torch.Generator().manual_seed(1)
     states, samples = torch.randn(9, 17, generator=stream), torch.randint(1, 50, (9,), generator=stream)
     if spoilt is not None:
         states[4, 3] = spoilt  # of a first member of some groups, and of others in the midst
     expected = one_by_one(exchange, GROUPS[groups], states, samples.float())
-    exchanged = together(exchange, GROUPS[groups], samples, "cpu")
+    exchanged = exchange_for_stack(exchange, GROUPS[groups], samples, "cpu")
     assert exchanged is not None
     found = states.clone()
     exchanged(found)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0, equal_nan=True)
-    if exchange is pass_on:
+    if exchange is pass_to_next:
         assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 def test_who_has_no_samples_is_not_heard():
     states, samples = torch.tensor([[torch.nan], [2.0], [4.0]]), torch.tensor([0, 1, 3])
-    exchanged = together(average, [slice(0, 3)], samples, "cpu")
+    exchanged = exchange_for_stack(average, [slice(0, 3)], samples, "cpu")
     assert exchanged is not None
     exchanged(states)
     assert states.flatten().tolist() == [3.5, 3.5, 3.5]
     with pytest.raises(AggregationError, match="total weight"):
-        together(average, [slice(0, 1), slice(1, 3)], samples, "cpu")
+        exchange_for_stack(average, [slice(0, 1), slice(1, 3)], samples, "cpu")
 
 
 def test_an_exchange_of_ones_own_is_left_to_the_caller():
-    assert together(lambda states, _: states, [slice(0, 2)], torch.ones(2), "cpu") is None
+    assert exchange_for_stack(lambda states, _: states, [slice(0, 2)], torch.ones(2), "cpu") is None
 
 
-@pytest.mark.parametrize("exchange", [average, pass_on])
+@pytest.mark.parametrize("exchange", [average, pass_to_next])
 def test_groups_are_exchanged_without_waiting(exchange):
     with Pretending():
-        exchanged = together(exchange, GROUPS["unequal"], torch.arange(1, 10), DEVICE)
+        exchanged = exchange_for_stack(exchange, GROUPS["unequal"], torch.arange(1, 10), DEVICE)
         states = torch.randn(9, 17).to(DEVICE)
-        Away.waits.clear()
+        DeviceTensor.waits.clear()
         assert exchanged is not None
         exchanged(states)
-        assert not Away.waits
+        assert not DeviceTensor.waits

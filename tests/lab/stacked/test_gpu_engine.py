@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedvitals import lab
-from fedvitals.lab.stacked import cuda as stacked_cuda
+from fedvitals.lab.stacked import cuda_round as stacked_cuda
 from support.gpu_data import images
 
 pytestmark = pytest.mark.gpu

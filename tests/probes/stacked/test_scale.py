@@ -35,16 +35,16 @@ STACKABLE = [
 SEEDS = [3, 14, 15]
 
 
-def stack_of(modules, **given):
+def stack_of(modules, **settings):
     states = torch.stack([torch.cat([p.detach().flatten() for p in m.parameters()]) for m in modules])
     nodes = [f"c{i}" for i in range(len(modules))]
-    return StackModel(Stack(nodes, [None] * len(nodes), modules[0], states, lambda count: (count, count), **given))
+    return StackModel(Stack(nodes, [None] * len(nodes), modules[0], states, lambda count: (count, count), **settings))
 
 
-def dense(clients=3, classes=4, **given):
+def dense(clients=3, classes=4, **settings):
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, classes)) for _ in range(clients)]
-    return stack_of(layers, **given), torch.randn(clients, 5, 6)
+    return stack_of(layers, **settings), torch.randn(clients, 5, 6)
 
 
 def by_hand(states, x):

@@ -51,7 +51,7 @@ def test_a_webhook_speaks_slack_and_discord():
 
 
 @pytest.mark.parametrize(
-    ("word", "wanted", "said"),
+    ("word", "wanted", "message"),
     [
         (500, "later", "answered 500: invalid_payload"),
         (429, "later", "429"),
@@ -66,15 +66,15 @@ def test_a_webhook_speaks_slack_and_discord():
         ("drip", "doubt", "gave no answer within 0.3 s"),
     ],
 )
-def test_what_a_web_server_may_do(word, wanted, said):
+def test_what_a_web_server_may_do(word, wanted, message):
     """Each way of not taking a message is told apart, and what it says back is fit for a terminal."""
     with running(HttpServer(word)) as server:
         got, words = outcome(Webhook(server.url, seconds=0.3))
     assert got == wanted
-    assert said in words
+    assert message in words
     assert "\x1b" not in words
     assert "s3cret" not in words
-    assert len(server.requests) == (4 if word[0] == 308 else 1) if isinstance(word, tuple) else 1
+    assert len(server.requests) == (4 if isinstance(word, tuple) and word[0] == 308 else 1)
 
 
 def test_a_webhook_follows_its_own_host_only():
@@ -238,7 +238,7 @@ def test_a_command_gets_json_and_no_shell(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "wanted", "said"),
+    ("command", "wanted", "message"),
     [
         ((sys.executable, "-c", "import sys; sys.exit('broken \\x1b[1m')"), "later", "ended with 1: broken ?[1m"),
         (("/nowhere/at-all",), "later", "cannot be started"),
@@ -247,11 +247,11 @@ def test_a_command_gets_json_and_no_shell(tmp_path):
         (("/bin/sh", "-c", "exec <&-; exit 3"), "later", "ended with 3"),
     ],
 )
-def test_what_a_command_may_do(command, wanted, said):
+def test_what_a_command_may_do(command, wanted, message):
     """Its exit code decides; one that does not end is ended, with all that it started."""
     many = Message(tuple(alert(n, message="a" * 400) for n in range(300)))  # more than a pipe holds
     got, words = outcome(Command(command, seconds=0.5), many)
-    assert (got, said in words) == (wanted, True), words
+    assert (got, message in words) == (wanted, True), words
 
 
 def test_a_command_is_a_list():

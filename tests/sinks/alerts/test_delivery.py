@@ -17,7 +17,7 @@ from fedvitals.diagnosis.issues.table import ISSUES
 from fedvitals.records import Finding, Metric, Where
 from fedvitals.sinks.alerts import delivery as alert_delivery
 from fedvitals.sinks.alerts import outbox as alert_outbox
-from fedvitals.sinks.alerts.delivery import Courier
+from fedvitals.sinks.alerts.delivery import ChannelDelivery
 from fedvitals.sinks.alerts.outbox import Outbox, path_in
 from fedvitals.sinks.alerts.sink import Alerts, File, Webhook
 from support.alert_servers import HttpServer, alert, running, unused_port
@@ -42,22 +42,22 @@ def states(folder):
     return dict(ask(folder, "SELECT state, COUNT(*) FROM delivery GROUP BY state"))
 
 
-def ended(courier, timeout=5.0):
-    courier.stop(timeout)
-    courier.join()
+def ended(delivery, timeout=5.0):
+    delivery.stop(timeout)
+    delivery.join()
 
 
 def test_many_at_once_are_one_message(tmp_path):
     """The alerts of a moment travel together; alerts of another run do not."""
     with running(HttpServer()) as server:
-        courier = Courier(Webhook(server.url), tmp_path)
+        delivery = ChannelDelivery(Webhook(server.url), tmp_path)
         for number in range(5):
-            courier.put(alert(number))
-        courier.put(alert(9, run="r2"))
-        assert courier.flush()
-        ended(courier)
+            delivery.put(alert(number))
+        delivery.put(alert(9, run="r2"))
+        assert delivery.flush()
+        ended(delivery)
         assert [len(body["fedvitals"]["alerts"]) for body in server.bodies] == [5, 1]
-        single = Courier(Webhook(server.url, name="single"), tmp_path, group=False)
+        single = ChannelDelivery(Webhook(server.url, name="single"), tmp_path, group=False)
         for number in range(3):
             single.put(alert(number))
         ended(single)
@@ -67,13 +67,13 @@ def test_many_at_once_are_one_message(tmp_path):
 def test_an_outage_is_waited_out(tmp_path, caplog):
     """500, 503, then 200: one message taken, nothing lost, one line in the log for each cause."""
     with running(HttpServer(500, 503, 500, 200)) as server:
-        courier = Courier(Webhook(server.url), tmp_path)
-        courier.put(alert())
-        wait_until(lambda: courier.sent == 1)
-        ended(courier)
+        delivery = ChannelDelivery(Webhook(server.url), tmp_path)
+        delivery.put(alert())
+        wait_until(lambda: delivery.sent == 1)
+        ended(delivery)
     assert len(server.requests) == 4
     assert len({headers["Idempotency-Key"] for _, headers, _ in server.requests}) == 1
-    assert courier.lost == {}
+    assert delivery.lost == {}
     assert states(tmp_path) == {"sent": 1}
     assert [record.message.count("answered") for record in caplog.records] == [1, 1]
 
@@ -82,34 +82,34 @@ def test_an_outage_is_waited_out(tmp_path, caplog):
 def test_what_may_have_arrived_is_not_repeated(tmp_path, word):
     """It is counted, told in the next message, and sent again only where the channel asks for that."""
     with running(HttpServer(word, 200)) as server:
-        courier = Courier(Webhook(server.url, seconds=0.2), tmp_path)
-        courier.put(alert(1))
-        wait_until(lambda: courier.lost == {"in doubt": 1})
-        courier.put(alert(2))
-        wait_until(lambda: courier.sent == 1)
-        ended(courier)
+        delivery = ChannelDelivery(Webhook(server.url, seconds=0.2), tmp_path)
+        delivery.put(alert(1))
+        wait_until(lambda: delivery.lost == {"in doubt": 1})
+        delivery.put(alert(2))
+        wait_until(lambda: delivery.sent == 1)
+        ended(delivery)
     first, second = (body["fedvitals"] for body in server.bodies)
     assert [one["round"] for one in second["alerts"]] == [2]
     assert (first["doubtful"], second["doubtful"]) == (0, 1)
     assert states(tmp_path) == {"doubt": 1, "sent": 1}
     with running(HttpServer(word, 200)) as server:
-        courier = Courier(Webhook(server.url, "again", again=True, seconds=0.2), tmp_path)
-        courier.put(alert(1))
+        delivery = ChannelDelivery(Webhook(server.url, "again", again=True, seconds=0.2), tmp_path)
+        delivery.put(alert(1))
         wait_until(lambda: server.requests)
-        courier.put(alert(2))
-        wait_until(lambda: courier.sent == 2)
-        ended(courier)
+        delivery.put(alert(2))
+        wait_until(lambda: delivery.sent == 2)
+        ended(delivery)
     keys = [headers["Idempotency-Key"] for _, headers, _ in server.requests]
-    assert (len(keys), len(set(keys)), courier.lost) == (3, 2, {})  # not mixed with what is new
+    assert (len(keys), len(set(keys)), delivery.lost) == (3, 2, {})  # not mixed with what is new
 
 
 def test_a_refusal_is_final(tmp_path):
     """404 does not get better by asking again."""
     with running(HttpServer(404)) as server:
-        courier = Courier(Webhook(server.url), tmp_path)
-        courier.put(alert())
-        wait_until(lambda: courier.lost == {"refused": 1})
-        ended(courier)
+        delivery = ChannelDelivery(Webhook(server.url), tmp_path)
+        delivery.put(alert())
+        wait_until(lambda: delivery.lost == {"refused": 1})
+        ended(delivery)
     assert len(server.requests) == 1
     assert states(tmp_path) == {"lost": 1}
 
@@ -131,19 +131,19 @@ def test_a_channel_that_hangs_delays_no_other(tmp_path):
 def test_what_waits_survives_the_process(tmp_path):
     """A server that is down keeps nobody; the next process delivers, once, and knows what was delivered before."""
     url = f"http://127.0.0.1:{unused_port()}/"
-    courier = Courier(Webhook(url, "hook", label="the same"), tmp_path)
-    courier.put(alert(1))
-    courier.put(alert(2))
-    ended(courier)
+    delivery = ChannelDelivery(Webhook(url, "hook", label="the same"), tmp_path)
+    delivery.put(alert(1))
+    delivery.put(alert(2))
+    ended(delivery)
     assert states(tmp_path) == {"waiting": 2}
     with running(HttpServer()) as server:
-        later = Courier(Webhook(server.url, "hook", label="the same"), tmp_path)
+        later = ChannelDelivery(Webhook(server.url, "hook", label="the same"), tmp_path)
         later.start()
         wait_until(lambda: later.sent == 2)
         later.put(alert(1))  # the same alert, made again
         later.put(alert(1, kind="resolved"))
         ended(later)
-        other = Courier(Webhook(server.url, "hook", label="another"), tmp_path)
+        other = ChannelDelivery(Webhook(server.url, "hook", label="another"), tmp_path)
         other.start()
         ended(other)
     assert [[one["kind"] for one in body["fedvitals"]["alerts"]] for body in server.bodies] == [
@@ -157,16 +157,16 @@ CHILD = """
     import sys, time
     sys.path[:0] = [{tests!r}]
     from support.alert_servers import alert
-    from fedvitals.telemetry import alert_delivery
-    from fedvitals.sinks.alerts.delivery import Courier
+    from fedvitals.sinks.alerts import delivery as alert_delivery
+    from fedvitals.sinks.alerts.delivery import ChannelDelivery
     from fedvitals.sinks.alerts.sink import Webhook
 
     alert_delivery.LINGER_SECONDS = 0.02
     alert_delivery.FIRST_DELAY = alert_delivery.LONGEST_DELAY = 60
-    courier = Courier(Webhook({url!r}, "hook", label="the same", seconds=30), {folder})
+    delivery = ChannelDelivery(Webhook({url!r}, "hook", label="the same", seconds=30), {folder})
     for number in range(3):
-        courier.put(alert(number))
-    courier.flush(5)
+        delivery.put(alert(number))
+    delivery.flush(5)
     print("there", flush=True)
     time.sleep(60)
 """
@@ -197,10 +197,10 @@ def test_kill_9_between_the_disk_and_the_server(tmp_path):
     ask(tmp_path, "UPDATE delivery SET due = 0")  # else the back-off of the dead is kept
     with running(HttpServer()) as server:
         for _ in range(2):
-            courier = Courier(Webhook(server.url, "hook", label="the same"), tmp_path)
-            courier.start()
-            courier.flush()
-            ended(courier)
+            delivery = ChannelDelivery(Webhook(server.url, "hook", label="the same"), tmp_path)
+            delivery.start()
+            delivery.flush()
+            ended(delivery)
     assert [len(body["fedvitals"]["alerts"]) for body in server.bodies] == [3]
     assert states(tmp_path) == {"sent": 3}
 
@@ -212,15 +212,15 @@ def test_kill_9_while_the_server_has_it(tmp_path, monkeypatch):
         killed_child(server.url, tmp_path, lambda: server.requests)
     assert states(tmp_path) == {"sending": 3}
     with running(HttpServer()) as server:
-        courier = Courier(Webhook(server.url, "hook", label="the same"), tmp_path)
-        courier.start()
-        courier.flush()
-        assert courier.lost == {}  # its sender might live, as long as the lease runs
+        delivery = ChannelDelivery(Webhook(server.url, "hook", label="the same"), tmp_path)
+        delivery.start()
+        delivery.flush()
+        assert delivery.lost == {}  # its sender might live, as long as the lease runs
         ask(tmp_path, "UPDATE delivery SET due = 0")
-        courier.put(alert(9))
-        wait_until(lambda: courier.sent == 1)
-        ended(courier)
-    assert courier.lost == {"in doubt": 3}
+        delivery.put(alert(9))
+        wait_until(lambda: delivery.sent == 1)
+        ended(delivery)
+    assert delivery.lost == {"in doubt": 3}
     (body,) = server.bodies
     assert [one["round"] for one in body["fedvitals"]["alerts"]] == [9]
     assert body["fedvitals"]["doubtful"] == 3
@@ -242,19 +242,19 @@ def test_nothing_grows_without_end(tmp_path, monkeypatch):
     """Neither the line in memory, nor what waits on disk, nor what is long done; each loss is counted by its cause."""
     monkeypatch.setattr(alert_outbox, "MOST_WAITING", 3)
     monkeypatch.setattr(alert_delivery, "QUEUE", 5)
-    courier = Courier(Webhook(f"http://127.0.0.1:{unused_port()}/"), tmp_path)
-    monkeypatch.setattr(courier, "start", lambda: None)
+    delivery = ChannelDelivery(Webhook(f"http://127.0.0.1:{unused_port()}/"), tmp_path)
+    monkeypatch.setattr(delivery, "start", lambda: None)
     for number in range(8):
-        courier.put(alert(number))
-    assert courier.lost == {"queue full": 3}
+        delivery.put(alert(number))
+    assert delivery.lost == {"queue full": 3}
     monkeypatch.undo()
     monkeypatch.setattr(alert_outbox, "MOST_WAITING", 3)
-    courier.start()
-    courier.flush()
-    ended(courier)
-    assert courier.lost == {"queue full": 3, "outbox full": 2}
+    delivery.start()
+    delivery.flush()
+    ended(delivery)
+    assert delivery.lost == {"queue full": 3, "outbox full": 2}
     monkeypatch.setattr(alert_outbox, "KEPT_SECONDS", -1.0)
-    box = Outbox(tmp_path, courier._channel.identity)
+    box = Outbox(tmp_path, delivery._channel.identity)
     assert box.expire(-1.0, again=False) == (3, 0)
     Outbox(tmp_path, "x").close()
     box.close()
@@ -266,15 +266,15 @@ def test_without_a_folder_it_still_delivers(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     with running(HttpServer()) as server:
         for folder in (None, tmp_path / "file" / "folder"):
-            courier = Courier(Webhook(server.url), folder)
-            courier.put(alert())
-            ended(courier)
+            delivery = ChannelDelivery(Webhook(server.url), folder)
+            delivery.put(alert())
+            ended(delivery)
     assert len(server.requests) == 2
     assert "would not survive a restart" in caplog.text
-    courier = Courier(Webhook(f"http://127.0.0.1:{unused_port()}/"), None)
-    courier.put(alert())
-    ended(courier)
-    assert courier.lost == {"not delivered by the end of the run": 1}
+    delivery = ChannelDelivery(Webhook(f"http://127.0.0.1:{unused_port()}/"), None)
+    delivery.put(alert())
+    ended(delivery)
+    assert delivery.lost == {"not delivered by the end of the run": 1}
 
 
 def test_a_broken_outbox_and_a_broken_channel(tmp_path, caplog):
@@ -289,13 +289,13 @@ def test_a_broken_outbox_and_a_broken_channel(tmp_path, caplog):
             raise ZeroDivisionError("oh")
 
     for channel in (File(tmp_path / "a.jsonl"), Odd(tmp_path / "b.jsonl", "odd")):
-        courier = Courier(channel, tmp_path)
-        courier.put(alert())
-        courier.flush()
-        ended(courier)
+        delivery = ChannelDelivery(channel, tmp_path)
+        delivery.put(alert())
+        delivery.flush()
+        ended(delivery)
     assert "cannot hold what waits" in caplog.text
     assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 1
-    assert (Odd.calls, courier.lost) == (1, {"in doubt": 1})
+    assert (Odd.calls, delivery.lost) == (1, {"in doubt": 1})
 
 
 def records(first, last, value=9.0):
@@ -313,7 +313,7 @@ def test_a_finding_that_several_rules_match_is_told_once_on_each_channel(tmp_pat
         "finding confidence >= 0.5",
     ]
 
-    def told(name):
+    def delivered(name):
         lines = (tmp_path / name).read_text().splitlines()
         return [(one["rule"], one["kind"], one["others"]) for one in map(json.loads, lines)]
 
@@ -325,13 +325,13 @@ def test_a_finding_that_several_rules_match_is_told_once_on_each_channel(tmp_pat
     first = alerts()
     first.write(list(records(0, 3)))
     first.close()
-    assert told("a") == [("finding severity >= critical", "firing", 2)]
-    assert told("b") == [("finding NAN_UPDATE", "firing", 0)]
+    assert delivered("a") == [("finding severity >= critical", "firing", 2)]
+    assert delivered("b") == [("finding NAN_UPDATE", "firing", 0)]
     second = alerts()
     second.write([*records(3, 5), *list(records(5, 20, 1.0))[1::3], *list(records(5, 20))[2::3]])
     second.close()
-    assert told("a")[1:] == [("finding severity >= critical", "resolved", 0)]
-    assert told("b")[1:] == [("finding NAN_UPDATE", "resolved", 0)]
+    assert delivered("a")[1:] == [("finding severity >= critical", "resolved", 0)]
+    assert delivered("b")[1:] == [("finding NAN_UPDATE", "resolved", 0)]
 
 
 def test_a_finding_that_gets_worse_is_told_again(tmp_path):
@@ -362,7 +362,7 @@ def test_a_run_that_is_continued_says_nothing_twice(tmp_path):
     log = tmp_path / "a.jsonl"
     rules = ["finding", {"when": "update.norm > 5", "resolved": False}]
 
-    def told():
+    def delivered():
         return [(one["rule"], one["kind"], one["onset"]) for one in map(json.loads, log.read_text().splitlines())]
 
     def alerts():
@@ -374,15 +374,15 @@ def test_a_run_that_is_continued_says_nothing_twice(tmp_path):
     first.write(list(records(0, 3)))
     first.close()
     wanted = [("finding", "firing", 0), ("update.norm > 5", "firing", 0)]
-    assert sorted(told()) == wanted
+    assert sorted(delivered()) == wanted
     second = alerts()
     second.write([*records(3, 5), *list(records(5, 20, 1.0))[1::3], *list(records(5, 20))[2::3]])
     second.close()
-    assert told()[2:] == [("finding", "resolved", 0)]
+    assert delivered()[2:] == [("finding", "resolved", 0)]
     third = alerts()
     third.write(list(records(20, 21)))
     third.close()
-    assert sorted(told()[3:]) == [("finding", "firing", 20), ("update.norm > 5", "firing", 20)]
+    assert sorted(delivered()[3:]) == [("finding", "firing", 20), ("update.norm > 5", "firing", 20)]
 
 
 def test_nothing_is_made_before_there_is_an_alert(tmp_path):

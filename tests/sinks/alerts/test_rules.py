@@ -9,8 +9,8 @@ from fedvitals.catalog import CATALOG
 from fedvitals.diagnosis import cases
 from fedvitals.diagnosis.issues import issue
 from fedvitals.errors import ConfigError
-from fedvitals.sinks.alerts import watch
-from fedvitals.sinks.alerts.rules import SEVERITIES, UNITS, Condition, Found, Gap, parse, rule, unknown_names
+from fedvitals.sinks.alerts import evaluation
+from fedvitals.sinks.alerts.rules import SEVERITIES, UNITS, Condition, FindingCondition, Gap, parse, rule, unknown_names
 
 
 @pytest.mark.parametrize(
@@ -29,10 +29,10 @@ from fedvitals.sinks.alerts.rules import SEVERITIES, UNITS, Condition, Found, Ga
         ("update.norm > 4 * cohort median", Condition("update.norm", ">", 4, "", "cohort")),
         ("update.cosine_mean < -0.5", Condition("update.cosine_mean", "<", -0.5)),
         ("user.my-score < 1e-3 for 1 round", Condition("user.my-score", "<", 1e-3)),
-        ("finding", Found()),
-        ("finding NAN_UPDATE", Found("NAN_UPDATE")),
-        ("finding in system severity >= warning", Found(None, "system", "warning")),
-        ("finding confidence >= 0.9 for 2 rounds", Found(confidence=0.9, rounds=2)),
+        ("finding", FindingCondition()),
+        ("finding NAN_UPDATE", FindingCondition("NAN_UPDATE")),
+        ("finding in system severity >= warning", FindingCondition(None, "system", "warning")),
+        ("finding confidence >= 0.9 for 2 rounds", FindingCondition(confidence=0.9, rounds=2)),
     ],
 )
 def test_what_people_write(text, wanted):
@@ -48,7 +48,7 @@ def test_limits_are_in_the_metrics_own_unit():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("update.nrom > 5", "Did you mean 'update.norm'"),
         ("my_score > 5", "'user.my_score'"),
@@ -78,11 +78,11 @@ def test_limits_are_in_the_metrics_own_unit():
         ("loss > 5 " * 50, "at most 200 characters"),
     ],
 )
-def test_what_is_wrong_is_refused_with_what_was_meant(text, said):
+def test_what_is_wrong_is_refused_with_what_was_meant(text, message):
     """Nothing is guessed; the error tells what of the text is wrong."""
     with pytest.raises(ConfigError) as error:
         parse(text)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_settings_of_a_rule():
@@ -105,7 +105,7 @@ def test_settings_of_a_rule():
 
 def test_words_are_those_of_the_diagnosis():
     """Siblings may not import each other: what is written twice must stay the same."""
-    assert watch.QUIET == cases.QUIET
+    assert evaluation.QUIET == cases.QUIET_ROUNDS
     assert set(SEVERITIES) == set(issue.SEVERITIES)
     said = unknown_names(
         [rule("finding NAN_UPDTE"), rule("finding in clients"), rule("loss > 1")], {"NAN_UPDATE": "client"}
@@ -139,7 +139,7 @@ relatives = st.builds(
     rounds=rounds,
 )  # fmt: skip
 findings = st.builds(
-    Found,
+    FindingCondition,
     st.none() | st.from_regex(r"[A-Z][A-Z0-9_]{0,30}", fullmatch=True),
     st.none() | st.from_regex(r"[a-z][a-z_]{0,20}", fullmatch=True),
     st.none() | st.sampled_from(SEVERITIES),

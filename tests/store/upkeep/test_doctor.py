@@ -48,7 +48,7 @@ def change(path, *statements):
 def killed(path):
     """Leaves a lock, a log and a run without an end."""
     code = (
-        "import os, sys\nfrom fedvitals.store import open_store\nfrom store_contract import RUN, metric\n"
+        "import os, sys\nfrom fedvitals.store import open_store\nfrom support.store_contract import RUN, metric\n"
         "open_store(sys.argv[1]).write([RUN, metric(2, 'c2', 1.0, at=150.0, sequence=2)])\nos.kill(os.getpid(), 9)\n"
     )
     assert subprocess.run([sys.executable, "-c", code, path], cwd=TESTS, check=False).returncode == -signal.SIGKILL
@@ -156,7 +156,7 @@ def test_what_was_spilled_is_taken_back(path, capsys):
 
 def test_a_store_that_is_being_written_is_examined_but_not_mended(path):
     code = (
-        "import sys\nfrom fedvitals.store import open_store\nfrom store_contract import RUN\n"
+        "import sys\nfrom fedvitals.store import open_store\nfrom support.store_contract import RUN\n"
         "store = open_store(sys.argv[1])\nstore.write([RUN])\nprint(flush=True)\nsys.stdin.read()\n"
     )
     writer = subprocess.Popen(

@@ -111,7 +111,7 @@ def sealed(reply: Message) -> Message:
     return reply
 
 
-def told(content: RecordDict) -> tuple[list[str], bytes]:
+def keys_and_bytes(content: RecordDict) -> tuple[list[str], bytes]:
     """All that a message holds: its keys in their order, and its bytes."""
     return [*content], recorddict_to_proto(content).SerializeToString(deterministic=True)
 

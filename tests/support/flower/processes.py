@@ -94,7 +94,7 @@ class Process:
     def says(self, pattern: str, seconds: float = START) -> str:
         """The first match of the pattern in the log (its first group), waited for."""
 
-        def found() -> re.Match[str] | None:
+        def match_in_log() -> re.Match[str] | None:
             match = re.search(pattern, self.log())
             if not match and not self.alive and NOT_REGISTERED in self.log() and self._retries:
                 self._retries -= (
@@ -106,7 +106,7 @@ class Process:
             return match
 
         try:
-            return until(found, seconds, repr(pattern)).group(1)
+            return until(match_in_log, seconds, repr(pattern)).group(1)
         except AssertionError as wrong:
             raise AssertionError(f"{wrong}\n{self.log()[-3000:]}") from None
 

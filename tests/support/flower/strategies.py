@@ -2,7 +2,7 @@
 """Strategies that write down what they are handed."""
 
 from support.flower.federation import (
-    told,
+    keys_and_bytes,
 )
 
 
@@ -18,7 +18,7 @@ def recording(kind):
 
         def _seen(self, replies):
             replies = [*replies]
-            own = [(r.metadata.src_node_id, r.metadata.message_type, told(r.content)) for r in replies]
+            own = [(r.metadata.src_node_id, r.metadata.message_type, keys_and_bytes(r.content)) for r in replies]
             self.__dict__.setdefault("seen", []).append(own)
             return replies
 

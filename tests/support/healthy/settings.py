@@ -34,8 +34,8 @@ def judged(setting: Setting, seed: int = 0, **options: Any) -> list[Case]:
     return cases(examine(store.history(monitor.run.id)))
 
 
-def troubles(found: list[Case]) -> list[str]:
-    return [f"{case.severity} {case.issue} {case.place}" for case in found if is_trouble(case)]
+def troubles(cases: list[Case]) -> list[str]:
+    return [f"{case.severity} {case.issue} {case.place}" for case in cases if is_trouble(case)]
 
 
 # -- compression in the lab -------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def watched(*faults: Any, **settings: Any) -> History:
     return store.history(run)
 
 
-def said(history: History, detectors: Sequence[Detector]) -> list[Finding]:
+def findings_by(history: History, detectors: Sequence[Detector]) -> list[Finding]:
     return examine(history, detectors=detectors)
 
 

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from fedvitals.lab.description import kind_of
-from fedvitals.lab.engines.work import Update
+from fedvitals.lab.engines.tasks import Update
 from fedvitals.lab.faults import table as ill
-from fedvitals.lab.faults.fault import Setting
+from fedvitals.lab.faults.fault import RunFault
 from fedvitals.lab.local import Local
 from fedvitals.lab.network.virtual_clock import Journey
-from fedvitals.lab.state import Layout
+from fedvitals.lab.state import StateLayout
 
 NODES = tuple(f"c{index}" for index in range(6))
 CLASSES, STEPS = 5, 3
@@ -24,7 +24,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, CLASSES))
 
 
-LAYOUT = Layout.of(model())
+LAYOUT = StateLayout.of(model())
 
 
 class Past:
@@ -68,9 +68,9 @@ KINDS = {kind_of(kind.__name__): kind for kind in ill.FAULTS}
 MORE = {"memory_hog": {"fatal": True, "megabytes": 1}}  # settings with which it shows in `outcome`
 
 
-def made(kind, **settings):
+def fault_of(kind, **settings):
     cls = KINDS[kind]
-    own = {} if issubclass(cls, Setting) or kind.startswith("server") else {"nodes": ["c1"]}
+    own = {} if issubclass(cls, RunFault) or kind.startswith("server") else {"nodes": ["c1"]}
     return cls(**own, **MORE.get(kind, {}), **settings)
 
 
@@ -104,7 +104,7 @@ def outcome(faults, number: int, node: str, seed: int = 7) -> dict:
     found = {"x": x, "y": y, "local": ill.apply_local(faults, number, node, Local(iterations=STEPS))}
     state = LAYOUT.flat(model())
     ill.apply_state(faults, number, node, LAYOUT.views(state), seed)
-    spoil = ill.gradient_spoiler(faults, number, node, seed)
+    spoil = ill.gradient_fault(faults, number, node, seed)
     gradients = torch.ones(STEPS, LAYOUT.weights)
     for step in range(STEPS if spoil else 0):
         spoil(LAYOUT.views(gradients[step]), step)
@@ -113,14 +113,14 @@ def outcome(faults, number: int, node: str, seed: int = 7) -> dict:
     sent = updates(past)
     for update in sent:
         ill.apply_update(faults, number, update, past, seed)
-    if ill.colludes(faults, number):
+    if ill.any_collusion(faults, number):
         ill.apply_collusion(faults, number, sent, past, seed)
     mine = next(update for update in sent if update.node == node)
     found |= {"sent": mine.state, "samples": mine.samples, "start": mine.start}
     journey = Journey(node, began=5.0, download=1.0, compute=2.0, upload=3.0)
     found["journey"] = ill.apply_journey(faults, number, journey, seed)
     after = ill.apply_server(faults, number, past.models[-2], past.models[-1], LAYOUT.weights)
-    found |= {"server": after, "silenced": ill.silenced(faults, number, node)}
+    found |= {"server": after, "silenced": ill.telemetry_is_lost(faults, number, node)}
     initial = LAYOUT.flat(model())
     ill.apply_initial(faults, LAYOUT.views(initial), seed)
     found |= {"initial": initial, "experiment": ill.apply_experiment(Settings(tuple(faults)))}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fedvitals.cli.lab.progress import Alarms, Ended, Progress, remember
+from fedvitals.cli.lab.progress import Alarms, EndedRun, Progress, remember
 from fedvitals.cli.options import json_option, print_json, store_option
 from fedvitals.errors import ConfigError, MissingExtraError
 
@@ -76,12 +76,12 @@ def command(
         from fedvitals.lab import toml
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "lab", "The lab") from error
-    given = dict(_pair(change) for change in changes)
+    pairs = dict(_pair(change) for change in changes)
     try:
         text = Path(experiment).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{experiment} is no TOML: it is not UTF-8 text ({error}).") from error
-    settings = {name: toml.value_of(value) for name, value in given.items()}
+    settings = {name: toml.parse_value(value) for name, value in pairs.items()}
     wanted = lab.read(text, settings if named is None else {**settings, "name": named})
     if wanted.name == "experiment":
         import msgspec
@@ -92,7 +92,7 @@ def command(
     if plan:
         _plan(wanted, how["data"])
         return
-    results = [_one(wanted, repeat, store or "runs.db", plain=as_json, **how) for repeat in range(wanted.repeats)]
+    results = [_run_once(wanted, repeat, store or "runs.db", plain=as_json, **how) for repeat in range(wanted.repeats)]
     if as_json:
         print_json("lab", results[0] if len(results) == 1 else results)
 
@@ -118,13 +118,13 @@ def _download(experiment: Experiment, folder: str | None) -> None:
 def _plan(experiment: Experiment, folder: str | None) -> None:
     """What would be run, and a picture of who holds what."""
     from fedvitals import lab
-    from fedvitals.lab.data.partition_picture import picture
+    from fedvitals.lab.data.partition_picture import partition_heat_map
 
     click.echo(experiment.to_toml() or "# all as by default")
     site = lab.Site.of(experiment, folder)
     weights, samples = site.layout.weights, len(site.dataset.y)
     click.echo(f"{site.dataset.name}: {samples} samples over {experiment.clients} clients; {weights} weights\n")
-    click.echo(picture([*site.shards.values()], site.dataset))
+    click.echo(partition_heat_map([*site.shards.values()], site.dataset))
 
 
 def _pair(change: str) -> tuple[str, str]:
@@ -134,7 +134,7 @@ def _pair(change: str) -> tuple[str, str]:
     return name.strip(), value.strip()
 
 
-def _one(
+def _run_once(
     wanted: Experiment, repeat: int, store: str, *, plain: bool, resume: bool, unwatched: bool, **how: Any
 ) -> dict[str, Any]:
     """One repeat, from its beginning or from where it stopped."""
@@ -155,7 +155,7 @@ def _one(
         raise
     finally:
         _tidy(folder, over=view.done == experiment.rounds)
-    said = {
+    summary = {
         "run": ended.run,
         "experiment": experiment.name,
         "seed": experiment.seed,
@@ -167,11 +167,11 @@ def _one(
         "alarms": alarms.count,
     }
     if not plain:
-        _closing(said, store, alarms)
-    return said
+        _closing(summary, store, alarms)
+    return summary
 
 
-def _trainer(how: dict[str, Any], *, unwatched: bool, resume: bool) -> Callable[..., Ended]:
+def _trainer(how: dict[str, Any], *, unwatched: bool, resume: bool) -> Callable[..., EndedRun]:
     """Who runs an experiment: this process, or Flower. What does not go together is refused here."""
     if how["engine"] != "flower":
         for option in ("superlink", "timeout"):
@@ -197,7 +197,7 @@ def _here(
     tape: bool | None,
     tape_budget: str,
     **how: Any,
-) -> Ended:
+) -> EndedRun:
     """In this process and its workers."""
     from fedvitals import lab
     from fedvitals.hosts.lab_monitor import monitor_of
@@ -221,7 +221,7 @@ def _here(
             monitor.close()
     assert result is not None  # noqa: S101 - an experiment has at least one round
     identity = None if monitor is None else monitor.run.id
-    return Ended(identity, len(result.rounds), result.rounds[-1].metrics, result.engine)
+    return EndedRun(identity, len(result.rounds), result.rounds[-1].metrics, result.engine)
 
 
 def _tape(wanted: bool | None, budget: str) -> TapeRecorder | None:
@@ -257,8 +257,8 @@ def _place(folder: Path, *, resume: bool) -> tuple[Path, str | None]:
             f"There is nothing to resume: no unfinished run of this experiment in {folder.parent}. "
             "Give the same file, --set, --run and --store as for the run that was interrupted."
         )
-    found = json.loads((saved[-1].parent / "run.json").read_text(encoding="utf-8")).get("run")
-    return saved[-1].parent, found if isinstance(found, str) else None
+    run_id = json.loads((saved[-1].parent / "run.json").read_text(encoding="utf-8")).get("run")
+    return saved[-1].parent, run_id if isinstance(run_id, str) else None
 
 
 def _tidy(folder: Path, *, over: bool) -> None:
@@ -273,18 +273,19 @@ def _tidy(folder: Path, *, over: bool) -> None:
             parent.rmdir()
 
 
-def _closing(said: dict[str, Any], store: str, alarms: Alarms) -> None:
-    metrics = said["metrics"]
+def _closing(summary: dict[str, Any], store: str, alarms: Alarms) -> None:
+    metrics = summary["metrics"]
     accuracy = f"accuracy {metrics['accuracy']:.1%}, " if "accuracy" in metrics else ""
     click.echo(
-        f"{said['experiment']}: {said['rounds']} rounds, {accuracy}{said['seconds']:.0f} s, engine {said['engine']}"
+        f"{summary['experiment']}: {summary['rounds']} rounds, {accuracy}{summary['seconds']:.0f} s, "
+        f"engine {summary['engine']}"
     )
     if not math.isfinite(metrics.get("loss", 0.0)):
         click.echo("The global model's loss is not a finite number: the accuracy above means nothing.")
     if alarms.count:
         click.echo(f"{alarms.count} warnings and errors; the first: {alarms.first}")
-    if said["run"] is not None:
-        run, option = said["run"], "" if store == "runs.db" else f" --store {shlex.quote(store)}"
+    if summary["run"] is not None:
+        run, option = summary["run"], "" if store == "runs.db" else f" --store {shlex.quote(store)}"
         click.echo(f"What was found:  fedvitals findings {run}{option}")
         click.echo(f"Look at it:      fedvitals ui {run}{option}")
         click.echo(f"Health card:     fedvitals show {run}{option}")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedvitals.cli.lab.progress import Alarms, Ended, Progress, remember
+from fedvitals.cli.lab.progress import Alarms, EndedRun, Progress, remember
 from fedvitals.errors import ConfigError, FedvitalsError, MissingExtraError, StoreError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def check(
     timeout: float | None,
     **_: Any,
 ) -> None:
-    """What the engine cannot do is told before anything is started."""
+    """Raise ConfigError for what the engine cannot do, before anything is started."""
     try:
         from fedvitals.hosts.flower.lab.launch import check_installed
     except ModuleNotFoundError as error:
@@ -73,10 +73,10 @@ def train(
     tape: bool | None,
     tape_budget: str,
     **_: Any,
-) -> Ended:
-    """The whole run, in other processes; its progress comes through Flower's log, its result through the store."""
+) -> EndedRun:
+    """Run the experiment in other processes; progress comes through Flower's log, the result through the store."""
     from fedvitals.hosts.flower.lab import launch
-    from fedvitals.lab.data.sources import places
+    from fedvitals.lab.data.sources import search_folders
     from fedvitals.store import store_target
 
     where, began = store_target(store), time.time()
@@ -95,12 +95,12 @@ def train(
         remember(folder, run, experiment)
         settings |= {"checkpoint": str(folder.absolute()), "resume": resume}
         own = {} if isinstance(where, Path) else {"FEDVITALS_STORE": where}
-        own |= {"FEDVITALS_DATA": str(places()[0].absolute())}  # processes of Flower have a folder of their own
+        own |= {"FEDVITALS_DATA": str(search_folders()[0].absolute())}  # processes of Flower have a folder of their own
         view.say(f"Starting Flower on Ray with {nodes} {'nodes' if nodes > 1 else 'node'}, which takes a while.")
         launch.simulate(settings, nodes, heard, own)
     else:
         launch.submit(settings, superlink, heard)
-    ended = _found(store, run, alarms, began)
+    ended = _ended_run(store, run, alarms, began)
     if ended is None or ended.rounds < experiment.rounds:
         raise _failure(store, run, experiment.rounds, view.done, log)
     view.done = ended.rounds
@@ -110,9 +110,9 @@ def train(
 def _check_here(experiment: Experiment, data: str | None) -> None:
     """What the server would refuse, told at once; elsewhere its data need not be here."""
     from fedvitals.hosts.flower.lab.engine import described
-    from fedvitals.lab.run import prepared
+    from fedvitals.lab.run import prepare_site
 
-    described(prepared(experiment, data).experiment)
+    described(prepare_site(experiment, data).experiment)
 
 
 def _hearing(view: Progress, log: deque[str]) -> Callable[[str], None]:
@@ -125,19 +125,19 @@ def _hearing(view: Progress, log: deque[str]) -> Callable[[str], None]:
             log.append(COLOURS.sub("", line).rstrip())
             return
         try:
-            told = json.loads(text)
+            message = json.loads(text)
         except ValueError:
             view.say(text.strip())
             return
-        if isinstance(told, dict) and "error" in told:
-            raise ConfigError(str(told["error"]))
-        if isinstance(told, dict) and {"round", "seconds", "metrics"} <= told.keys():
-            view.show(Round(int(told["round"]), float(told["seconds"]), dict(told["metrics"])))
+        if isinstance(message, dict) and "error" in message:
+            raise ConfigError(str(message["error"]))
+        if isinstance(message, dict) and {"round", "seconds", "metrics"} <= message.keys():
+            view.show(Round(int(message["round"]), float(message["seconds"]), dict(message["metrics"])))
 
     return hear
 
 
-def _found(store: str, run: str, alarms: Alarms, since: float) -> Ended | None:
+def _ended_run(store: str, run: str, alarms: Alarms, since: float) -> EndedRun | None:
     """How it ended, by the store; None where the run is not in it."""
     from fedvitals.store import open_reader
 
@@ -149,7 +149,7 @@ def _found(store: str, run: str, alarms: Alarms, since: float) -> Ended | None:
     except StoreError:
         return None
     metrics = {name: values[-1] for name, (at, values) in series.items() if at and at[-1] == rounds[-1]}
-    return Ended(run, len(rounds), metrics, "flower") if rounds else None
+    return EndedRun(run, len(rounds), metrics, "flower") if rounds else None
 
 
 def _failure(store: str, run: str, wanted: int, heard: int, log: deque[str]) -> FedvitalsError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person sees while a lab runs, and what is left to say when it is over; the same wherever it trains."""
+"""What is printed while a lab runs and when it ends; the same for every engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedRun:
     """How an experiment ended."""
 
     run: str | None
@@ -28,7 +28,7 @@ class Ended:
 
 
 class Alarms:
-    """A sink that counts what a person should be told of."""
+    """A sink that counts the warnings and errors a person should see."""
 
     def __init__(self) -> None:
         self.count, self.first = 0, ""
@@ -70,7 +70,7 @@ class Progress:
             self._bar.update(self._task, completed=self.done, accuracy=accuracy)
 
     def say(self, text: str) -> None:
-        """A word beside the rounds, such as what is waited for."""
+        """Print a remark beside the rounds, such as what is waited for."""
         if self._bar is None:
             click.echo(text, err=True)
         else:
@@ -86,7 +86,7 @@ def _bar() -> Any:
 
 
 def remember(folder: Path, run: str | None, experiment: Experiment) -> None:
-    """Which run it is whose state is kept there, for whoever goes on with it."""
+    """Write down which run the kept state belongs to, so that `--resume` finds it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "experiment.toml").write_text(experiment.to_toml(), encoding="utf-8")
     (folder / "run.json").write_text(json.dumps({"run": run}), encoding="utf-8")

@@ -132,8 +132,8 @@ def _head(console: Any, profile: Profile) -> None:
     if ours > OURS:
         console.print(f"{percent(ours)} of the critical path is measuring by fedvitals, part of computing here.")
     if profile.worked is not None:
-        told = "the rest went by in queues, starting processes and waiting for answers"
-        console.print(f"In {percent(profile.worked)} of a round somebody worked; {told}.")
+        explanation = "the rest went by in queues, starting processes and waiting for answers"
+        console.print(f"In {percent(profile.worked)} of a round somebody worked; {explanation}.")
     _still_open(console, profile)
     console.print()
 
@@ -164,8 +164,8 @@ def _bars(console: Any, profile: Profile) -> None:
     console.print("  [dim]rounds: along the critical path; clients: all of their time, waiting included[/dim]")
     waited = sum(profile.waited_for.values())
     if waited > UNEXPLAINED * sum(profile.client_parts.values()):
-        told = [f"{shown(node)} {percent(s / waited)}" for node, s in [*profile.waited_for.items()][:3]]
-        console.print(f"  [dim]clients waited {seconds(waited)} in all, for {', '.join(told)}[/dim]")
+        shares = [f"{shown(node)} {percent(s / waited)}" for node, s in [*profile.waited_for.items()][:3]]
+        console.print(f"  [dim]clients waited {seconds(waited)} in all, for {', '.join(shares)}[/dim]")
     if profile.unaccounted is not None and profile.unaccounted > UNEXPLAINED:
         share = percent(profile.unaccounted)
         console.print(
@@ -184,10 +184,10 @@ def _rounds(console: Any, profile: Profile) -> None:
     verdict = profile.verdict
     if verdict is None or len(verdict.by_round) < 2:
         return
-    lasted = [one.seconds for one in verdict.by_round]
-    kinds = [one.kind for one in verdict.by_round]
+    lasted = [round_verdict.seconds for round_verdict in verdict.by_round]
+    kinds = [round_verdict.kind for round_verdict in verdict.by_round]
     above, below = strip(lasted, kinds, console.width - 12)
-    shortest, longest = (pick(verdict.by_round, key=lambda one: one.seconds) for pick in (min, max))
+    shortest, longest = (pick(verdict.by_round, key=lambda round_verdict: round_verdict.seconds) for pick in (min, max))
     numbers = f"{verdict.by_round[0].round} to {verdict.by_round[-1].round}"
     ends = f"{seconds(shortest.seconds)} (round {shortest.round}) to {seconds(longest.seconds)} (round {longest.round})"
     if seconds(shortest.seconds) == seconds(longest.seconds):
@@ -219,23 +219,25 @@ def _waterfall(console: Any, profile: Profile, most: int | None) -> None:
     nodes = sorted(time.nodes.values(), key=_order)
     on_path = {link.node for link in path.links}
     kept = nodes if most is None else _kept(nodes, on_path, most)
-    names = max(4, min(14, max((len(one.node) for one in kept), default=0)))  # 4: «path»
-    lasting = max(len(seconds(one)) for one in (time.seconds, *(one.busy for one in kept)))
+    names = max(4, min(14, max((len(node_time.node) for node_time in kept), default=0)))  # 4: «path»
+    lasting = max(len(seconds(duration)) for duration in (time.seconds, *(node_time.busy for node_time in kept)))
     width = max(10, console.width - names - 5 - lasting)
     chain = [piece for link in path.links for piece in _pieces(link)]
     line = Text.assemble(f"  {'path':{names}} ", along(chain, time.began, time.seconds, width))
     console.print(Text.assemble(line, f"  {seconds(time.seconds)}"), no_wrap=True)
-    for one in kept:
-        intervals = [(i.part, i.began, i.seconds) for i in one.intervals]
+    for node_time in kept:
+        intervals = [(i.part, i.began, i.seconds) for i in node_time.intervals]
         bar = along(intervals, time.began, time.seconds, width)
-        mark = "▸" if one.node in on_path else " "
-        name = "".join(c if c.isprintable() else "?" for c in one.node)[:names]
-        console.print(Text.assemble((mark, "bold"), f" {name:{names}} ", bar, f"  {seconds(one.busy)}"), no_wrap=True)
+        mark = "▸" if node_time.node in on_path else " "
+        name = "".join(c if c.isprintable() else "?" for c in node_time.node)[:names]
+        console.print(
+            Text.assemble((mark, "bold"), f" {name:{names}} ", bar, f"  {seconds(node_time.busy)}"), no_wrap=True
+        )
     axis = f"0{seconds(time.seconds):>{width - 1}}"
     console.print(f"  {'':{names}} {axis}", style="dim", no_wrap=True)
     if len(kept) < len(nodes):
         console.print(f"  [dim]and {len(nodes) - len(kept)} more nodes: --all[/dim]")
-    folded = any(i.folded for one in kept for i in one.intervals)
+    folded = any(i.folded for node_time in kept for i in node_time.intervals)
     note = "; parts of one client are sums, laid out one after the other" if folded else ""
     console.print(f"  [dim]▸ on the critical path; at the right: seconds busy{note}[/dim]")
     _waited(console, profile.waits)
@@ -249,13 +251,13 @@ def _waited(console: Any, waits: Mapping[str, str]) -> None:
     by: dict[str, list[str]] = {}
     for node, whom in waits.items():
         by.setdefault(whom, []).append(node)
-    told = [
+    descriptions = [
         f"{shown(those[0]) if len(those) == 1 else f'{len(those)} nodes'} for {shown(whom)}"
         for whom, those in sorted(by.items(), key=lambda item: -len(item[1]))
     ]
-    if told:
-        more = f"; {len(told) - MOST_WAITS} more" if len(told) > MOST_WAITS else ""
-        console.print(f"  [dim]waits: {'; '.join(told[:MOST_WAITS])}{more}[/dim]")
+    if descriptions:
+        more = f"; {len(descriptions) - MOST_WAITS} more" if len(descriptions) > MOST_WAITS else ""
+        console.print(f"  [dim]waits: {'; '.join(descriptions[:MOST_WAITS])}{more}[/dim]")
 
 
 def _pieces(link: Link) -> list[tuple[str, float, float]]:
@@ -267,15 +269,17 @@ def _pieces(link: Link) -> list[tuple[str, float, float]]:
     return pieces or [(link.part, link.began, link.seconds)]
 
 
-def _order(one: NodeTime) -> tuple[int, float, str]:
-    return {"server": 0, "edge": 1}.get(one.kind, 2), -one.busy, one.node
+def _order(node_time: NodeTime) -> tuple[int, float, str]:
+    return {"server": 0, "edge": 1}.get(node_time.kind, 2), -node_time.busy, node_time.node
 
 
 def _kept(nodes: list[NodeTime], on_path: set[str], most: int) -> list[NodeTime]:
     """The server, whoever is on the path, then the longest; in their order."""
-    ranked = sorted(nodes, key=lambda one: (one.kind != "server", one.node not in on_path, -one.busy))[:most]
-    chosen = {one.node for one in ranked}
-    return [one for one in nodes if one.node in chosen]
+    ranked = sorted(
+        nodes, key=lambda node_time: (node_time.kind != "server", node_time.node not in on_path, -node_time.busy)
+    )[:most]
+    chosen = {node_time.node for node_time in ranked}
+    return [node_time for node_time in nodes if node_time.node in chosen]
 
 
 def _stragglers(console: Any, profile: Profile, rows: int | None) -> None:
@@ -286,26 +290,26 @@ def _stragglers(console: Any, profile: Profile, rows: int | None) -> None:
     if all(len(time.clients) < 2 for time in profile.times):
         return  # who is alone holds up nobody
     whole = sum(time.seconds for time in profile.times)
-    told = [one for one in profile.stragglers if rows is None or one.seconds_lost >= COSTLY * whole]
-    if not told:
+    costly = [straggler for straggler in profile.stragglers if rows is None or straggler.seconds_lost >= COSTLY * whole]
+    if not costly:
         return
     console.print("[bold]Stragglers[/bold], who determined rounds and cost time")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("", "rounds", "lost", "typical", "others", "by", "its seconds, over the rounds"):
         right = name in ("rounds", "lost", "typical", "others")
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
-    for one in told[:rows]:
+    for straggler in costly[:rows]:
         table.add_row(
-            shown(one.node),
-            f"{one.determined} of {one.rounds}",
-            seconds(one.seconds_lost),
-            seconds(one.typical),
-            seconds(one.peers),
-            one.part,
-            sparkline([turn.seconds for turn in one.history], 24),
+            shown(straggler.node),
+            f"{straggler.determined} of {straggler.rounds}",
+            seconds(straggler.seconds_lost),
+            seconds(straggler.typical),
+            seconds(straggler.peers),
+            straggler.part,
+            sparkline([turn.seconds for turn in straggler.history], 24),
         )
     console.print(table)
-    left = len(profile.stragglers) - len(told[:rows])
+    left = len(profile.stragglers) - len(costly[:rows])
     if left:
         console.print(f"[dim]and {left} more: --all[/dim]")
     console.print()
@@ -327,9 +331,9 @@ def _remedies(console: Any, profile: Profile, rows: int | None) -> None:
     table.add_column("a round", justify="right", no_wrap=True)
     table.add_column("gain", justify="right", no_wrap=True)
     table.add_column("what it costs", overflow="fold", style="dim")
-    for one in profile.remedies[:rows]:
-        gain = f"{'up to ' if one.at_most else ''}{percent(one.share)}"
-        table.add_row(shown(one.name), seconds(one.after), gain, shown(one.costs))
+    for remedy in profile.remedies[:rows]:
+        gain = f"{'up to ' if remedy.at_most else ''}{percent(remedy.share)}"
+        table.add_row(shown(remedy.name), seconds(remedy.after), gain, shown(remedy.costs))
     console.print(table)
     left = len(profile.remedies) - len(table.rows)
     if profile.run.host == "lab" and profile.clock == "virtual":
@@ -345,15 +349,15 @@ def _what_if(console: Any, profile: Profile, rows: int | None) -> None:
     better = sorted((row for row in profile.what_if if row.share >= LEAST), key=lambda row: row.after)
     if not better:
         return
-    told = better if rows is None else better[: rows + 2]
-    longest = max(row.before for row in told)
-    names = min(max(len(row.name) for row in told), console.width // 2)
+    listed = better if rows is None else better[: rows + 2]
+    longest = max(row.before for row in listed)
+    names = min(max(len(row.name) for row in listed), console.width // 2)
     width = max(10, console.width - names - 14)
     console.print("[bold]What if[/bold]  mean seconds of a round")
-    for name, lasted, colour in [("as it was", longest, GREY), *((row.name, row.after, BLUE) for row in told)]:
+    for name, lasted, colour in [("as it was", longest, GREY), *((row.name, row.after, BLUE) for row in listed)]:
         bar = "█" * max(1, round(width * lasted / longest)) if longest > 0 else ""
         title = name if len(name) <= names else f"{name[: names - 1]}…"
         console.print(f"  {shown(title):{names}} {seconds(lasted):>8} [{colour}]{bar}[/]", no_wrap=True)
-    if len(told) < len(better):
-        console.print(f"  [dim]and {len(better) - len(told)} more: --all[/dim]")
+    if len(listed) < len(better):
+        console.print(f"  [dim]and {len(better) - len(listed)} more: --all[/dim]")
     console.print()

@@ -38,18 +38,18 @@ def print_costs(console: Any, profile: Profile, rows: int | None) -> None:
 def _throughput(console: Any, profile: Profile, rows: int | None) -> None:
     from fedvitals.cli.screen import number, seconds, shown
 
-    told = profile.throughput
-    if not told:
+    clients = profile.throughput
+    if not clients:
         return
-    middle = told[len(told) // 2]
+    middle = clients[len(clients) // 2]
     # What machine trained how fast is of the real clock, whatever the rest of the report is of.
     whose = " [dim](of this machine, real clock)[/dim]" if profile.clock == "virtual" else ""
-    paces = [number(one.samples_per_second) for one in (told[0], told[-1])]
-    span = f" at the median client, {paces[0]} to {paces[1]}" if len(told) > 1 else f", {shown(middle.node)}"
+    paces = [number(client.samples_per_second) for client in (clients[0], clients[-1])]
+    span = f" at the median client, {paces[0]} to {paces[1]}" if len(clients) > 1 else f", {shown(middle.node)}"
     console.print(f"[bold]Throughput[/bold]  {number(middle.samples_per_second)} samples/s{span}{whose}")
-    for one in told[: 3 if rows else None] if len(told) > 1 or middle.epoch_seconds is not None else ():
-        epoch = "" if one.epoch_seconds is None else f", {seconds(one.epoch_seconds)} an epoch"
-        console.print(f"  {shown(one.node)}  {number(one.samples_per_second)} samples/s{epoch}")
+    for client in clients[: 3 if rows else None] if len(clients) > 1 or middle.epoch_seconds is not None else ():
+        epoch = "" if client.epoch_seconds is None else f", {seconds(client.epoch_seconds)} an epoch"
+        console.print(f"  {shown(client.node)}  {number(client.samples_per_second)} samples/s{epoch}")
     console.print()
 
 
@@ -58,12 +58,11 @@ def _grown(console: Any, memory: Memory, rows: int | None) -> None:
     from fedvitals.cli.screen import shown, size
 
     if len(memory.grown) > 1:
-        told = [one for one in memory.grown if one.bytes > 0][: 3 if rows else None]
-        for title, one in zip(["grew most with", *[""] * len(told)], told, strict=False):
-            where = (
-                f"{shown(one.node)}, over {one.rounds} rounds; {size(one.most_bytes)} of it in round {one.most_round}"
-            )
-            console.print(f"  {title:20} {size(one.bytes):>9}  [dim]{where}[/dim]")
+        most_grown = [growth for growth in memory.grown if growth.bytes > 0][: 3 if rows else None]
+        for title, growth in zip(["grew most with", *[""] * len(most_grown)], most_grown, strict=False):
+            most = f"{size(growth.most_bytes)} of it in round {growth.most_round}"
+            where = f"{shown(growth.node)}, over {growth.rounds} rounds; {most}"
+            console.print(f"  {title:20} {size(growth.bytes):>9}  [dim]{where}[/dim]")
     if len(memory.kept) > 1 and memory.kept[0].bytes > 0:
         first, second, *_ = memory.kept
         rest = f"a round on average; the next is {shown(second.node)} with {size(second.bytes / second.rounds)}"
@@ -82,7 +81,9 @@ def _memory(console: Any, profile: Profile, rows: int | None) -> None:
         return
     console.print("[bold]Memory[/bold]")
     order = [*MEMORY]
-    for peak in sorted(memory.peaks, key=lambda one: order.index(one.metric) if one.metric in order else len(order)):
+    for peak in sorted(
+        memory.peaks, key=lambda reading: order.index(reading.metric) if reading.metric in order else len(order)
+    ):
         whose = f" ({shown(peak.growth_node)})" if peak.growth_node and peak.growth_node != peak.node else ""
         grew = f", grew by {size(peak.growth_bytes)} over the run{whose}"
         grew = grew if peak.metric in GROWS and peak.growth_bytes > 0 else ""
@@ -115,11 +116,13 @@ def _machine(console: Any, profile: Profile) -> None:
     if not profile.machine:
         return
     console.print("[bold]Machines[/bold]")
-    for one in profile.machine:
-        extreme = "at least" if one.metric in ROOM else "at most"
-        values = f"{_reading(one.mean, one.unit)} on average, {extreme} {_reading(one.extreme, one.unit)}"
-        where = f"{shown(one.node)}, round {one.round}" if one.node else f"round {one.round}"
-        name = shown(one.metric.removeprefix("machine.").replace("_", " ").replace(".", " "))
+    for reading in profile.machine:
+        extreme = "at least" if reading.metric in ROOM else "at most"
+        values = (
+            f"{_reading(reading.mean, reading.unit)} on average, {extreme} {_reading(reading.extreme, reading.unit)}"
+        )
+        where = f"{shown(reading.node)}, round {reading.round}" if reading.node else f"round {reading.round}"
+        name = shown(reading.metric.removeprefix("machine.").replace("_", " ").replace(".", " "))
         console.print(f"  {name:20} {values}  [dim]{where}[/dim]")
     console.print()
 
@@ -141,8 +144,8 @@ def _operators(console: Any, profile: Profile, rows: int | None) -> None:
     if not profile.operators:
         return
     newest = profile.operators[-1]
-    told = newest.data.get("operators")
-    listed = [row for row in told if isinstance(row, dict)] if isinstance(told, list) else []
+    operators = newest.data.get("operators")
+    listed = [row for row in operators if isinstance(row, dict)] if isinstance(operators, list) else []
     console.print(f"[bold]Operators[/bold]  {shown(str(newest.node))}, round {newest.round}, by their own time")
     for row in listed[:rows]:
         took = sum(v for name in ("seconds", "device_seconds") if isinstance(v := row.get(name), int | float))
@@ -170,10 +173,13 @@ def _traffic(console: Any, traffic: Traffic, rows: int | None) -> None:
     if traffic.retries:
         console.print(f"  {'sent again':20} {traffic.retries:>9}  [dim]the same message twice in a round[/dim]")
     if traffic.layers and moved:
-        told = [f"{plain(one.layer)} {percent(one.share)}" for one in traffic.layers[: 4 if rows else None]]
-        more = [f"{len(traffic.layers) - len(told)} more"] if len(told) < len(traffic.layers) else []
+        layers = [
+            f"{plain(layer_traffic.layer)} {percent(layer_traffic.share)}"
+            for layer_traffic in traffic.layers[: 4 if rows else None]
+        ]
+        more = [f"{len(traffic.layers) - len(layers)} more"] if len(layers) < len(traffic.layers) else []
         packed = ["(after compression in proportion)"] if (traffic.up.compression or 1) != 1 else []
-        for line in in_lines(f"  {'by layer':20} ", [*told, *more, *packed], console.width):
+        for line in in_lines(f"  {'by layer':20} ", [*layers, *more, *packed], console.width):
             console.print(line)
     _failures(console, traffic, rows)
     console.print()
@@ -186,7 +192,7 @@ def _failures(console: Any, traffic: Traffic, rows: int | None) -> None:
     from fedvitals.cli.bars import percent
     from fedvitals.cli.screen import number, shown
 
-    ill = sorted((one for one in traffic.clients if _ailing(one)), key=lambda one: -_ailing(one))
+    ill = sorted((client for client in traffic.clients if _ailing(client)), key=lambda client: -_ailing(client))
     if not ill:
         if traffic.clients:
             console.print("  No update was late or lost, no client failed or was away.")
@@ -197,10 +203,10 @@ def _failures(console: Any, traffic: Traffic, rows: int | None) -> None:
     for title in ("", "asked", "available", "failures", "late", "lost", "failed", "over its rounds"):
         left = title in ("", "over its rounds")
         table.add_column(title, justify="left" if left else "right", no_wrap=True)
-    for one in ill[:rows]:
-        told = [number(one.count(outcome)) for outcome in ("late", "lost", "failed")]
-        shares = ["–" if share is None else percent(share) for share in (one.availability, one.failure_rate)]
-        table.add_row(shown(one.node), number(one.asked), *shares, *told, _history(one))
+    for client in ill[:rows]:
+        counts = [number(client.count(outcome)) for outcome in ("late", "lost", "failed")]
+        shares = ["–" if share is None else percent(share) for share in (client.availability, client.failure_rate)]
+        table.add_row(shown(client.node), number(client.asked), *shares, *counts, _history(client))
     console.print(table)
     more = "" if rows is None or len(ill) <= rows else f"; {len(ill) - rows} more: --all"
     console.print(f"[dim]█ answered, l late, x lost, f failed, - away{more}[/dim]")
@@ -229,23 +235,23 @@ def rate(bits_per_second: float) -> str:
     return size(bits_per_second).replace("B", "bit") + "/s"
 
 
-def _ailing(one: ClientTraffic) -> int:
-    return one.asked - one.count("answered")
+def _ailing(client: ClientTraffic) -> int:
+    return client.asked - client.count("answered")
 
 
-def _history(one: ClientTraffic) -> str:
+def _history(client: ClientTraffic) -> str:
     """What became of it in its rounds; of many, each cell has the worst of its own."""
-    told = [*one.outcomes.values()]
+    outcomes = [*client.outcomes.values()]
     order = [*reversed(OUTCOMES)]
-    count = min(WIDTH, len(told))
-    cells = [told[i * len(told) // count : (i + 1) * len(told) // count] for i in range(count)]
+    count = min(WIDTH, len(outcomes))
+    cells = [outcomes[i * len(outcomes) // count : (i + 1) * len(outcomes) // count] for i in range(count)]
     return "".join(OUTCOMES[min(cell, key=order.index)] for cell in cells)
 
 
 def _needed(console: Any, profile: Profile, rows: int | None) -> None:
     from fedvitals.cli.screen import seconds, shown
 
-    short = [one for one in profile.needed if _short(one.bits_per_second, one.now_bits_per_second)]
+    short = [link for link in profile.needed if _short(link.bits_per_second, link.now_bits_per_second)]
     if not profile.needed:
         if profile.target_seconds is not None:
             console.print(f"[bold]Bandwidth[/bold]  {profile.needed_why}\n", soft_wrap=True)
@@ -257,15 +263,15 @@ def _needed(console: Any, profile: Profile, rows: int | None) -> None:
     console.print(
         f"[bold]Bandwidth for rounds of {target}[/bold]  {len(short)} clients have too little (--target SECONDS)"
     )
-    for one in short[:rows]:
-        has = "?" if one.now_bits_per_second is None else rate(one.now_bits_per_second)
-        late = f", latency {seconds(one.latency_seconds)}" if one.latency_seconds else ""
+    for link in short[:rows]:
+        has = "?" if link.now_bits_per_second is None else rate(link.now_bits_per_second)
+        late = f", latency {seconds(link.latency_seconds)}" if link.latency_seconds else ""
         needs = (
-            f"none is enough: the rest takes {seconds(one.other_seconds)}{late} already"
-            if one.bits_per_second is None
-            else f"needs {rate(one.bits_per_second)}"
+            f"none is enough: the rest takes {seconds(link.other_seconds)}{late} already"
+            if link.bits_per_second is None
+            else f"needs {rate(link.bits_per_second)}"
         )
-        console.print(f"  {shown(one.node):8} has {has}, {needs}")
+        console.print(f"  {shown(link.node):8} has {has}, {needs}")
     if rows is not None and len(short) > rows:
         console.print(f"  [dim]and {len(short) - rows} more: --all[/dim]")
     console.print()
@@ -288,14 +294,14 @@ def _reached(console: Any, profile: Profile) -> None:
     for title in ("To reach", "rounds", "seconds", "virtual", "bytes"):
         table.add_column(title, justify="left" if title == "To reach" else "right", no_wrap=True)
     missed = []
-    for one in profile.reached:
-        if one.round is None:
-            missed.append(percent(one.accuracy))
+    for target in profile.reached:
+        if target.round is None:
+            missed.append(percent(target.accuracy))
         else:
-            spent = (seconds(one.seconds), seconds(one.virtual_seconds), size(one.bytes))
-            table.add_row(percent(one.accuracy), number(one.rounds), *spent)
+            spent = (seconds(target.seconds), seconds(target.virtual_seconds), size(target.bytes))
+            table.add_row(percent(target.accuracy), number(target.rounds), *spent)
     if table.rows:
         console.print(table)
     if missed:
-        told = "nothing finite" if best is None else f"{best:.3g}"
-        console.print(f"[bold]{', '.join(missed)}[/bold] accuracy not reached: best {told}")
+        best_text = "nothing finite" if best is None else f"{best:.3g}"
+        console.print(f"[bold]{', '.join(missed)}[/bold] accuracy not reached: best {best_text}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `fedvitals profile` asks the lab: what remedies give when they are run, and on which devices a client fits."""
+"""What `fedvitals profile` asks the lab: measured remedies, and the devices on which a client fits."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import click
 from fedvitals.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
-    from fedvitals.diagnosis.fits import Row
-    from fedvitals.lab.rerun import Tried
+    from fedvitals.diagnosis.memory_fit import DeviceFit
+    from fedvitals.lab.rerun import RemedyTrial
     from fedvitals.views.profile import Profile
 
 COSTLY = 0.05  # of accuracy: less may be chance, with one seed
 
 
-def try_out(profile: Profile, most: int) -> list[Tried]:
-    """The first remedies that the lab can run, as they ran: those that keep the accuracy first, by their rounds."""
+def try_out(profile: Profile, most: int) -> list[RemedyTrial]:
+    """Run the first remedies that the lab can run; those that keep the accuracy come first, by length of rounds."""
     run = profile.run
     if run.host != "lab":
         raise ConfigError(
@@ -34,19 +34,22 @@ def try_out(profile: Profile, most: int) -> list[Tried]:
         from fedvitals.lab.rerun import experiment_of, try_remedies
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "lab", "To try remedies out") from error
-    found = try_remedies(
-        experiment_of(run), profile.remedies, most=most, tell=lambda text: click.echo(f"running: {text} ...", err=True)
+    measured_remedies = try_remedies(
+        experiment_of(run),
+        profile.remedies,
+        most=most,
+        report=lambda text: click.echo(f"running: {text} ...", err=True),
     )
-    return sorted(found, key=lambda one: (costs(one), one.measured))
+    return sorted(measured_remedies, key=lambda tried: (costs(tried), tried.measured))
 
 
-def costs(one: Tried) -> bool:
-    """Whether accuracy went down by more than chance does."""
-    return (one.accuracy_cost or 0.0) > COSTLY
+def costs(tried: RemedyTrial) -> bool:
+    """Whether the accuracy dropped by more than chance explains."""
+    return (tried.accuracy_cost or 0.0) > COSTLY
 
 
-def devices_for(profile: Profile) -> list[Row]:
-    """The predicted peak of the client that takes the most, on each of the lab's devices."""
+def devices_for(profile: Profile) -> list[DeviceFit]:
+    """Return the predicted peak memory of the most demanding client on each of the lab's devices."""
     memory = profile.memory
     if memory is None or not memory.shares:
         raise ConfigError(
@@ -57,13 +60,13 @@ def devices_for(profile: Profile) -> list[Row]:
         from fedvitals.lab.network.profiles import DEVICES
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "lab", "The list of devices") from error
-    from fedvitals.diagnosis.fits import device_table
+    from fedvitals.diagnosis.memory_fit import device_table
 
-    sizes = {name: float(one.memory_bytes) for name, one in DEVICES.items()}
+    sizes = {name: float(device.memory_bytes) for name, device in DEVICES.items()}
     return sorted(device_table(memory.shares, sizes, memory.batch), key=lambda row: -row.memory_bytes)
 
 
-def print_tried(console: Any, profile: Profile, tried: list[Tried]) -> None:
+def print_tried(console: Any, profile: Profile, tried: list[RemedyTrial]) -> None:
     from rich.table import Table
 
     from fedvitals.cli.bars import percent
@@ -80,11 +83,11 @@ def print_tried(console: Any, profile: Profile, tried: list[Tried]) -> None:
     for title in ("predicted", "measured", "gain"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("accuracy", no_wrap=True)
-    for one in tried:
-        gain = percent(1 - one.measured / one.before) if one.before > 0 else "–"
-        accuracy = f"{_score(one.accuracy_before)} → {_score(one.accuracy_after)}"
-        marked = f"[bold red]{accuracy} ![/bold red]" if costs(one) else accuracy
-        table.add_row(shown(one.remedy.name), seconds(one.predicted), seconds(one.measured), gain, marked)
+    for trial in tried:
+        gain = percent(1 - trial.measured / trial.before) if trial.before > 0 else "–"
+        accuracy = f"{_score(trial.accuracy_before)} → {_score(trial.accuracy_after)}"
+        marked = f"[bold red]{accuracy} ![/bold red]" if costs(trial) else accuracy
+        table.add_row(shown(trial.remedy.name), seconds(trial.predicted), seconds(trial.measured), gain, marked)
     console.print(table)
     if any(map(costs, tried)):
         console.print(f"[dim]! costs more than {COSTLY:g} of accuracy, after as many updates; these come last[/dim]")
@@ -94,7 +97,7 @@ def _score(value: float | None) -> str:
     return "?" if value is None else f"{value:.2f}"
 
 
-def print_devices(console: Any, profile: Profile, rows: list[Row]) -> None:
+def print_devices(console: Any, profile: Profile, rows: list[DeviceFit]) -> None:
     from rich.table import Table
 
     from fedvitals.cli.screen import shown, size
@@ -110,9 +113,12 @@ def print_devices(console: Any, profile: Profile, rows: list[Row]) -> None:
         right = title == "it has"
         table.add_column(title, justify="right" if right else "left", overflow="fold", no_wrap=title == "it has")
     for row in rows:
-        ways = [f"{one.text}: {size(one.bytes)}" for one in row.remedies]
-        told = "\n".join(ways) or ("" if row.fits else "nothing that is known: a smaller model")
+        ways = [f"{remedy.text}: {size(remedy.bytes)}" for remedy in row.remedies]
+        remedies_text = "\n".join(ways) or ("" if row.fits else "nothing that is known: a smaller model")
         table.add_row(
-            shown(row.device), size(row.memory_bytes), "fits" if row.fits else "[bold]does not fit[/bold]", told
+            shown(row.device),
+            size(row.memory_bytes),
+            "fits" if row.fits else "[bold]does not fit[/bold]",
+            remedies_text,
         )
     console.print(table)

@@ -13,8 +13,8 @@ from fedvitals.cli.options import json_option, print_json, store_option
 from fedvitals.cli.replay import flower as replay_flower
 
 if TYPE_CHECKING:
+    from fedvitals.replay.debugger.debugger_output import DebuggerOutput
     from fedvitals.replay.debugger.session import Session
-    from fedvitals.replay.debugger.shown import Shown
 
 
 @click.command(epilog="Exit code: 1 if --verify finds a difference, 0 if not, 2 for wrong use or nothing to read.")
@@ -61,7 +61,7 @@ def command(
     RUN is a run's id, the beginning of one, or a name (its newest run). Without a terminal and without commands this
     prints what can be replayed, and how.
     """
-    from fedvitals.cli.replay.prompt import Bar, lines_of
+    from fedvitals.cli.replay.prompt import ProgressBar, lines_of
     from fedvitals.replay.debugger.session import open_replay
 
     if pdb and (number is None or node is None):
@@ -69,11 +69,11 @@ def command(
     if rounds is not None and not verify:
         raise click.UsageError("--rounds goes with --verify; the debugger begins at --round.")
     if tape is not None:
-        told: dict[str, Any] = {"debugger": pdb, "as_json": as_json, "phase": phase, "store": store}
-        found = replay_flower.rerun(run, tape, number, node, app, **told)
-        return int(verify and found.holds is False)
+        options: dict[str, Any] = {"debugger": pdb, "as_json": as_json, "phase": phase, "store": store}
+        client_rerun = replay_flower.rerun(run, tape, number, node, app, **options)
+        return int(verify and client_rerun.holds is False)
     lines = lines_of(script, commands)
-    with open_replay(run, store, data=data, workers=workers, loop=loop) as session, Bar(session, quiet=as_json):
+    with open_replay(run, store, data=data, workers=workers, loop=loop) as session, ProgressBar(session, quiet=as_json):
         if session.tape.setting.host == "flower" and (verify or pdb or app or strategy):
             first, last = _span(rounds, number)
             own = {"node": node, "app": app, "strategy": strategy}
@@ -93,7 +93,7 @@ def command(
     return 0
 
 
-def _place(session: Session, number: int | None, node: str | None) -> Shown | None:
+def _place(session: Session, number: int | None, node: str | None) -> DebuggerOutput | None:
     if number is not None:
         session.goto(number)
     if node is not None:
@@ -101,7 +101,7 @@ def _place(session: Session, number: int | None, node: str | None) -> Shown | No
     return session.where() if number is not None or node is not None else None
 
 
-def _overview(session: Session, place: Shown | None, as_json: bool) -> None:
+def _overview(session: Session, place: DebuggerOutput | None, as_json: bool) -> None:
     from fedvitals.cli.screen import size
 
     covered = session.overview()
@@ -109,13 +109,13 @@ def _overview(session: Session, place: Shown | None, as_json: bool) -> None:
         click.echo(str(covered if place is None else place))
         return
     coverage = [
-        {"round": one.round, "how": one.how, "stored": one.stored, "since": one.since, "updates": one.updates,
-         "answers": one.answers}
-        for one in session.tape.coverage()
+        {"round": entry.round, "how": entry.how, "stored": entry.stored, "since": entry.since, "updates": entry.updates,
+         "answers": entry.answers}
+        for entry in session.tape.coverage()
     ]  # fmt: skip
-    told: dict[str, Any] = {"run": session.run.id, "name": session.run.name, "host": session.tape.setting.host}
-    told |= {"bytes": session.tape.bytes, "size": size(session.tape.bytes), "coverage": coverage}
-    print_json("replay", told | ({} if place is None else {"place": place.as_json()}))
+    overview: dict[str, Any] = {"run": session.run.id, "name": session.run.name, "host": session.tape.setting.host}
+    overview |= {"bytes": session.tape.bytes, "size": size(session.tape.bytes), "coverage": coverage}
+    print_json("replay", overview | ({} if place is None else {"place": place.as_json()}))
 
 
 def _prompt(session: Session) -> None:
@@ -131,39 +131,39 @@ def _script(session: Session, lines: list[str], as_json: bool) -> None:
     from fedvitals.cli.replay.prompt import results
     from fedvitals.replay.debugger.commands import Interpreter
 
-    found: list[dict[str, Any]] = []
-    for said, result in results(Interpreter(session, _draw), lines, named=True):
+    answers: list[dict[str, Any]] = []
+    for line, result in results(Interpreter(session, _draw), lines, named=True):
         if as_json:
-            told = {"text": result} if isinstance(result, str) else result.as_json()
-            found.append({"command": said, **told})
+            answer = {"text": result} if isinstance(result, str) else result.as_json()
+            answers.append({"command": line, **answer})
         elif str(result):
             click.echo(str(result))
     if as_json:
-        print_json("replay", found)
+        print_json("replay", answers)
 
 
-def _draw(one: Shown, path: Path) -> None:
+def _draw(picture: DebuggerOutput, path: Path) -> None:
     from fedvitals.plot.replay import draw
 
-    draw(one, path)
+    draw(picture, path)
 
 
 def _span(rounds: str | None, number: int | None) -> tuple[int | None, int | None]:
-    from fedvitals.replay.debugger.commands import stretch
+    from fedvitals.replay.debugger.commands import parse_rounds
 
-    return stretch(rounds) if rounds is not None else (number, number)
+    return parse_rounds(rounds) if rounds is not None else (number, number)
 
 
 def _verify(session: Session, rounds: str | None, number: int | None, node: str | None, as_json: bool) -> int:
-    from fedvitals.replay.debugger import answers
+    from fedvitals.replay.debugger import result_output
 
     first, last = _span(rounds, number)
     proof = session.verify(first, last, node=node)
     if as_json:
-        told = {name: getattr(proof, name) for name in proof.__dataclass_fields__}
-        print_json("replay", told | {"holds": proof.holds})
+        fields = {name: getattr(proof, name) for name in proof.__dataclass_fields__}
+        print_json("replay", fields | {"holds": proof.holds})
     else:
-        click.echo(str(answers.of_proof(proof, node)))
+        click.echo(str(result_output.show_proof(proof, node)))
     return 0 if proof.holds else 1
 
 
@@ -173,8 +173,8 @@ def _debug(session: Session, number: int, node: str, loop: str | None) -> int:
     import contextlib
     import pdb  # noqa: T100 - what was asked for
 
-    from fedvitals.replay.player.loops import LoopPlayer, load_loop
-    from fedvitals.replay.player.trace import trace
+    from fedvitals.replay.player.loop_player import LoopPlayer, load_loop
+    from fedvitals.replay.player.trace import trace_client
 
     if loop is not None:
         parts = load_loop(loop)
@@ -199,5 +199,5 @@ def _debug(session: Session, number: int, node: str, loop: str | None) -> int:
             debugger.set_trace()
 
     with contextlib.suppress(bdb.BdbQuit):  # «q» leaves it
-        trace(session.player, number, node, on_step=at_step)
+        trace_client(session.player, number, node, on_step=at_step)
     return 0

@@ -34,7 +34,7 @@ def rerun(
     phase: str = "train",
     store: str | None = None,
 ) -> Rerun:
-    """One client's message through its own app, and how the reply compares with the recorded one."""
+    """Rerun one client's message through its own app, and compare the reply with the recorded one."""
     from fedvitals.hosts.flower.rerun.client import rerun_client
     from fedvitals.hosts.flower.tape.entries import Site
 
@@ -42,15 +42,15 @@ def rerun(
         raise click.UsageError("Of a client's tape, name the message: --round 12 --node ID.")
     known = Site(Path(folder)).runs()
     name = run if run in known or f"flower-{run}" in known else _by_store(run, store) or run
-    found = rerun_client(folder, number, node, app=app, debugger=debugger, run=name, phase=phase)
+    client_rerun = rerun_client(folder, number, node, app=app, debugger=debugger, run=name, phase=phase)
     if as_json:
-        told = {key: getattr(found, key) for key in found.__dataclass_fields__ if key != "reply"}
-        print_json("replay", told)
+        fields = {key: getattr(client_rerun, key) for key in client_rerun.__dataclass_fields__ if key != "reply"}
+        print_json("replay", fields)
     else:
-        click.echo(str(found))
-        if found.traceback and not debugger:
-            click.echo(found.traceback.rstrip())
-    return found
+        click.echo(str(client_rerun))
+        if client_rerun.traceback and not debugger:
+            click.echo(client_rerun.traceback.rstrip())
+    return client_rerun
 
 
 def _by_store(run: str, store: str | None) -> str | None:
@@ -59,8 +59,8 @@ def _by_store(run: str, store: str | None) -> str | None:
     from fedvitals.store.read import queries
 
     with contextlib.suppress(FedvitalsError), open_reader(store) as reader:
-        told = queries.get_run(reader, queries.find_run(reader, run)).config.get("flower")
-        number = told.get("run") if isinstance(told, dict) else None
+        flower_config = queries.get_run(reader, queries.find_run(reader, run)).config.get("flower")
+        number = flower_config.get("run") if isinstance(flower_config, dict) else None
         return None if number is None else f"flower-{number}"
     return None
 
@@ -75,30 +75,36 @@ def verify(
     app: str | None = None,
     strategy: str | None = None,
 ) -> int:
-    """The strategy's own work of these rounds (all that the tape has the updates of, if none are named), with proof."""
+    """Rerun the strategy's aggregation of these rounds (by default all with recorded updates) and compare."""
     from fedvitals.hosts.flower.rerun.app import strategy_of
     from fedvitals.hosts.flower.rerun.client import replay_aggregation
 
     if node is not None:
         raise click.UsageError(AT_THE_SITE)
-    told: dict[str, Any] = session.tape.setting.told.get("app") or {}
+    app_settings: dict[str, Any] = session.tape.setting.told.get("app") or {}
     chosen = None
     if app is not None or strategy is not None:
-        chosen = strategy_of(Path(app or "."), told, strategy)
-    found = [replay_aggregation(session.tape, number, chosen) for number in _rounds(session, first, last)]
+        chosen = strategy_of(Path(app or "."), app_settings, strategy)
+    proofs = [replay_aggregation(session.tape, number, chosen) for number in _rounds(session, first, last)]
     if as_json:
-        shown = [{key: getattr(one, key) for key in one.__dataclass_fields__ if key != "arrays"} for one in found]
-        print_json("replay", [{**one, "holds": own.holds} for one, own in zip(shown, found, strict=True)])
+        shown = [
+            {key: getattr(proof, key) for key in proof.__dataclass_fields__ if key != "arrays"} for proof in proofs
+        ]
+        print_json("replay", [{**proof, "holds": own.holds} for proof, own in zip(shown, proofs, strict=True)])
     else:
-        for one in found:
-            click.echo(str(one))
-    return int(not all(one.holds for one in found))
+        for proof in proofs:
+            click.echo(str(proof))
+    return int(not all(proof.holds for proof in proofs))
 
 
 def _rounds(session: Session, first: int | None, last: int | None) -> list[int]:
     if first is not None:
         return [*range(first, (first if last is None else last) + 1)]
-    whole = [one.round for one in session.tape.coverage() if one.updates and one.updates == _sent(session, one.round)]
+    whole = [
+        coverage.round
+        for coverage in session.tape.coverage()
+        if coverage.updates and coverage.updates == _sent(session, coverage.round)
+    ]
     if not whole:
         raise click.UsageError(
             "The tape has all updates of no round: fv.Tape(every=1, updates=3, durable=True) keeps them."

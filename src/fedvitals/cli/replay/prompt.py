@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The debugger's prompt, its scripts, and the bar that is seen while rounds are run again."""
+"""The debugger's prompt, its scripts, and the progress bar shown while rounds are rerun."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fedvitals.errors import ConfigError, FedvitalsError
 
 if TYPE_CHECKING:
     from fedvitals.replay.debugger.commands import Interpreter
+    from fedvitals.replay.debugger.debugger_output import DebuggerOutput
     from fedvitals.replay.debugger.session import Session
-    from fedvitals.replay.debugger.shown import Shown
 
 LEAVE = ("quit", "exit", "q", "EOF")
 REPEATED = ("step", "s", "next", "n", "back")  # by an empty line
@@ -26,7 +26,7 @@ HISTORY = 1000  # lines
 
 
 class Prompt(cmd.Cmd):
-    """Ctrl-D leaves; Tab completes; an empty line takes another step. A wrong command is told, and nothing is lost."""
+    """Ctrl-D leaves, Tab completes, an empty line takes another step. A wrong command only prints an error."""
 
     def __init__(self, interpreter: Interpreter) -> None:
         super().__init__()
@@ -103,12 +103,12 @@ def _history() -> Iterator[None]:
 
 def results(
     interpreter: Interpreter, lines: Iterable[str], *, named: bool = False
-) -> Iterator[tuple[str, Shown | str]]:
-    """What each command of some lines gives. The first wrong one ends it; `named`: its error says which it was."""
-    from fedvitals.replay.debugger.commands import split
+) -> Iterator[tuple[str, DebuggerOutput | str]]:
+    """Yield the result of each command. The first wrong command ends it; `named`: the error says which one it was."""
+    from fedvitals.replay.debugger.commands import split_commands
 
     for line in lines:
-        for part in split(line):
+        for part in split_commands(line):
             if part in LEAVE:
                 return
             try:
@@ -121,25 +121,26 @@ def results(
 
 
 def lines_of(script: str | None, commands: tuple[str, ...]) -> list[str]:
-    """Of a file (or «-», standard input), then those of the command line."""
-    found: list[str] = []
+    """Return the lines of a script (or «-», standard input), then those of the command line."""
+    lines: list[str] = []
     if script is not None:
         try:
-            found = (sys.stdin.read() if script == "-" else Path(script).read_text(encoding="utf-8")).splitlines()
+            lines = (sys.stdin.read() if script == "-" else Path(script).read_text(encoding="utf-8")).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"The script '{script}' cannot be read: {error}") from error
-    return [*found, *commands]
+    return [*lines, *commands]
 
 
-class Bar:
-    """Seen while rounds are run again, on a terminal; nothing elsewhere."""
+class ProgressBar:
+    """A bar on a terminal while rounds are rerun; nothing elsewhere."""
 
     def __init__(self, session: Session, *, quiet: bool) -> None:
         self._bar: Any = None
         self._shown = not quiet and sys.stderr.isatty()
-        session.progress = self.told
+        session.progress = self.show_progress
 
-    def told(self, number: int, first: int, last: int) -> None:
+    def show_progress(self, number: int, first: int, last: int) -> None:
+        """Show how far the rounds are."""
         if not self._shown or first == last:
             return
         if self._bar is None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only the dashboard shows, as data."""
+"""Computes what only the dashboard shows, as data."""

@@ -1,27 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One client: broken or only different? What was found about it, what it told, what happened to it, who comes next."""
+"""Computes the page of one client: verdict, findings, facts, failures, events, and its neighbours in the table."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from fedvitals.catalog import CATALOG
+from fedvitals.catalog import CATALOG, meaning_of, unit_of
 from fedvitals.diagnosis.cases import Case
 from fedvitals.errors import ConfigError
 from fedvitals.records import FAILURES as FAILED
 from fedvitals.records import Event, natural
-from fedvitals.store import rows
+from fedvitals.store.read.events import events_of_node
+from fedvitals.store.read.metrics import newest_of_node, values_of_nodes
+from fedvitals.store.read.nodes import clients_by_number
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.briefs import Brief, Marked, brief
+from fedvitals.views.briefs import Brief, brief, marked
 from fedvitals.views.cases import cases_of, concerns, traceback_of
-from fedvitals.views.clients import FAR, ClientRow, clients_by_number
+from fedvitals.views.clients import FAR, ClientRow
 from fedvitals.views.labels import named
-from fedvitals.views.series import meaning_of, unit_of
 from fedvitals.views.units import number
 from fedvitals.views.verdict import WARM, Facts, facts_of, judge
 
@@ -52,6 +53,8 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class LabelShare:
+    """How many samples of one label a client has."""
+
     label: str
     count: int
     share: float  # of its own samples
@@ -60,6 +63,8 @@ class LabelShare:
 
 @dataclass(frozen=True, slots=True)
 class ClientEvent:
+    """Something that happened to a client."""
+
     at: float | None
     round: int | None
     level: str
@@ -71,6 +76,8 @@ class ClientEvent:
 
 @dataclass(frozen=True, slots=True)
 class ClientVerdict:
+    """What is said of a client first."""
+
     state: Literal["ill", "watch", "different", "healthy", "warming", "unjudged"]
     headline: str
     detail: str
@@ -79,6 +86,8 @@ class ClientVerdict:
 
 @dataclass(frozen=True, slots=True)
 class ClientPage:
+    """Everything that the page of a client shows at once."""
+
     node: str
     verdict: ClientVerdict
     row: ClientRow
@@ -97,14 +106,14 @@ class ClientPage:
 
 
 def client_page(reader: Reader, run: str, node: str, everyone: Sequence[ClientRow]) -> ClientPage:
-    """ConfigError where the run has no such client. `everyone`: all clients, worst first."""
+    """Read the page of a client; ConfigError where there is none. `everyone`: all clients, worst first."""
     place = next((i for i, row in enumerate(everyone) if row.name == node), None)
     if place is None:
         raise ConfigError(f"The run {run} has no client '{node}'. The page of clients lists those that it has.")
     row = everyone[place]
-    found = [case for case in cases_of(reader, run) if concerns(case, node)]
-    facts, marked = facts_of(reader, run), Marked(reader, run)
-    verdict = client_verdict(row, found, facts)
+    cases = [case for case in cases_of(reader, run) if concerns(case, node)]
+    facts, marks = facts_of(reader, run), marked(reader, run)
+    verdict = client_verdict(row, cases, facts)
     events = events_of(reader, run, node)
     failures = events_of(reader, run, node, tuple(FAILED))
     labels, when = _labels(reader, run, node)
@@ -116,7 +125,7 @@ def client_page(reader: Reader, run: str, node: str, everyone: Sequence[ClientRo
         clients=len(everyone),
         worse=everyone[place - 1].name if place else None,
         better=everyone[place + 1].name if place + 1 < len(everyone) else None,
-        cases=[brief(case, marked, facts.labels) for case in found],
+        cases=[brief(case, marks, facts.labels) for case in cases],
         facts=_facts(reader, run, node),
         labels=labels,
         labels_round=when,
@@ -127,13 +136,13 @@ def client_page(reader: Reader, run: str, node: str, everyone: Sequence[ClientRo
     )
 
 
-def client_verdict(row: ClientRow, found: Sequence[Case], facts: Facts) -> ClientVerdict:
-    """From its cases; without any that is open, from how it stands among its peers."""
+def client_verdict(row: ClientRow, cases: Sequence[Case], facts: Facts) -> ClientVerdict:
+    """Judge a client by its cases; without an open one, by its distance from its peers."""
     name, detail = named(row.name, facts.labels), _detail(row, facts)
-    own = judge(found, facts) if found else None
+    own = judge(cases, facts) if cases else None
     if own is not None and own.state in ("ill", "watch"):
         return ClientVerdict("ill" if own.state == "ill" else "watch", own.headline, detail, own.key)
-    if not facts.detectors and not found:
+    if not facts.detectors and not cases:
         return ClientVerdict("unjudged", f"Not judged: no detector looked at the run of {name}.", detail)
     if row.attended < WARM:
         return ClientVerdict("warming", f"Too early to judge {name}: it took part in {row.attended} rounds.", detail)
@@ -142,7 +151,7 @@ def client_verdict(row: ClientRow, found: Sequence[Case], facts: Facts) -> Clien
     if row.score is not None and row.score >= FAR:
         text = f"{name} is different, but nothing says broken: no finding; it stands out by {row.why}."
         return ClientVerdict("different", text, detail)
-    muted = f" ({len(found)} muted or over)" if found else ""
+    muted = f" ({len(cases)} muted or over)" if cases else ""
     if facts.gaps:
         text = f"No open finding about {name}{muted}, but not all was judged: {'; '.join(facts.gaps)}."
     else:
@@ -160,34 +169,18 @@ def _detail(row: ClientRow, facts: Facts) -> str:
 
 
 def _facts(reader: Reader, run: str, node: str) -> list[Fact]:
-    place, own = reader.names.number(run) or 0, reader.names.number(node)
-    clients, found = clients_by_number(reader, run), []
+    clients, facts = clients_by_number(reader, run), []
     for name in FACTS:
-        metric = reader.names.number(name)
-        newest = () if metric is None else reader.database.rows(
-            # Backwards round by round, each a seek; CROSS JOIN keeps that order.
-            "SELECT r.round, m.value FROM run_round AS r CROSS JOIN metric AS m WHERE r.run = ? AND m.run = r.run "
-            "AND m.name = ? AND m.round = r.round AND m.node = ? AND m.layer IS NULL "
-            "ORDER BY r.round DESC, m.at DESC LIMIT 1",
-            (place, metric, own),
-        )  # fmt: skip
-        for round_, value in newest:
-            cohort = cohort_values(reader, run, name, round_, clients)
-            finite = [v for v in cohort.values() if math.isfinite(v)]
-            middle = float(np.median(finite)) if len(finite) > 1 and CATALOG[name].unit != "class" else None
-            known = value if value is not None and math.isfinite(value) else None
-            found.append(Fact(name, unit_of(name), meaning_of(name), known, round_, middle, len(cohort)))
-    return found
-
-
-def cohort_values(reader: Reader, run: str, name: str, round_: int, clients: Collection[int]) -> dict[int, float]:
-    """What these clients told of a metric in one round, by their numbers; NaN where that was told."""
-    found = reader.database.rows(
-        "SELECT node, value FROM metric WHERE run = ? AND name = ? AND round = ? AND node IS NOT NULL "
-        "AND layer IS NULL",
-        (reader.names.number(run) or 0, reader.names.number(name) or 0, round_),
-    )
-    return {node: math.nan if value is None else value for node, value in found if node in clients}
+        newest = newest_of_node(reader, run, name, node)
+        if newest is None:
+            continue
+        round_index, value = newest
+        cohort = values_of_nodes(reader, run, name, round_index, clients)
+        finite = [v for v in cohort.values() if math.isfinite(v)]
+        middle = float(np.median(finite)) if len(finite) > 1 and CATALOG[name].unit != "class" else None
+        known = value if value is not None and math.isfinite(value) else None
+        facts.append(Fact(name, unit_of(name), meaning_of(name), known, round_index, middle, len(cohort)))
+    return facts
 
 
 def _labels(reader: Reader, run: str, node: str) -> tuple[list[LabelShare], int | None]:
@@ -217,20 +210,13 @@ def _labels(reader: Reader, run: str, node: str) -> tuple[list[LabelShare], int 
 
 def _counts(event: Event) -> dict[str, int]:
     """A client may have told anything; only whole numbers of samples count."""
-    told = event.data["histogram"]
-    return {str(label): count for label, count in told.items() if isinstance(count, int) and 0 < count < 2**53}
+    histogram = event.data["histogram"]
+    return {str(label): count for label, count in histogram.items() if isinstance(count, int) and 0 < count < 2**53}
 
 
 def events_of(reader: Reader, run: str, node: str, names: Sequence[str] = (), limit: int = EVENTS) -> list[ClientEvent]:
-    """Its newest events, the newest first; of some names where given."""
-    numbers = [reader.names.number(name) or 0 for name in names]
-    condition = f"AND name IN ({', '.join('?' * len(names))}) " if names else ""
-    found = reader.database.rows(
-        f"{rows.select(Event)} WHERE arrival IN (SELECT arrival FROM event WHERE run = ? AND node = ? {condition}"  # noqa: S608 - our own words
-        "ORDER BY at DESC, arrival DESC LIMIT ?) ORDER BY at DESC, arrival DESC",
-        (reader.names.number(run) or 0, reader.names.number(node) or 0, *numbers, limit),
-    )
-    return [_event(event) for event in rows.from_rows(Event, found)]
+    """Read a client's newest events, the newest first; of some names if given."""
+    return [_event(event) for event in events_of_node(reader, run, node, names, limit=limit)]
 
 
 def _event(event: Event) -> ClientEvent:

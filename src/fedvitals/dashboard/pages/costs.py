@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run held in memory and sent over the wire, for a page: out of metrics, so that it is quick at any size.
+"""Computes what a run held in memory and sent over the wire, from metrics, so that it is quick at any size.
 
 What a terminal prints (`views.machine`, `analysis.traffic`) is made from every record; here are the same figures from
 the matrices that other pages use too.
@@ -17,19 +17,20 @@ from fedvitals.catalog import CATALOG
 from fedvitals.records import is_client
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.transfers import bytes_by_kind
 from fedvitals.views.cohort import Matrix, Reals, buckets
 from fedvitals.views.machine import ROOM, SHARES, Machine, machine_of
 from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.series import Numbers, json_numbers
 from fedvitals.views.traffic_counts import traffic_total
 
-POINTS = 400  # of a course
+POINTS = 400  # of a trend
 NAMED = 20  # clients in a list
 MESSAGES_ROUNDS = 20  # newest rounds whose messages are told apart by kind
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
+class MemoryPeak:
     """The largest value of a memory metric (of a limit: the smallest), and the largest growth over the run."""
 
     metric: str
@@ -43,12 +44,14 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
+    """Bytes of something that has a name."""
+
     name: str
     bytes: float
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class Trend:
     """A number of every round; where rounds share a point, their smallest and largest are told."""
 
     name: str
@@ -61,18 +64,22 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPage:
-    peaks: tuple[Peak, ...]
+    """What a run held in memory."""
+
+    peaks: tuple[MemoryPeak, ...]
     node: str | None  # the client whose tensors take the most
     shares: tuple[Bytes, ...]  # its bytes by what they are for
     batch: float | None  # samples that its activations are of
     clients: tuple[Bytes, ...]  # the largest first
     of: str  # what the list of clients is of: «memory.tensors» or «memory.resident»
     grown: tuple[Bytes, ...]  # by how much the process grew while one client trained, all rounds together
-    courses: tuple[Course, ...]  # of the largest and of the median client
+    courses: tuple[Trend, ...]  # of the largest and of the median client
 
 
 @dataclass(frozen=True, slots=True)
-class ClientTraffic:
+class ClientBytes:
+    """What one client sent and received."""
+
     node: str
     sent: float
     received: float
@@ -81,6 +88,8 @@ class ClientTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Messages:
+    """Messages of one kind."""
+
     kind: str
     bytes: float
     raw_bytes: float
@@ -90,6 +99,8 @@ class Messages:
 
 @dataclass(frozen=True, slots=True)
 class ReachedAt:
+    """What it took to reach an accuracy."""
+
     accuracy: float
     round: int | None
     rounds: int | None
@@ -101,13 +112,15 @@ class ReachedAt:
 
 @dataclass(frozen=True, slots=True)
 class TrafficPage:
+    """What a run sent."""
+
     total: float | None  # of the training, every message once
     telemetry: float | None  # fedvitals' own, beside it
     sent: float  # by clients
     received: float
     between: float  # sent by the server and by edges, clusters and rings
-    courses: tuple[Course, ...]
-    clients: tuple[ClientTraffic, ...]  # who moved the most first
+    courses: tuple[Trend, ...]
+    clients: tuple[ClientBytes, ...]  # who moved the most first
     total_clients: int
     kinds: tuple[Messages, ...]  # of the newest rounds
     kinds_rounds: int
@@ -116,6 +129,8 @@ class TrafficPage:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
+    """Memory, traffic and machine of a run."""
+
     run: str
     memory: MemoryPage | None
     traffic: TrafficPage | None
@@ -123,6 +138,7 @@ class Costs:
 
 
 def costs(reader: Reader, run: str) -> Costs:
+    """Read memory, traffic and machine of a run, by its id."""
     return Costs(run, memory_page(reader, run), traffic_page(reader, run), machine_of(reader, run))
 
 
@@ -130,7 +146,7 @@ def costs(reader: Reader, run: str) -> Costs:
 
 
 def memory_page(reader: Reader, run: str) -> MemoryPage | None:
-    """None where nothing was measured."""
+    """Read what the run held in memory; None where nothing was measured."""
     names = [name for name in queries.metric_names(reader, run) if name.startswith("memory.")]
     known = {name: metric_matrix(reader, run, name) for name in names}
     own = [name for name in names if name.removeprefix("memory.") not in (*SHARES, "batch")]
@@ -148,29 +164,29 @@ def memory_page(reader: Reader, run: str) -> MemoryPage | None:
         clients[:NAMED],
         of,
         _grown(known.get("memory.growth")),
-        _courses(known.get("memory.resident")),
+        _trends(known.get("memory.resident")),
     )
 
 
-def _peak(reader: Reader, run: str, name: str, matrix: Matrix) -> Peak | None:
+def _peak(reader: Reader, run: str, name: str, matrix: Matrix) -> MemoryPeak | None:
     pick = min if name in ROOM else max
-    found: list[tuple[float, str | None, int, float, str | None]] = []
+    peaks: list[tuple[float, str | None, int, float, str | None]] = []
     values = np.where(np.isfinite(matrix.values), matrix.values, np.nan)
     if values.size and not np.isnan(values).all():
         place = int(np.nanargmin(values) if pick is min else np.nanargmax(values))
         row, column = np.unravel_index(place, values.shape)
-        found.append((float(values[row, column]), str(matrix.nodes[row]), matrix.rounds[column], *_growth(matrix)))
+        peaks.append((float(values[row, column]), str(matrix.nodes[row]), matrix.rounds[column], *_growth(matrix)))
     for node in (None, "server"):
         rounds, own = reader.history(run).series(name, node)
         finite = [(v, n) for n, v in zip(rounds, own, strict=True) if np.isfinite(v)]
         if finite:
             value, number = pick(finite)
-            found.append((value, node, number, finite[-1][0] - finite[0][0], node))
-    if not found:
+            peaks.append((value, node, number, finite[-1][0] - finite[0][0], node))
+    if not peaks:
         return None
-    value, whose, number = pick(found, key=lambda one: one[0])[:3]
-    growth, who = max(((one[3], one[4]) for one in found), key=lambda one: one[0])
-    return Peak(name, CATALOG[name].meaning if name in CATALOG else "", value, whose, number, growth, who)
+    value, whose, number = pick(peaks, key=lambda peak: peak[0])[:3]
+    growth, who = max(((peak[3], peak[4]) for peak in peaks), key=lambda peak: peak[0])
+    return MemoryPeak(name, CATALOG[name].meaning if name in CATALOG else "", value, whose, number, growth, who)
 
 
 def _growth(matrix: Matrix) -> tuple[float, str | None]:
@@ -193,8 +209,8 @@ def _largest(matrix: Matrix) -> tuple[Bytes, ...]:
 
 
 def _shares(known: dict[str, Matrix], node: str) -> tuple[Bytes, ...]:
-    found = [(share, _at_its_largest(known.get(f"memory.{share}"), known["memory.tensors"], node)) for share in SHARES]
-    return tuple(Bytes(share, value) for share, value in found if value)
+    shares = [(share, _at_its_largest(known.get(f"memory.{share}"), known["memory.tensors"], node)) for share in SHARES]
+    return tuple(Bytes(share, value) for share, value in shares if value)
 
 
 def _at_its_largest(matrix: Matrix | None, whole: Matrix, node: str) -> float | None:
@@ -203,8 +219,8 @@ def _at_its_largest(matrix: Matrix | None, whole: Matrix, node: str) -> float | 
         return None
     rounds, values = whole[node]
     when = rounds[int(np.nanargmax(values))] if rounds and not np.isnan(values).all() else None
-    told = [v for n, v in zip(*matrix[node], strict=True) if when is not None and n <= when and np.isfinite(v)]
-    return told[-1] if told else None
+    earlier = [v for n, v in zip(*matrix[node], strict=True) if when is not None and n <= when and np.isfinite(v)]
+    return earlier[-1] if earlier else None
 
 
 def _grown(matrix: Matrix | None) -> tuple[Bytes, ...]:
@@ -215,17 +231,17 @@ def _grown(matrix: Matrix | None) -> tuple[Bytes, ...]:
     return tuple(Bytes(matrix.nodes[i], float(total[i])) for i in order if total[i] > 0)
 
 
-def _courses(matrix: Matrix | None) -> tuple[Course, ...]:
+def _trends(matrix: Matrix | None) -> tuple[Trend, ...]:
     if matrix is None or not matrix.nodes:
         return ()
     band = matrix.band()
     lines = (("largest client", band.max), ("median client", band.median))
-    return tuple(_course(name, matrix.rounds, values) for name, values in lines)
+    return tuple(_trend(name, matrix.rounds, values) for name, values in lines)
 
 
-def _course(name: str, rounds: Sequence[int], values: Sequence[float] | Reals) -> Course:
+def _trend(name: str, rounds: Sequence[int], values: Sequence[float] | Reals) -> Trend:
     points = buckets(rounds, np.asarray(values, float).tolist(), POINTS)
-    return Course(
+    return Trend(
         name, points.rounds, json_numbers(points.values), json_numbers(points.low), json_numbers(points.high),
         points.shown_of,
     )  # fmt: skip
@@ -235,7 +251,7 @@ def _course(name: str, rounds: Sequence[int], values: Sequence[float] | Reals) -
 
 
 def traffic_page(reader: Reader, run: str) -> TrafficPage | None:
-    """None where no transfer was told."""
+    """Read what the run sent; None where no transfer was told."""
     sent, received = metric_matrix(reader, run, "traffic.sent"), metric_matrix(reader, run, "traffic.received")
     others = _of_others(reader, run)
     total = traffic_total(reader, run)
@@ -252,7 +268,7 @@ def traffic_page(reader: Reader, run: str) -> TrafficPage | None:
         sum(up.values()),
         sum(down.values()),
         sum(others.values()),
-        tuple(_course(name, list(of), list(of.values())) for name, of in named if of),
+        tuple(_trend(name, list(of), list(of.values())) for name, of in named if of),
         tuple(clients[:NAMED]),
         len(clients),
         kinds,
@@ -268,16 +284,16 @@ def _by_round(matrix: Matrix) -> dict[int, float]:
 
 def _of_others(reader: Reader, run: str) -> dict[int, float]:
     """Bytes that the server, edges, clusters and rings sent, by round."""
-    found: dict[int, float] = {}
+    by_round: dict[int, float] = {}
     history = reader.history(run)
     for node in history.nodes():
         if not is_client(node):
             for number, value in zip(*history.series("traffic.sent", node), strict=True):
-                found[number] = found.get(number, 0.0) + (value if np.isfinite(value) else 0.0)
-    return found
+                by_round[number] = by_round.get(number, 0.0) + (value if np.isfinite(value) else 0.0)
+    return by_round
 
 
-def _clients(sent: Matrix, received: Matrix) -> list[ClientTraffic]:
+def _clients(sent: Matrix, received: Matrix) -> list[ClientBytes]:
     sums: dict[str, list[float]] = {}
     for column, matrix in enumerate((sent, received)):
         total = np.nansum(np.where(np.isfinite(matrix.values), matrix.values, np.nan).astype(float), axis=1)
@@ -285,8 +301,10 @@ def _clients(sent: Matrix, received: Matrix) -> list[ClientTraffic]:
             own = sums.setdefault(node, [0.0, 0.0, 0.0])
             own[column] += value
             own[2] = max(own[2], rounds)
-    told = [ClientTraffic(node, one[0], one[1], int(one[2])) for node, one in sums.items()]
-    return sorted(told, key=lambda one: -one.sent - one.received)
+    clients = [
+        ClientBytes(node, sums_of_node[0], sums_of_node[1], int(sums_of_node[2])) for node, sums_of_node in sums.items()
+    ]
+    return sorted(clients, key=lambda client: -client.sent - client.received)
 
 
 def _kinds(reader: Reader, run: str) -> tuple[tuple[Messages, ...], int]:
@@ -294,14 +312,10 @@ def _kinds(reader: Reader, run: str) -> tuple[tuple[Messages, ...], int]:
     rounds = reader.history(run).rounds()[-MESSAGES_ROUNDS:]
     if not rounds:
         return (), 0
-    found = reader.database.rows(
-        "SELECT s.text, SUM(t.bytes), SUM(t.raw_bytes), COUNT(*) FROM transfer AS t JOIN symbol AS s ON s.id = t.kind "
-        "WHERE t.run = ? AND t.round BETWEEN ? AND ? GROUP BY s.text",
-        (reader.names.number(run) or 0, rounds[0], rounds[-1]),
-    )
-    whole = sum(row[1] for row in found) or 1
-    told = [Messages(kind, float(sent), float(raw), count, sent / whole) for kind, sent, raw, count in found]
-    return tuple(sorted(told, key=lambda one: -one.bytes)), len(rounds)
+    sums = bytes_by_kind(reader, run, rounds[0], rounds[-1])
+    whole = sum(row[1] for row in sums) or 1
+    kinds = [Messages(kind, float(sent), float(raw), count, sent / whole) for kind, sent, raw, count in sums]
+    return tuple(sorted(kinds, key=lambda messages: -messages.bytes)), len(rounds)
 
 
 def _reached(reader: Reader, run: str, spent: dict[int, float]) -> tuple[ReachedAt, ...]:
@@ -317,5 +331,7 @@ def _reached(reader: Reader, run: str, spent: dict[int, float]) -> tuple[Reached
         return ()
     times = [dict(zip(*history.series(name, None), strict=True)) for name in ("time.round", "time.round_virtual")]
     whole = {number: int(value) for number, value in spent.items()}
-    found = reached(accuracy, seconds=times[0], virtual_seconds=times[1], bytes=whole)
-    return tuple(ReachedAt(r.accuracy, r.round, r.rounds, r.seconds, r.virtual_seconds, r.bytes, r.best) for r in found)
+    levels = reached(accuracy, seconds=times[0], virtual_seconds=times[1], bytes=whole)
+    return tuple(
+        ReachedAt(r.accuracy, r.round, r.rounds, r.seconds, r.virtual_seconds, r.bytes, r.best) for r in levels
+    )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's layers against the cohort's: by how much each is larger or smaller than the median client's, by round.
+"""Compares a client's layers with the median client's, round by round.
 
 The statistics of a thousand clients and fifty layers are two megabytes a round. So the newest rounds are read, as many
 as fit into a budget, and the answer says how many those are.
@@ -15,8 +15,10 @@ import numpy as np
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.stats import FAMILIES, HISTOGRAM_COLUMNS, STATISTICS, STEP_COLUMNS, Array, derive, statistics_of
 from fedvitals.store.packing import NONE, Part, entries_of, matrices, newest, numbers_of
+from fedvitals.store.read import queries
+from fedvitals.store.read.layers import blocks_newest_first, layer_names, read_block
+from fedvitals.store.read.nodes import clients_by_number
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.clients import clients_by_number
 from fedvitals.views.cohort import matrix_of
 from fedvitals.views.grid import Grid, make_grid
 from fedvitals.views.memo import remembered
@@ -30,6 +32,8 @@ RATIOS = {"sum_squares", "sum_magnitudes", "std", "l2", "rms", "absmax", "mean_m
 
 @dataclass(frozen=True, slots=True)
 class ClientLayers:
+    """A client's layers against the median client's."""
+
     family: str
     statistic: str
     families: list[str]
@@ -52,12 +56,9 @@ def comparable(family: str) -> list[str]:
 
 def families_of(reader: Reader, run: str) -> list[str]:
     """Families of layer statistics that the run has, those about updates and gradients first."""
-    found = reader.database.rows(
-        "SELECT DISTINCT s.text FROM layer_block AS b JOIN symbol AS s ON s.id = b.family WHERE b.run = ?",
-        (reader.names.number(run) or 0,),
-    )
     order = ("update", "gradient", "gradient.steps", "update.alignment")
-    known = [name for (name,) in found if name in FAMILIES and FAMILIES[name].columns is not HISTOGRAM_COLUMNS]
+    measured = queries.layer_families(reader, run)
+    known = [name for name in measured if name in FAMILIES and FAMILIES[name].columns is not HISTOGRAM_COLUMNS]
     return sorted(known, key=lambda name: (order.index(name) if name in order else len(order), name))
 
 
@@ -71,6 +72,7 @@ def client_layers(
     last: int | None = None,
     budget: int = BUDGET,
 ) -> ClientLayers:
+    """Read how a client's layers differ; ConfigError for a family or statistic that there is not."""
     families = families_of(reader, run)
     if family is not None and family not in families:
         raise ConfigError(unknown("family of layer statistics", family, families))
@@ -104,44 +106,37 @@ def _read(
     reader: Reader, run: str, family: str, statistic: str, span: tuple[int | None, int | None], budget: int
 ) -> tuple[Sequence[str], Read, bool]:
     """Layer names, what was read, and whether more was left."""
-    blocks = reader.database.rows(
-        "SELECT arrival, layer_table, layers * entries, first_round, last_round FROM layer_block WHERE run = ? "
-        "AND family = ? AND first_round IS NOT NULL ORDER BY last_round DESC, arrival DESC",
-        (reader.names.number(run) or 0, reader.names.number(family) or 0),
-    )
+    blocks = blocks_newest_first(reader, run, family)
     if not blocks:
         return (), {}, False
-    table = blocks[0][1]
+    table = blocks[0].table
     low, high = -np.inf if span[0] is None else span[0], np.inf if span[1] is None else span[1]
     wanted: list[tuple[int, int]] = []
     left = budget
-    for arrival, layer_table, cells, begin, end in blocks:
-        if layer_table != table or end < low or begin > high:
+    for block in blocks:
+        if block.table != table or block.last_round < low or block.first_round > high:
             continue
-        left -= cells * len(FAMILIES[family].columns) * 4
+        left -= block.cells * len(FAMILIES[family].columns) * 4
         if left < 0 and wanted:
             break
-        wanted.append((arrival, cells))
-    names = reader.database.rows(
-        "SELECT s.text FROM layer AS l JOIN symbol AS s ON s.id = l.name WHERE l.layer_table = ? ORDER BY l.position",
-        (table,),
-    )
+        wanted.append((block.arrival, block.cells))
+    names = layer_names(reader, table)
     # Of all clients at once: who looks at one is likely to look at the next.
     key, arrivals = (run, family, statistic, *span), [arrival for arrival, _ in wanted]
-    found = remembered(reader, "layers", key, wanted, lambda: _by_round(reader, run, family, statistic, arrivals))
-    return [row[0] for row in names], {n: told for n, told in found.items() if low <= n <= high}, left < 0
+    by_round = remembered(reader, "layers", key, wanted, lambda: _by_round(reader, run, family, statistic, arrivals))
+    return names, {n: statistics for n, statistics in by_round.items() if low <= n <= high}, left < 0
 
 
 def _by_round(reader: Reader, run: str, family: str, statistic: str, arrivals: Sequence[int]) -> Read:
     parts = list(_parts(reader, family, statistic, sorted(arrivals), [*clients_by_number(reader, run)]))
-    found: Read = {}
+    by_round: Read = {}
     if parts:
         rounds, _, nodes, values = newest(parts)
         for number in np.unique(rounds).tolist():
             here = np.flatnonzero(rounds == number)
             place = {int(nodes[i]): i for i in here}  # of a node that told twice, the newer
-            found[number] = [*place], values[[*place.values()]]
-    return found
+            by_round[number] = [*place], values[[*place.values()]]
+    return by_round
 
 
 def _parts(
@@ -149,16 +144,13 @@ def _parts(
 ) -> Iterator[Part]:
     """Of each block what is about a client and its whole round, not about one step of it: [entries × layers]."""
     for arrival in arrivals:
-        found = reader.database.rows(
-            "SELECT entries, coordinates, details FROM layer_block WHERE arrival = ?", (arrival,)
-        )
-        blobs = reader.database.rows("SELECT numbers FROM layer_matrix WHERE block = ? ORDER BY layer", (arrival,))
-        if not found or not blobs:
+        block = read_block(reader, arrival)
+        if block is None:
             continue  # merged with others meanwhile: the next look finds it there
-        count, coordinates, details = found[0]
+        count, coordinates, details, blobs = block
         entries = entries_of(coordinates, details, count)
         keep = np.flatnonzero(np.isin(entries.nodes, clients) & (entries.steps == NONE))
-        numbers = np.concatenate([numbers_of(family, row[0], count) for row in blobs])[..., keep]
+        numbers = np.concatenate([numbers_of(family, blob, count) for blob in blobs])[..., keep]
         with np.errstate(all="ignore"):
             values = derive(family, matrices(family, numbers), statistic)
         yield entries.rounds[keep], entries.at[keep], entries.nodes[keep], values
@@ -179,7 +171,7 @@ def medians(values: Array) -> Array:
     """The median of the finite values in each column; NaN where there is none."""
     ordered = np.sort(np.where(np.isfinite(values), values, np.nan), axis=0)  # NaN comes last
     counts = np.sum(~np.isnan(ordered), axis=0)
-    found = np.full(values.shape[1], np.nan)
+    middle = np.full(values.shape[1], np.nan)
     some = np.flatnonzero(counts)
-    found[some] = (ordered[(counts[some] - 1) // 2, some] + ordered[counts[some] // 2, some]) / 2
-    return found
+    middle[some] = (ordered[(counts[some] - 1) // 2, some] + ordered[counts[some] // 2, some]) / 2
+    return middle

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened, step by step: a run's tape over all rounds, and the state of the federation at one of them."""
+"""Computes the pages of a run's tape: what is on it in all rounds, and the state of the federation at one of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from fedvitals.catalog import CATALOG
 from fedvitals.dashboard.pages.round_clients import CameRow, ClientDiff, client_diff, cohort_of, norms_of
 from fedvitals.dashboard.pages.shell_commands import Command, Here, commands_of
-from fedvitals.dashboard.pages.tape_index import DAMAGED, NoTapeError, Opened, Standing, opened
+from fedvitals.dashboard.pages.tape_index import DAMAGED, NoTapeError, Opened, RoundCoverage, opened
 from fedvitals.dashboard.pages.what_if import Updates, flat, updates_of
 from fedvitals.diagnosis.cases import Case
 from fedvitals.errors import FedvitalsError
@@ -24,7 +24,7 @@ from fedvitals.views.labels import labels_of
 from fedvitals.views.verdict_words import clause
 
 if TYPE_CHECKING:
-    from fedvitals.replay.tape.journal import Entry
+    from fedvitals.replay.tape.journal import RoundEntry
 
 HOW = (
     "Without a tape a run can be looked at, but not run again. Runs of `fedvitals lab` have one unless they were "
@@ -72,6 +72,8 @@ class ReplayIndex:
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
+    """A layer of the model before and after a round."""
+
     name: str
     before: float | None  # norm; None: not finite
     after: float | None
@@ -90,6 +92,8 @@ class StateRow:
 
 @dataclass(frozen=True, slots=True)
 class MetricRow:
+    """A metric before and after a round."""
+
     name: str
     unit: str
     before: float | None
@@ -98,6 +102,8 @@ class MetricRow:
 
 @dataclass(frozen=True, slots=True)
 class ActionInForce:
+    """A correction that was in force in a round."""
+
     kind: str
     target: str | None
     why: str
@@ -106,6 +112,8 @@ class ActionInForce:
 
 @dataclass(frozen=True, slots=True)
 class FoundHere:
+    """A case that was found in a round."""
+
     key: str
     severity: str
     words: str
@@ -155,24 +163,24 @@ class Before(msgspec.Struct, frozen=True):
 
 
 def replay_index(reader: Reader, store: Target, run: str) -> ReplayIndex:
-    """Which rounds are on the tape and how; where there is no tape, how to get one."""
+    """Return which rounds are on the tape and how; where there is no tape, how to get one."""
     try:
-        found = opened(reader, store, run)
+        index = opened(reader, store, run)
     except NoTapeError as error:
         how = "" if error.extra or error.damaged else HOW
         return ReplayIndex(run, False, str(error), how, CODE if how else "", _host(reader, run), None, None, "")
-    rows, setting = found.rows, found.tape.setting
+    rows, setting = index.rows, index.tape.setting
     budget = setting.kept.get("budget")
     return ReplayIndex(
-        run, True, "", "", "", setting.host, found.tape.bytes, budget if isinstance(budget, int) else None,
+        run, True, "", "", "", setting.host, index.tape.bytes, budget if isinstance(budget, int) else None,
         ", ".join(f"{name} {value}" for name, value in setting.machine.items()),
         tuple(row.round for row in rows),
-        tuple(one.kind for one in found.standings),
-        tuple(one.since for one in found.standings),
+        tuple(coverage.kind for coverage in index.coverages),
+        tuple(coverage.since for coverage in index.coverages),
         tuple(row.answers for row in rows),
         tuple(row.failed for row in rows),
         tuple(row.left_out for row in rows),
-        tuple(one.updates for one in found.standings),
+        tuple(coverage.updates for coverage in index.coverages),
         _flags(reader, run),
     )  # fmt: skip
 
@@ -208,30 +216,30 @@ def replay_round(
     limit: int = 50,
     offset: int = 0,
 ) -> ReplayRound:
-    """The state at one round, who answered, and one of them against the others; ConfigError: not on the tape."""
-    found = opened(reader, store, run)
-    place = found.place(number)
-    standing, trouble, entry = found.standings[place], found.rows[place].trouble, None
+    """Return the state at one round, its answers, and one client against the others; ConfigError: not on the tape."""
+    index = opened(reader, store, run)
+    place = index.place(number)
+    coverage, trouble, entry = index.coverages[place], index.rows[place].trouble, None
     try:
-        entry = found.tape.entry(number) if trouble is None else None
+        entry = index.tape.entry(number) if trouble is None else None
     except (FedvitalsError, OSError) as error:
-        standing, trouble = Standing(DAMAGED, None, 0), str(error)
-    answered = entry is not None and node is not None and entry.of(node) is not None
-    here = Here(run, store, found.tape.setting.host, number, node, answered)
-    told = _about(reader, here, standing, trouble)
+        coverage, trouble = RoundCoverage(DAMAGED, None, 0), str(error)
+    answered = entry is not None and node is not None and entry.reply_of(node) is not None
+    here = Here(run, store, index.tape.setting.host, number, node, answered)
+    about = _about(reader, here, coverage, trouble)
     if entry is None:
-        return ReplayRound(**told)
+        return ReplayRound(**about)
     return ReplayRound(
-        **told,
-        **_state(found, entry, found.rows[place - 1].round if place else None),
-        **_cohort(reader, run, found, entry, node, (sort, limit, offset)),
+        **about,
+        **_state(index, entry, index.rows[place - 1].round if place else None),
+        **_cohort(reader, run, index, entry, node, (sort, limit, offset)),
         actions=_actions(entry.notes.get("actions")),
     )
 
 
-def _about(reader: Reader, here: Here, standing: Standing, trouble: str | None) -> dict[str, Any]:
+def _about(reader: Reader, here: Here, coverage: RoundCoverage, trouble: str | None) -> dict[str, Any]:
     cases, labels = cases_of(reader, here.run), labels_of(reader, here.run)
-    found = [
+    findings = [
         FoundHere(
             case_key(case),
             case.severity,
@@ -245,53 +253,53 @@ def _about(reader: Reader, here: Here, standing: Standing, trouble: str | None) 
     return {
         "run": here.run,
         "round": here.round,
-        "kind": standing.kind,
-        "since": standing.since,
-        "how": _how(standing, trouble),
+        "kind": coverage.kind,
+        "since": coverage.since,
+        "how": _how(coverage, trouble),
         "trouble": trouble,
-        "commands": commands_of(here, standing, cases),
-        "findings": tuple(found[:FINDINGS]),
+        "commands": commands_of(here, coverage, cases),
+        "findings": tuple(findings[:FINDINGS]),
     }
 
 
-def _how(standing: Standing, trouble: str | None) -> str:
+def _how(coverage: RoundCoverage, trouble: str | None) -> str:
     if trouble is not None:
         return "This round cannot be read."
     return {
         "whole": "The state before this round is on the tape, whole: whatever follows is computed from here.",
         "again": "Its state is not stored: it is computed again from "
-        + (f"round {standing.since}." if standing.since else "the very beginning."),
+        + (f"round {coverage.since}." if coverage.since else "the very beginning."),
         "digests": "Only digests and norms are left: no whole state before it is on the tape any more.",
-    }[standing.kind]
+    }[coverage.kind]
 
 
-def _state(found: Opened, entry: Entry, before: int | None) -> dict[str, Any]:
-    tape, model, after = found.tape, entry.state.get("model"), entry.after.get("model")
+def _state(index: Opened, entry: RoundEntry, before: int | None) -> dict[str, Any]:
+    tape, model, after = index.tape, entry.state.get("model"), entry.after.get("model")
     names = tape.setting.layers[:LAYERS]
-    steps = _steps(found, entry)
+    steps = _steps(index, entry)
     layers = []
     for i, name in enumerate(names):
-        one = None if model is None or i >= len(model.norms) else model.norms[i]
-        two = None if after is None or i >= len(after.norms) else after.norms[i]
+        norm = None if model is None or i >= len(model.norms) else model.norms[i]
+        norm_after = None if after is None or i >= len(after.norms) else after.norms[i]
         known = model is not None and after is not None and i < min(len(model.layers), len(after.layers))
         same = model.layers[i] == after.layers[i] if known and model is not None and after is not None else None
-        layers.append(LayerState(name, one, two, same, steps.get(name)))
+        layers.append(LayerState(name, norm, norm_after, same, steps.get(name)))
     others = [(name, mark) for name, mark in entry.state.items() if name != "model"][:STATES]
     return {
         "digest": None if model is None else model.digest,
         "digest_after": None if after is None else after.digest,
         "clock": _clock(entry.notes),
         "clock_after": _clock(entry.after_notes),
-        "metrics": _metrics(found, entry, before),
+        "metrics": _metrics(index, entry, before),
         "layers": tuple(layers),
         "stepped": bool(steps),
         "states": tuple(StateRow(name, mark.digest, tape.has(mark.digest)) for name, mark in others),
     }
 
 
-def _steps(found: Opened, entry: Entry) -> dict[str, float]:
+def _steps(index: Opened, entry: RoundEntry) -> dict[str, float]:
     """How far each layer went, where the models before and after are on the tape, and not too large for a page."""
-    tape, marks = found.tape, (entry.state.get("model"), entry.after.get("model"))
+    tape, marks = index.tape, (entry.state.get("model"), entry.after.get("model"))
     if any(mark is None or not tape.has(mark.digest) for mark in marks):
         return {}
     digests = [mark.digest for mark in marks if mark is not None]
@@ -311,11 +319,11 @@ def _clock(notes: Mapping[str, Any]) -> float | None:
         return None
 
 
-def _metrics(found: Opened, entry: Entry, before: int | None) -> tuple[MetricRow, ...]:
+def _metrics(index: Opened, entry: RoundEntry, before: int | None) -> tuple[MetricRow, ...]:
     earlier: Mapping[str, float | None] = {}
     if before is not None:
         try:
-            earlier = found.tape.journal.read_as(Before, before).metrics
+            earlier = index.tape.journal.read_as(Before, before).metrics
         except (FedvitalsError, OSError):
             earlier = {}
     return tuple(
@@ -325,12 +333,12 @@ def _metrics(found: Opened, entry: Entry, before: int | None) -> tuple[MetricRow
 
 
 def _cohort(
-    reader: Reader, run: str, found: Opened, entry: Entry, node: str | None, asked: tuple[str, int, int]
+    reader: Reader, run: str, index: Opened, entry: RoundEntry, node: str | None, asked: tuple[str, int, int]
 ) -> dict[str, Any]:
     sort, limit, offset = asked
-    updates: Updates | str = "" if node is None else _updates(reader, run, found, entry)
-    norms = norms_of(reader, run, entry, found.tape.setting.layers, None if isinstance(updates, str) else updates)
-    rows = cohort_of(entry, norms, found.tape.has, sort)
+    updates: Updates | str = "" if node is None else _updates(reader, run, index, entry)
+    norms = norms_of(reader, run, entry, index.tape.setting.layers, None if isinstance(updates, str) else updates)
+    rows = cohort_of(entry, norms, index.tape.has, sort)
     states = [row.state for row in rows]
     return {
         "cohort": tuple(rows[offset : offset + limit]),
@@ -348,24 +356,24 @@ def _cohort(
     }
 
 
-def _updates(reader: Reader, run: str, found: Opened, entry: Entry) -> Updates | str:
+def _updates(reader: Reader, run: str, index: Opened, entry: RoundEntry) -> Updates | str:
     try:
-        return updates_of(reader, run, found, entry)
+        return updates_of(reader, run, index, entry)
     except FedvitalsError as error:
         return str(error)
 
 
-def _actions(told: Any) -> tuple[ActionInForce, ...]:
-    found = []
-    for one in told[:ACTIONS] if isinstance(told, list | tuple) else ():
-        if isinstance(one, Mapping):
-            target = one.get("target")
-            found.append(
+def _actions(recorded: Any) -> tuple[ActionInForce, ...]:
+    actions = []
+    for action in recorded[:ACTIONS] if isinstance(recorded, list | tuple) else ():
+        if isinstance(action, Mapping):
+            target = action.get("target")
+            actions.append(
                 ActionInForce(
-                    str(one.get("kind", ""))[:200],
+                    str(action.get("kind", ""))[:200],
                     None if target is None else str(target)[:500],
-                    str(one.get("finding", ""))[:500],
-                    text_of(one.get("arguments") or {})[:500],
+                    str(action.get("finding", ""))[:500],
+                    text_of(action.get("arguments") or {})[:500],
                 )
             )
-    return tuple(found)
+    return tuple(actions)

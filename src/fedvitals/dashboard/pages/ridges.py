@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the values of one layer's gradient were distributed, round by round.
+"""Computes how the values of one layer's gradient were distributed, round by round.
 
 Where histograms were stored (one bin for each sign and power of two) the shape is known. Elsewhere it is not, and it is
 not made up: mean, standard deviation, smallest and largest are all that can be shown.
@@ -13,8 +13,8 @@ import numpy as np
 
 from fedvitals.protocols import Node
 from fedvitals.stats import EXPONENTS, LOWEST_EXPONENT, Array, derive
+from fedvitals.store.read.layer_history import layer_history
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.layer_history import layer_history
 from fedvitals.views.layers import chosen_rounds
 from fedvitals.views.series import Numbers, json_numbers
 
@@ -24,6 +24,8 @@ WORTH = 0.002  # share of a round's values from which a size has a bin of its ow
 
 @dataclass(frozen=True, slots=True)
 class Ridge:
+    """The distribution in one round."""
+
     round: int
     heights: Numbers  # share of the values in each bin
     zeros: float | None  # share of exact zeros, which are in no bin
@@ -43,6 +45,8 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
+    """The distribution of a layer's gradient over the rounds."""
+
     run: str
     layer: str
     node: str | None
@@ -59,7 +63,7 @@ class Distribution:
 def distribution(
     reader: Reader, run: str, layer: str | None = None, node: Node | None = None, selected: int | None = None
 ) -> Distribution:
-    """Of a layer's gradient; without a name, of the first layer. `note` says why where there is nothing to show."""
+    """Return the distribution of a layer's gradient (without a name, of the first); `note` says why it is empty."""
     sums = layer_history(reader, run, "gradient", node)
     chosen = layer or next(iter(sums.layers), "")
     nothing = Distribution(run, chosen, node, sums.layers, False, "", (), (), (), None, 0)

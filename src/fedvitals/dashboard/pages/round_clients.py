@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who answered in a round, and how: each client's part in it, and one of them against the others, layer by layer."""
+"""Computes who answered in a round and how, and compares one of them with the others, layer by layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedvitals.store.read.reader import Reader
 
 if TYPE_CHECKING:
     from fedvitals.dashboard.pages.what_if import Updates
-    from fedvitals.replay.tape.journal import Came, Entry
+    from fedvitals.replay.tape.journal import ClientReply, RoundEntry
 
 WORDS = 500  # characters of why somebody failed
 POINTS = 400  # of a client's local losses
@@ -51,6 +51,8 @@ class CameRow:
 
 @dataclass(frozen=True, slots=True)
 class LayerDiff:
+    """A client's update of one layer against the others'."""
+
     name: str
     norm: float | None
     median: float | None
@@ -89,28 +91,28 @@ class Norms:
         return float(np.median(finite)) if finite else None
 
 
-def norms_of(reader: Reader, run: str, entry: Entry, names: Sequence[str], updates: Updates | None) -> Norms:
-    """What the monitor measured of the updates; else the updates themselves; else the models that were sent."""
+def norms_of(reader: Reader, run: str, entry: RoundEntry, names: Sequence[str], updates: Updates | None) -> Norms:
+    """Return what the monitor measured of the updates; else the updates' norms; else those of the models sent."""
     measured = queries.layer_round(reader, run, "update", entry.round)
     there = {came.node for came in entry.came if came.mark is not None}
     nodes = [node for node in measured.nodes if node in there]
     if nodes and measured.layers:
         rows = [measured.nodes.index(node) for node in nodes]
         values = np.asarray(measured.get("l2"), float)[rows][:, :LAYERS]
-        told = reader.history(run).latest("update.norm", entry.round)
-        totals = {node: told[node] for node in nodes if node in told}
+        norms = reader.history(run).latest("update.norm", entry.round)
+        totals = {node: norms[node] for node in nodes if node in norms}
         return Norms(MEASURED, measured.layers[:LAYERS], _places(nodes), values, totals or _totals(nodes, values))
     if updates is not None:
         pieces = updates.deltas().split(updates.sizes, dim=1)
         values = np.stack([piece.double().norm(dim=1).numpy() for piece in pieces], axis=1)
         return Norms(TAKEN, updates.names, _places(updates.nodes), values, _totals(updates.nodes, values))
-    came = [one for one in entry.came if one.mark is not None]
+    came = [reply for reply in entry.came if reply.mark is not None]
     layers = tuple(names[:LAYERS])
     values = np.full((len(came), len(layers)), np.nan)
-    for row, one in enumerate(came):
-        sizes = one.mark.norms[: len(layers)] if one.mark is not None else ()
+    for row, reply in enumerate(came):
+        sizes = reply.mark.norms[: len(layers)] if reply.mark is not None else ()
         values[row, : len(sizes)] = [math.nan if size is None else size for size in sizes]
-    sent = [one.node for one in came]
+    sent = [reply.node for reply in came]
     return Norms(SENT, layers, _places(sent), values, _totals(sent, values))
 
 
@@ -122,8 +124,8 @@ def _totals(nodes: Sequence[str], values: Array) -> dict[str, float]:
     return dict(zip(nodes, np.sqrt((values**2).sum(axis=1)).tolist(), strict=True))
 
 
-def cohort_of(entry: Entry, norms: Norms, whole: Any, sort: str) -> list[CameRow]:
-    """All rows of a round, in order; `whole(digest)`: whether that is on the tape."""
+def cohort_of(entry: RoundEntry, norms: Norms, whole: Any, sort: str) -> list[CameRow]:
+    """Return all rows of a round, in order; `whole(digest)`: whether that is on the tape."""
     total = sum(came.weight for came in entry.came if came.mark is not None and came.used)
     middle, usual = norms.median(), medians(norms.values) if len(norms.nodes) else np.empty(0)
     rows = [_row(came, norms, (middle, usual, total), whole) for came in entry.came]
@@ -151,7 +153,7 @@ def _oddness(row: CameRow) -> float | None:
     return abs(math.log2(row.ratio)) if row.ratio else 0.0
 
 
-def _row(came: Came, norms: Norms, usual: tuple[float | None, Array, float], whole: Any) -> CameRow:
+def _row(came: ClientReply, norms: Norms, usual: tuple[float | None, Array, float], whole: Any) -> CameRow:
     middle, medians_, total = usual
     state = "failed" if came.mark is None else "used" if came.used else "left out"
     losses = losses_of(came)
@@ -177,17 +179,19 @@ def _row(came: Came, norms: Norms, usual: tuple[float | None, Array, float], who
     )
 
 
-def losses_of(came: Came) -> Array:
-    """Of each local step of a training that came to an end; what is no whole number of floats is nothing."""
+def losses_of(came: ClientReply) -> Array:
+    """Return the losses of each local step; empty where the bytes are no whole number of floats."""
     usable = came.mark is not None and len(came.losses) % 4 == 0
     return np.frombuffer(came.losses, "<f4") if usable else np.empty(0, "<f4")
 
 
-def client_diff(entry: Entry, node: str, norms: Norms, rows: Sequence[CameRow], updates: Updates | str) -> ClientDiff:
-    """`updates`: all whole ones, or why they are not there."""
-    came = entry.of(node)
-    row = next((one for one in rows if one.node == node), None)
-    cosines, whole, told = _cosines(updates, node)
+def client_diff(
+    entry: RoundEntry, node: str, norms: Norms, rows: Sequence[CameRow], updates: Updates | str
+) -> ClientDiff:
+    """Compare a client with its cohort; `updates`: all whole ones, or why they are not there."""
+    came = entry.reply_of(node)
+    row = next((other for other in rows if other.node == node), None)
+    cosines, whole, words = _cosines(updates, node)
     place = norms.nodes.get(node)
     layers = []
     if place is not None:
@@ -199,7 +203,7 @@ def client_diff(entry: Entry, node: str, norms: Norms, rows: Sequence[CameRow], 
     losses = np.empty(0, np.float32) if came is None else losses_of(came)
     every = max(1, math.ceil(len(losses) / POINTS))
     return ClientDiff(
-        node, came is not None, row, norms.of, len(norms.nodes), tuple(layers), whole, told,
+        node, came is not None, row, norms.of, len(norms.nodes), tuple(layers), whole, words,
         tuple(float(loss) for loss in losses[::every]), every,
     )  # fmt: skip
 
@@ -217,10 +221,10 @@ def _cosines(updates: Updates | str, node: str) -> tuple[dict[str, float | None]
     mean = (deltas * (weights / weights.sum())[:, None]).sum(0) if float(weights.sum()) else deltas.mean(0)
     mine = deltas[updates.nodes.index(node)]
     pieces = zip(updates.names, mine.split(updates.sizes), mean.split(updates.sizes), strict=True)
-    found = {name: _cosine(one, two) for name, one, two in pieces}
-    return found, _cosine(mine, mean), f"to the mean of all {len(updates.nodes)} updates, which are on the tape"
+    cosines = {name: _cosine(piece, piece_of_mean) for name, piece, piece_of_mean in pieces}
+    return cosines, _cosine(mine, mean), f"to the mean of all {len(updates.nodes)} updates, which are on the tape"
 
 
-def _cosine(one: Any, two: Any) -> float | None:
-    lengths = float(one.norm()) * float(two.norm())
-    return float(one @ two) / lengths if lengths else None
+def _cosine(first: Any, second: Any) -> float | None:
+    lengths = float(first.norm()) * float(second.norm())
+    return float(first @ second) / lengths if lengths else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a client's time went, round by round, and how long the median client took meanwhile.
+"""Computes where a client's time went, round by round, and how long the median client took.
 
 Spans are found by round, not by node: of many clients, the newest rounds are read, and the answer says how many.
 """
@@ -13,12 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedvitals.analysis.timeline import NodeTime, main_clock, timeline
-from fedvitals.dashboard.pages.client import cohort_values
-from fedvitals.records import Span
-from fedvitals.store import rows
+from fedvitals.store.read.metrics import values_of_nodes
+from fedvitals.store.read.nodes import clients_by_number
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.spans import spans_of_node
 from fedvitals.time_parts import REST
-from fedvitals.views.clients import clients_by_number
 from fedvitals.views.profile import ORDER
 from fedvitals.views.series import Numbers, json_numbers
 
@@ -30,6 +29,8 @@ LENGTH = {"real": "time.client", "virtual": "time.client_virtual"}
 
 @dataclass(frozen=True, slots=True)
 class TimePart:
+    """One part of a client's time over the rounds."""
+
     name: str
     values: Numbers  # seconds
     waiting: bool  # the client itself does nothing in it
@@ -37,6 +38,8 @@ class TimePart:
 
 @dataclass(frozen=True, slots=True)
 class ClientTimes:
+    """Where a client's time went."""
+
     clock: str
     rounds: list[int]
     parts: list[TimePart]  # in the order of a round
@@ -49,17 +52,18 @@ class ClientTimes:
 def client_times(
     reader: Reader, run: str, node: str, first: int | None = None, last: int | None = None, most: int = SPANS
 ) -> ClientTimes:
+    """Read where a client's time went in the newest rounds, or in those from `first` to `last`."""
     every = reader.history(run).rounds()
     wanted = [r for r in every if (first is None or r >= first) and (last is None or r <= last)]
     clients = clients_by_number(reader, run)
     wanted = wanted[-min(MOST_ROUNDS, max(FEWEST_ROUNDS, most // max(1, len(clients)))) :]
-    times = timeline(_spans(reader, run, node, wanted[0], wanted[-1])) if wanted else []
+    times = timeline(spans_of_node(reader, run, node, wanted[0], wanted[-1])) if wanted else []
     clock = main_clock(times) if times else "real"
     own: dict[int, NodeTime] = {
         time.round: time.nodes[node] for time in times if time.clock == clock and node in time.nodes
     }
     rounds = sorted(own)
-    names = {part for one in own.values() for part, seconds in one.parts.items() if seconds > 0}
+    names = {part for times_of_round in own.values() for part, seconds in times_of_round.parts.items() if seconds > 0}
     order = sorted(names, key=lambda part: ORDER.index(part) if part in ORDER else len(ORDER))
     return ClientTimes(
         clock=clock,
@@ -74,16 +78,6 @@ def client_times(
     )
 
 
-def _spans(reader: Reader, run: str, node: str, first: int, last: int) -> list[Span]:
-    """The client's Spans, and those of the rounds as a whole."""
-    found = reader.database.rows(
-        f"{rows.select(Span)} WHERE arrival IN (SELECT arrival FROM span WHERE run = ? AND round >= ? AND round <= ? "  # noqa: S608 - our own words
-        "AND (node = ? OR node IS NULL)) ORDER BY arrival",
-        (reader.names.number(run) or 0, first, last, reader.names.number(node) or 0),
-    )
-    return rows.from_rows(Span, found)
-
-
 def _median(reader: Reader, run: str, name: str, number: int, clients: Collection[int]) -> float:
-    finite = [v for v in cohort_values(reader, run, name, number, clients).values() if math.isfinite(v)]
+    finite = [v for v in values_of_nodes(reader, run, name, number, clients).values() if math.isfinite(v)]
     return float(np.median(finite)) if finite else math.nan

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a list tells of one run, by short walks: a store may hold thousands, and some are large."""
+"""Summarises one run for the list of runs by few reads: a store may hold thousands of runs."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 from fedvitals.diagnosis.issues.table import SEVERITIES
+from fedvitals.plain_json import finite
 from fedvitals.records import Run, is_client
 from fedvitals.store.marks import Mark
-from fedvitals.store.read import queries
+from fedvitals.store.read.metrics import has_metric, newest_outcomes
+from fedvitals.store.read.nodes import count_clients
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.runs import rounds_and_last_record, run_settings
 from fedvitals.views.cases import case_key, cases_of
 from fedvitals.views.gaps import gaps_of
 from fedvitals.views.status import planned_rounds
@@ -38,6 +39,8 @@ class Spark:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
+    """What the list tells of a run."""
+
     rounds: int
     planned: int | None
     last_record: float | None
@@ -50,27 +53,20 @@ class RunFacts:
     verdict: Verdict
 
 
-def facts_of(reader: Reader, run: str, told: Sequence[Mark] = ()) -> RunFacts:
-    """The facts of a run with these marks."""
-    number = reader.names.number(run) or 0
-    ask = reader.database.rows
-    ((rounds, last),) = ask("SELECT COUNT(*), MAX(last) FROM run_round WHERE run = ?", (number,))
-    ((config, host, finished),) = ask("SELECT config, host, finished FROM run WHERE id = ?", (number,)) or [
-        ("{}", "", None)
-    ]
-    names = ask("SELECT s.text FROM run_node AS n JOIN symbol AS s ON s.id = n.node WHERE n.run = ?", (number,))
-    clients = sum(is_client(name) for (name,) in names)
-    described = Run(run, "", host, config=_read(config), finished=finished)
-    total = traffic_total(reader, run)
-    findings, verdict = _judged(reader, described, told, rounds, clients)
+def facts_of(reader: Reader, run: str, marks: Sequence[Mark] = ()) -> RunFacts:
+    """Read the facts of a run that has these marks."""
+    rounds, last = rounds_and_last_record(reader, run)
+    described, clients = run_settings(reader, run) or Run(run, "", ""), count_clients(reader, run)
+    total, outcomes = traffic_total(reader, run), newest_outcomes(reader, run, ("accuracy", "loss"))
+    findings, verdict = _judged(reader, described, marks, rounds, clients)
     return RunFacts(
         rounds=rounds,
         planned=planned_rounds(described),
-        last_record=last if last is not None and math.isfinite(last) else None,
+        last_record=finite(last),
         clients=clients,
-        accuracy=_finite(queries.newest(reader, run, "accuracy")),
-        loss=_finite(queries.newest(reader, run, "loss")),
-        spark=course_of(reader, run, "accuracy") or course_of(reader, run, "loss"),
+        accuracy=finite(outcomes["accuracy"]),
+        loss=finite(outcomes["loss"]),
+        spark=sparkline_of(reader, run, "accuracy") or sparkline_of(reader, run, "loss"),
         bytes=None if total is None else total.bytes,
         findings=findings,
         verdict=verdict,
@@ -78,42 +74,31 @@ def facts_of(reader: Reader, run: str, told: Sequence[Mark] = ()) -> RunFacts:
 
 
 def _judged(
-    reader: Reader, run: Run, told: Sequence[Mark], rounds: int, clients: int
+    reader: Reader, run: Run, marks: Sequence[Mark], rounds: int, clients: int
 ) -> tuple[dict[str, int], Verdict]:
     """Cases by severity, and the verdict: as `verdict_of` gives it, but for the details that a list has no room for."""
-    any_finding = "SELECT 1 FROM finding WHERE run = ? LIMIT 1"
-    there = reader.database.rows(any_finding, (reader.names.number(run.id),))
-    cases = cases_of(reader, run.id) if there else []
-    facts = facts_in_short(run, rounds, clients, told, gaps_of(reader, run.id))
+    cases = cases_of(reader, run.id)
+    facts = facts_in_short(run, rounds, clients, marks, gaps_of(reader, run.id))
     counted = Counter(case.severity for case in cases if case_key(case) not in facts.muted)
     return {severity: counted[severity] for severity in SEVERITIES}, judge(cases, facts)
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _read(config: str) -> dict[str, Any]:
-    found = json.loads(config)
-    return found if isinstance(found, dict) else {}
-
-
-def course_of(reader: Reader, run: str, name: str) -> Spark | None:
-    """The federation's own values, else the median client's of some rounds; None where nothing was measured."""
+def sparkline_of(reader: Reader, run: str, name: str) -> Spark | None:
+    """Return the federation's own values, else the median client's of some rounds; None where nothing was measured."""
     history = reader.history(run)
     for node in (None, "server"):
         rounds, values = history.series(name, node)
         if rounds:
             return Spark(name, "federation", *thinned(rounds, values))
     known = history.rounds()
-    if not known or not _has(reader, run, name):
+    if not known or not has_metric(reader, run, name):
         return None
     picked = (
         known if len(known) <= POINTS else [known[round(i * (len(known) - 1) / (POINTS - 1))] for i in range(POINTS)]
     )
     cohort = {n: [v for node, v in history.latest(name, n).items() if is_client(node)] for n in picked}
-    told = [(n, _median(own)) for n, own in cohort.items() if own]
-    return Spark(name, "median client", tuple(n for n, _ in told), tuple(v for _, v in told)) if told else None
+    medians = [(n, _median(own)) for n, own in cohort.items() if own]
+    return Spark(name, "median client", tuple(n for n, _ in medians), tuple(v for _, v in medians)) if medians else None
 
 
 def _median(values: Sequence[float]) -> float | None:
@@ -121,13 +106,8 @@ def _median(values: Sequence[float]) -> float | None:
     return median(finite) if finite else None
 
 
-def _has(reader: Reader, run: str, name: str) -> bool:
-    sql = "SELECT 1 FROM metric WHERE run = ? AND name = ? LIMIT 1"
-    return bool(reader.database.rows(sql, (reader.names.number(run), reader.names.number(name))))
-
-
 def thinned(rounds: Sequence[int], values: Sequence[float]) -> tuple[tuple[int, ...], tuple[float | None, ...]]:
-    """At most `POINTS`: the smallest and the largest of each stretch, and the newest. None: not finite."""
+    """Reduce to `POINTS`: the smallest and largest of each stretch, and the newest; None for what is not finite."""
     places = list(range(len(rounds)))
     if len(places) > POINTS:
         stretches, newest = (POINTS - 1) // 2, places.pop()

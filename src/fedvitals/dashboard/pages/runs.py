@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runs of a store, a page at a time: filtered, sorted, and each with what tells at a glance how it is.
+"""Computes the list of runs, a page at a time: filtered, sorted, each with its health at a glance.
 
 What a list tells of a run is looked up once and remembered until the run changes; what has not to be known to filter
 and to sort is looked up for the runs of the page only.
@@ -19,6 +19,7 @@ from fedvitals.dashboard.pages.run_summary import RunFacts, Spark, facts_of
 from fedvitals.diagnosis.issues.table import SEVERITIES
 from fedvitals.store.marks import Mark, marks
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.runs import last_records_of_open_runs, run_heads
 from fedvitals.views.status import RunState, state_of
 from fedvitals.views.verdict import State
 
@@ -35,6 +36,8 @@ REMEMBERED = 20_000  # runs
 
 @dataclass(frozen=True, slots=True)
 class RunsAsked:
+    """Which runs are asked for, and in which order."""
+
     search: str = ""
     state: RunState | None = None
     health: State | None = None
@@ -47,6 +50,8 @@ class RunsAsked:
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
+    """One run in the list."""
+
     id: str
     name: str
     host: str
@@ -73,6 +78,8 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True)
 class RunsPage:
+    """A page of the list."""
+
     total: int  # that were asked for
     stored: int  # in the store
     running: int
@@ -101,7 +108,7 @@ class _Head:
 
 
 class RunList:
-    """Remembers what it has told of each run. One for all threads."""
+    """The list of runs, with what is remembered of each; for several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -117,14 +124,14 @@ class RunList:
     ) -> RunsPage:
         """`version(run)` changes when the run does; `is_written(run, newest)`: whether its training is still there."""
         heads = _heads(reader, is_written, time.time() if now is None else now)
-        found = [head for head in heads if _is_asked(head, asked)]
+        chosen = [head for head in heads if _is_asked(head, asked)]
         rows: Iterable[RunRow]
         if asked.health is None and asked.sort in FROM_HEADS:
-            found = _sorted(found, asked)
-            rows = [self._row(reader, version, head) for head in found[asked.offset : asked.offset + asked.limit]]
-            total = len(found)
+            chosen = _sorted(chosen, asked)
+            rows = [self._row(reader, version, head) for head in chosen[asked.offset : asked.offset + asked.limit]]
+            total = len(chosen)
         else:
-            every = [self._row(reader, version, head) for head in found]
+            every = [self._row(reader, version, head) for head in chosen]
             matching = _sorted([row for row in every if asked.health in (None, row.health)], asked)
             rows, total = matching[asked.offset : asked.offset + asked.limit], len(matching)
         return RunsPage(
@@ -177,29 +184,22 @@ class RunList:
 
 
 def _heads(reader: Reader, is_written: Callable[[str, bool], bool], now: float) -> list[_Head]:
-    ask = reader.database.rows
-    found = ask(
-        "SELECT r.id, s.text, r.name, r.host, r.topology, r.started, r.finished FROM run AS r "
-        "JOIN symbol AS s ON s.id = r.id"
-    )
+    runs = list(run_heads(reader))
     by_run = {
         run: tuple(same) for run, same in groupby(sorted(marks(reader), key=attrgetter("run")), key=attrgetter("run"))
     }
-    lasts = dict(
-        ask(
-            "SELECT run, MAX(last) FROM run_round WHERE run IN (SELECT id FROM run WHERE finished IS NULL) GROUP BY run"
-        )
-    )
-    newest = max((row[5] or 0.0 for row in found if row[6] is None), default=None)
+    last_records = last_records_of_open_runs(reader)
+    newest = max((run.started or 0.0 for run in runs if run.finished is None), default=None)
     heads = []
-    for number, run, name, host, topology, started, finished in found:
+    for run in runs:
         last, written = None, False
-        if finished is None:
-            last = lasts.get(number)
-            last = started if last is None else last
-            written = is_written(run, (started or 0.0) == newest)
-        state = state_of(finished, last, started, written=written, now=now)
-        heads.append(_Head(run, name, host, topology, started, finished, last, written, state, by_run.get(run, ())))
+        if run.finished is None:
+            last = last_records.get(run.number)
+            last = run.started if last is None else last
+            written = is_written(run.id, (run.started or 0.0) == newest)
+        state = state_of(run.finished, last, run.started, written=written, now=now)
+        described = (run.id, run.name, run.host, run.topology, run.started, run.finished)
+        heads.append(_Head(*described, last, written, state, by_run.get(run.id, ())))
     return heads
 
 
@@ -213,24 +213,24 @@ def _is_asked(head: _Head, asked: RunsAsked) -> bool:
     )
 
 
-def _sorted(found: list[Any], asked: RunsAsked) -> list[Any]:
+def _sorted(heads: list[Any], asked: RunsAsked) -> list[Any]:
     """Heads or rows in the order asked for; what has no value comes last either way, and of equals the newest first."""
-    newest = sorted(found, key=lambda one: (-(one.started or 0.0), one.id))
+    newest = sorted(heads, key=lambda head: (-(head.started or 0.0), head.id))
     if asked.sort == "newest":
-        order = sorted(newest, key=lambda one: one.state != "running")
+        order = sorted(newest, key=lambda head: head.state != "running")
         return order[::-1] if asked.order == "up" else order
     down = asked.order == "down" if asked.order else asked.sort in DOWN_BY_ITSELF
     value = VALUES[asked.sort]
-    known = [one for one in newest if value(one) is not None]
+    known = [head for head in newest if value(head) is not None]
     known.sort(key=value, reverse=down)
-    return known + [one for one in newest if value(one) is None]
+    return known + [head for head in newest if value(head) is None]
 
 
 VALUES: Mapping[str, Callable[[Any], Any]] = {
     "worst": lambda row: (WORST_FIRST.index(row.health), *(-row.findings[severity] for severity in SEVERITIES)),
     "health": lambda row: WORST_FIRST.index(row.health),
-    "name": lambda one: one.name.casefold(),
-    "host": lambda one: (one.host, one.topology or ""),
+    "name": lambda head: head.name.casefold(),
+    "host": lambda head: (head.host, head.topology or ""),
     "started": attrgetter("started"),
     "progress": lambda row: row.rounds / row.planned if row.planned else float(row.finished is not None),
     "accuracy": attrgetter("accuracy"),

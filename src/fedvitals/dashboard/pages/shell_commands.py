@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that do with a round what a page cannot: to be copied into a terminal, whatever things are called."""
+"""Writes the commands that replay, fork or bisect a round in a terminal, with names quoted for the shell."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedvitals.dashboard.pages.tape_index import DAMAGED, DIGESTS, Standing
+from fedvitals.dashboard.pages.tape_index import DAMAGED, DIGESTS, RoundCoverage
 from fedvitals.diagnosis.cases import Case
 from fedvitals.store import DEFAULT, Target, store_target
 from fedvitals.views.cases import concerns
@@ -20,6 +20,8 @@ NEEDS = {"krum": " faulty=1", "multi_krum": " faulty=1"}  # what these rules can
 
 @dataclass(frozen=True, slots=True)
 class Command:
+    """A command and what it does."""
+
     what: str
     text: str
 
@@ -42,14 +44,14 @@ class Here:
         return f"fedvitals replay {shlex.quote(self.run)}{_where(self.store)}{own}"
 
 
-def commands_of(here: Here, standing: Standing, cases: Sequence[Case]) -> tuple[Command, ...]:
-    """What to do with this round, and with this client where one is chosen; nothing where nothing can be done."""
+def commands_of(here: Here, coverage: RoundCoverage, cases: Sequence[Case]) -> tuple[Command, ...]:
+    """Return what can be done with this round, and with the client that is chosen; nothing where nothing can."""
     if here.host == "flower":
         return _of_flower(here)
-    if standing.kind in (DIGESTS, DAMAGED):
+    if coverage.kind in (DIGESTS, DAMAGED):
         return ()
     node, number = here.node, here.round
-    found = [
+    commands = [
         Command("prove this round, digest by digest", f"{here.replay} --verify --rounds {number}-{number}"),
         Command("step through it", f"{here.replay} -c {shlex.quote(f'goto {number}')}"),
     ]
@@ -57,14 +59,14 @@ def commands_of(here: Here, standing: Standing, cases: Sequence[Case]) -> tuple[
         inside = f"-c {shlex.quote(f'goto {number}; into {node}')}"
         careful = f"--round {number} --node {shlex.quote(node)}"
         text = f"{here.replay} {inside if PLAIN.fullmatch(node) else careful}"
-        found[-1] = Command(f"step through the training of {node}", text)
+        commands[-1] = Command(f"step through the training of {node}", text)
     if here.host != "lab":
-        return tuple(found)
+        return tuple(commands)
     if node and PLAIN.fullmatch(node):
         session = shlex.quote(f"goto {number}; fork drop {node}")
-        found.append(Command(f"run it again from here without {node}, as a new run", f"{here.replay} -c {session}"))
+        commands.append(Command(f"run it again from here without {node}, as a new run", f"{here.replay} -c {session}"))
     bisect = _bisect(here, cases)
-    return tuple(found) if bisect is None else (*found, bisect)
+    return tuple(commands) if bisect is None else (*commands, bisect)
 
 
 def _of_flower(here: Here) -> tuple[Command, ...]:
@@ -81,7 +83,7 @@ def _bisect(here: Here, cases: Sequence[Case]) -> Command | None:
     """From the last round that was well, as far as findings tell."""
     about = [case for case in cases if here.node is None or concerns(case, here.node)]
     begun = [case.first if case.since is None else case.since for case in about]
-    good = max(0, min((one for one in begun if one is not None), default=here.round) - 1)
+    good = max(0, min((round_index for round_index in begun if round_index is not None), default=here.round) - 1)
     if not about or good >= here.round:
         return None
     text = f"fedvitals bisect {shlex.quote(here.run)}{_where(here.store)} --good {good} --bad {here.round}"
@@ -89,11 +91,12 @@ def _bisect(here: Here, cases: Sequence[Case]) -> Command | None:
 
 
 def what_if_command(run: str, store: Target, number: int, drop: Sequence[str], rule: str) -> str:
+    """Return the command that asks the same what-if question in a terminal."""
     plain = [node for node in drop if PLAIN.fullmatch(node)]
     parts = [f"drop {', '.join(plain)}"] if plain else []
     parts += [f"aggregator {rule}{NEEDS.get(rule, '')}"] if rule != "recorded" and PLAIN.fullmatch(rule) else []
-    said = " and ".join(parts) or "drop CLIENT"
-    session = shlex.quote(f"goto {number}; whatif {said}")
+    clauses = " and ".join(parts) or "drop CLIENT"
+    session = shlex.quote(f"goto {number}; whatif {clauses}")
     return f"fedvitals replay {shlex.quote(run)}{_where(store)} -c {session}"
 
 

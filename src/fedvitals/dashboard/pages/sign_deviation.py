@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's vital signs over the rounds, the one in which it deviates most from its peers first.
+"""Computes a client's vital signs over the rounds, those in which it deviates most from its peers first.
 
 Its own values and its newest deviation are a few seeks each, also among a thousand clients; the cohort's band beside
 them comes from `views.series`, sign by sign.
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedvitals.dashboard.pages.client import cohort_values
 from fedvitals.diagnosis.evidence.outlier_ranking import FEWEST, robust_scores
 from fedvitals.store.read import queries
+from fedvitals.store.read.metrics import values_of_nodes
+from fedvitals.store.read.nodes import clients_by_number
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.clients import clients_by_number
 from fedvitals.views.series import Series, series
 
 SIGNS = (
@@ -31,6 +31,8 @@ FLOOR = 0.05  # of the median: spread that peers always have, so that rounding d
 
 @dataclass(frozen=True, slots=True)
 class ClientSign:
+    """One vital sign of a client."""
+
     series: Series
     value: float | None  # the newest; None: NaN or infinite
     median: float | None  # of all clients in that round
@@ -42,11 +44,11 @@ class ClientSign:
 def client_signs(
     reader: Reader, run: str, node: str, points: int = 500, first: int | None = None, last: int | None = None
 ) -> list[ClientSign]:
-    """Every sign that the client told, the most deviating first."""
+    """Return every sign that the client told, the most deviating first."""
     own = [name for name in queries.metric_names(reader, run) if name.startswith("user.")][:OWN]
     asked = _Asked(reader, run, node, clients_by_number(reader, run), points, first, last)
-    found = [sign for name in (*SIGNS, *own) if (sign := _sign(asked, name))]
-    return sorted(found, key=lambda sign: (not sign.odd, -abs(sign.z or 0.0)))
+    signs = [sign for name in (*SIGNS, *own) if (sign := _sign(asked, name))]
+    return sorted(signs, key=lambda sign: (not sign.odd, -abs(sign.z or 0.0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +66,16 @@ def _sign(asked: _Asked, name: str) -> ClientSign | None:
     reader, run, node = asked.reader, asked.run, asked.node
     if reader.names.number(name) is None:
         return None
-    told = series(reader, run, name, node, asked.points, asked.first, asked.last)
-    rounds = [number for number, value in zip(told.last, told.values, strict=True) if value is not None]
-    newest = max([*rounds[-1:], *told.odd[-1:]], default=None)
+    line = series(reader, run, name, node, asked.points, asked.first, asked.last)
+    rounds = [number for number, value in zip(line.last, line.values, strict=True) if value is not None]
+    newest = max([*rounds[-1:], *line.odd[-1:]], default=None)
     if newest is None:
         return None
-    cohort = cohort_values(reader, run, name, newest, asked.clients)
+    cohort = values_of_nodes(reader, run, name, newest, asked.clients)
     value = cohort.get(reader.names.number(node) or 0, math.nan)
     middle, z = deviation(value, cohort)
-    odd = newest in told.odd
-    return ClientSign(told, value if math.isfinite(value) else None, middle, newest, z, odd)
+    odd = newest in line.odd
+    return ClientSign(line, value if math.isfinite(value) else None, middle, newest, z, odd)
 
 
 def deviation(value: float, cohort: Mapping[int, float]) -> tuple[float | None, float | None]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run takes in its store: told before it is deleted."""
+"""Measures what a run takes in its store, to be shown before it is deleted."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from dataclasses import dataclass
 
 from fedvitals.store import Target
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.runs import run_name
+from fedvitals.store.read.storage import count_layer_matrices, count_rows, packed_bytes
 from fedvitals.store.tapes import tape_bytes
 
 # Bytes that a row takes with its part of the indexes, as measured in stores of real runs; what is packed is counted.
 _ROWS = {"metric": 75, "event": 400, "span": 390, "transfer": 75, "sketch": 150, "finding": 1400, "action": 500}
-_PACKED = (
-    'SELECT SUM(LENGTH("values")) FROM sketch WHERE run = ?',
-    "SELECT SUM(LENGTH(coordinates) + LENGTH(details) + 100) FROM layer_block WHERE run = ?",
-    "SELECT SUM(LENGTH(m.numbers)) FROM layer_matrix AS m JOIN layer_block AS b ON b.arrival = m.block WHERE b.run = ?",
-)
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
+    """What would go if the run were deleted."""
+
     id: str
     name: str
     rounds: int
@@ -29,17 +28,13 @@ class Contents:
 
 
 def contents_of(reader: Reader, run: str, store: Target = None) -> Contents:
-    number = reader.names.number(run) or 0
-    ask = reader.database.rows
-    name, *_ = (row[0] for row in ask("SELECT name FROM run WHERE id = ?", (number,)))
-    counts = {table: int(ask(f"SELECT COUNT(*) FROM {table} WHERE run = ?", (number,))[0][0]) for table in _ROWS}  # noqa: S608
-    packed = sum(int(ask(sql, (number,))[0][0] or 0) for sql in _PACKED)
-    ((matrices,),) = ask("SELECT SUM(entries) FROM layer_block WHERE run = ?", (number,))
+    """Count what deleting a run would remove; `store`: where its tape lies, if that counts too."""
+    counts = count_rows(reader, run, _ROWS)
     return Contents(
         id=run,
-        name=name,
+        name=run_name(reader, run),
         rounds=len(reader.history(run).rounds()),
-        records=sum(counts.values()) + int(matrices or 0),
-        bytes=packed + sum(_ROWS[table] * count for table, count in counts.items()),
+        records=sum(counts.values()) + count_layer_matrices(reader, run),
+        bytes=packed_bytes(reader, run) + sum(_ROWS[table] * count for table, count in counts.items()),
         tape_bytes=0 if store is None else tape_bytes(store, run),
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is on a run's tape, round by round, in a few numbers each: what a scrubber over all rounds has to know.
+"""Indexes what is on a run's tape, a few numbers for each round, for the scrubber over all rounds.
 
 A round of a thousand clients is a third of a megabyte of digests. So each is read once, and only in part; what was read
 stays, since entries never change. What is stored whole does change, as a tape thins itself: that is asked anew.
@@ -38,32 +38,36 @@ class NoTapeError(FedvitalsError):
         self.extra, self.damaged = extra, damaged
 
 
-class Glimpse(msgspec.Struct, frozen=True, array_like=True):
-    """Of a Mark, only which bits."""
+class StateDigest(msgspec.Struct, frozen=True, array_like=True):
+    """Of the mark of a state, only its digest."""
 
     digest: str
 
 
 class Answered(msgspec.Struct, frozen=True):
-    mark: Glimpse | None = None
+    """Of a client's answer, what the index needs."""
+
+    mark: StateDigest | None = None
     used: bool = True
 
 
 class Noted(msgspec.Struct, frozen=True):
+    """Of the notes of a round, what the index needs."""
+
     actions: Any = None  # corrections in force, as the host wrote them
 
 
-class Glance(msgspec.Struct, frozen=True):
+class EntrySummary(msgspec.Struct, frozen=True):
     """Of an Entry, what the index needs."""
 
-    state: dict[str, Glimpse] = {}
+    state: dict[str, StateDigest] = {}
     notes: Noted = Noted()
     came: list[Answered] = []
     lost: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TapedRound:
     """One round; `trouble`: why it cannot be read."""
 
     round: int
@@ -78,7 +82,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RoundCoverage:
     """What can be done with one round now. `since`: from which round on it is run again; None: it cannot be."""
 
     kind: str
@@ -87,7 +91,7 @@ class Standing:
 
 
 def tape_of(store: Target, run: str) -> TapeReader:
-    """The run's tape; NoTapeError says why there is none."""
+    """Open the run's tape; NoTapeError says why there is none."""
     try:
         from fedvitals.replay.tape.reader import open_tape  # noqa: PLC0415 - needs torch
 
@@ -95,8 +99,8 @@ def tape_of(store: Target, run: str) -> TapeReader:
     except MissingExtraError as error:
         raise NoTapeError(str(error), extra=True) from error
     except ModuleNotFoundError as error:
-        told = MissingExtraError(error.name or "torch", "replay", "Reading a tape")
-        raise NoTapeError(str(told), extra=True) from error
+        missing = MissingExtraError(error.name or "torch", "replay", "Reading a tape")
+        raise NoTapeError(str(missing), extra=True) from error
     except (StoreError, OSError) as error:
         raise NoTapeError(str(error)) from error
     if not there:
@@ -108,11 +112,11 @@ def tape_of(store: Target, run: str) -> TapeReader:
 
 
 def sign_of(store: Target, run: str) -> str:
-    """Differs as soon as something was written to the tape, or went from it: folders are looked at, not files."""
+    """Return what changes as soon as something is written to the tape or removed; looks at folders, not at files."""
     folder = spill_folder(store) / "tape" / Path(run).name
-    found = [_when(folder / "tape.json"), _when(folder / "rounds"), _when(folder / "objects")]
-    found += [_when(one) for one in sorted(folder.glob("objects/??"))]
-    return f"{hash(tuple(found)) & 0xFFFFFFFFFFFF:x}"
+    times = [_when(folder / "tape.json"), _when(folder / "rounds"), _when(folder / "objects")]
+    times += [_when(folder_of_objects) for folder_of_objects in sorted(folder.glob("objects/??"))]
+    return f"{hash(tuple(times)) & 0xFFFFFFFFFFFF:x}"
 
 
 def _when(path: Path) -> int:
@@ -127,22 +131,22 @@ class Index:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._rows: dict[int, tuple[tuple[int, int], Row]] = {}
+        self._rows: dict[int, tuple[tuple[int, int], TapedRound]] = {}
         self._sign = ""
-        self._standing: list[Standing] = []
-        self.rows: list[Row] = []
+        self._coverages: list[RoundCoverage] = []
+        self.rows: list[TapedRound] = []
 
-    def look(self, tape: TapeReader, sign: str) -> tuple[list[Row], list[Standing]]:
-        """What is there now: only rounds that are new since the last look are read."""
+    def look(self, tape: TapeReader, sign: str) -> tuple[list[TapedRound], list[RoundCoverage]]:
+        """Return what is on the tape now; only rounds that are new since the last look are read."""
         with self._lock:
             if sign != self._sign:
                 self.rows = [self._row(tape, number) for number in tape.rounds]
                 self._rows = {row.round: self._rows[row.round] for row in self.rows}
-                self._standing = standings(self.rows, tape.whole(), from_seed=tape.begins_from_seed)
+                self._coverages = coverages(self.rows, tape.whole(), from_seed=tape.begins_from_seed)
                 self._sign = sign
-            return self.rows, self._standing
+            return self.rows, self._coverages
 
-    def _row(self, tape: TapeReader, number: int) -> Row:
+    def _row(self, tape: TapeReader, number: int) -> TapedRound:
         state = _state_of(tape.folder / "rounds" / f"{number:08d}")
         known = self._rows.get(number)
         if known is None or known[0] != state:
@@ -155,12 +159,12 @@ class Opened:
     """A tape, and what its index says at this moment."""
 
     tape: TapeReader
-    rows: Sequence[Row]
-    standings: Sequence[Standing]
+    rows: Sequence[TapedRound]
+    coverages: Sequence[RoundCoverage]
     sign: str
 
     def place(self, number: int) -> int:
-        """Of a round among all; ConfigError where the tape has not got it."""
+        """Return the place of a round among all; ConfigError where the tape does not have it."""
         place = bisect_left(self.rows, number, key=lambda row: row.round)
         if place == len(self.rows) or self.rows[place].round != number:
             ends = f"It has rounds {self.rows[0].round} to {self.rows[-1].round}." if self.rows else "It has none yet."
@@ -169,7 +173,7 @@ class Opened:
 
 
 def opened(reader: Reader, store: Target, run: str) -> Opened:
-    """Remembered between requests where the reader shares what it remembers; NoTapeError where there is no tape."""
+    """Open a tape with its index, remembered between requests; NoTapeError where there is no tape."""
     sign = sign_of(store, run)
     tape = remembered(reader, "tape", run, sign, lambda: tape_of(store, run))
     index = remembered(reader, "tape index", run, str(tape.folder), Index)
@@ -178,49 +182,49 @@ def opened(reader: Reader, store: Target, run: str) -> Opened:
 
 def _state_of(path: Path) -> tuple[int, int]:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return -1, -1
-    return found.st_mtime_ns, found.st_size
+    return status.st_mtime_ns, status.st_size
 
 
-def _read(tape: TapeReader, number: int) -> Row:
+def _read(tape: TapeReader, number: int) -> TapedRound:
     try:
-        found = tape.journal.read_as(Glance, number)
-        marks = [came.mark for came in found.came if came.mark is not None]
-        return Row(
+        entry = tape.journal.read_as(EntrySummary, number)
+        marks = [came.mark for came in entry.came if came.mark is not None]
+        return TapedRound(
             number,
-            tuple(one.digest for one in found.state.values()),
+            tuple(state.digest for state in entry.state.values()),
             keys_of([mark.digest for mark in marks]),
-            len(found.came),
-            len(found.came) - len(marks),
-            sum(came.mark is not None and not came.used for came in found.came),
-            found.lost,
-            _restored(found.notes.actions),
+            len(entry.came),
+            len(entry.came) - len(marks),
+            sum(came.mark is not None and not came.used for came in entry.came),
+            entry.lost,
+            _restored(entry.notes.actions),
         )
     except (StoreError, OSError, ValueError, OverflowError) as error:
-        return Row(number, trouble=str(error) or type(error).__name__)
+        return TapedRound(number, trouble=str(error) or type(error).__name__)
 
 
 def _restored(actions: Any) -> int | None:
     """The round that a correction went back to."""
-    for one in actions if isinstance(actions, list) else ():
-        told = one.get("arguments") if isinstance(one, dict) else None
-        target = told.get("restore") if isinstance(told, dict) else None
+    for action in actions if isinstance(actions, list) else ():
+        arguments = action.get("arguments") if isinstance(action, dict) else None
+        target = arguments.get("restore") if isinstance(arguments, dict) else None
         if isinstance(target, int | float):
             return int(target)
     return None
 
 
 def keys_of(digests: Sequence[str]) -> Keys:
-    """The first eight bytes of each: half a million of them are four megabytes, as texts they would be forty."""
+    """Return the first eight bytes of each digest: half a million take four megabytes instead of forty as texts."""
     if any(len(digest) != 32 for digest in digests):
         raise ValueError("A digest on the tape has not its 32 digits.")
     packed = np.frombuffer(bytes.fromhex("".join(digests)), np.uint64)
     return packed[::2].copy()
 
 
-def standings(rows: Sequence[Row], whole: frozenset[str], *, from_seed: bool) -> list[Standing]:
+def coverages(rows: Sequence[TapedRound], whole: frozenset[str], *, from_seed: bool) -> list[RoundCoverage]:
     """Of each round: whether its state is stored, else from which one it is run again, and how many updates there are.
 
     As `TapeReader.coverage`, in one pass.
@@ -228,15 +232,15 @@ def standings(rows: Sequence[Row], whole: frozenset[str], *, from_seed: bool) ->
     there = keys_of([digest for digest in whole if len(digest) == 32])
     restores = [(row.round, row.restores) for row in rows if row.restores is not None]
     since: dict[int, int | None] = {}
-    found, start = [], None
+    by_round, start = [], None
     for row in rows:
         stored = row.trouble is None and bool(row.state) and all(digest in whole for digest in row.state)
         start = row.round if stored else start
         begin = start if start is not None else 0 if from_seed else None
         since[row.round] = begin = _before_restores(begin, row.round, restores, since)
         kind = DAMAGED if row.trouble is not None else WHOLE if stored else DIGESTS if begin is None else AGAIN
-        found.append(Standing(kind, begin, int(np.isin(row.updates, there).sum())))
-    return found
+        by_round.append(RoundCoverage(kind, begin, int(np.isin(row.updates, there).sum())))
+    return by_round
 
 
 def _before_restores(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of some rounds went: the profile as a page shows it, of as many rounds as can be read while one waits.
+"""Computes where the time of some rounds went, of as many rounds as can be read while a person waits.
 
 `views.profile` reads all of a run's Spans: half a million, of a thousand clients and five hundred rounds. Here it is
 the newest rounds, unless others are asked for, and the page says which. For all rounds there is `views.phases`.
@@ -20,9 +20,10 @@ from fedvitals.analysis.timeline import RoundTime, main_clock, of_clock, timelin
 from fedvitals.analysis.what_if import Row, what_if
 from fedvitals.errors import ConfigError
 from fedvitals.records import Span, Transfer
-from fedvitals.store import rows
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.runs import end_of_run
+from fedvitals.store.read.spans import count_between, count_spans, records_between
 from fedvitals.views.memo import remembered
 from fedvitals.views.profile import ORDER
 
@@ -48,6 +49,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
+    """Seconds of one part."""
+
     name: str
     seconds: float
     share: float
@@ -55,6 +58,8 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class RoundLine:
+    """One round and what it was bound by."""
+
     round: int
     seconds: float
     kind: str  # what it was bound by
@@ -63,6 +68,8 @@ class RoundLine:
 
 @dataclass(frozen=True, slots=True)
 class SlowTurn:
+    """A round in which a straggler took part."""
+
     round: int
     seconds: float
     peers: float
@@ -71,6 +78,8 @@ class SlowTurn:
 
 @dataclass(frozen=True, slots=True)
 class SlowNode:
+    """A straggler."""
+
     node: str
     rounds: int
     determined: int
@@ -82,7 +91,7 @@ class SlowNode:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Gain:
     """What another setting would give: a row of the what-if table, or a remedy."""
 
     name: str
@@ -100,13 +109,17 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class WaitedFor:
+    """A node that others waited for."""
+
     node: str
     seconds: float
     share: float
 
 
 @dataclass(frozen=True, slots=True)
-class Spending:
+class TimeCosts:
+    """Where the time of some rounds went."""
+
     run: str
     clock: str
     clocks: tuple[str, ...]
@@ -130,11 +143,13 @@ class Spending:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
+    """What would have made these rounds shorter."""
+
     clock: str
     window: Window
     before: float | None  # seconds of a round as it was, the mean
-    what_if: tuple[Change, ...]  # the shortest round first
-    remedies: tuple[Change, ...]
+    what_if: tuple[Gain, ...]  # the shortest round first
+    remedies: tuple[Gain, ...]
 
 
 class _Looked(NamedTuple):
@@ -146,20 +161,20 @@ class _Looked(NamedTuple):
     left_open: int | None
 
 
-def spending(
+def time_costs(
     reader: Reader, run: str, *, clock: str | None = None, first: int | None = None, last: int | None = None
-) -> Spending:
-    """The profile of the rounds from `first` to `last`, else of the newest."""
+) -> TimeCosts:
+    """Read the profile of the rounds from `first` to `last`, else of the newest."""
     asked = _asked(reader, run, clock, first, last)
-    return remembered(reader, "spending", asked.key, asked.sign, lambda: _spending(reader, asked))
+    return remembered(reader, "time costs", asked.key, asked.sign, lambda: _time_costs(reader, asked))
 
 
-def _spending(reader: Reader, asked: _Asked) -> Spending:
+def _time_costs(reader: Reader, asked: _Asked) -> TimeCosts:
     run, looked = asked.run, _looked(reader, asked)
     times, paths = looked.times, looked.paths
     verdict = judge(times, paths=paths)
     waited = _waited_for(times, paths)
-    return Spending(
+    return TimeCosts(
         run=run,
         clock=looked.clock,
         clocks=looked.clocks,
@@ -171,12 +186,12 @@ def _spending(reader: Reader, asked: _Asked) -> Spending:
         shares=verdict.shares if verdict else {},
         seconds=verdict.seconds if verdict else None,
         path=_spent(link.parts for path in paths for link in path.links),
-        clients=_spent(one.parts for time in times for one in time.clients),
+        clients=_spent(client.parts for time in times for client in time.clients),
         server=_spent(time.server.parts for time in times if time.server is not None),
         rounds=_lines(verdict),
-        stragglers=tuple(_slow(one) for one in stragglers(times, most=NAMED, paths=paths)),
+        stragglers=tuple(_slow(straggler) for straggler in stragglers(times, most=NAMED, paths=paths)),
         waited_for=waited[:NAMED],
-        waited=sum(one.seconds for one in waited),
+        waited=sum(waiting.seconds for waiting in waited),
         unaccounted=median(time.unaccounted for time in times) if times else None,
         left_open=looked.left_open,
     )
@@ -185,7 +200,7 @@ def _spending(reader: Reader, asked: _Asked) -> Spending:
 def changes(
     reader: Reader, run: str, *, clock: str | None = None, first: int | None = None, last: int | None = None
 ) -> Changes:
-    """What would have made these rounds shorter."""
+    """Compute what would have made these rounds shorter."""
     asked = _asked(reader, run, clock, first, last)
     return remembered(reader, "changes", asked.key, asked.sign, lambda: _changes(reader, asked))
 
@@ -194,14 +209,14 @@ def _changes(reader: Reader, asked: _Asked) -> Changes:
     looked = _looked(reader, asked)
     verdict = judge(looked.times, paths=looked.paths)
     newest = replace(looked.window, first=looked.window.last)  # of sizes, one round tells as much as many
-    found = what_if(looked.times, transfers=_between(reader, asked.run, Transfer, newest), paths=looked.paths)
-    better = sorted((row for row in found if row.share >= LEAST), key=lambda row: row.after)
+    rows = what_if(looked.times, transfers=_between(reader, asked.run, Transfer, newest), paths=looked.paths)
+    better = sorted((row for row in rows if row.share >= LEAST), key=lambda row: row.after)
     return Changes(
         looked.clock,
         looked.window,
-        max((row.before for row in found), default=None),
+        max((row.before for row in rows), default=None),
         tuple(_change(row) for row in better),
-        tuple(_remedy(one) for one in remedies(verdict, found)) if verdict else (),
+        tuple(_remedy(remedy) for remedy in remedies(verdict, rows)) if verdict else (),
     )
 
 
@@ -214,11 +229,10 @@ class _Asked(NamedTuple):
 
 
 def _asked(reader: Reader, run: str, clock: str | None, first: int | None, last: int | None) -> _Asked:
-    window, number = window_of(reader, run, first, last), reader.names.number(run) or 0
-    counts = "SELECT COUNT(*), MAX(arrival) FROM {} WHERE run = ? AND round BETWEEN ? AND ?"
-    spans = reader.database.rows(counts.format("span"), (number, window.first, window.last))
-    transfers = reader.database.rows(counts.format("transfer"), (number, window.last, window.last))
-    ended = reader.database.rows("SELECT finished FROM run WHERE id = ?", (number,))
+    window = window_of(reader, run, first, last)
+    spans = count_between(reader, run, Span, window.first, window.last)
+    transfers = count_between(reader, run, Transfer, window.last, window.last)
+    ended = end_of_run(reader, run)
     return _Asked(run, clock, window, (run, clock, first, last), (window, spans, transfers, ended))
 
 
@@ -242,38 +256,33 @@ def _look(reader: Reader, asked: _Asked) -> _Looked:
 
 
 def window_of(reader: Reader, run: str, first: int | None, last: int | None) -> Window:
-    """The newest of the rounds that are asked for, as many as can be read in a moment."""
+    """Choose the newest of the rounds that are asked for, as many as can be read in a moment."""
     every = reader.history(run).rounds()
     asked = [n for n in every if (first is None or n >= first) and (last is None or n <= last)]
-    told = first is not None or last is not None
-    place, budget = reader.names.number(run) or 0, MOST_SPANS if told else SPANS
+    chosen = first is not None or last is not None
+    budget = MOST_SPANS if chosen else SPANS
     kept: list[int] = []
     for number in reversed(asked):
-        ((spans,),) = reader.database.rows("SELECT COUNT(*) FROM span WHERE run = ? AND round = ?", (place, number))
-        budget -= spans
-        if kept and (budget < 0 or (not told and len(kept) >= ROUNDS)):
+        budget -= count_spans(reader, run, number)
+        if kept and (budget < 0 or (not chosen and len(kept) >= ROUNDS)):
             break
         kept.append(number)
-    narrowed = told and len(kept) < len(asked)
+    narrowed = chosen and len(kept) < len(asked)
     return Window(kept[-1] if kept else None, kept[0] if kept else None, len(kept), len(every), narrowed)
 
 
 def _between(reader: Reader, run: str, kind: type[R], window: Window) -> Sequence[R]:
     """The records of these rounds, in order of arrival."""
-    if window.first is None:
+    if window.first is None or window.last is None:
         return []
-    found = reader.database.rows(
-        f"{rows.select(kind)} WHERE run = ? AND round BETWEEN ? AND ? ORDER BY arrival",
-        (run, window.first, window.last),
-    )
-    return rows.from_rows(kind, found)
+    return records_between(reader, run, kind, window.first, window.last)
 
 
 def _spent(parts: Iterable[Mapping[str, float]]) -> tuple[Spent, ...]:
     """Seconds by part, in the one order of parts."""
     sums: dict[str, float] = {}
-    for one in parts:
-        for part, seconds in one.items():
+    for seconds_by_part in parts:
+        for part, seconds in seconds_by_part.items():
             sums[part] = sums.get(part, 0.0) + seconds
     whole = sum(sums.values())
     order = sorted(sums, key=lambda part: ORDER.index(part) if part in ORDER else len(ORDER))
@@ -281,36 +290,55 @@ def _spent(parts: Iterable[Mapping[str, float]]) -> tuple[Spent, ...]:
 
 
 def _lines(verdict: RunVerdict | None) -> tuple[RoundLine, ...]:
-    found = [] if verdict is None else sorted(verdict.by_round, key=lambda one: -one.seconds)
-    return tuple(RoundLine(one.round, one.seconds, one.kind, one.text) for one in found)
+    rounds = [] if verdict is None else sorted(verdict.by_round, key=lambda judged: -judged.seconds)
+    return tuple(RoundLine(judged.round, judged.seconds, judged.kind, judged.text) for judged in rounds)
 
 
-def _slow(one: Straggler) -> SlowNode:
-    turns = tuple(SlowTurn(turn.round, turn.seconds, turn.peers, turn.determined) for turn in one.history)
-    return SlowNode(one.node, one.rounds, one.determined, one.seconds_lost, one.part, one.typical, one.peers, turns)
+def _slow(straggler: Straggler) -> SlowNode:
+    turns = tuple(SlowTurn(turn.round, turn.seconds, turn.peers, turn.determined) for turn in straggler.history)
+    return SlowNode(
+        straggler.node,
+        straggler.rounds,
+        straggler.determined,
+        straggler.seconds_lost,
+        straggler.part,
+        straggler.typical,
+        straggler.peers,
+        turns,
+    )
 
 
-def _change(row: Row) -> Change:
-    return Change(
+def _change(row: Row) -> Gain:
+    return Gain(
         row.name, "", row.before, row.after, row.share, row.assumes, row.costs, row.cut[:CUT], row.lost, row.lost_of,
         row.at_most,
     )  # fmt: skip
 
 
-def _remedy(one: Remedy) -> Change:
-    return Change(
-        one.name, one.why, one.before, one.after, one.share, one.assumes, one.costs, (), None, "", one.at_most
+def _remedy(remedy: Remedy) -> Gain:
+    return Gain(
+        remedy.name,
+        remedy.why,
+        remedy.before,
+        remedy.after,
+        remedy.share,
+        remedy.assumes,
+        remedy.costs,
+        (),
+        None,
+        "",
+        remedy.at_most,
     )
 
 
 def _waited_for(times: Sequence[RoundTime], paths: Sequence[Path]) -> tuple[WaitedFor, ...]:
     """For whom clients waited, the most first; not where they take turns, and each waits for all the others."""
-    found: dict[str, float] = {}
+    waited: dict[str, float] = {}
     for time, path in zip(times, paths, strict=True):
         whom = {} if path.shape.slots is not None else waiting_for(time)
-        for one in time.clients:
-            if one.node in whom:
-                found[whom[one.node]] = found.get(whom[one.node], 0.0) + one.parts["wait"]
-    whole = sum(found.values())
-    order = sorted(found, key=lambda node: -found[node])
-    return tuple(WaitedFor(node, found[node], found[node] / whole) for node in order if whole > 0)
+        for client in time.clients:
+            if client.node in whom:
+                waited[whom[client.node]] = waited.get(whom[client.node], 0.0) + client.parts["wait"]
+    whole = sum(waited.values())
+    order = sorted(waited, key=lambda node: -waited[node])
+    return tuple(WaitedFor(node, waited[node], waited[node] / whole) for node in order if whole > 0)

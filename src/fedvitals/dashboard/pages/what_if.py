@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What if, at once: the round's whole updates from the tape, put together otherwise. Nothing is trained for it.
+"""Answers what-if questions about a round at once: its updates from the tape, aggregated otherwise, without training.
 
 Where the tape has not got all of a round's updates, the answer says so, with the command that computes them again.
 """
@@ -20,7 +20,7 @@ from fedvitals.views.memo import remembered
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedvitals.replay.tape.journal import Entry
+    from fedvitals.replay.tape.journal import RoundEntry
     from fedvitals.replay.tape.reader import TapeReader
 
 LARGEST = 128 << 20  # bytes of updates that a page holds: more is for the command line
@@ -60,6 +60,8 @@ class Updates:
 
 @dataclass(frozen=True, slots=True)
 class ChangedLayer:
+    """A layer's step as it was, and as it would have been."""
+
     name: str
     recorded: float | None  # norm of the step that was taken
     changed: float | None  # of the step that would have been
@@ -69,6 +71,8 @@ class ChangedLayer:
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
+    """A round's step as it was, and as it would have been."""
+
     run: str
     round: int
     ready: bool  # False: `why`, and `command` computes it
@@ -94,33 +98,33 @@ class WhatIf:
 def what_if(
     reader: Reader, store: Target, run: str, number: int, drop: Sequence[str] = (), rule: str = RECORDED
 ) -> WhatIf:
-    """A round's step without some clients, or by another rule, beside the one that was taken."""
-    found = opened(reader, store, run)
-    place = found.place(number)
+    """Compute a round's step without some clients, or by another rule, beside the one that was taken."""
+    index = opened(reader, store, run)
+    place = index.place(number)
     command = what_if_command(run, store, number, drop, rule)
-    row = found.rows[place]
+    row = index.rows[place]
     if row.trouble is not None:
         return _not_ready(run, number, row.trouble, command, drop, rule)
     if rule not in (RECORDED, *RULES):
         raise ConfigError(unknown("aggregator", rule, [RECORDED, *RULES]))
     try:
-        entry = found.tape.entry(number)
-        updates = updates_of(reader, run, found, entry)
-        return _compared(run, found.tape, entry, updates, (drop, rule, command))
+        entry = index.tape.entry(number)
+        updates = updates_of(reader, run, index, entry)
+        return _compared(run, index.tape, entry, updates, (drop, rule, command))
     except FedvitalsError as error:
         if isinstance(error, ConfigError):
             raise
         return _not_ready(run, number, str(error), command, drop, rule)
 
 
-def updates_of(reader: Reader, run: str, found: Opened, entry: Entry) -> Updates:
-    """Those of one round are kept for the next question."""
-    key = (run, entry.round, found.sign)
-    return remembered(reader, "tape updates", "one round", key, lambda: whole_updates(found.tape, entry))
+def updates_of(reader: Reader, run: str, index: Opened, entry: RoundEntry) -> Updates:
+    """Read the updates of a round, which are kept for the next question."""
+    key = (run, entry.round, index.sign)
+    return remembered(reader, "tape updates", "one round", key, lambda: whole_updates(index.tape, entry))
 
 
-def whole_updates(tape: TapeReader, entry: Entry) -> Updates:
-    """LackingError says what the tape has not got."""
+def whole_updates(tape: TapeReader, entry: RoundEntry) -> Updates:
+    """Read the whole updates of a round; LackingError says what the tape does not have."""
     import torch  # noqa: PLC0415 - an extra
 
     used = [came for came in entry.came if came.mark is not None and came.used]
@@ -163,7 +167,7 @@ def flat(tensors: Any) -> Tensor:
 
 
 def _compared(
-    run: str, tape: TapeReader, entry: Entry, updates: Updates, asked: tuple[Sequence[str], str, str]
+    run: str, tape: TapeReader, entry: RoundEntry, updates: Updates, asked: tuple[Sequence[str], str, str]
 ) -> WhatIf:
     drop, rule, command = asked
     if set(updates.start_of) != {"model"}:
@@ -193,11 +197,11 @@ def _compared(
     )  # fmt: skip
 
 
-def _is_there(tape: TapeReader, entry: Entry) -> bool:
+def _is_there(tape: TapeReader, entry: RoundEntry) -> bool:
     return "model" in entry.after and tape.has(entry.after["model"].digest)
 
 
-def _own_rule(tape: TapeReader, entry: Entry) -> tuple[Any, dict[str, Any], list[str]]:
+def _own_rule(tape: TapeReader, entry: RoundEntry) -> tuple[Any, dict[str, Any], list[str]]:
     """The aggregator of the run itself, with what it remembered; the mean where nobody knows."""
     from fedvitals.lab.aggregators.averages import FedAvg  # noqa: PLC0415 - needs torch
 
@@ -237,22 +241,22 @@ def _aggregated(rule: Any, updates: Updates, rows: Sequence[int], memory: dict[s
     return result
 
 
-def _is_recorded(updates: Updates, model: Tensor, entry: Entry) -> bool | None:
-    from fedvitals.replay.tape.digests import mark_of  # noqa: PLC0415 - needs torch
+def _is_recorded(updates: Updates, model: Tensor, entry: RoundEntry) -> bool | None:
+    from fedvitals.replay.tape.digests import state_digest_of  # noqa: PLC0415 - needs torch
 
     recorded = entry.after.get("model")
     if recorded is None:
         return None
     parts = zip(updates.names, model.split(updates.sizes), strict=True)
-    return mark_of(dict(parts)).layers == recorded.layers
+    return state_digest_of(dict(parts)).layers == recorded.layers
 
 
 def _numbers(mine: Tensor, yours: Tensor) -> tuple[float | None, float | None, float | None, float | None]:
     """Norms of two steps and of their difference, and their cosine."""
-    one, two = mine.double(), yours.double()
-    lengths = float(one.norm()), float(two.norm())
-    cosine = float(one @ two) / (lengths[0] * lengths[1]) if lengths[0] and lengths[1] else None
-    return *lengths, float((two - one).norm()), cosine
+    first, second = mine.double(), yours.double()
+    lengths = float(first.norm()), float(second.norm())
+    cosine = float(first @ second) / (lengths[0] * lengths[1]) if lengths[0] and lengths[1] else None
+    return *lengths, float((second - first).norm()), cosine
 
 
 def _not_ready(run: str, number: int, why: str, command: str, drop: Sequence[str], rule: str) -> WhatIf:

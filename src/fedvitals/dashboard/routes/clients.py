@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients: the table of all, the page of one, the map of who behaves alike.
+"""Routes of clients: the table of all, the page of one, the map of updates.
 
 A client's name travels as a query parameter: it may hold slashes, dots and question marks, which a path does not keep.
 """
@@ -16,10 +16,11 @@ from fedvitals.dashboard.pages.client import ClientPage, client_page
 from fedvitals.dashboard.pages.layer_deviation import ClientLayers, client_layers
 from fedvitals.dashboard.pages.round_times import ClientTimes, client_times
 from fedvitals.dashboard.pages.sign_deviation import ClientSign, client_signs
-from fedvitals.dashboard.reader_cache import Shelf
+from fedvitals.dashboard.reader_cache import ReaderCache
 from fedvitals.dashboard.routes.overview import Points
 from fedvitals.dashboard.routes.parameters import First, Last, RunPath
 from fedvitals.diagnosis.evidence.attendance import groups_of
+from fedvitals.store.read.nodes import has_node
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.clients import ClientsPage, Roster, clients_page, severities
 from fedvitals.views.update_map import Kind, Layouts, UpdateMap, update_map
@@ -51,15 +52,15 @@ def clients(
         "sort": sort, "descending": descending, "search": search, "group": group, "health": health,
         "limit": limit, "offset": offset,
     }  # fmt: skip
-    return answer(request, run, lambda reader, found: clients_page(_roster(request, reader, found), **wanted))
+    return answer(request, run, lambda reader, run_id: clients_page(_roster(request, reader, run_id), **wanted))
 
 
 @router.get("/api/runs/{run}/client", response_model=ClientPage)
 def client(request: Request, run: RunPath, node: Node) -> Response:
     """One client: verdict, findings, facts, failures, events, and its neighbours in the order of trouble."""
 
-    def work(reader: Reader, found: str) -> ClientPage:
-        return client_page(reader, _known(reader, found, node), node, _roster(request, reader, found).rows)
+    def work(reader: Reader, run_id: str) -> ClientPage:
+        return client_page(reader, _known(reader, run_id, node), node, _roster(request, reader, run_id).rows)
 
     return answer(request, run, work)
 
@@ -70,7 +71,9 @@ def signs(
 ) -> Response:
     """Its vital signs over the rounds, the most deviating first."""
     return answer(
-        request, run, lambda reader, found: client_signs(reader, _known(reader, found, node), node, points, first, last)
+        request,
+        run,
+        lambda reader, run_id: client_signs(reader, _known(reader, run_id, node), node, points, first, last),
     )
 
 
@@ -88,7 +91,9 @@ def layers(
     return answer(
         request,
         run,
-        lambda reader, found: client_layers(reader, _known(reader, found, node), node, family, statistic, first, last),
+        lambda reader, run_id: client_layers(
+            reader, _known(reader, run_id, node), node, family, statistic, first, last
+        ),
     )
 
 
@@ -96,7 +101,7 @@ def layers(
 def times(request: Request, run: RunPath, node: Node, first: First = None, last: Last = None) -> Response:
     """Where its time went, by round."""
     return answer(
-        request, run, lambda reader, found: client_times(reader, _known(reader, found, node), node, first, last)
+        request, run, lambda reader, run_id: client_times(reader, _known(reader, run_id, node), node, first, last)
     )
 
 
@@ -110,19 +115,19 @@ def map_of_updates(
 ) -> Response:
     """The updates of a round in a plane, and their cosines."""
 
-    def work(reader: Reader, found: str) -> UpdateMap:
-        layouts: Layouts = request.app.state.shelf.layouts  # here: those of a store that was replaced are gone
-        history = reader.history(found)
+    def work(reader: Reader, run_id: str) -> UpdateMap:
+        layouts: Layouts = request.app.state.reader_cache.layouts  # here: those of a store that was replaced are gone
+        history = reader.history(run_id)
         rounds = history.rounds()
         groups = groups_of(history, rounds[-1]) if rounds else {}
         return update_map(
             reader,
-            found,
+            run_id,
             layouts,
             round_index=round,
             node=node,
             kind=plane,
-            severities=severities(reader, found),
+            severities=severities(reader, run_id),
             groups=groups,
         )
 
@@ -130,16 +135,12 @@ def map_of_updates(
 
 
 def _roster(request: Request, reader: Reader, run: str) -> Roster:
-    shelf: Shelf = request.app.state.shelf
-    return shelf.rosters.roster(reader, run, shelf.version(run))
+    cache: ReaderCache = request.app.state.reader_cache
+    return cache.rosters.roster(reader, run, cache.version(run))
 
 
 def _known(reader: Reader, run: str, node: str) -> str:
     """The run, where it has that node; 404 where it has not."""
-    there = reader.database.rows(
-        "SELECT 1 FROM run_node WHERE run = ? AND node = ?",
-        (reader.names.number(run) or 0, reader.names.number(node) or 0),
-    )
-    if not there:
+    if not has_node(reader, run, node):
         raise HTTPException(404, f"The run {run} has no client '{node}'.")
     return run

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two to six runs side by side."""
+"""Route of the comparison of two to six runs."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class Remembered:
         self._figures: OrderedDict[tuple[str, str], Figures] = OrderedDict()
 
     def figures(self, reader: Reader, run: str, version: str) -> Figures:
+        """Return the figures of a run at this version, read once."""
         with self._lock:
             known = self._figures.get((run, version))
         if known is None:
@@ -59,7 +60,7 @@ def compare(
     Runs of one name and one configuration, which differ by their seeds only, are one side. With `repeats`, all such
     runs in the store are taken, not only those named: of each side the newest ten.
     """
-    shelf = request.app.state.shelf
+    cache = request.app.state.reader_cache
     state = request.app.state
     if not hasattr(state, "compared"):
         state.compared = Remembered()
@@ -73,7 +74,7 @@ def compare(
         return chosen(reader, [first, *(run for run in ids if run != first)], repeats=repeats, most=REPEATS)
 
     def work(reader: Reader) -> ComparePage:
-        known = lambda reader, run: state.compared.figures(reader, run, shelf.version(run))  # noqa: E731
+        known = lambda reader, run: state.compared.figures(reader, run, cache.version(run))  # noqa: E731
         return compare_page(sides_of(reader, meant(reader), figures=known))
 
     return answer(request, None, work, about=meant)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's findings, each in full, and what people say of them: seen, or not to be heard of again."""
+"""Routes of a run's findings, and of what people say of them: acknowledged, muted."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fedvitals.errors import ConfigError
 from fedvitals.store.marks import clear_mark, set_mark
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.briefs import Marked
+from fedvitals.views.briefs import marked
 from fedvitals.views.cases import case_key, case_of
 from fedvitals.views.evidence import Evidence
 from fedvitals.views.findings import (
-    Asked,
+    FindingDetails,
     Findings,
-    ToldFinding,
+    FindingsAsked,
     Where,
     evidence_of_key,
+    finding_details,
     findings_page,
-    told_finding,
 )
 
 router = APIRouter(tags=["findings"])
@@ -44,8 +44,8 @@ class Why:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What is said of a case now."""
+class CaseMarks:
+    """What is case_marks of a case now."""
 
     key: str
     acknowledged: bool
@@ -65,20 +65,20 @@ def findings(
     offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
 ) -> Response:
     """Every trouble once, worst first. `search`: words that all must be in its issue, place or message."""
-    asked = Asked(state, severity, node, search, limit, offset)
-    return answer(request, run, lambda reader, found: findings_page(reader, found, asked))
+    asked = FindingsAsked(state, severity, node, search, limit, offset)
+    return answer(request, run, lambda reader, run_id: findings_page(reader, run_id, asked))
 
 
 @router.get("/api/runs/{run}/findings/{key:path}/evidence", response_model=Evidence)
 def evidence(request: Request, run: RunPath, key: KeyPath) -> Response:
     """The courses behind one trouble: its suspects over their cohort."""
-    return answer(request, run, lambda reader, found: _of_key(evidence_of_key, reader, found, key))
+    return answer(request, run, lambda reader, run_id: _of_key(evidence_of_key, reader, run_id, key))
 
 
-@router.get("/api/runs/{run}/findings/{key:path}", response_model=ToldFinding)
+@router.get("/api/runs/{run}/findings/{key:path}", response_model=FindingDetails)
 def finding(request: Request, run: RunPath, key: KeyPath) -> Response:
     """One trouble with its numbers, causes, remedies, and what was done about it."""
-    return answer(request, run, lambda reader, found: _of_key(told_finding, reader, found, key))
+    return answer(request, run, lambda reader, run_id: _of_key(finding_details, reader, run_id, key))
 
 
 def _of_key(work: Callable[[Reader, str, str], T], reader: Reader, run: str, key: str) -> T:
@@ -88,19 +88,19 @@ def _of_key(work: Callable[[Reader, str, str], T], reader: Reader, run: str, key
         raise HTTPException(404, str(error)) from error
 
 
-@router.put("/api/runs/{run}/findings/{key:path}/acknowledged", response_model=Said)
+@router.put("/api/runs/{run}/findings/{key:path}/acknowledged", response_model=CaseMarks)
 def acknowledge(request: Request, run: RunPath, key: KeyPath) -> Response:
     """Somebody knows of it. It stays in the verdict, which says so."""
     return _mark(request, run, key, "acknowledged", "")
 
 
-@router.delete("/api/runs/{run}/findings/{key:path}/acknowledged", response_model=Said)
+@router.delete("/api/runs/{run}/findings/{key:path}/acknowledged", response_model=CaseMarks)
 def take_back(request: Request, run: RunPath, key: KeyPath) -> Response:
     """As if nobody had acknowledged it."""
     return _unmark(request, run, key, "acknowledged")
 
 
-@router.put("/api/runs/{run}/findings/{key:path}/muted", response_model=Said)
+@router.put("/api/runs/{run}/findings/{key:path}/muted", response_model=CaseMarks)
 def mute(request: Request, run: RunPath, key: KeyPath, why: Annotated[Why | None, Body()] = None) -> Response:
     """It does not count in the verdict from now on. The reason is kept."""
     reason = " ".join((why or Why()).reason.split())
@@ -109,37 +109,37 @@ def mute(request: Request, run: RunPath, key: KeyPath, why: Annotated[Why | None
     return _mark(request, run, key, "muted", reason)
 
 
-@router.delete("/api/runs/{run}/findings/{key:path}/muted", response_model=Said)
+@router.delete("/api/runs/{run}/findings/{key:path}/muted", response_model=CaseMarks)
 def unmute(request: Request, run: RunPath, key: KeyPath) -> Response:
     return _unmark(request, run, key, "muted")
 
 
 def _mark(request: Request, run: str, key: str, kind: str, value: str) -> Response:
     known = _known(request, run, key)
-    set_mark(request.app.state.shelf.target, run, kind, known, value)
-    return _said(request, run, known)
+    set_mark(request.app.state.reader_cache.target, run, kind, known, value)
+    return _marks_of(request, run, known)
 
 
 def _unmark(request: Request, run: str, key: str, kind: str) -> Response:
-    """What was not said is no error to take back."""
+    """What was not case_marks is no error to take back."""
     known = _known(request, run, key)
-    clear_mark(request.app.state.shelf.target, run, kind, known)
-    return _said(request, run, known)
+    clear_mark(request.app.state.reader_cache.target, run, kind, known)
+    return _marks_of(request, run, known)
 
 
 def _known(request: Request, run: str, key: str) -> str:
     """The case's own key. Only of a run named by its whole id: a name or a beginning may mean another run tomorrow."""
-    with request.app.state.shelf.reader() as reader:
+    with request.app.state.reader_cache.reader() as reader:
         try:
             queries.get_run(reader, run)
-            found = case_key(case_of(reader, run, key))
+            known = case_key(case_of(reader, run, key))
         except ConfigError as error:
             raise HTTPException(404, str(error)) from error
-    return found
+    return known
 
 
-def _said(request: Request, run: str, key: str) -> Response:
-    with request.app.state.shelf.reader() as reader:
-        marked = Marked(reader, run)
-    said = Said(key, key in marked.acknowledged, key in marked.muted, marked.muted.get(key) or None)
-    return Response(encode(said), media_type="application/json", headers={"Cache-Control": "no-store"})
+def _marks_of(request: Request, run: str, key: str) -> Response:
+    with request.app.state.reader_cache.reader() as reader:
+        marks = marked(reader, run)
+    case_marks = CaseMarks(key, key in marks.acknowledged, key in marks.muted, marks.muted.get(key) or None)
+    return Response(encode(case_marks), media_type="application/json", headers={"Cache-Control": "no-store"})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a run's layers: where the gradient dies or explodes."""
+"""Routes of the page of a run's layers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server-sent events: which runs have changed."""
+"""Route of server-sent events about runs that have changed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The overview of a run, and the signs over its rounds that other pages show as well."""
+"""Routes of the overview of a run, and of signs over its rounds that other pages show as well."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedvitals.views.heat import Sort, client_grid, layer_grid
 from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.overview import Overview, overview
 from fedvitals.views.phases import Phases, phases
-from fedvitals.views.series import Band, Series, band, median_series, series
+from fedvitals.views.series import Band, Series, band, median_series, several_series
 
 router = APIRouter(tags=["overview"])
 Sign = Annotated[str, Query(min_length=1, max_length=300, description="Name of a metric.")]
@@ -50,12 +50,12 @@ def get_series(
     """Signs of the federation (its own value, else the server's, else the median client's), or of some nodes."""
 
     def work(reader: Reader, run: str) -> list[Series]:
+        lines = several_series(reader, run, names, nodes or [None], points, first, last)
         if nodes:
-            return [series(reader, run, name, node, points, first, last) for name in names for node in nodes]
-        found = [series(reader, run, name, None, points, first, last) for name in names]
+            return lines
         return [
-            one if one.total else median_series(one.name, metric_matrix(reader, run, one.name), points, first, last)
-            for one in found
+            line if line.total else median_series(line.name, metric_matrix(reader, run, line.name), points, first, last)
+            for line in lines
         ]
 
     return answer(request, run, work)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several routes ask for in the same words."""
+"""Parameters that several routes share."""
 
 from __future__ import annotations
 

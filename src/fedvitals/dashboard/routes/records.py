@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records as they are stored: where every number of the pages leads in the end."""
+"""Route of records as they are stored."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from fastapi.responses import Response
 
 from fedvitals.dashboard.answers import answer
 from fedvitals.dashboard.routes.parameters import RunPath
-from fedvitals.store.ddl import quoted
-from fedvitals.store.read import queries
+from fedvitals.store.read.paging import page_of_table
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.schema import TABLE, Table
 
@@ -23,6 +22,8 @@ LARGEST = 2**53  # what JSON and a browser count exactly
 
 @dataclass(frozen=True, slots=True)
 class Records:
+    """A page of records of one kind."""
+
     kind: str
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
@@ -52,28 +53,10 @@ def records(
 
 
 def _page(reader: Reader, table: Table, wanted: dict[str, Any], after: int, limit: int) -> Records:
-    columns = [column.name for column in table.columns if column.name != "run"]
-    conditions, values = _conditions(reader, table, wanted)
-    found = reader.database.rows(
-        f"SELECT {', '.join(map(quoted, columns))} FROM {table.view} WHERE arrival IN (SELECT arrival FROM "  # noqa: S608 - our own words
-        f"{table.name} WHERE {conditions} AND arrival > ? ORDER BY arrival LIMIT ?) ORDER BY arrival",
-        (*values, after, limit),
-    )
-    rows = tuple(tuple(_readable(value) for value in row) for row in found)
-    more = len(found) == limit
-    return Records(table.name, tuple(columns), rows, int(found[-1][0]) if more else None)
-
-
-def _conditions(reader: Reader, table: Table, wanted: dict[str, Any]) -> tuple[str, list[Any]]:
-    """By index where one helps; else, marked by a plus, in order of arrival: no page sorts all records of a run."""
-    numbers = {key: value if key == "round" else reader.names.number(value) or 0 for key, value in wanted.items()}
-    by_index = "name" in wanted or "round" in wanted if table.name == "metric" else "round" in wanted
-    conditions, values = [f"{'' if by_index else '+'}{key} = ?" for key in numbers], list(numbers.values())
-    if table.name == "metric" and "name" not in wanted and by_index:  # the index has the names before the rounds
-        names = [reader.names.number(name) or 0 for name in queries.metric_names(reader, wanted["run"])]
-        conditions.append(f"name IN ({', '.join('?' * len(names)) or 'NULL'})")
-        values += names
-    return " AND ".join(conditions), values
+    columns, page = page_of_table(reader, table, wanted, after, limit)
+    rows = tuple(tuple(_readable(value) for value in row) for row in page)
+    more = len(page) == limit
+    return Records(table.name, columns, rows, int(page[-1][0]) if more else None)
 
 
 def _readable(value: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened, step by step: the tape of a run, one round of it, and what if it had been put together otherwise.
+"""Routes of a run's tape: its index, one round of it, and what-if questions.
 
 Read only, and nothing is trained here: what is not on the tape is left to the command line.
 """
@@ -17,7 +17,7 @@ from fedvitals.dashboard.answers import answer
 from fedvitals.dashboard.pages.replay import ReplayIndex, ReplayRound, replay_index, replay_round
 from fedvitals.dashboard.pages.tape_index import NoTapeError, sign_of
 from fedvitals.dashboard.pages.what_if import WhatIf, what_if
-from fedvitals.dashboard.reader_cache import Shelf
+from fedvitals.dashboard.reader_cache import ReaderCache
 from fedvitals.dashboard.routes.parameters import FURTHEST, RunPath
 from fedvitals.errors import ConfigError
 from fedvitals.store import Target
@@ -34,15 +34,15 @@ Sort = Literal["trouble", "-trouble", "name", "-name", "weight", "-weight", "nor
 
 def taped(request: Request, run: str, work: Callable[[Reader, Target, str], Any]) -> Response:
     """As `answer`; what is on the tape counts for the ETag, too. No tape, no such round: not found."""
-    shelf: Shelf = request.app.state.shelf
+    cache: ReaderCache = request.app.state.reader_cache
 
-    def found(reader: Reader, run: str) -> Any:
+    def work_or_404(reader: Reader, run: str) -> Any:
         try:
-            return work(reader, shelf.target, run)
+            return work(reader, cache.target, run)
         except (ConfigError, NoTapeError) as error:
             raise HTTPException(404, str(error)) from error
 
-    return answer(request, run, found, also=lambda run: f"-{sign_of(shelf.target, run)}")
+    return answer(request, run, work_or_404, also=lambda run: f"-{sign_of(cache.target, run)}")
 
 
 @router.get("/api/runs/{run}/replay", response_model=ReplayIndex)
@@ -82,5 +82,5 @@ def get_what_if(
     rule: Rule = "recorded",
 ) -> Response:
     """The round put together otherwise, from whole updates on the tape; where they are not there, it says so."""
-    nodes = tuple(dict.fromkeys(unquote(one) for one in drop.split(",") if one))
+    nodes = tuple(dict.fromkeys(unquote(node) for node in drop.split(",") if node))
     return taped(request, run, lambda reader, store, run: what_if(reader, store, run, number, drop=nodes, rule=rule))

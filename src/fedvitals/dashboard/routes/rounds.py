@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where time, memory and bytes went: the profile, one round, and who talked to whom in it."""
+"""Routes of time, memory and bytes: the profile, one round, and who talked to whom in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from fedvitals.dashboard.answers import answer
 from fedvitals.dashboard.pages.costs import Costs, costs
-from fedvitals.dashboard.pages.time_costs import Changes, Spending, changes, spending
+from fedvitals.dashboard.pages.time_costs import Changes, TimeCosts, changes, time_costs
 from fedvitals.dashboard.routes.parameters import FURTHEST, First, Last, RunPath
 from fedvitals.errors import ConfigError
 from fedvitals.store.read.reader import Reader
@@ -27,21 +27,21 @@ Offset = Annotated[int, Query(ge=0, le=FURTHEST)]
 def named(request: Request, run: str, work: Callable[[Reader, str], Any]) -> Response:
     """As `answer`; a round, node, metric or clock that the run does not have is not found."""
 
-    def found(reader: Reader, run: str) -> Any:
+    def work_or_404(reader: Reader, run: str) -> Any:
         try:
             return work(reader, run)
         except ConfigError as error:
             raise HTTPException(404, str(error)) from error
 
-    return answer(request, run, found)
+    return answer(request, run, work_or_404)
 
 
-@router.get("/api/runs/{run}/profile", response_model=Spending)
+@router.get("/api/runs/{run}/profile", response_model=TimeCosts)
 def get_profile(
     request: Request, run: RunPath, clock: Clock = None, first: First = None, last: Last = None
 ) -> Response:
     """What some rounds are bound by, what their time went to, and who held them up; without `from`, the newest."""
-    return named(request, run, lambda reader, run: spending(reader, run, clock=clock, first=first, last=last))
+    return named(request, run, lambda reader, run: time_costs(reader, run, clock=clock, first=first, last=last))
 
 
 @router.get("/api/runs/{run}/profile/changes", response_model=Changes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of runs; tags, and deletion."""
+"""Routes of the list of runs, of tags, and of deletion."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from fedvitals.dashboard.routes.status import this_minute
 from fedvitals.errors import BusyError
 from fedvitals.store.marks import clear_mark, marks, set_mark
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.runs import has_run
 from fedvitals.store.upkeep import retention
 from fedvitals.views.status import RunState
 from fedvitals.views.verdict import State
@@ -33,12 +34,16 @@ Text = Annotated[str, Query(max_length=200)]
 
 @dataclass(frozen=True, slots=True)
 class Tags:
+    """The tags of a run."""
+
     id: str
     tags: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
+    """What was deleted."""
+
     id: str
     name: str
     records: int
@@ -60,10 +65,10 @@ def runs(
 ) -> Response:
     """The runs of the store. `search`: words that its name, id, tags, host or topology contain, all of them."""
     asked = RunsAsked(search, state, health, tag, sort, order, limit, offset)
-    shelf = request.app.state.shelf
+    cache = request.app.state.reader_cache
 
     def work(reader: Reader) -> RunsPage:
-        return _list_of(request).page(reader, shelf.version, asked, writers(reader, shelf.target))
+        return _list_of(request).page(reader, cache.version, asked, writers(reader, cache.target))
 
     return answer(request, None, work, also=this_minute())
 
@@ -72,36 +77,36 @@ def _list_of(request: Request) -> RunList:
     state = request.app.state
     if not hasattr(state, "run_list"):
         state.run_list = RunList()
-    found: RunList = state.run_list
-    return found
+    run_list: RunList = state.run_list
+    return run_list
 
 
 @router.get("/api/runs/{run}/contents", response_model=Contents)
 def contents(request: Request, run: RunPath) -> Response:
     """What would go if the run were deleted."""
-    target = request.app.state.shelf.target
-    return answer(request, run, lambda reader, found: contents_of(reader, found, target))
+    target = request.app.state.reader_cache.target
+    return answer(request, run, lambda reader, run_id: contents_of(reader, run_id, target))
 
 
 @router.put("/api/runs/{run}/tags/{tag:path}", response_model=Tags, responses=CONFLICT)
 def add_tag(request: Request, run: RunPath, tag: TagPath) -> Response:
     """Give a run a tag."""
-    found, word = _exact(request, run), " ".join(tag.split())
+    run_id, word = _exact(request, run), " ".join(tag.split())
     if not word or not word.isprintable():
         raise HTTPException(422, "A tag needs at least one letter, and none that cannot be seen.")
-    known = _tags(request, found)
+    known = _tags(request, run_id)
     if word not in known and len(known) >= MOST_TAGS:
         raise HTTPException(409, f"A run has at most {MOST_TAGS} tags. Remove one first.")
-    set_mark(request.app.state.shelf.target, found, "tag", word, "")
-    return _answer(Tags(found, _tags(request, found)))
+    set_mark(request.app.state.reader_cache.target, run_id, "tag", word, "")
+    return _answer(Tags(run_id, _tags(request, run_id)))
 
 
 @router.delete("/api/runs/{run}/tags/{tag:path}", response_model=Tags, responses=CONFLICT)
 def remove_tag(request: Request, run: RunPath, tag: TagPath) -> Response:
     """Take a tag from a run; one that it does not have is no error."""
-    found = _exact(request, run)
-    clear_mark(request.app.state.shelf.target, found, "tag", tag)
-    return _answer(Tags(found, _tags(request, found)))
+    run_id = _exact(request, run)
+    clear_mark(request.app.state.reader_cache.target, run_id, "tag", tag)
+    return _answer(Tags(run_id, _tags(request, run_id)))
 
 
 @router.delete("/api/runs/{run}", response_model=Deleted, responses=CONFLICT)
@@ -110,28 +115,28 @@ def delete(request: Request, run: RunPath) -> Response:
 
     What is written next takes its room. `fedvitals runs delete` gives room back to the disk, for which others wait.
     """
-    found = _exact(request, run)
+    run_id = _exact(request, run)
     try:
         with _DELETING:
-            cleared = retention.delete(request.app.state.shelf.target, [found], give_back=False)
+            cleared = retention.delete(request.app.state.reader_cache.target, [run_id], give_back=False)
     except BusyError as error:
         raise HTTPException(409, str(error)) from error
     if not cleared.removed:
-        raise HTTPException(404, f"There is no run '{found}' any more.")
+        raise HTTPException(404, f"There is no run '{run_id}' any more.")
     gone = cleared.removed[0]
-    return _answer(Deleted(found, gone.name, gone.rows, gone.bytes, gone.tape_bytes))
+    return _answer(Deleted(run_id, gone.name, gone.rows, gone.bytes, gone.tape_bytes))
 
 
 def _exact(request: Request, run: str) -> str:
     """The run of this very id: nothing is changed on a name or a beginning that may mean another run tomorrow."""
-    with request.app.state.shelf.reader() as reader:
-        if not reader.database.rows("SELECT 1 FROM runs WHERE id = ?", (run,)):
+    with request.app.state.reader_cache.reader() as reader:
+        if not has_run(reader, run):
             raise HTTPException(404, f"There is no run with the id '{run[:100]}'.")
     return run
 
 
 def _tags(request: Request, run: str) -> tuple[str, ...]:
-    with request.app.state.shelf.reader() as reader:
+    with request.app.state.reader_cache.reader() as reader:
         return tuple(sorted(mark.target for mark in marks(reader, run) if mark.kind == "tag"))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands on the edge of every page: which run, how far, how many records lost, what measuring cost."""
+"""Routes of what every page shows at its edges: the store, and the state of a run."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def this_minute() -> str:
 @router.get("/api/store", response_model=StoreStatus)
 def store(request: Request) -> Response:
     """The store that is shown."""
-    shown = request.app.state.shelf.shown
+    shown = request.app.state.reader_cache.shown
     return answer(request, None, lambda reader: store_status(reader, shown))
 
 
 @router.get("/api/runs/{run}", response_model=Status)
 def status(request: Request, run: RunPath) -> Response:
     """One run: its state, progress, settings, and what of it was measured."""
-    target = request.app.state.shelf.target
+    target = request.app.state.reader_cache.target
 
-    def work(reader: Reader, found: str) -> Status:
-        return status_of(reader, found, written=is_written(reader, target, found))
+    def work(reader: Reader, run_id: str) -> Status:
+        return status_of(reader, run_id, written=is_written(reader, target, run_id))
 
     return answer(request, run, work, also=this_minute())

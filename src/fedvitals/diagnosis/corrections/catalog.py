@@ -29,8 +29,8 @@ from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE
 from fedvitals.protocols import Correction, History
 from fedvitals.records import Action, Finding
 
-OF_CLIENTS = ("quarantine", "reweight")  # lasting, about one client: temporary by nature
-OF_THE_RUN = (
+CLIENT_KINDS = ("quarantine", "reweight")  # lasting, about one client: temporary by nature
+RUN_KINDS = (
     "clip_gradients",
     "clip_updates",
     "stop_client_at_nonfinite",
@@ -41,22 +41,26 @@ OF_THE_RUN = (
     "roll_back",
     "resample",
 )
-KINDS = ("exclude", *OF_CLIENTS, *OF_THE_RUN, "advise")
-OPT_IN = ("stop_client_at_nonfinite",)
-ONCE = ("roll_back", "resample")  # done in one round, not in force for many
-ADDING_UP = ("client_rate", "server_rate", "shorten_local_training")  # factors multiply; others cannot be doubled
+KINDS = ("exclude", *CLIENT_KINDS, *RUN_KINDS, "advise")
+OPT_IN_KINDS = ("stop_client_at_nonfinite",)
+ONE_ROUND_KINDS = ("roll_back", "resample")  # done in one round, not in force for many
+CUMULATIVE_KINDS = (
+    "client_rate",
+    "server_rate",
+    "shorten_local_training",
+)  # factors multiply; others cannot be doubled
 
 PAPERS_CLIPPING = 1.0  # norm of each tensor, as in the study that this project continues
 UPDATE_ROOM = 2.0  # how much longer than the median an update may be
 
 
-def told(finding: Finding) -> str:
+def finding_label(finding: Finding) -> str:
     """How an action names the finding that it answers."""
-    who = culprit(finding)
-    return finding.issue if who is None else f"{finding.issue} {who}"
+    suspect = suspect_of(finding)
+    return finding.issue if suspect is None else f"{finding.issue} {suspect}"
 
 
-def culprit(finding: Finding) -> str | None:
+def suspect_of(finding: Finding) -> str | None:
     """The client, or group, that it is about; None: the run as a whole."""
     if finding.where.node not in (None, "server"):
         return finding.where.node
@@ -66,34 +70,34 @@ def culprit(finding: Finding) -> str | None:
 
 
 def _action(finding: Finding, kind: str, target: str | None = None, **arguments: Any) -> Action:
-    return Action(finding.where, finding.at, told(finding), kind, target, arguments)
+    return Action(finding.where, finding.at, finding_label(finding), kind, target, arguments)
 
 
 def exclude(finding: Finding, history: History) -> Action | None:  # noqa: ARG001 - a correction's signature
-    who = culprit(finding)
-    return None if who is None else _action(finding, "exclude", who)
+    suspect = suspect_of(finding)
+    return None if suspect is None else _action(finding, "exclude", suspect)
 
 
 def quarantine(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
-    who = culprit(finding)
-    return None if who is None else _action(finding, "quarantine", who)
+    suspect = suspect_of(finding)
+    return None if suspect is None else _action(finding, "quarantine", suspect)
 
 
-def as_others(finding: Finding, history: History) -> Action | None:
+def weigh_like_others(finding: Finding, history: History) -> Action | None:
     """The weight of a median client, where claimed sample counts are known; else half of its own."""
-    who = culprit(finding)
-    if who is None:
+    suspect = suspect_of(finding)
+    if suspect is None:
         return None
     claimed = history.latest("update.samples", finding.where.round or 0)
-    others = [value for node, value in claimed.items() if node != who and math.isfinite(value)]
+    others = [value for node, value in claimed.items() if node != suspect and math.isfinite(value)]
     if not others:
-        return _action(finding, "reweight", who, factor=0.5)
-    return _action(finding, "reweight", who, samples=max(1, round(float(np.median(others)))))
+        return _action(finding, "reweight", suspect, factor=0.5)
+    return _action(finding, "reweight", suspect, samples=max(1, round(float(np.median(others)))))
 
 
-def half_the_weight(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
-    who = culprit(finding)
-    return None if who is None else _action(finding, "reweight", who, factor=0.5)
+def halve_weight(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
+    suspect = suspect_of(finding)
+    return None if suspect is None else _action(finding, "reweight", suspect, factor=0.5)
 
 
 def clip_gradients(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
@@ -103,14 +107,14 @@ def clip_gradients(finding: Finding, history: History) -> Action | None:  # noqa
 def clip_updates(finding: Finding, history: History) -> Action | None:
     """To a little more than what was usual before the trouble began."""
     since = int(finding.evidence.get("since", finding.where.round or 0))
-    sizes = [
+    norms = [
         value
-        for number in history.rounds()[-20:]
-        if number <= since
-        for value in history.latest("update.norm", number).values()
+        for round_index in history.rounds()[-20:]
+        if round_index <= since
+        for value in history.latest("update.norm", round_index).values()
         if math.isfinite(value) and value > 0
     ]
-    return _action(finding, "clip_updates", norm=UPDATE_ROOM * float(np.median(sizes))) if sizes else None
+    return _action(finding, "clip_updates", norm=UPDATE_ROOM * float(np.median(norms))) if norms else None
 
 
 def stop_client_at_nonfinite(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
@@ -146,7 +150,7 @@ def advise(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
     known = ISSUES_BY_CODE.get(finding.issue)
     remedies = () if known is None else known.remedies
     text = " ".join(remedies) or "No correction is known: look at the numbers of the finding."
-    return _action(finding, "advise", culprit(finding), text=text)
+    return _action(finding, "advise", suspect_of(finding), text=text)
 
 
 _OF_ONE_CLIENT = (quarantine, trimmed_mean, advise)
@@ -163,13 +167,13 @@ CORRECTIONS: dict[str, tuple[Correction, ...]] = {
     ),
     **dict.fromkeys(("WRONG_LEARNING_RATE", "FROZEN_LAYER", "UNUSUAL_CLIENT"), _OF_ONE_CLIENT),
     "MISSING_CLASSES": (advise,),  # legitimate data, however rare: shutting it out would be the fault
-    "DUPLICATE_UPDATE": (half_the_weight, advise),  # who copied whom cannot be seen
-    "WRONG_SAMPLE_COUNT": (as_others, quarantine, advise),
+    "DUPLICATE_UPDATE": (halve_weight, advise),  # who copied whom cannot be seen
+    "WRONG_SAMPLE_COUNT": (weigh_like_others, quarantine, advise),
     "NAN_WEIGHTS": (roll_back, clip_gradients, client_slower, advise),
     "NAN_UPDATE": (exclude, stop_client_at_nonfinite, advise),
     "WEIGHT_EXPLOSION": (clip_updates, server_slower, clip_gradients, advise),
     "GROUP_LEFT_BEHIND": (advise,),
-    "DOMINANT_CLIENT": (as_others, advise),
+    "DOMINANT_CLIENT": (weigh_like_others, advise),
     "BATCH_NORM_STATISTICS": (quarantine, advise),
     "ZERO_TOTAL_WEIGHT": (resample, advise),
     "SHAPE_OR_DTYPE_MISMATCH": (exclude, advise),
@@ -179,7 +183,7 @@ CORRECTIONS: dict[str, tuple[Correction, ...]] = {
 """What is not here is for people alone: no setting of a running training mends an architecture or a full disk."""
 
 
-def proposals(finding: Finding, history: History) -> Sequence[Action]:
+def corrections_for(finding: Finding, history: History) -> Sequence[Action]:
     """Every correction that the finding admits, in the order in which they are worth trying."""
-    found = (correction(finding, history) for correction in CORRECTIONS.get(finding.issue, (advise,)))
-    return [action for action in found if action is not None]
+    actions = (correction(finding, history) for correction in CORRECTIONS.get(finding.issue, (advise,)))
+    return [action for action in actions if action is not None]

@@ -22,63 +22,63 @@ GUESSING = 0.1  # above what the first model had, an accuracy is learnt
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
+class ModelTrend:
     """Loss and accuracy after each round; an accuracy may be missing everywhere, or in some rounds."""
 
     loss: Mapping[int, float]
     accuracy: Mapping[int, float] = field(default_factory=dict)
     label_entropy: float | None = None  # what guessing would cost
 
-    def best(self, before: int) -> int | None:
+    def best_round(self, before: int) -> int | None:
         """The round after which the model was best; of equals, the newest."""
-        known = {number: self._badness(number) for number in self.loss if number < before}
-        return min(known, key=lambda number: (known[number], -number), default=None)
+        known = {round_index: self._badness(round_index) for round_index in self.loss if round_index < before}
+        return min(known, key=lambda round_index: (known[round_index], -round_index), default=None)
 
-    def lost(self, before: int, since: int) -> int | None:
+    def best_if_worse(self, before: int, since: int) -> int | None:
         """The round of the best model, if the newest ones are clearly worse. One bad round is no loss."""
-        best = self.best(before)
-        recent = [number for number in self.loss if max(since, before - 2) <= number < before]
+        best = self.best_round(before)
+        recent = [round_index for round_index in self.loss if max(since, before - 2) <= round_index < before]
         if best is None or not recent:
             return None
-        now = min(self._badness(number) for number in recent)
-        told = best in self.accuracy and any(number in self.accuracy for number in recent)
-        return best if now[0] > self._badness(best)[0] + (POINTS if told else WORSE) else None
+        now = min(self._badness(round_index) for round_index in recent)
+        accuracy_known = best in self.accuracy and any(round_index in self.accuracy for round_index in recent)
+        return best if now[0] > self._badness(best)[0] + (POINTS if accuracy_known else WORSE) else None
 
-    def _badness(self, number: int) -> tuple[float, float]:
-        loss = float(logs([self.loss[number]])[0])
+    def _badness(self, round_index: int) -> tuple[float, float]:
+        loss = float(log_losses([self.loss[round_index]])[0])
         if not np.isfinite(loss):
             return (np.inf, loss)
-        accuracy = self.accuracy.get(number)
+        accuracy = self.accuracy.get(round_index)
         return (loss if accuracy is None else -accuracy, loss)
 
     @property
-    def nothing_learnt(self) -> bool:
+    def learnt_nothing(self) -> bool:
         """Loss and accuracy are where they were in the first round, and the loss no lower than by guessing."""
         if not self.loss:
             return True
         if self.label_entropy is None:
             return False  # not known: it may have learnt in the first round all there is
         rounds = sorted(self.loss)
-        values = logs([self.loss[number] for number in rounds])
+        values = log_losses([self.loss[round_index] for round_index in rounds])
         guessing = float(np.log(max(self.label_entropy, 1e-8)))
-        known = [self.accuracy[number] for number in rounds if number in self.accuracy] or [0.0]
+        known = [self.accuracy[round_index] for round_index in rounds if round_index in self.accuracy] or [0.0]
         return bool(values.min() > max(values[0], guessing) - WORSE) and max(known) <= known[0] + GUESSING
 
     def more_accurate(self, since: int, before: int) -> bool:
         """Whether the newest models are clearly more accurate than any before `since`."""
-        old = [value for number, value in self.accuracy.items() if number < since]
-        new = [value for number, value in sorted(self.accuracy.items()) if since <= number < before][-2:]
+        old = [value for round_index, value in self.accuracy.items() if round_index < since]
+        new = [value for round_index, value in sorted(self.accuracy.items()) if since <= round_index < before][-2:]
         return bool(old and new) and min(new) > max(old) + POINTS
 
     def state(self, before: int) -> dict[str, Any]:
         """The newest, for people."""
-        newest = max((number for number in self.loss if number < before), default=None)
+        newest = max((round_index for round_index in self.loss if round_index < before), default=None)
         if newest is None:
             return {}
         return {"round": newest, "loss": self.loss[newest], "accuracy": self.accuracy.get(newest)}
 
 
-def path_of(history: History) -> Path:
+def model_trend_of(history: History) -> ModelTrend:
     """The loss as the host tells it, else the median of what clients measured when they received the model.
 
     The latter is of the model before the round's training, so it stands one round earlier. Of a host that averages its
@@ -90,14 +90,16 @@ def path_of(history: History) -> Path:
     )
     loss, accuracy = averaged if len(averaged[0]) > len(central[0]) else central
     if not loss:
-        received = {number: [*history.latest("fit.loss_before", number).values()] for number in history.rounds()}
-        loss = {number - 1: float(np.median(values)) for number, values in received.items() if values}
+        received = {
+            round_index: [*history.latest("fit.loss_before", round_index).values()] for round_index in history.rounds()
+        }
+        loss = {round_index - 1: float(np.median(values)) for round_index, values in received.items() if values}
     first = min(history.rounds(), default=0)
     entropies = [*history.latest("label.entropy", first).values()]
-    return Path(loss, accuracy, float(np.median(entropies)) if entropies else None)
+    return ModelTrend(loss, accuracy, float(np.median(entropies)) if entropies else None)
 
 
-def logs(values: Sequence[float]) -> Array:
+def log_losses(values: Sequence[float]) -> Array:
     """Logarithms; what is not finite is infinitely bad."""
     numbers = np.asarray(values, dtype=np.float64)
     return np.where(np.isfinite(numbers), np.log(np.maximum(np.nan_to_num(numbers), 1e-8)), np.inf)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedvitals.diagnosis.corrections.model_trend import WORSE, logs
+from fedvitals.diagnosis.corrections.model_trend import WORSE, log_losses
 from fedvitals.stats import Array
 
 WINDOW = 5  # rounds before, from which the trend is taken
@@ -27,7 +27,7 @@ QUICKER = 1.5  # times as fast as before, at least, where larger steps are on tr
 
 
 @dataclass(frozen=True, slots=True)
-class Trend:
+class LossTrend:
     """Where the log loss stood, where it was going, and how much it scattered; level inf: it was not finite."""
 
     level: float  # median of the last three
@@ -42,37 +42,39 @@ class Trend:
         return self.rounds >= FEWEST and self.noise < SMOOTH and CREEPING < self.slope < 0
 
     @property
-    def ill(self) -> bool:
+    def unhealthy(self) -> bool:
         """Not learning, or by leaps and bounds. Too few rounds to say: not ill."""
         if math.isinf(self.level):
             return True
         return self.rounds >= FEWEST and (self.slope > LEARNING or self.noise > ERRATIC)
 
 
-def trend_of(path: Mapping[int, float], until: int, since: int = -(2**31)) -> Trend:
+def loss_trend_of(losses: Mapping[int, float], until: int, since: int = -(2**31)) -> LossTrend:
     """Of the newest rounds up to `until`, and not before `since`."""
-    rounds = [number for number in sorted(path) if since <= number <= until][-WINDOW:]
+    rounds = [round_index for round_index in sorted(losses) if since <= round_index <= until][-WINDOW:]
     if not rounds:
-        return Trend(math.nan, math.nan, 0.0, 0.0, 0)
-    values = logs([path[number] for number in rounds])
+        return LossTrend(math.nan, math.nan, 0.0, 0.0, 0)
+    values = log_losses([losses[round_index] for round_index in rounds])
     if not np.isfinite(values[-1]):
-        return Trend(math.inf, math.inf, 0.0, 0.0, len(rounds))
+        return LossTrend(math.inf, math.inf, 0.0, 0.0, len(rounds))
     finite = np.isfinite(values)
     x, y = np.asarray(rounds, dtype=np.float64)[finite] - rounds[-1], values[finite]
     if len(y) < FEWEST:
-        return Trend(float(np.median(y)), float(y[-1]), 0.0, WORSE, len(y))
+        return LossTrend(float(np.median(y)), float(y[-1]), 0.0, WORSE, len(y))
     slope, end = (float(value) for value in np.polyfit(x, y, 1))
     noise = math.sqrt(float(np.sum((y - slope * x - end) ** 2)) / (len(y) - 2))
-    return Trend(float(np.median(y[-3:])), end, slope, noise, len(y))
+    return LossTrend(float(np.median(y[-3:])), end, slope, noise, len(y))
 
 
-def judge(before: Trend, after: Sequence[float], restored: float | None = None, *, raising: bool = False) -> str:
+def judge_correction(
+    before: LossTrend, after: Sequence[float], restored: float | None = None, *, raising: bool = False
+) -> str:
     """«better», «worse» or «same»: the losses since, against the trend before.
 
     `restored`: the loss of the checkpoint that the trial began from, where it did: it need only stay as good.
     `raising`: larger steps are on trial, so the loss must fall faster than it did, however slow that was.
     """
-    values = logs(after)
+    values = log_losses(after)
     if not len(values) or math.isnan(before.level):
         return "same"
     if not np.isfinite(values[-1]):
@@ -80,7 +82,7 @@ def judge(before: Trend, after: Sequence[float], restored: float | None = None, 
     now = float(np.median(values[-3:]))
     base, room = before.level, max(2 * before.noise, WORSE)
     if restored is not None:
-        base, room = float(logs([restored])[0]), WORSE
+        base, room = float(log_losses([restored])[0]), WORSE
     if now > base + room:
         return "worse"
     if restored is not None:
@@ -88,7 +90,7 @@ def judge(before: Trend, after: Sequence[float], restored: float | None = None, 
     return "better" if math.isinf(base) or _helped(before, values, raising=raising) else "same"
 
 
-def _helped(before: Trend, values: Array, *, raising: bool) -> bool:
+def _helped(before: LossTrend, values: Array, *, raising: bool) -> bool:
     """Below the line that the trend would have gone on, or much calmer than before; and not on the rise again."""
     if values[-1] > values.min() + WORSE:
         return False

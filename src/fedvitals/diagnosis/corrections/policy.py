@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fedvitals.diagnosis.corrections.catalog import KINDS, OPT_IN
+from fedvitals.diagnosis.corrections.catalog import KINDS, OPT_IN_KINDS
 from fedvitals.diagnosis.issues.table import FAMILIES, ISSUES_BY_CODE
 from fedvitals.errors import ConfigError, unknown
 
@@ -13,7 +13,7 @@ WORDS = ("off", "suggest", "auto")
 ALL = "all"
 
 
-class Policy:
+class CorrectionPolicy:
     """`Policy("auto")`, or by issue, family or kind of correction: `Policy({"NAN_UPDATE": "auto", "client": "off"})`.
 
     The narrower word wins: a kind of correction before an issue, an issue before its family, a family before «all»,
@@ -31,8 +31,8 @@ class Policy:
     ) -> None:
         if not isinstance(cure, str | Mapping):
             raise ConfigError(f'cure= takes "off", "suggest" or "auto", or a mapping of issues to these; got {cure!r}.')
-        words = {ALL: cure} if isinstance(cure, str) else dict(cure)
-        for name, word in words.items():
+        words_by_name = {ALL: cure} if isinstance(cure, str) else dict(cure)
+        for name, word in words_by_name.items():
             if name not in (ALL, *FAMILIES, *ISSUES_BY_CODE, *KINDS):
                 raise ConfigError(
                     unknown("issue, family or correction", name, (ALL, *FAMILIES, *ISSUES_BY_CODE, *KINDS))
@@ -41,7 +41,7 @@ class Policy:
                 raise ConfigError(unknown(f"word in cure for {name}:", str(word), WORDS))
         if watch < 1 or term < 1:
             raise ConfigError(f"A trial needs at least 1 round to watch and 1 of term; got watch={watch}, term={term}.")
-        self._words = words
+        self._words = words_by_name
         self.watch, self.term, self.confidence = watch, term, confidence
 
     @property
@@ -51,17 +51,17 @@ class Policy:
 
     def word(self, issue: str, kind: str | None = None) -> str:
         """«off», «suggest» or «auto» for an issue, or for one kind of correction of it."""
-        known = ISSUES_BY_CODE.get(issue)
-        of_issue = [issue] if known is None else [issue, known.family]
+        issue_entry = ISSUES_BY_CODE.get(issue)
+        of_issue = [issue] if issue_entry is None else [issue, issue_entry.family]
         chosen = next((self._words[name] for name in (*of_issue, ALL) if name in self._words), "suggest")
         if kind is None or chosen == "off":
             return chosen
-        return self._words.get(kind, "suggest" if kind in OPT_IN else chosen)
+        return self._words.get(kind, "suggest" if kind in OPT_IN_KINDS else chosen)
 
     def described(self) -> dict[str, str]:
         """For the run's configuration."""
         return dict(self._words)
 
 
-def policy_of(cure: str | Mapping[str, str] | Policy) -> Policy:
-    return cure if isinstance(cure, Policy) else Policy(cure)
+def correction_policy_of(cure: str | Mapping[str, str] | CorrectionPolicy) -> CorrectionPolicy:
+    return cure if isinstance(cure, CorrectionPolicy) else CorrectionPolicy(cure)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from fedvitals.diagnosis.detectors.signals import loss_curve
-from fedvitals.diagnosis.evidence.attendance import SERVER, clients_of, rounds_until, up_to
+from fedvitals.diagnosis.evidence.attendance import SERVER, clients_of, rounds_until, values_up_to
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding, Suspect
@@ -47,22 +47,22 @@ WIDE, WIDE_LAYERS = 30.0, 0.5  # times the peers' running variance, in at least 
 
 def weight_explosion(history: History, round_index: int) -> Iterator[Finding]:
     """WEIGHT_EXPLOSION: the norm of the global weights grows by a factor, round after round."""
-    norms = up_to(history.series("weight.norm", SERVER), round_index)[-GROWTHS - 1 :]
+    norms = values_up_to(history.series("weight.norm", SERVER), round_index)[-GROWTHS - 1 :]
     values = np.array([value for _, value in norms])
     if len(values) <= GROWTHS or not (values > 0).all() or not np.isfinite(values).all():
         return
     factors = values[1:] / values[:-1]
-    if factors.min() > GROWTH and values[-1] > GROWN * values[0] and not _learns(history, norms[0][0], round_index):
+    if factors.min() > GROWTH and values[-1] > GROWN * values[0] and not _loss_fell(history, norms[0][0], round_index):
         text = f"The norm of the global weights grew {values[-1] / values[0]:.3g} times in {GROWTHS} rounds."
         number = Number("weight.norm", float(values[-1]), float(values[0]), of="own past")
         since = norms[0][0]
         yield finding("WEIGHT_EXPLOSION", round_index, text, confidence=0.97, since=since, numbers=[number])
 
 
-def _learns(history: History, since: int, round_index: int) -> bool:
+def _loss_fell(history: History, since: int, round_index: int) -> bool:
     """Whether the loss fell meanwhile: weights that began too small may grow fast, and well."""
     curve = loss_curve(history, round_index)
-    losses = [value for number, value in zip(curve.rounds, curve.values, strict=True) if number >= since]
+    losses = [value for past_round, value in zip(curve.rounds, curve.values, strict=True) if past_round >= since]
     return len(losses) > 1 and bool(losses[-1] < losses[0])
 
 
@@ -75,8 +75,8 @@ def dominant_clients(history: History, round_index: int) -> Iterator[Finding]:
     if not claims or max(claims.values()) <= LARGE * max(min(claims.values()), 1.0):
         return
     known: dict[Node, float] = {}
-    for number in rounds_until(history, round_index):
-        known |= history.latest("update.samples", number)
+    for past_round in rounds_until(history, round_index):
+        known |= history.latest("update.samples", past_round)
     if len(known) < FEW_KNOWN or not any(known.values()):
         return
     sizes = history.latest("samples", round_index)
@@ -110,29 +110,29 @@ def group_left_behind(history: History, round_index: int) -> Iterator[Finding]:
     now = _excess(history, round_index)
     if sum(off > BEHIND for off, _ in now.values()) < LEAST_GROUP:
         return
-    past: dict[Node, list[tuple[float, float]]] = {node: [] for node in now}
-    for number in rounds_until(history, round_index):
-        for node, value in _excess(history, number).items():
-            past.setdefault(node, []).append(value)
-    own = {node: past[node] for node in now}
-    changed = next((group for lasting in CHANGES if (group := _risen(own, lasting))), {})
-    found = changed or _apart(own)
-    if not LEAST_GROUP <= len(found) <= MOST_GROUP * len(now):
+    excesses: dict[Node, list[tuple[float, float]]] = {node: [] for node in now}
+    for past_round in rounds_until(history, round_index):
+        for node, value in _excess(history, past_round).items():
+            excesses.setdefault(node, []).append(value)
+    excess_by_client = {node: excesses[node] for node in now}
+    changed = next((group for lasting in CHANGES if (group := _clients_risen(excess_by_client, lasting))), {})
+    left_behind = changed or _clients_apart(excess_by_client)
+    if not LEAST_GROUP <= len(left_behind) <= MOST_GROUP * len(now):
         return
     losses = history.latest("fit.loss_before", round_index)
-    usual = float(np.median([value for node, value in losses.items() if node not in found]))
-    theirs = float(np.median([losses[node] for node in found]))
-    names = sorted(found, key=lambda node: -found[node])
+    usual = float(np.median([value for node, value in losses.items() if node not in left_behind]))
+    theirs = float(np.median([losses[node] for node in left_behind]))
+    names = sorted(left_behind, key=lambda node: -left_behind[node])
     shown = ", ".join(names[:8]) + (" and others" if len(names) > 8 else "")
     how = "since a sudden change" if changed else "round after round"
     fit = f"loss {theirs:.2f} on their samples, {usual:.2f} on the others'"
-    loss = Number("fit.loss_before", theirs, usual, float(np.median([*found.values()])))
+    loss = Number("fit.loss_before", theirs, usual, float(np.median([*left_behind.values()])))
     yield finding(
         "GROUP_LEFT_BEHIND",
         round_index,
         f"The global model serves {shown} worse, {how}: {fit}.",
         confidence=0.9,
-        severity=None if changed or not _of_few_classes(history, found, now) else "note",
+        severity=None if changed or not _of_few_classes(history, left_behind, now) else "note",
         numbers=[loss],
         suspects=[Suspect(node, 1.0, "badly served") for node in names],
     )
@@ -159,25 +159,25 @@ def _excess(history: History, round_index: int) -> dict[Node, tuple[float, float
     return {node: (float(off[i]), float(scores[i])) for i, node in enumerate(losses)}
 
 
-def _apart(own: Mapping[Node, Sequence[tuple[float, float]]]) -> dict[Node, float]:
+def _clients_apart(excess_by_client: Mapping[Node, Sequence[tuple[float, float]]]) -> dict[Node, float]:
     """Who is far above all others in the newest participations, where the others hold the same sort of data."""
-    if float(np.median(np.abs([values[-1][0] for values in own.values()]))) > ALIKE:
+    if float(np.median(np.abs([values[-1][0] for values in excess_by_client.values()]))) > ALIKE:
         return {}
-    found = {}
-    for node, values in own.items():
+    apart = {}
+    for node, values in excess_by_client.items():
         newest = values[-LASTING:]
         if len(newest) == LASTING and min(s for _, s in newest) > FAR and min(off for off, _ in newest) > BEHIND:
-            found[node] = newest[-1][1]
-    return found
+            apart[node] = newest[-1][1]
+    return apart
 
 
-def _risen(own: Mapping[Node, Sequence[tuple[float, float]]], lasting: int) -> dict[Node, float]:
+def _clients_risen(excess_by_client: Mapping[Node, Sequence[tuple[float, float]]], lasting: int) -> dict[Node, float]:
     """Whose newest participations all lie above those before, by far more than the others' have moved meanwhile.
 
     A fair share of the cohort, or the change must be larger: of many clients one or two always move.
     """
     rises, clear = {}, set()
-    for node, values in own.items():
+    for node, values in excess_by_client.items():
         offs = np.array([off for off, _ in values])
         newest, before = offs[-lasting:], offs[-lasting - BEFORE : -lasting]
         if len(before) >= LASTING:
@@ -191,11 +191,11 @@ def _risen(own: Mapping[Node, Sequence[tuple[float, float]]], lasting: int) -> d
     scores = dict(zip(rises, (changes - np.median(changes)) / np.hypot(_spread(changes), 0.01), strict=True))
     wanted = max(LEAST_GROUP, int(np.ceil(FAIR_SHARE * len(rises))))
     limit = RISEN.get(wanted, RISEN_MANY)
-    unlike = float(np.median(np.abs([values[-1][0] for values in own.values()])))
+    unlike = float(np.median(np.abs([values[-1][0] for values in excess_by_client.values()])))
     if unlike > UNLIKE:  # clients that have little in common move by themselves
         limit = max(limit, RISEN_UNLIKE) if wanted > LEAST_GROUP else np.inf
-    found = {node: float(scores[node]) for node in clear if scores[node] > limit}
-    return found if len(found) >= wanted else {}
+    risen = {node: float(scores[node]) for node in clear if scores[node] > limit}
+    return risen if len(risen) >= wanted else {}
 
 
 def _spread(values: Array) -> float:

@@ -14,11 +14,11 @@ import numpy as np
 
 from fedvitals.diagnosis.detectors.overfitting import overfitting
 from fedvitals.diagnosis.detectors.signals import (
-    Curve,
+    MetricCurve,
     ServerStep,
+    client_median,
+    layer_profile,
     loss_curve,
-    middle,
-    profile,
     server_step,
 )
 from fedvitals.diagnosis.evidence.transformed_updates import transformation
@@ -44,95 +44,105 @@ FINISHED = 0.05  # last step's gradient against the largest: the client's own ta
 FAR = 0.5  # of a blind guess's loss: the whole is not
 
 
-def _rates(history: History, now: int, count: int) -> list[ServerStep]:
+def _steady_server_steps(history: History, round_index: int, count: int) -> list[ServerStep]:
     """The server's steps of the newest rounds; empty unless one steady rate explains all of them.
 
     Momentum at the server makes every step another mixture of the past: no rate is steady then, and none is told.
     """
-    found = [server_step(history, number) for number in range(now - count + 1, now + 1) if number > 0]
-    certain = [step for step in found if step is not None and step.fit >= CERTAIN and step.rate > 0]
+    steps = [
+        server_step(history, past_round)
+        for past_round in range(round_index - count + 1, round_index + 1)
+        if past_round > 0
+    ]
+    certain = [step for step in steps if step is not None and step.fit >= CERTAIN and step.rate > 0]
     if len(certain) < count or max(s.rate for s in certain) > STEADY * min(s.rate for s in certain):
         return []
     return certain
 
 
-def _overshooting(history: History, now: int, rounds: int) -> list[ServerStep]:
-    rates = _rates(history, now, rounds)
+def _overshooting_steps(history: History, round_index: int, rounds: int) -> list[ServerStep]:
+    rates = _steady_server_steps(history, round_index, rounds)
     return rates if rates and min(step.rate for step in rates) > OVERSHOOT else []
 
 
-def _rate_number(rates: list[ServerStep]) -> list[Number]:
+def _rate_numbers(rates: list[ServerStep]) -> list[Number]:
     return [Number("the server's step against the clients' mean", rates[-1].rate, 1.0, of="limit")] if rates else []
 
 
 # -- running away and swinging ----------------------------------------------------------------------------------------
 
 
-def divergence(history: History, now: int) -> Iterator[Finding]:
+def divergence(history: History, round_index: int) -> Iterator[Finding]:
     """A loss that is not a number, far above its best and its beginning, or rising because the server overshoots."""
-    losses = loss_curve(history, now)
-    if not len(losses) or losses.rounds[-1] != now:
+    losses = loss_curve(history, round_index)
+    if not len(losses) or losses.rounds[-1] != round_index:
         return
     last = float(losses.values[-1])
     if not np.isfinite(last):
-        yield _divergence(losses, now, [], f"The {losses.name} is {last}.", 1.0)
+        yield _divergence_finding(losses, round_index, [], f"The {losses.name} is {last}.", 1.0)
         return
     past = losses.values[:-1][np.isfinite(losses.values[:-1])]
     if len(past) < 2:
         return
     best, first = float(past.min()), float(past[0])
-    rates = _overshooting(history, now, 2)
+    rates = _overshooting_steps(history, round_index, 2)
     lasting = float(losses.last(2).min()) > RUNAWAY * best and last > ABOVE_START * first
     if rates and last > (1 + RISE) * best and not _swings(losses):
         text = (
             f"The {losses.name} rises to {last:.3g} from {best:.3g}: the server goes {rates[-1].rate:.2g} times as far "
             "as its clients' mean."
         )
-        yield _divergence(losses, now, rates, text, 0.95)
+        yield _divergence_finding(losses, round_index, rates, text, 0.95)
     elif lasting:
         text = f"The {losses.name} has run away to {last:.3g}; its best was {best:.3g}, its first {first:.3g}."
-        yield _divergence(losses, now, rates, text, 0.9)
+        yield _divergence_finding(losses, round_index, rates, text, 0.9)
 
 
-def _divergence(losses: Curve, now: int, rates: list[ServerStep], text: str, confidence: float) -> Finding:
+def _divergence_finding(
+    losses: MetricCurve, round_index: int, rates: list[ServerStep], text: str, confidence: float
+) -> Finding:
     finite = np.isfinite(losses.values[:-1])
     best = int(np.where(finite, losses.values[:-1], np.inf).argmin()) if finite.any() else 0
     numbers = [Number(losses.name, float(losses.values[-1]), float(losses.values[best]), of="own past")]
     since = losses.rounds[min(best + 1, len(losses) - 1)]
-    return finding("DIVERGENCE", now, text, confidence=confidence, since=since, numbers=numbers + _rate_number(rates))
+    return finding(
+        "DIVERGENCE", round_index, text, confidence=confidence, since=since, numbers=numbers + _rate_numbers(rates)
+    )
 
 
-def oscillation(history: History, now: int) -> Iterator[Finding]:
+def oscillation(history: History, round_index: int) -> Iterator[Finding]:
     """A loss that goes up and down while the rounds undo each other, or a server that overshoots and begins to."""
-    losses = loss_curve(history, now)
-    measured = len(losses) > 2 and losses.rounds[-1] == now and bool(np.isfinite(losses.values).all())
-    before, turned = (middle(history, "update.cosine_previous", number) for number in (now - 1, now))
-    rates = _overshooting(history, now, 3)
+    losses = loss_curve(history, round_index)
+    measured = len(losses) > 2 and losses.rounds[-1] == round_index and bool(np.isfinite(losses.values).all())
+    before, turned = (
+        client_median(history, "update.cosine_previous", past_round) for past_round in (round_index - 1, round_index)
+    )
+    rates = _overshooting_steps(history, round_index, 3)
     swings = measured and _swings(losses)
     worse = measured and float(losses.values[-1]) > (1 + RISE) * float(losses.values[:-1].min())
     rising = measured and float(losses.values[-1]) > float(losses.values[-2])
     undone = before < UNDONE and turned < UNDONE  # False where it is NaN
-    if undone and transformation(history, now) is not None:
+    if undone and transformation(history, round_index) is not None:
         undone = False  # noise, or another choice of values in each round: not what the clients trained
     if not (rates and (swings or rising or turned < TURNING)) and not (undone and (swings or worse)):
         return
     text = f"The {losses.name} swings" if swings else "The rounds begin to undo each other"
     cause = f"; the server goes {rates[-1].rate:.2g} times as far as its clients' mean" if rates else ""
-    numbers = [Number("update.cosine_previous", turned, TURNING, of="limit"), *_rate_number(rates)]
+    numbers = [Number("update.cosine_previous", turned, TURNING, of="limit"), *_rate_numbers(rates)]
     if measured:
         last, usual = float(losses.values[-1]), float(np.median(losses.last(WINDOW)))
         numbers.insert(0, Number(losses.name, last, usual, of="own past"))
     yield finding(
         "OSCILLATION",
-        now,
+        round_index,
         f"{text}: clients' updates point {turned:.2f} (cosine) along their own last ones{cause}.",
         confidence=0.95 if swings and rates else 0.8,
-        since=max(0, now - WINDOW + 1) if swings else max(0, now - 2),
+        since=max(0, round_index - WINDOW + 1) if swings else max(0, round_index - 2),
         numbers=numbers,
     )
 
 
-def _swings(losses: Curve) -> bool:
+def _swings(losses: MetricCurve) -> bool:
     """Whether the curve turns at least three times in the window, each time by a tenth of its level or more."""
     values = losses.last(WINDOW)
     if len(values) < WINDOW or not np.isfinite(values).all():
@@ -146,28 +156,28 @@ def _swings(losses: Curve) -> bool:
 # -- creeping and standing still --------------------------------------------------------------------------------------
 
 
-def slow_progress(history: History, now: int) -> Iterator[Finding]:
+def slow_progress(history: History, round_index: int) -> Iterator[Finding]:
     """The server takes hardly any of the step on which its clients agree, and there is much to learn still."""
-    losses, rates = loss_curve(history, now), _creeping(history, now)
-    if rates and not _flat(losses):
-        yield _creep("SLOW_PROGRESS", losses, rates, now)
+    losses, rates = loss_curve(history, round_index), _short_steps(history, round_index)
+    if rates and not _is_flat(losses):
+        yield _slow_finding("SLOW_PROGRESS", losses, rates, round_index)
 
 
-def plateau(history: History, now: int) -> Iterator[Finding]:
+def plateau(history: History, round_index: int) -> Iterator[Finding]:
     """The same where nothing moves any more; or, as a note, no progress for many rounds at a high loss."""
-    losses, rates = loss_curve(history, now), _creeping(history, now)
-    if rates and _flat(losses):
-        yield _creep("PLATEAU", losses, rates, now)
+    losses, rates = loss_curve(history, round_index), _short_steps(history, round_index)
+    if rates and _is_flat(losses):
+        yield _slow_finding("PLATEAU", losses, rates, round_index)
         return
-    found = profile(history, now)
-    chance = found.chance if found is not None else np.nan
+    layers = layer_profile(history, round_index)
+    chance = layers.chance if layers is not None else np.nan
     values = losses.last(LONG)
     if len(values) < LONG or not np.isfinite(values).all() or values.min() < 0.9 * np.fmin(chance, losses.values[0]):
         return
     if float(values[:3].mean() - values[-3:].mean()) < FLAT * float(values[0]):
         yield finding(
             "PLATEAU",
-            now,
+            round_index,
             f"The {losses.name} has not moved from {values[0]:.3g} in {LONG} rounds"
             + (", about what a blind guess has." if np.isfinite(chance) else "."),
             confidence=0.5,
@@ -177,64 +187,64 @@ def plateau(history: History, now: int) -> Iterator[Finding]:
         )
 
 
-def _creeping(history: History, now: int) -> list[ServerStep]:
+def _short_steps(history: History, round_index: int) -> list[ServerStep]:
     """The server's last steps, if all are far too short although clients keep telling it the same."""
-    rates = _rates(history, now, 2)
-    losses = loss_curve(history, now).values
+    rates = _steady_server_steps(history, round_index, 2)
+    losses = loss_curve(history, round_index).values
     much_left = not len(losses) or bool(losses[-1] > LEARNT * losses[0])
-    again = middle(history, "update.cosine_previous", now)
+    again = client_median(history, "update.cosine_previous", round_index)
     short = bool(rates) and max(step.rate for step in rates) < CREEP
     return rates if short and much_left and again > AGREED else []
 
 
-def _flat(losses: Curve) -> bool:
+def _is_flat(losses: MetricCurve) -> bool:
     values = losses.last(WINDOW)
     return len(values) < 3 or bool(values[0] - values[-1] < FLAT * len(values) * abs(values[0]))
 
 
-def _creep(issue: str, losses: Curve, rates: list[ServerStep], now: int) -> Finding:
+def _slow_finding(issue: str, losses: MetricCurve, rates: list[ServerStep], round_index: int) -> Finding:
     standing = "stands still" if issue == "PLATEAU" else "creeps"
     text = (
         f"Learning {standing}: the server takes {rates[-1].rate:.2g} of the step that its clients' updates average to."
     )
-    numbers = _rate_number(rates)
+    numbers = _rate_numbers(rates)
     if len(losses):
         numbers.append(Number(losses.name, float(losses.values[-1]), float(losses.last(WINDOW)[0]), of="own past"))
-    return finding(issue, now, text, confidence=0.95, since=now - 1, numbers=numbers)
+    return finding(issue, round_index, text, confidence=0.95, since=round_index - 1, numbers=numbers)
 
 
 # -- learning by heart and pulling apart ------------------------------------------------------------------------------
 
 
-def client_drift(history: History, now: int) -> Iterator[Finding]:
+def client_drift(history: History, round_index: int) -> Iterator[Finding]:
     """Clients finish their own tasks inside two rounds in a row, while the model that they make cannot do them."""
-    losses, found = loss_curve(history, now), profile(history, now)
-    if found is None or len(losses) < 2 or losses.rounds[-1] != now:
+    losses, layers = loss_curve(history, round_index), layer_profile(history, round_index)
+    if layers is None or len(losses) < 2 or losses.rounds[-1] != round_index:
         return
-    finished = [_finished(history, number) for number in (now - 1, now)]
-    far = losses.last(2).min() > FAR * found.chance
+    finished = [_finished_share(history, past_round) for past_round in (round_index - 1, round_index)]
+    far = losses.last(2).min() > FAR * layers.chance
     if not far or not max(finished) < FINISHED:  # NaN is no finish
         return
-    moved = middle(history, "weight.update_ratio", now)
+    moved = client_median(history, "weight.update_ratio", round_index)
     yield finding(
         "CLIENT_DRIFT",
-        now,
+        round_index,
         f"Clients pull apart: each ends its round with {finished[-1]:.1%} of its largest gradient, its own task done, "
-        f"but together they have a {losses.name} of {losses.values[-1]:.3g}; a blind guess has {found.chance:.3g}.",
+        f"but together they have a {losses.name} of {losses.values[-1]:.3g}; a blind guess has {layers.chance:.3g}.",
         confidence=0.9,
-        since=now - 1,
+        since=round_index - 1,
         numbers=[
             Number("gradient.norm_last / gradient.norm_max", finished[-1], FINISHED, of="limit"),
-            Number(losses.name, float(losses.values[-1]), FAR * found.chance, of="limit"),
+            Number(losses.name, float(losses.values[-1]), FAR * layers.chance, of="limit"),
             Number("weight.update_ratio", moved),
-            Number("update.cosine_mean", middle(history, "update.cosine_mean", now)),
+            Number("update.cosine_mean", client_median(history, "update.cosine_mean", round_index)),
         ],
     )
 
 
-def _finished(history: History, number: int) -> float:
+def _finished_share(history: History, round_index: int) -> float:
     """The last step's gradient against the largest, median over the clients; NaN where steps are not measured."""
-    last, largest = history.latest("gradient.norm_last", number), history.latest("gradient.norm_max", number)
+    last, largest = history.latest("gradient.norm_last", round_index), history.latest("gradient.norm_max", round_index)
     ratios = [last[node] / largest[node] for node in last if largest.get(node, 0.0) > 0]
     return float(np.median(ratios)) if ratios else float("nan")
 

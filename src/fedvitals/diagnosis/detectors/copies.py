@@ -14,7 +14,11 @@ import numpy as np
 
 from fedvitals.diagnosis.evidence.attendance import clients_of, groups_of, rounds_until
 from fedvitals.diagnosis.evidence.transformed_updates import transformation
-from fedvitals.diagnosis.evidence.update_mismatch import MANY, trained, untrained
+from fedvitals.diagnosis.evidence.update_mismatch import (
+    COHORT_WIDE_SHARE,
+    clients_with_altered_updates,
+    clients_with_trained_updates,
+)
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import History, Node
 from fedvitals.records import Finding, Suspect
@@ -29,9 +33,9 @@ Pair = tuple[Node, Node]
 
 def duplicates(history: History, round_index: int) -> Iterator[Finding]:
     """DUPLICATE_UPDATE of each pair, exact or nearly so."""
-    pairs = dict.fromkeys(_equal(history, round_index), 1.0) or _nearly_equal(history, round_index)
+    pairs = dict.fromkeys(_equal_pairs(history, round_index), 1.0) or _nearly_equal_pairs(history, round_index)
     for pair, cosine in pairs.items():
-        copier = _who(history, round_index, pair)
+        copier = _likelier_copier(history, round_index, pair)
         order = pair if copier in (None, pair[0]) else pair[::-1]
         alike = "send the same update" if cosine == 1.0 else f"send nearly the same update (cosine {cosine:.4f})"
         text = f"{order[0]} and {order[1]} {alike}."
@@ -51,7 +55,7 @@ def duplicates(history: History, round_index: int) -> Iterator[Finding]:
             )
 
 
-def _equal(history: History, round_index: int) -> list[Pair]:
+def _equal_pairs(history: History, round_index: int) -> list[Pair]:
     """Pairs of equal updates; not of groups all of whose members send the same, as an edge's do that share a model."""
     twins = history.latest("update.duplicates", round_index)
     if not twins:
@@ -75,7 +79,7 @@ def _equal(history: History, round_index: int) -> list[Pair]:
     return pairs
 
 
-def _nearly_equal(history: History, round_index: int) -> dict[Pair, float]:
+def _nearly_equal_pairs(history: History, round_index: int) -> dict[Pair, float]:
     """Pairs of which one is almost the other. Both bear the very same number, the cosine of the two.
 
     Clients with the same few classes are nearly as alike (cosines of 0.99 were seen), so one of the pair must not have
@@ -83,15 +87,15 @@ def _nearly_equal(history: History, round_index: int) -> dict[Pair, float]:
     never inside a group, whose members pass their models on. Nobody where updates are transformed on their way: coarse
     values make honest updates alike, and telemetry tells of none that it was trained.
     """
-    values = _column(history, "nearest", round_index)
+    values = _peer_statistic(history, "nearest", round_index)
     if max(values.values(), default=0.0) <= COPY or transformation(history, round_index) is not None:
         return {}
-    liars, known, groups = (
-        untrained(history, round_index),
-        trained(history, round_index),
+    altered, unaltered, groups = (
+        clients_with_altered_updates(history, round_index),
+        clients_with_trained_updates(history, round_index),
         groups_of(history, round_index),
     )
-    steps = _column(
+    steps = _peer_statistic(
         history, "step", round_index
     )  # what several send back is nearer to the server's step than to each other
     alike: dict[float, list[Node]] = {}
@@ -100,27 +104,27 @@ def _nearly_equal(history: History, round_index: int) -> dict[Pair, float]:
             alike.setdefault(value, []).append(node)
     rest = [value for value in values.values() if value <= COPY]
     next_best = max(rest, default=0.0)
-    lonely = bool(rest) and len(rest) >= 2 * MANY * len(values) and float(np.median(rest)) < UNLIKE
-    found: dict[Pair, float] = {}
+    lonely = bool(rest) and len(rest) >= 2 * COHORT_WIDE_SHARE * len(values) and float(np.median(rest)) < UNLIKE
+    pairs: dict[Pair, float] = {}
     for value, nodes in alike.items():
-        copies = [node for node in nodes if node in liars]
-        originals = [node for node in nodes if node not in liars] or copies[1:]
+        copies = [node for node in nodes if node in altered]
+        originals = [node for node in nodes if node not in altered] or copies[1:]
         if copies and originals and (1 - value < STANDS_OUT * (1 - next_best) or value > COPY_UNSEEN):
-            found |= {(copy, originals[0]): value for copy in copies if copy != originals[0]}
-        elif len(nodes) == 2 and value > COPY_UNSEEN and lonely and not known.issuperset(nodes):
+            pairs |= {(copy, originals[0]): value for copy in copies if copy != originals[0]}
+        elif len(nodes) == 2 and value > COPY_UNSEEN and lonely and not unaltered.issuperset(nodes):
             apart = groups.get(nodes[0]) is None or groups.get(nodes[0]) != groups.get(nodes[1])
-            found |= {(nodes[0], nodes[1]): value} if apart else {}
-    return found
+            pairs |= {(nodes[0], nodes[1]): value} if apart else {}
+    return pairs
 
 
-def _who(history: History, round_index: int, pair: Pair) -> Node | None:
+def _likelier_copier(history: History, round_index: int, pair: Pair) -> Node | None:
     """The copy, where something tells: what it sent is not what it trained, or its peer is ever another."""
-    lying = [node for node in pair if node in untrained(history, round_index)]
-    if len(lying) == 1:
-        return lying[0]
+    altered = [node for node in pair if node in clients_with_altered_updates(history, round_index)]
+    if len(altered) == 1:
+        return altered[0]
     counts = dict.fromkeys(pair, 0)
-    for number in rounds_until(history, round_index, 10):
-        for other in (*_equal(history, number), *_nearly_equal(history, number)):
+    for past_round in rounds_until(history, round_index, 10):
+        for other in (*_equal_pairs(history, past_round), *_nearly_equal_pairs(history, past_round)):
             for node in pair:
                 counts[node] += node in other
     first, second = pair
@@ -130,7 +134,7 @@ def _who(history: History, round_index: int, pair: Pair) -> Node | None:
 
 
 def _usual_nearest(history: History, round_index: int, pair: Pair) -> float | None:
-    others = [value for node, value in _column(history, "nearest", round_index).items() if node not in pair]
+    others = [value for node, value in _peer_statistic(history, "nearest", round_index).items() if node not in pair]
     return float(np.median(others)) if others else None
 
 
@@ -138,31 +142,34 @@ def free_riders(history: History, round_index: int) -> Iterator[Finding]:
     """FREE_RIDER: an update of zeros, or the server's last step sent back."""
     clients = clients_of(history, round_index)
     idle = [node for node, zero in history.latest("update.zero", round_index).items() if zero]
-    for node in idle if len(clients) > 1 and len(idle) <= max(1, MANY * len(clients)) else ():
+    for node in idle if len(clients) > 1 and len(idle) <= max(1, COHORT_WIDE_SHARE * len(clients)) else ():
         text = f"{node} sent back the model that it got: its update is exactly zero."
-        number = Number("update.norm", 0.0, _median(history.latest("update.norm", round_index), node))
+        number = Number("update.norm", 0.0, _median_of_others(history.latest("update.norm", round_index), node))
         yield finding("FREE_RIDER", round_index, text, confidence=1.0, node=node, numbers=[number])
-    steps = _column(history, "step", round_index)
+    steps = _peer_statistic(history, "step", round_index)
     if max(steps.values(), default=0.0) <= STEP or transformation(history, round_index) is not None:
         return
-    liars, known = untrained(history, round_index), trained(history, round_index)
-    nearest = _column(history, "nearest", round_index)
+    altered, unaltered = (
+        clients_with_altered_updates(history, round_index),
+        clients_with_trained_updates(history, round_index),
+    )
+    nearest = _peer_statistic(history, "nearest", round_index)
     for node, cosine in steps.items():
-        others = [value for other, value in steps.items() if other != node and other not in liars]
-        if len(others) < 2 or node in known or nearest.get(node, 0.0) > cosine + 1e-3:
+        others = [value for other, value in steps.items() if other != node and other not in altered]
+        if len(others) < 2 or node in unaltered or nearest.get(node, 0.0) > cosine + 1e-3:
             continue
-        if node in liars:
+        if node in altered:
             rides = cosine > STEP and 1 - cosine < STANDS_OUT * (1 - max(others))
         else:
             rides = cosine > STEP_UNSEEN and max(others) < UNLIKE
-        if rides or (cosine > STEP_UNSEEN and node in liars):
+        if rides or (cosine > STEP_UNSEEN and node in altered):
             usual = float(np.median(others))
             text = f"{node} sends the server's last step again (cosine {cosine:.3f}; its peers have {usual:.2f})."
             number = Number("update.peers.step", cosine, usual)
             yield finding("FREE_RIDER", round_index, text, confidence=0.97, node=node, numbers=[number])
 
 
-def _column(history: History, statistic: str, round_index: int) -> Mapping[Node, float]:
+def _peer_statistic(history: History, statistic: str, round_index: int) -> Mapping[Node, float]:
     """How each client's update stands among the others of its round."""
     nodes, values = history.across("update.peers", (statistic,), round_index)
     if not nodes or not values.size:
@@ -170,6 +177,6 @@ def _column(history: History, statistic: str, round_index: int) -> Mapping[Node,
     return {node: float(value) for node, value in zip(nodes, values[:, 0, 0], strict=True) if np.isfinite(value)}
 
 
-def _median(values: Mapping[Node, float], node: Node) -> float | None:
+def _median_of_others(values: Mapping[Node, float], node: Node) -> float | None:
     others = [value for other, value in values.items() if other != node]
     return float(np.median(others)) if others else None

@@ -15,19 +15,19 @@ import numpy as np
 
 from fedvitals.diagnosis.detectors.signals import (
     ACCURACIES,
-    Profile,
-    Still,
-    clients,
-    curve,
+    LayerProfile,
+    StillUnits,
+    client_median,
+    layer_profile,
     loss_curve,
-    middle,
-    profile,
+    metric_curve,
     quiet_quantile,
-    rows_of,
+    rows_of_nodes,
     still_units,
+    training_clients,
 )
 from fedvitals.diagnosis.evidence.attendance import labels_of
-from fedvitals.diagnosis.evidence.update_mismatch import MANY
+from fedvitals.diagnosis.evidence.update_mismatch import COHORT_WIDE_SHARE
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History
 from fedvitals.records import Event, Finding
@@ -56,83 +56,85 @@ ZERO_START = "initialisation.zero"  # and about those that begin at 0 on purpose
 ALL_ZERO = "all values equal 0:"
 
 
-def exploding(history: History, now: int) -> Iterator[Finding]:
+def exploding(history: History, round_index: int) -> Iterator[Finding]:
     """Pressure beyond the start of any healthy training, or far beyond its own past, or clients' norms that jump."""
-    found = profile(history, now)
-    if found is not None and np.isfinite(found.pressure).any():
-        since = _exploded_since(history, now, found)
+    layers = layer_profile(history, round_index)
+    if layers is not None and np.isfinite(layers.pressure).any():
+        since = _exploded_since(history, round_index, layers)
         if since is not None:
-            severity = "critical" if _unlearnt(history, now, found.chance) else "warning"
-            yield _exploding(found, now, since, severity)
+            severity = "critical" if _unlearnt(history, round_index, layers.chance) else "warning"
+            yield _exploding(layers, round_index, since, severity)
             return
-    yield from _jump(history, now)
+    yield from _jump_findings(history, round_index)
 
 
-def _exploded_since(history: History, now: int, found: Profile) -> int | None:
+def _exploded_since(history: History, round_index: int, layers: LayerProfile) -> int | None:
     """The round of the explosion, as long as it lasts: gradients beyond measure, or a model that died of it."""
-    top = found.top
-    dead = top < FADED and _unlearnt(history, now, found.chance)
+    top = layers.top
+    dead = top < FADED and _unlearnt(history, round_index, layers.chance)
     if top <= EXPLODING_START and not dead:
         return None
-    start = _start(history, now)
+    start = _first_exploded_round(history, round_index)
     if start is not None:
         return start
-    past = [*_pressures(history, range(now - PAST, now), now - 1).values()]
+    past = [*_pressures(history, range(round_index - PAST, round_index), round_index - 1).values()]
     grown = len(past) >= 2 and top > EXPLODING_LATER and top > GROWTH * float(np.median(past))
-    return now if grown else None
+    return round_index if grown else None
 
 
-def _start(history: History, now: int) -> int | None:
+def _first_exploded_round(history: History, round_index: int) -> int | None:
     """The first of the first rounds that exploded."""
-    start = _pressures(history, range(FIRST_ROUNDS), now)
-    return next((number for number, value in start.items() if value > EXPLODING_START), None)
+    start = _pressures(history, range(FIRST_ROUNDS), round_index)
+    return next((past_round for past_round, value in start.items() if value > EXPLODING_START), None)
 
 
 def _pressures(history: History, rounds: range, last: int) -> dict[int, float]:
-    found = {number: profile(history, number) for number in rounds if 0 <= number <= last}
+    profiles = {round_index: layer_profile(history, round_index) for round_index in rounds if 0 <= round_index <= last}
     # Where only the last layer gets a gradient, that one may be large: it is the vanishing that counts.
-    return {number: 0.0 if p.cut_off else p.top for number, p in found.items() if p is not None}
+    return {round_index: 0.0 if p.cut_off else p.top for round_index, p in profiles.items() if p is not None}
 
 
-def _exploding(found: Profile, now: int, since: int, severity: str) -> Finding:
-    pressure = found.pressure
+def _exploding(layers: LayerProfile, round_index: int, since: int, severity: str) -> Finding:
+    pressure = layers.pressure
     place = int(np.nanargmax(pressure))
     top = float(pressure[place])
     message = (
         f"The gradients exploded in round {since}, and the model died of it: they are zero now, and nothing is learnt."
         if top < EXPLODING_START
-        else f"Gradients explode: changing '{found.names[place]}' by its own size would change the loss by {top:.3g} "
-        f"times that of a blind guess ({found.chance:.2f} nats); about 1 is usual when training begins."
+        else f"Gradients explode: changing '{layers.names[place]}' by its own size would change the loss by {top:.3g} "
+        f"times that of a blind guess ({layers.chance:.2f} nats); about 1 is usual when training begins."
     )
     return finding(
         "EXPLODING_GRADIENT",
-        now,
+        round_index,
         message,
         confidence=0.99 if top > 3 * EXPLODING_START else 0.9,
         since=since,
-        layer=found.names[place],
+        layer=layers.names[place],
         severity=severity,  # one that training gets over by itself is less
-        numbers=_pressure_numbers(found),
+        numbers=_pressure_numbers(layers),
     )
 
 
-def _pressure_numbers(found: Profile) -> list[Number]:
+def _pressure_numbers(layers: LayerProfile) -> list[Number]:
     """Of the layers from first to last; of a deep network every so many."""
-    pressure, every = found.pressure, -(-len(found.names) // 12)
+    pressure, every = layers.pressure, -(-len(layers.names) // 12)
     return [
-        Number(f"pressure of {found.names[i]}", float(pressure[i]), 1.0, of="first rounds")
-        for i in range(0, len(found.names), every)
+        Number(f"pressure of {layers.names[i]}", float(pressure[i]), 1.0, of="first rounds")
+        for i in range(0, len(layers.names), every)
     ]
 
 
-def _jump(history: History, now: int) -> Iterator[Finding]:
+def _jump_findings(history: History, round_index: int) -> Iterator[Finding]:
     """Inside a round the steps of some clients become many times as large as ever before, and stay so: an edge's jump.
 
     Where weights are exchanged at each step, a jump of one client reaches all of its edge. The last step must be larger
     than usual as well: a single large batch is healed by the next.
     """
-    largest, last = history.latest("gradient.norm_max", now), history.latest("gradient.norm_last", now)
-    past = [history.latest("gradient.norm_max", number) for number in range(max(0, now - PAST), now)]
+    largest, last = history.latest("gradient.norm_max", round_index), history.latest("gradient.norm_last", round_index)
+    past = [
+        history.latest("gradient.norm_max", past_round) for past_round in range(max(0, round_index - PAST), round_index)
+    ]
     everybody = [value for earlier in past for value in earlier.values() if np.isfinite(value)]
     if sum(bool(earlier) for earlier in past) < 2 or not everybody:
         return
@@ -143,12 +145,12 @@ def _jump(history: History, now: int) -> Iterator[Finding]:
         if own > 0 and np.isfinite(value):
             ratios[node] = min(value, last.get(node, value) * JUMP) / own
     jumped = {node: ratio for node, ratio in ratios.items() if ratio > JUMP}
-    if len(jumped) < 2 or len(jumped) < JUMPED * len(largest) or not _worse(history, now):
+    if len(jumped) < 2 or len(jumped) < JUMPED * len(largest) or not _loss_rose(history, round_index):
         return
     worst = max(jumped, key=lambda node: jumped[node])
     yield finding(
         "EXPLODING_GRADIENT",
-        now,
+        round_index,
         f"The gradients of {len(jumped)} of {len(largest)} clients jump inside the round: their largest step is up to "
         f"{jumped[worst]:.3g} times what it was in their own rounds before.",
         confidence=0.9,
@@ -161,9 +163,9 @@ def _jump(history: History, now: int) -> Iterator[Finding]:
     )
 
 
-def _worse(history: History, now: int) -> bool:
+def _loss_rose(history: History, round_index: int) -> bool:
     """Whether the loss has risen with it; True where nobody measures it."""
-    losses = loss_curve(history, now).values
+    losses = loss_curve(history, round_index).values
     before = losses[:-1][~np.isnan(losses[:-1])]
     return not len(before) or not np.isfinite(losses[-1]) or bool(losses[-1] > 1.02 * before.min())
 
@@ -171,65 +173,65 @@ def _worse(history: History, now: int) -> bool:
 # -- vanishing --------------------------------------------------------------------------------------------------------
 
 
-def vanishing(history: History, now: int) -> Iterator[Finding]:
+def vanishing(history: History, round_index: int) -> Iterator[Finding]:
     """No pressure anywhere, or none on some layers, while nothing has been learnt.
 
     Not beside matrices that begin at 0 on purpose: an adapter's gradients are next to nothing until it has grown.
     """
-    found = profile(history, now)
-    if found is None or not np.isfinite(found.pressure).any() or not _unlearnt(history, now, found.chance):
+    layers = layer_profile(history, round_index)
+    if layers is None or not np.isfinite(layers.pressure).any() or not _unlearnt(history, round_index, layers.chance):
         return
     if _remarks(history)[1]:
         return
-    pressure, top, place = found.pressure, found.top, int(np.nanargmin(found.elasticity))
-    if (top > EXPLODING_START and not found.cut_off) or _start(history, now) is not None:
+    pressure, top, place = layers.pressure, layers.top, int(np.nanargmin(layers.elasticity))
+    if (top > EXPLODING_START and not layers.cut_off) or _first_exploded_round(history, round_index) is not None:
         return  # what the explosion left behind is told with it
     remarks = [event for event in _remarks(history)[0] if "fade" in event.message]
-    remarked = now < FIRST_ROUNDS and 2 * len(remarks) >= len(found.names)
+    remarked = round_index < FIRST_ROUNDS and 2 * len(remarks) >= len(layers.names)
     faded = top < (FADED_AFTER_REMARK if remarked else FADED)
-    nothing = bool(found.zero.any())
-    broken = float(pressure[place]) < BROKEN_PROFILE * top and _broken_before(history, now)
+    nothing = bool(layers.zero.any())
+    broken = float(pressure[place]) < BROKEN_PROFILE * top and _broken_before(history, round_index)
     if not (faded or nothing or broken):
         return
     if nothing:
-        what = f"{int(found.zero.sum())} of {len(found.names)} layers get no gradient at all"
+        what = f"{int(layers.zero.sum())} of {len(layers.names)} layers get no gradient at all"
     elif faded:
         what = f"no layer has a gradient that matters: the largest has {top:.2g} of a blind guess's loss"
     else:
-        what = f"'{found.names[place]}' gets {float(pressure[place]) / top:.1g} of the gradient of others"
+        what = f"'{layers.names[place]}' gets {float(pressure[place]) / top:.1g} of the gradient of others"
     yield finding(
         "VANISHING_GRADIENT",
-        now,
+        round_index,
         f"Gradients vanish: {what}, for its size, while the loss is still that of a model that has learnt nothing.",
         confidence=0.99 if nothing else 0.9,
-        layer=found.names[int(np.argmax(found.zero)) if nothing else place],
+        layer=layers.names[int(np.argmax(layers.zero)) if nothing else place],
         severity="critical",
         numbers=[
-            *_pressure_numbers(found),
-            Number("scale.zero_samples", middle(history, "scale.zero_samples", now), 0.0, of="limit"),
+            *_pressure_numbers(layers),
+            Number("scale.zero_samples", client_median(history, "scale.zero_samples", round_index), 0.0, of="limit"),
         ],
     )
 
 
-def _broken_before(history: History, now: int) -> bool:
+def _broken_before(history: History, round_index: int) -> bool:
     """Whether it was so in the round before, too; in the first round it counts at once."""
-    found = profile(history, now - 1) if now > 0 else None
-    known = np.empty(0) if found is None else found.elasticity[~np.isnan(found.elasticity)]
+    layers = layer_profile(history, round_index - 1) if round_index > 0 else None
+    known = np.empty(0) if layers is None else layers.elasticity[~np.isnan(layers.elasticity)]
     return not len(known) or bool(known.min() < BROKEN_PROFILE * known.max())
 
 
-def _unlearnt(history: History, now: int, chance: float) -> bool:
+def _unlearnt(history: History, round_index: int, chance: float) -> bool:
     """Whether nothing has been learnt: by the loss on tests, else on the clients' own samples, else by the accuracy.
 
     A loss that is not a number is the worst. False where nobody measures any of them: it may have learnt all there is.
     """
-    losses = loss_curve(history, now).values
+    losses = loss_curve(history, round_index).values
     if len(losses):
         return bool(np.isnan(losses[-1]) or losses[-1] > UNLEARNT * chance)
-    level = middle(history, "fit.loss_before", now)
+    level = client_median(history, "fit.loss_before", round_index)
     if np.isfinite(level):
         return bool(level > UNLEARNT * chance)
-    accuracies = [curve(history, name, now).values[-1:] for name in ACCURACIES]
+    accuracies = [metric_curve(history, name, round_index).values[-1:] for name in ACCURACIES]
     newest = next((float(values[0]) for values in accuracies if len(values)), np.nan)
     return bool(newest < np.exp(-chance) + GUESSED)
 
@@ -237,50 +239,50 @@ def _unlearnt(history: History, now: int, chance: float) -> bool:
 # -- units ------------------------------------------------------------------------------------------------------------
 
 
-def dead_units(history: History, now: int) -> Iterator[Finding]:
-    yield from _units(history, now, "DEAD_UNITS")
+def dead_units(history: History, round_index: int) -> Iterator[Finding]:
+    yield from _units(history, round_index, "DEAD_UNITS")
 
 
-def saturated_units(history: History, now: int) -> Iterator[Finding]:
-    yield from _units(history, now, "SATURATED_UNITS")
+def saturated_units(history: History, round_index: int) -> Iterator[Finding]:
+    yield from _units(history, round_index, "SATURATED_UNITS")
 
 
-def _units(history: History, now: int, issue: str) -> Iterator[Finding]:
+def _units(history: History, round_index: int, issue: str) -> Iterator[Finding]:
     """Units whose bias no client has moved in this round nor in the one before.
 
     Dead and stuck units look alike from behind, since neither lets a gradient through. In front they differ: a stuck
     unit still gives its constant to the next layer, whose weights move.
     """
-    standing = {still.layer: still.share for still in still_units(history, now - 1)}
-    found = []
-    for still in still_units(history, now):
-        before = standing.get(still.layer, 0.0)
-        if min(still.share, before) >= STILL_UNITS and _kind(still) == issue:
-            found.append((still, before))
-    if found:
+    still_before = {still.layer: still.share for still in still_units(history, round_index - 1)}
+    still_layers = []
+    for still in still_units(history, round_index):
+        before = still_before.get(still.layer, 0.0)
+        if min(still.share, before) >= STILL_UNITS and _issue_of_still_units(still) == issue:
+            still_layers.append((still, before))
+    if still_layers:
         # One for all layers: what began in one is often passed on. The first that is sure, or the first.
-        chosen = next((pair for pair in found if min(pair[0].share, pair[1]) >= SURELY_STILL), found[0])
-        yield _unit_finding(issue, now, *chosen, {still.layer: still.share for still, _ in found})
-    yield from _measured_units(history, now, issue)
+        chosen = next((pair for pair in still_layers if min(pair[0].share, pair[1]) >= SURELY_STILL), still_layers[0])
+        yield _unit_finding(issue, round_index, *chosen, {still.layer: still.share for still, _ in still_layers})
+    yield from _measured_units(history, round_index, issue)
 
 
-def _kind(still: Still) -> str | None:
+def _issue_of_still_units(still: StillUnits) -> str | None:
     if still.onward >= PASSED_ON * still.share:
         return "DEAD_UNITS"
     # All of a layer at a standstill is no matter of units: frozen on purpose, or its gradient has vanished.
     return "SATURATED_UNITS" if still.share < 1 else None
 
 
-def _unit_finding(issue: str, now: int, still: Still, before: float, layers: dict[str, float]) -> Finding:
+def _unit_finding(issue: str, round_index: int, still: StillUnits, before: float, layers: dict[str, float]) -> Finding:
     what = "answer nothing" if issue == "DEAD_UNITS" else "are stuck at a constant"
     others = f" {len(layers) - 1} more layers have as many." if len(layers) > 1 else ""
     return finding(
         issue,
-        now,
+        round_index,
         f"{still.share:.0%} of the units of '{still.layer}' {what}: on nearly every client their biases did not move "
         f"in two rounds.{others}",
         confidence=0.9,
-        since=now - 1,
+        since=round_index - 1,
         layer=still.layer,
         severity=None if min(still.share, before) >= SURELY_STILL else "note",
         numbers=[
@@ -292,50 +294,52 @@ def _unit_finding(issue: str, now: int, still: Still, before: float, layers: dic
     )
 
 
-def _measured_units(history: History, now: int, issue: str) -> Iterator[Finding]:
+def _measured_units(history: History, round_index: int, issue: str) -> Iterator[Finding]:
     """The same from the activations themselves, where they are measured (`deep`)."""
-    names, nodes = history.layers("activation.health"), clients(history, now)
+    names, nodes = history.layers("activation.health"), training_clients(history, round_index)
     if not names or not nodes:
         return
     statistic = "dead_fraction" if issue == "DEAD_UNITS" else "saturated_fraction"
-    rows = rows_of(history, "activation.health", (statistic,), now, nodes)[..., 0]
-    if len(rows) <= MANY * len(nodes):  # a few clients that tell of their units say nothing about everybody's
+    rows = rows_of_nodes(history, "activation.health", (statistic,), round_index, nodes)[..., 0]
+    if len(rows) <= COHORT_WIDE_SHARE * len(
+        nodes
+    ):  # a few clients that tell of their units say nothing about everybody's
         return
     shares = quiet_quantile(rows, 0.1)
-    found = {name: float(share) for name, share in zip(names, shares, strict=True) if share >= STILL_UNITS}
-    if found:
-        name = next((name for name, share in found.items() if share >= SURELY_STILL), next(iter(found)))
+    idle = {name: float(share) for name, share in zip(names, shares, strict=True) if share >= STILL_UNITS}
+    if idle:
+        name = next((name for name, share in idle.items() if share >= SURELY_STILL), next(iter(idle)))
         yield finding(
             issue,
-            now,
-            f"{found[name]:.0%} of the outputs of '{name}' are {statistic.partition('_')[0]} on nearly every client.",
+            round_index,
+            f"{idle[name]:.0%} of the outputs of '{name}' are {statistic.partition('_')[0]} on nearly every client.",
             confidence=0.9,
             layer=name,
-            severity=None if found[name] >= SURELY_STILL else "note",
-            numbers=[Number(f"activation.health {statistic}", found[name], SURELY_STILL, of="limit")],
-            more={"layers": found},
+            severity=None if idle[name] >= SURELY_STILL else "note",
+            numbers=[Number(f"activation.health {statistic}", idle[name], SURELY_STILL, of="limit")],
+            more={"layers": idle},
         )
 
 
 # -- the start --------------------------------------------------------------------------------------------------------
 
 
-def poor_initialisation(history: History, now: int) -> Iterator[Finding]:
+def poor_initialisation(history: History, round_index: int) -> Iterator[Finding]:
     """The monitor's remarks about the first weights, as long as training has not got the better of them."""
     remarks = _remarks(history)[0]
     names = history.layers("weight")
     if not remarks or (names and len([n for n in names if "weight" in n]) < 2):
         return  # one layer alone may begin at 0: there is nothing to tell apart yet
-    loss, first = loss_curve(history, now).values, remarks[0].where.round or 0
-    chance = _chance(history, now)
-    if now - first >= FIRST_ROUNDS and len(loss) and loss[-1] < UNLEARNT * np.fmin(chance, loss[0]):
+    loss, first = loss_curve(history, round_index).values, remarks[0].where.round or 0
+    chance = _blind_guess_loss(history, round_index)
+    if round_index - first >= FIRST_ROUNDS and len(loss) and loss[-1] < UNLEARNT * np.fmin(chance, loss[0]):
         return
     # A remark about a start that training may yet get the better of. It is trouble once training has had its time, and
     # is known to have learnt nothing: the first loss is measured after a round that may have learnt all there is.
-    hindered = now - first >= HINDERED and len(loss) > 0 and bool(np.isfinite(chance))
+    hindered = round_index - first >= HINDERED and len(loss) > 0 and bool(np.isfinite(chance))
     yield finding(
         "POOR_INITIALISATION",
-        now,
+        round_index,
         f"The first weights hinder learning: {remarks[0].message}"
         + (f" And {len(remarks) - 1} more layers." if remarks[1:] else ""),
         confidence=0.9,
@@ -347,12 +351,12 @@ def poor_initialisation(history: History, now: int) -> Iterator[Finding]:
     )
 
 
-def _chance(history: History, now: int) -> float:
+def _blind_guess_loss(history: History, round_index: int) -> float:
     """The loss of a blind guess; where layers are not measured, by the labels that clients counted. NaN if unknown."""
-    found = profile(history, now)
-    if found is not None:
-        return found.chance
-    labels = {label for histogram in labels_of(history, now).values() for label in histogram}
+    layers = layer_profile(history, round_index)
+    if layers is not None:
+        return layers.chance
+    labels = {label for histogram in labels_of(history, round_index).values() for label in histogram}
     return float(np.log(len(labels))) if len(labels) > 1 else float("nan")
 
 

@@ -17,7 +17,7 @@ from fedvitals.diagnosis.detectors.copies import duplicates, free_riders
 from fedvitals.diagnosis.detectors.nonfinite import nonfinite
 from fedvitals.diagnosis.evidence.attendance import clients_of, events_in, rounds_until, value_before
 from fedvitals.diagnosis.evidence.transformed_updates import transformation
-from fedvitals.diagnosis.evidence.update_mismatch import trained
+from fedvitals.diagnosis.evidence.update_mismatch import clients_with_trained_updates
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding
@@ -47,7 +47,7 @@ def misfits(history: History, round_index: int) -> Iterator[Finding]:
 
 def _first_refused(history: History, round_index: int, node: Node | None) -> int:
     rounds = [event.where.round for event in history.events("update.refused") if event.where.node == node]
-    return min((number for number in rounds if number is not None), default=round_index)
+    return min((past_round for past_round in rounds if past_round is not None), default=round_index)
 
 
 def no_weight(history: History, round_index: int) -> Iterator[Finding]:
@@ -64,10 +64,10 @@ def no_weight(history: History, round_index: int) -> Iterator[Finding]:
     text += " The model stays as it was." if failed else ""
     numbers = [Number("update.samples", sum(claims.values()), of="limit")] if claims else []
     since = round_index
-    for number in reversed(rounds_until(history, round_index)):
-        if not events_in(history, number, "aggregation.failed"):
+    for past_round in reversed(rounds_until(history, round_index)):
+        if not events_in(history, past_round, "aggregation.failed"):
             break
-        since = number
+        since = past_round
     yield finding(
         "ZERO_TOTAL_WEIGHT", round_index, text, confidence=1.0, since=since, severity="critical", numbers=numbers
     )
@@ -87,16 +87,16 @@ def sample_counts(history: History, round_index: int) -> Iterator[Finding]:
     for node, claim in claims.items():
         if node in ratios:
             wrong = ratios[node] != 1 if exact else not 0.5 <= ratios[node] / usual <= 2 if usual else False
-            told = Number("update.samples", claim, sizes[node], of="its data")
+            count = Number("update.samples", claim, sizes[node], of="its data")
         else:
             first = _first_claim(history, node, round_index)
             wrong = first is not None and not 1 / FAR_CLAIM <= (claim / first if first else 1.0) <= FAR_CLAIM
-            told = Number("update.samples", claim, first, of="own past")
+            count = Number("update.samples", claim, first, of="own past")
         if wrong:
-            against = f"its data are {told.usual:.0f}" if node in ratios else f"its first claim was {told.usual:.0f}"
+            against = f"its data are {count.usual:.0f}" if node in ratios else f"its first claim was {count.usual:.0f}"
             text = f"{node} claims {claim:.0f} samples; {against}."
             confidence = 1.0 if exact and node in ratios else 0.9
-            yield finding("WRONG_SAMPLE_COUNT", round_index, text, confidence=confidence, node=node, numbers=[told])
+            yield finding("WRONG_SAMPLE_COUNT", round_index, text, confidence=confidence, node=node, numbers=[count])
 
 
 def _first_claim(history: History, node: Node, round_index: int) -> float | None:
@@ -129,9 +129,9 @@ def frozen_layers(history: History, round_index: int) -> Iterator[Finding]:
 def _frozen_before(history: History, family: str, round_index: int, node: Node, layer: str) -> bool:
     """Whether it was so in the two participations before as well."""
     seen = 0
-    for number in reversed(rounds_until(history, round_index - 1)):
-        if node in clients_of(history, number):
-            if _zero_layers(history, family, number).get(node, ("", False))[0] != layer:
+    for past_round in reversed(rounds_until(history, round_index - 1)):
+        if node in clients_of(history, past_round):
+            if _zero_layers(history, family, past_round).get(node, ("", False))[0] != layer:
                 return False
             seen += 1
             if seen == LASTING - 1:
@@ -160,28 +160,28 @@ def _zero_layers(history: History, family: str, round_index: int) -> dict[Node, 
         return {}
     layers = history.layers(family)
     modules = [name.rpartition(".")[0] for name in layers]
-    found = {}
+    zero_layers = {}
     for row in np.flatnonzero(frozen.any(axis=1)):
         # Of the layers that did change: a compressed update is mostly zeros, and small layers all zeros by chance.
         if float(np.median(np.nan_to_num(sparsity[row, ~empty[row]]))) > SPARSE:
             continue
         first = int(np.flatnonzero(frozen[row])[0])
         same = [i for i, module in enumerate(modules) if module == modules[first] and i != first]
-        found[nodes[rows[row]]] = (layers[first], bool(same) and not empty[row, same].all())
-    return found
+        zero_layers[nodes[rows[row]]] = (layers[first], bool(same) and not empty[row, same].all())
+    return zero_layers
 
 
 def _with_gradient(history: History, round_index: int, nodes: list[Node]) -> npt.NDArray[np.bool_]:
     """Whether each layer of an update got a gradient on each of these clients; [clients, layers]."""
     layers, known = history.layers("update"), history.layers("gradient")
     owners, gradients = history.across("gradient", ("rms",), round_index)
-    found = np.zeros((len(nodes), len(layers)), dtype=np.bool_)
+    has_gradient = np.zeros((len(nodes), len(layers)), dtype=np.bool_)
     columns = [(layers.index(name), i) for i, name in enumerate(known) if name in layers]
     for row, node in enumerate(nodes):
         if node in owners:
             for layer, column in columns:
-                found[row, layer] = gradients[owners.index(node), column, 0] > 0
-    return found
+                has_gradient[row, layer] = gradients[owners.index(node), column, 0] > 0
+    return has_gradient
 
 
 def old_updates(history: History, round_index: int) -> Iterator[Finding]:
@@ -193,7 +193,7 @@ def old_updates(history: History, round_index: int) -> Iterator[Finding]:
     usual = _median_of_others(cosines, near) if near else None
     # Where everybody's updates hardly change, as with whole batches and small steps, a repetition is nothing; nor is it
     # where the client trained what it sent.
-    unchanged = trained(history, round_index) if near else set()
+    unchanged = clients_with_trained_updates(history, round_index) if near else set()
     for node in near if usual is not None and usual < SMOOTH and len(near) < MANY * len(cosines) else ():
         if node not in unchanged and _same_norm(history, node, norms.get(node, 0.0), round_index):
             text = f"{node} sent its previous update again."

@@ -24,20 +24,20 @@ FEWEST = 5  # clients
 Histogram = Mapping[str, int]
 
 
-def missing_classes(history: History, now: int) -> Iterator[Finding]:
+def missing_classes(history: History, round_index: int) -> Iterator[Finding]:
     """MISSING_CLASSES of a client among clients that all have them."""
-    told = labels_of(history, now)
-    present = clients_of(history, now)
+    histograms = labels_of(history, round_index)
+    present = clients_of(history, round_index)
     total: dict[str, int] = {}
-    for histogram in told.values():
+    for histogram in histograms.values():
         for label, count in histogram.items():
             total[label] = total.get(label, 0) + count
     samples = sum(total.values())
     common = {label: count / samples for label, count in total.items() if count > COMMON * samples}
-    lacking = {node: _lacking(histogram, common) for node, histogram in told.items()}
+    lacking = {node: _lacking(histogram, common) for node, histogram in histograms.items()}
     few = {node: labels for node, labels in lacking.items() if labels}
-    others = [histogram for node, histogram in told.items() if node not in few]
-    if len(told) < FEWEST or len(few) > (1 - ALIKE) * len(told) or _scatter(others, common) > UNEQUAL:
+    others = [histogram for node, histogram in histograms.items() if node not in few]
+    if len(histograms) < FEWEST or len(few) > (1 - ALIKE) * len(histograms) or _scatter(others, common) > UNEQUAL:
         return
     for node, labels in few.items():
         if node not in present:
@@ -45,13 +45,13 @@ def missing_classes(history: History, now: int) -> Iterator[Finding]:
         names = ", ".join(sorted(labels, key=lambda label: (len(label), label)))
         yield finding(
             "MISSING_CLASSES",
-            now,
+            round_index,
             f"{node} has no sample of class {names}, which nearly all others have.",
             confidence=1 - CHANCE,
             node=node,
             severity="warning",
             numbers=[Number("classes missing", len(labels), 0.0)],
-            more={"classes": sorted(labels), "clients with all classes": len(told) - len(few)},
+            more={"classes": sorted(labels), "clients with all classes": len(histograms) - len(few)},
         )
 
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from fedvitals.diagnosis.evidence.attendance import rounds_until, up_to
+from fedvitals.diagnosis.evidence.attendance import rounds_until, values_up_to
 from fedvitals.diagnosis.finding import Number, finding
-from fedvitals.diagnosis.fits import SHARES, WORDS, fits, largest_share, predicted_peak, size_words
+from fedvitals.diagnosis.memory_fit import SHARES, WORDS, largest_share, memory_remedies, predicted_peak, size_words
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Event, Finding
 
@@ -49,7 +49,7 @@ KILLED = re.compile(r"worker process .*killed", re.IGNORECASE)  # as the lab wor
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class MemoryGrowth:
     since: int
     rounds: int
     bytes: float
@@ -64,25 +64,28 @@ def leaks(history: History, round_index: int) -> Iterator[Finding]:
     numbers = [n for n in history.rounds() if n <= round_index][WARM_UP:][-WINDOW:]
     if len(numbers) < FEWEST:
         return
-    for lows in (_lows(history, numbers), dict(up_to(history.series("memory.resident", None), round_index))):
+    for lows in (
+        _lowest_memory(history, numbers),
+        dict(values_up_to(history.series("memory.resident", None), round_index)),
+    ):
         points = [(n, lows[n]) for n in numbers if n in lows]
-        grown = growing([n for n, _ in points], [value for _, value in points])
+        grown = memory_growth([n for n, _ in points], [value for _, value in points])
         if grown is None or points[-1][0] != round_index:
             continue
-        group = _piling_up(history, round_index, grown)
+        group = _accumulating_tensors(history, round_index, grown)
         if group is None and not _beyond_doubt(history, round_index, grown, points):
             continue
         yield _leak(history, round_index, grown, group, points[-1][1])
         return
 
 
-def _lows(history: History, numbers: Sequence[int]) -> dict[int, float]:
+def _lowest_memory(history: History, numbers: Sequence[int]) -> dict[int, float]:
     """The least that a process held at the end of any client, by round."""
-    told = {n: [v for node, v in history.latest("memory.resident", n).items() if node] for n in numbers}
-    return {n: min(values) for n, values in told.items() if values}
+    resident = {n: [v for node, v in history.latest("memory.resident", n).items() if node] for n in numbers}
+    return {n: min(values) for n, values in resident.items() if values}
 
 
-def growing(numbers: Sequence[int], values: Sequence[float]) -> Growth | None:
+def memory_growth(numbers: Sequence[int], values: Sequence[float]) -> MemoryGrowth | None:
     """How far it grew, if the low of each stretch lies above that before, and the last rise is no smaller."""
     if len(values) < FEWEST or not np.isfinite(values).all():
         return None
@@ -92,16 +95,16 @@ def growing(numbers: Sequence[int], values: Sequence[float]) -> Growth | None:
     if rises.min() <= 0 or rises[-1] < LEVELLING * rises.mean() or total < max(LEAST, LEAST_SHARE * lows[0]):
         return None
     between = len(values) * (STRETCHES - 1) / STRETCHES  # from the middle of the first stretch to that of the last
-    return Growth(numbers[0], max(1, round(between)), total)
+    return MemoryGrowth(numbers[0], max(1, round(between)), total)
 
 
-def _piling_up(history: History, number: int, grown: Growth) -> Mapping[str, Any] | None:
+def _accumulating_tensors(history: History, round_index: int, grown: MemoryGrowth) -> Mapping[str, Any] | None:
     """The tensors that two censuses saw more and more of, if they explain the growth: a row of the newest one.
 
     Once is not enough: models of the last rounds may wait to be collected. What piles up grows with the rounds.
     """
-    told = [_counts(event) for event in _censuses(history, number)]
-    known = [census for census in told if census is not None][-2:]
+    censuses = [_census_rows(event) for event in _censuses(history, round_index)]
+    known = [census for census in censuses if census is not None][-2:]
     if len(known) < 2:
         return None
     (earlier, before), (later, now) = known
@@ -114,17 +117,17 @@ def _piling_up(history: History, number: int, grown: Growth) -> Mapping[str, Any
     return None
 
 
-def _censuses(history: History, number: int) -> list[Event]:
-    return [event for event in history.events("memory.census") if (event.where.round or 0) <= number]
+def _censuses(history: History, round_index: int) -> list[Event]:
+    return [event for event in history.events("memory.census") if (event.where.round or 0) <= round_index]
 
 
-def _is_outside_of_what_was_seen(history: History, number: int) -> bool:
+def _no_seen_tensors_accumulate(history: History, round_index: int) -> bool:
     """Whether the newest census of tensors that hooks have seen counted none that piled up."""
-    censuses = _censuses(history, number)
+    censuses = _censuses(history, round_index)
     return bool(censuses) and "collections" in censuses[-1].data and censuses[-1].data.get("groups") in ([], ())
 
 
-def _counts(event: Event) -> tuple[int, dict[Any, Mapping[str, Any]]] | None:
+def _census_rows(event: Event) -> tuple[int, dict[Any, Mapping[str, Any]]] | None:
     """How many rounds a census looks back on, and its valid rows by kind, shape, type and graph."""
     since, until, rows = (event.data.get(key) for key in ("since", "until", "groups"))
     if not isinstance(since, int) or not isinstance(until, int) or not isinstance(rows, list | tuple) or until <= since:
@@ -157,18 +160,18 @@ def _explains(row: Mapping[str, Any], grown: float, rounds: int) -> bool:
     return bool(held >= EXPLAINED * grown or (row.get("graph") and row["more"] >= 5 * rounds))
 
 
-def _beyond_doubt(history: History, number: int, grown: Growth, points: Sequence[tuple[int, float]]) -> bool:
+def _beyond_doubt(history: History, round_index: int, grown: MemoryGrowth, points: Sequence[tuple[int, float]]) -> bool:
     clients = np.median([len(history.latest("memory.resident", n)) for n, _ in points[-3:]])
     ours = OWN_BYTES * float(clients)  # per round
-    least, share = (HEAP, HEAP_SHARE) if _heap_grows(history, number, grown, ours) else (BLIND, BLIND_SHARE)
+    least, share = (HEAP, HEAP_SHARE) if _heap_grows(history, round_index, grown, ours) else (BLIND, BLIND_SHARE)
     enough = max(least, share * points[0][1])
     return len(points) >= BLIND_ROUNDS and grown.bytes - ours * grown.rounds > enough
 
 
-def _heap_grows(history: History, number: int, grown: Growth, ours: float) -> bool:
+def _heap_grows(history: History, round_index: int, grown: MemoryGrowth, ours: float) -> bool:
     """Whether the last two censuses agree on how fast the heap in use grows, and that is most of the growth."""
     rates: list[float] = []
-    for event in _censuses(history, number)[-2:]:
+    for event in _censuses(history, round_index)[-2:]:
         since, until, heap = (event.data.get(key) for key in ("since", "until", "heap_grown_bytes"))
         if not (isinstance(since, int) and isinstance(until, int) and isinstance(heap, int)):
             return False
@@ -180,21 +183,21 @@ def _heap_grows(history: History, number: int, grown: Growth, ours: float) -> bo
 
 def _leak(
     history: History,
-    number: int,
-    grown: Growth,
+    round_index: int,
+    grown: MemoryGrowth,
     group: Mapping[str, Any] | None,
     now: float,
 ) -> Finding:
-    node, share = _whose(history, number, grown) or (None, 0.0)
+    node, share = _leaking_client(history, round_index, grown) or (None, 0.0)
     who = "Memory" if node is None else f"Memory grows while {node} trains: it"
     text = f"{who} grows by {size_words(grown.per_round)} a round since round {grown.since}, and does not level off."
     if group is not None:
         text += _tensor_words(group)
-    elif _is_outside_of_what_was_seen(history, number):
+    elif _no_seen_tensors_accumulate(history, round_index):
         text += (
             " It is outside of the tensors that fedvitals sees: inputs, outputs, parameters and gradients of models."
         )
-    limit = _newest(history, "memory.limit", number)
+    limit = _newest_value(history, "memory.limit", round_index)
     if limit is not None and now < limit:
         text += f" The {size_words(limit)} that there are last for {(limit - now) / grown.per_round:,.0f} more rounds."
     numbers = [Number("memory.resident", now, now - grown.bytes, of="own past")]
@@ -206,7 +209,7 @@ def _leak(
         more["share_of_growth"] = share
     sure = SURE_OF_GROWTH if group is None else SURE if group["collected"] else SURE_OF_GARBAGE
     return finding(
-        "MEMORY_LEAK", number, text, confidence=sure, since=grown.since, node=node, numbers=numbers, more=more
+        "MEMORY_LEAK", round_index, text, confidence=sure, since=grown.since, node=node, numbers=numbers, more=more
     )
 
 
@@ -225,10 +228,10 @@ def _tensor_words(row: Mapping[str, Any]) -> str:
     return text
 
 
-def _whose(history: History, number: int, grown: Growth) -> tuple[Node, float] | None:
+def _leaking_client(history: History, round_index: int, grown: MemoryGrowth) -> tuple[Node, float] | None:
     """The client while whose training the process grows, and the part of all growth that is its own."""
     own: dict[Node, list[float]] = {}
-    for n in rounds_until(history, number, WINDOW):
+    for n in rounds_until(history, round_index, WINDOW):
         if n >= grown.since:
             for node, value in history.latest("memory.kept", n).items():
                 if math.isfinite(value):
@@ -247,17 +250,20 @@ def _whose(history: History, number: int, grown: Growth) -> tuple[Node, float] |
 # -- out of memory ----------------------------------------------------------------------------------------------------
 
 
-def memory_words(history: History, number: int, event: Event) -> tuple[str, dict[str, Any]]:
+def memory_words(history: History, round_index: int, event: Event) -> tuple[str, dict[str, Any]]:
     """What took most, and what would have fitted, for a client that ran out of memory: a text, and its evidence.
 
     Only where a step's tensors are a real part of the process, or of what there is, have they to do with it.
     """
     node = event.where.node
-    shares, batch, tried = _shares_of(history, number, node)
+    shares, batch, tried = _shares_of(history, round_index, node)
     if not shares:
         return "", {}
     text, peak = "", predicted_peak(shares, batch, tried)
-    limit, resident = _newest(history, "memory.limit", number, node), _newest(history, "memory.resident", number, node)
+    limit, resident = (
+        _newest_value(history, "memory.limit", round_index, node),
+        _newest_value(history, "memory.resident", round_index, node),
+    )
     wholes = [whole for whole in (resident, limit) if whole]
     more: dict[str, Any] = {"shares": shares, "peak_bytes": peak}
     more |= {"resident_bytes": resident} if resident else {}
@@ -274,16 +280,18 @@ def memory_words(history: History, number: int, event: Event) -> tuple[str, dict
         text += f" {WORDS[name].capitalize()} took most: {size_words(shares[name])}, {part:.0%} of a step's tensors"
         text += f" (batch of {tried or batch:.0f})." if name == "activations" and (tried or batch) else "."
         more["largest"] = name
-    free = _available(history, number, limit, peak)
+    free = _available(history, round_index, limit, peak)
     if free is not None:
-        remedies = fits(shares, free, tried or batch)
-        more |= {"limit_bytes": limit, "remedies": {one.kind: one.value for one in remedies}}
+        remedies = memory_remedies(shares, free, tried or batch)
+        more |= {"limit_bytes": limit, "remedies": {remedy.kind: remedy.value for remedy in remedies}}
         if remedies:
-            text += f" In {size_words(free)} would fit: {'; or '.join(one.text for one in remedies)}."
+            text += f" In {size_words(free)} would fit: {'; or '.join(remedy.text for remedy in remedies)}."
     return text, more
 
 
-def _shares_of(history: History, number: int, node: Node | None) -> tuple[dict[str, float], float | None, float | None]:
+def _shares_of(
+    history: History, round_index: int, node: Node | None
+) -> tuple[dict[str, float], float | None, float | None]:
     """Bytes by share, the batch that activations were measured on, and the one that was tried now.
 
     A client's own, as last told; what it never told is taken from its peers, who train the same model.
@@ -291,16 +299,18 @@ def _shares_of(history: History, number: int, node: Node | None) -> tuple[dict[s
     newest: dict[str, float] = {}
     measured: float | None = None
     for who in [node, *(n for n in history.nodes() if n != node)]:
-        told = {name: dict(up_to(history.series(f"memory.{name}", who), number)) for name in (*SHARES, "batch")}
+        series = {
+            name: dict(values_up_to(history.series(f"memory.{name}", who), round_index)) for name in (*SHARES, "batch")
+        }
         for name in SHARES:
-            if told[name] and name not in newest:
-                last = max(told[name])
-                newest[name] = told[name][last]
+            if series[name] and name not in newest:
+                last = max(series[name])
+                newest[name] = series[name][last]
                 if name == "activations":
-                    measured = told["batch"].get(last)
+                    measured = series["batch"].get(last)
         if "activations" in newest and "model" in newest:
             break
-    tried = None if node is None else history.latest("memory.batch", number).get(node)
+    tried = None if node is None else history.latest("memory.batch", round_index).get(node)
     shares = {name: size for name, size in newest.items() if size == 0 or 1 <= size < math.inf}
     return shares, _samples(measured), _samples(tried) or _samples(measured)
 
@@ -321,34 +331,36 @@ def _other_than_tensors(peak: float, resident: float | None, limit: float | None
     return f"{text}: look at data, caches and results that are kept."
 
 
-def _newest(history: History, name: str, number: int, node: Node | None = None) -> float | None:
+def _newest_value(history: History, name: str, round_index: int, node: Node | None = None) -> float | None:
     """As the node last told it; if it never did, as any other did."""
     for who in [*([] if node is None else [node]), *(other for other in history.nodes() if other != node)]:
-        told = [value for _, value in up_to(history.series(name, who), number) if math.isfinite(value)]
-        if told:
-            return told[-1]
+        values = [value for _, value in values_up_to(history.series(name, who), round_index) if math.isfinite(value)]
+        if values:
+            return values[-1]
     return None
 
 
-def _available(history: History, number: int, limit: float | None, peak: float) -> float | None:
+def _available(history: History, round_index: int, limit: float | None, peak: float) -> float | None:
     """What a step may take: the limit; where that was not reached by far, what was left of it by others."""
     if limit is None:
         return None
-    free = history.latest("machine.memory_free", number).get("server")
+    free = history.latest("machine.memory_free", round_index).get("server")
     if peak < limit / 2 and free is not None and free < peak:
         return free
     return limit
 
 
-def killed_words(history: History, number: int, event: Event) -> tuple[str, float] | None:
+def killed_words(history: History, round_index: int, event: Event) -> tuple[str, float] | None:
     """For a process that was killed: what is known of who did it, and how sure that is; None if it was not."""
     if event.data.get("exception") != "WorkerKilled" and not KILLED.search(event.message):
         return None
-    kills = history.latest("machine.oom_kills", number).get("server", 0.0)
+    kills = history.latest("machine.oom_kills", round_index).get("server", 0.0)
     who = event.where.node or "A process"
     if kills > 0:
         return f"The process of {who} was killed by the kernel, which had run out of memory.", 1.0
-    resident, limit = (_newest(history, f"memory.{name}", number, event.where.node) for name in ("resident", "limit"))
+    resident, limit = (
+        _newest_value(history, f"memory.{name}", round_index, event.where.node) for name in ("resident", "limit")
+    )
     small = resident is not None and limit is not None and resident < FILLED * limit  # so others may have filled it
     return f"The process of {who} was killed, as the kernel does when memory runs out.", 0.6 if small else 0.8
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedvitals.diagnosis.evidence.attendance import SERVER, clients_of, groups_of, up_to
+from fedvitals.diagnosis.evidence.attendance import SERVER, clients_of, groups_of, values_up_to
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import History, Node
 from fedvitals.records import Finding, Suspect
@@ -22,7 +22,7 @@ FEW = 3  # clients: where more than these, and than a quarter, lose their number
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class NonfiniteOrigin:
     """Where in a client's round the first number was lost."""
 
     layer: str | None
@@ -36,33 +36,33 @@ def nonfinite(history: History, round_index: int) -> Iterator[Finding]:
     """NAN_GRADIENT and NAN_UPDATE of the clients where it began, NAN_WEIGHTS of the global model."""
     began = _poisoned_since(history, round_index)
     origins = _origins(history, began)
-    sent = _lost_in(history, "update", began)
-    tainted = _lost_gradients(history, began)
+    sent = _nonfinite_values(history, "update", began)
+    tainted = _nonfinite_gradients(history, began)
     senders = {node: count for node, count in sent.items() if node not in tainted}
-    yield from _gradients(history, round_index, began, origins)
+    yield from _gradient_findings(history, round_index, began, origins)
     if began < round_index:
-        yield from _gradients(history, round_index, round_index, _newly(history, round_index, origins))
-    still = _lost_in(history, "update", round_index)
+        yield from _gradient_findings(history, round_index, round_index, _new_origins(history, round_index, origins))
+    still = _nonfinite_values(history, "update", round_index)
     for node, count in senders.items():
         if node in still:
             text = f"The update of {node} has {count:.0f} values that are NaN or infinite"
             text += "." if began == round_index else f", first in round {began}."
             number = Number("update", count, 0.0, of="limit")
             yield finding("NAN_UPDATE", round_index, text, confidence=1.0, since=began, node=node, numbers=[number])
-    yield from _weights(history, round_index, began, [*origins, *senders])
+    yield from _weight_findings(history, round_index, began, [*origins, *senders])
 
 
 def _poisoned_since(history: History, round_index: int) -> int:
     """The round in which the global model that clients got in this round was lost; this round, if it was good."""
     began = round_index
-    for number, count in reversed(up_to(history.series("weight.nonfinite", SERVER), round_index - 1)):
+    for past_round, count in reversed(values_up_to(history.series("weight.nonfinite", SERVER), round_index - 1)):
         if not count:
             break
-        began = number
+        began = past_round
     return began
 
 
-def _lost_in(history: History, family: str, round_index: int) -> dict[Node, float]:
+def _nonfinite_values(history: History, family: str, round_index: int) -> dict[Node, float]:
     """How many values are not finite, of the clients where any is.
 
     Of updates, the server's count stands beside its sums per layer: it needs no names of layers.
@@ -75,21 +75,21 @@ def _lost_in(history: History, family: str, round_index: int) -> dict[Node, floa
     return {node: float(n) for node, n in lost.items() if n > 0 and node in clients}
 
 
-def _origins(history: History, round_index: int) -> dict[Node, Origin]:
+def _origins(history: History, round_index: int) -> dict[Node, NonfiniteOrigin]:
     """The clients in which gradients were lost first; of a group that exchanges, the member from whom it spread."""
-    found = _lost_gradients(history, round_index)
-    if not found:
+    counts = _nonfinite_gradients(history, round_index)
+    if not counts:
         return {}
-    placed = _placed(history, round_index, found)
+    placed = _located_origins(history, round_index, counts)
     groups = groups_of(history, round_index)
-    origins: dict[Node, Origin] = {}
+    origins: dict[Node, NonfiniteOrigin] = {}
     for group in {groups.get(node) for node in placed}:
         members = {node: origin for node, origin in placed.items() if groups.get(node) == group}
-        origins |= members if group is None else _first(members)
+        origins |= members if group is None else _group_origins(members)
     return {node: origins[node] for node in placed if node in origins}
 
 
-def _lost_gradients(history: History, round_index: int) -> dict[Node, float]:
+def _nonfinite_gradients(history: History, round_index: int) -> dict[Node, float]:
     """Clients with such gradients; not those whose GradScaler left the steps out, as it does now and then by design."""
     skipped, steps = history.latest("steps.skipped", round_index), history.latest("steps", round_index)
     broken = history.latest("weight.nonfinite", round_index)
@@ -100,7 +100,7 @@ def _lost_gradients(history: History, round_index: int) -> dict[Node, float]:
     }
 
 
-def _first(members: Mapping[Node, Origin]) -> Mapping[Node, Origin]:
+def _group_origins(members: Mapping[Node, NonfiniteOrigin]) -> Mapping[Node, NonfiniteOrigin]:
     """Of clients that pass their models to each other: where only a part was lost at first, else who lost most steps.
 
     A model that arrives broken breaks all layers at the same steps.
@@ -112,7 +112,7 @@ def _first(members: Mapping[Node, Origin]) -> Mapping[Node, Origin]:
     return {node: origin for node, origin in members.items() if origin.steps == most}
 
 
-def _placed(history: History, round_index: int, found: Mapping[Node, float]) -> dict[Node, Origin]:
+def _located_origins(history: History, round_index: int, counts: Mapping[Node, float]) -> dict[Node, NonfiniteOrigin]:
     """Layer and step of each client's first loss, as far as the sums of the round tell.
 
     Once a weight is lost, so are all gradients after it: the steps with losses are the last ones, and a layer's count
@@ -123,9 +123,9 @@ def _placed(history: History, round_index: int, found: Mapping[Node, float]) -> 
     steps = history.latest("steps", round_index)
     broken = {node for node, count in history.latest("weight.nonfinite", round_index).items() if count}
     origins = {}
-    for node, values in found.items():
+    for node, values in counts.items():
         if node not in nodes or not steps.get(node):
-            origins[node] = Origin(None, None, values, math.nan, partly=False)
+            origins[node] = NonfiniteOrigin(None, None, values, math.nan, partly=False)
             continue
         lost = np.nan_to_num(sums[nodes.index(node)])
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -136,19 +136,21 @@ def _placed(history: History, round_index: int, found: Mapping[Node, float]) -> 
         everywhere = len(first) == np.count_nonzero(size)
         step = int(steps[node] - most) if node in broken and math.isfinite(steps[node] - most) else None
         layer = None if everywhere and len(first) > 1 else layers[int(first[0])]
-        origins[node] = Origin(layer, step, values, most, partly=not everywhere)
+        origins[node] = NonfiniteOrigin(layer, step, values, most, partly=not everywhere)
     return origins
 
 
-def _newly(history: History, round_index: int, known: Iterable[Node]) -> dict[Node, Origin]:
+def _new_origins(history: History, round_index: int, known: Iterable[Node]) -> dict[Node, NonfiniteOrigin]:
     """Who got a good model although the global one is lost (its cluster's own, say), and lost its gradients now."""
     before = history.latest("fit.loss_before", round_index)
     origins = _origins(history, round_index)
     return {n: o for n, o in origins.items() if n not in known and math.isfinite(before.get(n, math.nan))}
 
 
-def _gradients(history: History, round_index: int, began: int, origins: Mapping[Node, Origin]) -> Iterator[Finding]:
-    now = _lost_gradients(history, round_index)
+def _gradient_findings(
+    history: History, round_index: int, began: int, origins: Mapping[Node, NonfiniteOrigin]
+) -> Iterator[Finding]:
+    now = _nonfinite_gradients(history, round_index)
     if len(origins) > max(FEW, len(clients_of(history, began)) / 4):
         text = f"Gradients are NaN or infinite on {len(origins)} clients at once since round {began}."
         number = Number("gradient.nonfinite", float(sum(now.values())), 0.0, of="limit")
@@ -176,7 +178,7 @@ def _gradients(history: History, round_index: int, began: int, origins: Mapping[
         )
 
 
-def _weights(history: History, round_index: int, began: int, origins: Iterable[Node]) -> Iterator[Finding]:
+def _weight_findings(history: History, round_index: int, began: int, origins: Iterable[Node]) -> Iterator[Finding]:
     suspects = [Suspect(node, 1.0, "its numbers were lost first") for node in origins]
     known = history.latest("weight.nonfinite", round_index)
     if SERVER in known:
@@ -184,22 +186,24 @@ def _weights(history: History, round_index: int, began: int, origins: Iterable[N
             text = f"{known[SERVER]:.0f} weights of the global model are NaN or infinite since round {began}"
             text += f"; it began with {', '.join(s.node for s in suspects)}." if suspects else "."
             number = Number("weight.nonfinite", known[SERVER], 0.0, of="limit")
-            yield _global(round_index, began, text, number, suspects)
+            yield _global_finding(round_index, began, text, number, suspects)
         return
-    losses = [value for number, value in up_to(history.series("loss", None), round_index) if number == round_index]
+    losses = [
+        value for number, value in values_up_to(history.series("loss", None), round_index) if number == round_index
+    ]
     clients = clients_of(history, round_index)
-    lost = _lost_in(history, "update", round_index)
+    lost = _nonfinite_values(history, "update", round_index)
     if losses and not math.isfinite(losses[0]):
         number = Number("loss", losses[0], of="limit")
-        yield _global(round_index, began, "The loss of the global model is NaN or infinite.", number, suspects)
+        yield _global_finding(round_index, began, "The loss of the global model is NaN or infinite.", number, suspects)
     elif clients and len(lost) == len(clients):
         number = Number("update", float(sum(lost.values())), 0.0, of="limit")
-        yield _global(
+        yield _global_finding(
             round_index, began, "Every update has NaN or infinity, and so has their average.", number, suspects
         )
 
 
-def _global(round_index: int, began: int, text: str, number: Number, suspects: list[Suspect]) -> Finding:
+def _global_finding(round_index: int, began: int, text: str, number: Number, suspects: list[Suspect]) -> Finding:
     return finding(
         "NAN_WEIGHTS",
         round_index,

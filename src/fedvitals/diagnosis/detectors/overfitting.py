@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fedvitals.diagnosis.detectors.signals import middle
+from fedvitals.diagnosis.detectors.signals import client_median
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import History
 from fedvitals.records import Finding
@@ -25,21 +25,28 @@ FEWEST = 5  # pairs
 LOOK_BACK = 12  # rounds; the fit is measured when time allows
 
 
-def overfitting(history: History, now: int) -> Iterator[Finding]:
+def overfitting(history: History, round_index: int) -> Iterator[Finding]:
     """In the last two rounds where it was measured, the newest of them this one."""
-    steps, samples = middle(history, "steps", now), middle(history, "samples", now)
+    steps, samples = client_median(history, "steps", round_index), client_median(history, "samples", round_index)
     if not samples > 0 or not steps / samples >= STEPS_PER_SAMPLE:
         return
-    gap = _gap(history, now)
-    if gap is None or not _by_heart(gap):
+    gap = _loss_table(history, round_index)
+    if gap is None or not _is_overfitted(gap):
         return
-    before = next((g for n in range(now - 1, max(now - LOOK_BACK, 0), -1) if (g := _gap(history, n)) is not None), None)
-    if before is None or not _by_heart(before):
+    before = next(
+        (
+            g
+            for n in range(round_index - 1, max(round_index - LOOK_BACK, 0), -1)
+            if (g := _loss_table(history, n)) is not None
+        ),
+        None,
+    )
+    if before is None or not _is_overfitted(before):
         return
     known, unknown, trained = gap.mean(axis=0)
     yield finding(
         "OVERFITTING",
-        now,
+        round_index,
         f"Clients learn by heart: the global model has a loss of {known:.3g} on samples that it was trained with and "
         f"{unknown:.3g} on others; local training, {steps / samples:.2g} steps per sample, takes it to {trained:.2g}.",
         confidence=0.85,
@@ -51,16 +58,16 @@ def overfitting(history: History, now: int) -> Iterator[Finding]:
     )
 
 
-def _gap(history: History, number: int) -> Array | None:
+def _loss_table(history: History, round_index: int) -> Array | None:
     """[clients, 3]: loss on known samples, on unknown ones, and on the known after local training."""
-    known, trained = history.latest("fit.loss_before", number), history.latest("fit.loss_after", number)
-    unknown = history.latest("local.loss", number - 1)
+    known, trained = history.latest("fit.loss_before", round_index), history.latest("fit.loss_after", round_index)
+    unknown = history.latest("local.loss", round_index - 1)
     pairs = [(known[n], unknown[n], trained[n]) for n in known if n in unknown and n in trained]
     table = np.array(pairs, dtype=np.float64)
     return table if len(pairs) >= FEWEST and np.isfinite(table).all() else None
 
 
-def _by_heart(gap: Array) -> bool:
+def _is_overfitted(gap: Array) -> bool:
     known, unknown, trained = gap.mean(axis=0)
     difference = gap[:, 1] - gap[:, 0]
     error = float(difference.std(ddof=1)) / len(gap) ** 0.5

@@ -25,7 +25,7 @@ ROUNDS_BACK = 4  # over which the loss is compared: now and four rounds ago, or 
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PlainRuleLimits:
     """What is too much; None switches a rule off. NaN and Inf are always too much."""
 
     loss_ratio: float | None = 2.0  # loss now over the loss four rounds ago
@@ -54,7 +54,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Crossed:
+class CrossedLimit:
     """One limit that one number crossed."""
 
     issue: str
@@ -76,31 +76,31 @@ def plain_rules(
     weight: float | None = 1000.0,
 ) -> Detector:
     """A detector of these limits, for `Monitor(detectors=["standard", plain_rules()])`; None leaves a rule out."""
-    limits = Limits(loss_ratio, swing, gradient_norm, layer_norm, change, weight)
+    limits = PlainRuleLimits(loss_ratio, swing, gradient_norm, layer_norm, change, weight)
 
     def plain(history: History, round_index: int) -> Iterable[Finding]:
         return [
             finding(
-                found.issue,
+                crossing.issue,
                 round_index,
-                found.message,
-                confidence=1.0 if found.certain else 0.5,  # how sure a bare limit makes, nobody knows
-                since=found.since,
-                node=found.node,
-                layer=found.layer,
+                crossing.message,
+                confidence=1.0 if crossing.certain else 0.5,  # how sure a bare limit makes, nobody knows
+                since=crossing.since,
+                node=crossing.node,
+                layer=crossing.layer,
                 severity="note",
-                numbers=(found.number,),
+                numbers=(crossing.number,),
                 more={"rule": "plain rule"},
             )
-            for found in crossed(history, round_index, limits)
+            for crossing in crossed_limits(history, round_index, limits)
         ]
 
     return plain
 
 
-def crossed(history: History, round_index: int, limits: Limits) -> list[Crossed]:
+def crossed_limits(history: History, round_index: int, limits: PlainRuleLimits) -> list[CrossedLimit]:
     """Every limit that was crossed in this round; of one issue and client the first."""
-    first: dict[tuple[str, Node | None], Crossed] = {}
+    first: dict[tuple[str, Node | None], CrossedLimit] = {}
     rules = (
         *_loss(history, round_index, limits),
         *_not_finite(history, round_index),
@@ -108,46 +108,50 @@ def crossed(history: History, round_index: int, limits: Limits) -> list[Crossed]
         *_layers(history, round_index, limits),
         *_weights(history, round_index, limits),
     )
-    for found in rules:
-        first.setdefault((found.issue, found.node), found)
+    for crossing in rules:
+        first.setdefault((crossing.issue, crossing.node), crossing)
     return list(first.values())
 
 
-def losses(history: History, round_index: int) -> tuple[list[int], list[float]]:
+def losses_up_to(history: History, round_index: int) -> tuple[list[int], list[float]]:
     """The global model's loss up to this round; where nobody told it, the mean of the clients' own."""
     rounds, values = history.series("loss", None)
     if not rounds:
-        told = [(number, history.latest("loss", number)) for number in history.rounds() if number <= round_index]
-        rounds = [number for number, found in told if found]
-        values = [float(np.mean([*found.values()])) for _, found in told if found]
-    kept = sum(number <= round_index for number in rounds)
+        client_losses = [
+            (past_round, history.latest("loss", past_round))
+            for past_round in history.rounds()
+            if past_round <= round_index
+        ]
+        rounds = [past_round for past_round, losses in client_losses if losses]
+        values = [float(np.mean([*losses.values()])) for _, losses in client_losses if losses]
+    kept = sum(past_round <= round_index for past_round in rounds)
     return rounds[:kept], values[:kept]
 
 
-def _loss(history: History, round_index: int, limits: Limits) -> Iterator[Crossed]:
-    rounds, values = losses(history, round_index)
+def _loss(history: History, round_index: int, limits: PlainRuleLimits) -> Iterator[CrossedLimit]:
+    rounds, values = losses_up_to(history, round_index)
     if not rounds or rounds[-1] != round_index or len(values) <= ROUNDS_BACK:
         return
     before, *_, now = window = values[-ROUNDS_BACK - 1 :]
     since = rounds[-ROUNDS_BACK - 1]
     if limits.loss_ratio is not None and now > limits.loss_ratio * before:
         message = f"The loss is {now:.3g}: more than {limits.loss_ratio:g} times the {before:.3g} of round {since}."
-        yield Crossed("DIVERGENCE", None, message, _limit("loss", now, limits.loss_ratio * before), since=since)
+        yield CrossedLimit("DIVERGENCE", None, message, _limit("loss", now, limits.loss_ratio * before), since=since)
     if limits.swing is not None:
         changes = [abs(b - a) / abs(a) if a else math.inf for a, b in itertools.pairwise(window)]
         if all(change > limits.swing for change in changes):
             message = f"Each of the last {ROUNDS_BACK} rounds changed the loss by more than {limits.swing:.0%}."
-            yield Crossed("OSCILLATION", None, message, _limit("loss", min(changes), limits.swing), since=since)
+            yield CrossedLimit("OSCILLATION", None, message, _limit("loss", min(changes), limits.swing), since=since)
 
 
-def _not_finite(history: History, round_index: int) -> Iterator[Crossed]:
+def _not_finite(history: History, round_index: int) -> Iterator[CrossedLimit]:
     rounds, values = history.series("loss", None)
     if round_index in rounds and not math.isfinite(value := values[rounds.index(round_index)]):
-        yield Crossed("NAN_WEIGHTS", None, f"The loss is {value}.", _limit("loss", value), certain=True)
+        yield CrossedLimit("NAN_WEIGHTS", None, f"The loss is {value}.", _limit("loss", value), certain=True)
     for node, value in history.latest("loss", round_index).items():
         if not math.isfinite(value):
             message = f"The loss of {node} is {value}."
-            yield Crossed("NAN_GRADIENT", node, message, _limit("loss", value), certain=True)
+            yield CrossedLimit("NAN_GRADIENT", node, message, _limit("loss", value), certain=True)
     for issue, metric, what in (
         ("NAN_GRADIENT", "gradient.nonfinite", "gradients"),
         ("NAN_WEIGHTS", "weight.nonfinite", "weights"),
@@ -155,10 +159,10 @@ def _not_finite(history: History, round_index: int) -> Iterator[Crossed]:
         for node, count in history.latest(metric, round_index).items():
             if count > 0:
                 message = f"{count:.0f} values in the {what} of {node} are NaN or Inf."
-                yield Crossed(issue, node, message, _limit(metric, count, 0.0), certain=True)
+                yield CrossedLimit(issue, node, message, _limit(metric, count, 0.0), certain=True)
 
 
-def _gradients(history: History, round_index: int, limits: Limits) -> Iterator[Crossed]:
+def _gradients(history: History, round_index: int, limits: PlainRuleLimits) -> Iterator[CrossedLimit]:
     for metric, limit, what in (
         ("gradient.norm_max", limits.gradient_norm, "largest gradient norm"),
         ("gradient.change", limits.change, "largest change of the gradient norm from step to step"),
@@ -166,10 +170,10 @@ def _gradients(history: History, round_index: int, limits: Limits) -> Iterator[C
         for node, value in history.latest(metric, round_index).items():
             if limit is not None and value > limit:
                 message = f"The {what} of {node} is {value:.3g}, over {limit:g}."
-                yield Crossed("EXPLODING_GRADIENT", node, message, _limit(metric, value, limit))
+                yield CrossedLimit("EXPLODING_GRADIENT", node, message, _limit(metric, value, limit))
 
 
-def _layers(history: History, round_index: int, limits: Limits) -> Iterator[Crossed]:
+def _layers(history: History, round_index: int, limits: PlainRuleLimits) -> Iterator[CrossedLimit]:
     names = history.layers("gradient.steps")
     if limits.layer_norm is None or not names or names != history.layers("gradient"):
         return
@@ -189,10 +193,10 @@ def _layers(history: History, round_index: int, limits: Limits) -> Iterator[Cros
                 limit, value = high if issue == "EXPLODING_GRADIENT" else low, float(norms[worst])
                 side = "over" if value > limit else "under"
                 message = f"The gradient norm of {names[worst]} on {node} is {value:.3g}, {side} {limit:g}."
-                yield Crossed(issue, node, message, _limit("gradient.steps", value, limit), names[worst])
+                yield CrossedLimit(issue, node, message, _limit("gradient.steps", value, limit), names[worst])
 
 
-def _weights(history: History, round_index: int, limits: Limits) -> Iterator[Crossed]:
+def _weights(history: History, round_index: int, limits: PlainRuleLimits) -> Iterator[CrossedLimit]:
     """Of all clients together: they set out from the same weights."""
     names = history.layers("weight")
     if limits.weight is None or not names:
@@ -202,7 +206,7 @@ def _weights(history: History, round_index: int, limits: Limits) -> Iterator[Cro
     if largest.size and (value := float(largest.max())) > limits.weight:
         node, layer = np.unravel_index(int(largest.argmax()), largest.shape)
         message = f"The largest weight is {value:.3g}, over {limits.weight:g}: in {names[layer]}, on {nodes[node]}."
-        yield Crossed("WEIGHT_EXPLOSION", None, message, _limit("weight", value, limits.weight), names[layer])
+        yield CrossedLimit("WEIGHT_EXPLOSION", None, message, _limit("weight", value, limits.weight), names[layer])
 
 
 def _limit(name: str, value: float, limit: float | None = None) -> Number:

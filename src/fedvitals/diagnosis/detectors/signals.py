@@ -30,7 +30,7 @@ SCALED_BY = 3  # rounds by which a loss of another scale has shown itself
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class MetricCurve:
     """One number per round, up to the round that is looked at."""
 
     name: str
@@ -44,22 +44,24 @@ class Curve:
         return self.values[-count:]
 
 
-def curve(history: History, name: str, now: int, node: Node | None = None) -> Curve:
+def metric_curve(history: History, name: str, round_index: int, node: Node | None = None) -> MetricCurve:
     rounds, values = history.series(name, node)
-    kept = [(number, value) for number, value in zip(rounds, values, strict=True) if number <= now]
-    return Curve(name, tuple(number for number, _ in kept), np.array([value for _, value in kept], dtype=np.float64))
+    kept = [(past_round, value) for past_round, value in zip(rounds, values, strict=True) if past_round <= round_index]
+    return MetricCurve(
+        name, tuple(past_round for past_round, _ in kept), np.array([value for _, value in kept], dtype=np.float64)
+    )
 
 
-def loss_curve(history: History, now: int) -> Curve:
+def loss_curve(history: History, round_index: int) -> MetricCurve:
     """The global model's loss, all values of one source; empty where nobody measures it.
 
     On the test set; or on the clients' own tests, where these are evaluated more often.
     """
-    central, averaged = (curve(history, name, now) for name in LOSSES)
+    central, averaged = (metric_curve(history, name, round_index) for name in LOSSES)
     return averaged if len(averaged) > len(central) else _of_one_source(history, central, averaged)
 
 
-def _of_one_source(history: History, losses: Curve, averaged: Curve) -> Curve:
+def _of_one_source(history: History, losses: MetricCurve, averaged: MetricCurve) -> MetricCurve:
     """The values that have the same source as the newest one.
 
     A host may evaluate only at times itself, and otherwise average its clients' evaluations; runs recorded earlier hold
@@ -68,12 +70,12 @@ def _of_one_source(history: History, losses: Curve, averaged: Curve) -> Curve:
     """
     named = set(averaged.rounds)
     pairs = zip(losses.rounds, losses.values, strict=True)
-    mixed = np.array([n not in named and AVERAGES.contain(history, n, loss) for n, loss in pairs], dtype=bool)
+    mixed = np.array([n not in named and CLIENT_LOSS_RANGES.contain(history, n, loss) for n, loss in pairs], dtype=bool)
     kept = np.flatnonzero(mixed == mixed[-1]) if len(mixed) else np.arange(0)
-    return Curve(losses.name, tuple(losses.rounds[i] for i in kept), losses.values[kept])
+    return MetricCurve(losses.name, tuple(losses.rounds[i] for i in kept), losses.values[kept])
 
 
-class Averages:
+class ClientLossRanges:
     """The range of the clients' own losses in each round.
 
     Ranges are kept by history, only so that a long run is not read anew in every round.
@@ -82,41 +84,47 @@ class Averages:
     def __init__(self) -> None:
         self._ranges: weakref.WeakKeyDictionary[History, dict[int, tuple[float, float]]] = weakref.WeakKeyDictionary()
 
-    def contain(self, history: History, number: int, loss: float) -> bool:
+    def contain(self, history: History, round_index: int, loss: float) -> bool:
         """Whether a round's loss can be an average of its clients' losses; not where no client tells its own."""
         ranges = self._ranges.setdefault(history, {})
-        if number not in ranges:
-            own = [value for value in history.latest("local.loss", number).values() if np.isfinite(value)]
+        if round_index not in ranges:
+            own = [value for value in history.latest("local.loss", round_index).values() if np.isfinite(value)]
             room = 1e-5 * max(map(abs, own), default=0.0)
-            ranges[number] = (min(own) - room, max(own) + room) if own else (np.inf, -np.inf)
-        lowest, highest = ranges[number]
+            ranges[round_index] = (min(own) - room, max(own) + room) if own else (np.inf, -np.inf)
+        lowest, highest = ranges[round_index]
         return bool(lowest <= loss <= highest)
 
 
-AVERAGES = Averages()
+CLIENT_LOSS_RANGES = ClientLossRanges()
 
 
-def clients(history: History, now: int) -> list[Node]:
+def training_clients(history: History, round_index: int) -> list[Node]:
     """Who trained in this round; the server and the edges, which have statistics of their own, left out."""
-    return [*dict.fromkeys([*history.latest("gradient.norm", now), *history.latest("update.norm", now)])]
+    return [
+        *dict.fromkeys([*history.latest("gradient.norm", round_index), *history.latest("update.norm", round_index)])
+    ]
 
 
-def of_clients(history: History, name: str, now: int) -> Array:
-    return np.array([value for node, value in history.latest(name, now).items() if node != SERVER], dtype=np.float64)
+def client_values(history: History, name: str, round_index: int) -> Array:
+    return np.array(
+        [value for node, value in history.latest(name, round_index).items() if node != SERVER], dtype=np.float64
+    )
 
 
-def middle(history: History, name: str, now: int) -> float:
+def client_median(history: History, name: str, round_index: int) -> float:
     """The median over the clients; NaN where nobody tells."""
-    values = of_clients(history, name, now)
+    values = client_values(history, name, round_index)
     values = values[~np.isnan(values)]
     return float(np.median(values)) if len(values) else float("nan")
 
 
-def rows_of(history: History, family: str, statistics: tuple[str, ...], now: int, nodes: list[Node]) -> Array:
+def rows_of_nodes(
+    history: History, family: str, statistics: tuple[str, ...], round_index: int, nodes: list[Node]
+) -> Array:
     """[nodes, layers, statistics] of those of the nodes that have them."""
-    found, values = history.across(family, statistics, now)
+    measured, values = history.across(family, statistics, round_index)
     kept = set(nodes)
-    return values[[i for i, node in enumerate(found) if node in kept]]
+    return values[[i for i, node in enumerate(measured) if node in kept]]
 
 
 def quiet_quantile(values: Array, share: float) -> Array:
@@ -151,7 +159,7 @@ def matrix_layers(names: tuple[str, ...], counts: Array) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class LayerProfile:
     """The layers of a round, first to last, each by the median over the clients."""
 
     names: tuple[str, ...]  # of weight matrices
@@ -175,13 +183,13 @@ class Profile:
         return float(np.mean(self.elasticity <= NEXT_TO_NOTHING * np.nanmax(self.elasticity, initial=0.0))) >= 0.5
 
 
-def profile(history: History, now: int) -> Profile | None:
+def layer_profile(history: History, round_index: int) -> LayerProfile | None:
     """None where layers are not measured (`light`), or nobody trained."""
-    nodes, names = clients(history, now), history.layers("gradient")
+    nodes, names = training_clients(history, round_index), history.layers("gradient")
     if not nodes or not names or names != history.layers("weight"):
         return None
-    gradients = rows_of(history, "gradient", ("rms",), now, nodes)
-    weights = rows_of(history, "weight", ("rms", "count"), now, nodes)
+    gradients = rows_of_nodes(history, "gradient", ("rms",), round_index, nodes)
+    weights = rows_of_nodes(history, "weight", ("rms", "count"), round_index, nodes)
     if not len(gradients) or not len(weights):
         return None
     counts, rms = quiet_quantile(weights[..., 1], 0.5), quiet_quantile(weights[..., 0], 0.5)
@@ -193,24 +201,28 @@ def profile(history: History, now: int) -> Profile | None:
     bias = bias_of(names[places[-1]])
     last = names.index(bias) if bias in names and bias != names[places[-1]] else None
     classes = int(counts[last]) if last is not None and np.isfinite(counts[last]) else 0
-    chance = chance_level(history, now, classes) if last is not None and _mean_entropy(history, now, last) else np.nan
-    return Profile(tuple(names[i] for i in places), elasticity[places], typical[places] == 0, chance)
+    chance = (
+        chance_level(history, round_index, classes)
+        if last is not None and _mean_entropy(history, round_index, last)
+        else np.nan
+    )
+    return LayerProfile(tuple(names[i] for i in places), elasticity[places], typical[places] == 0, chance)
 
 
-def _mean_entropy(history: History, now: int, last: int) -> bool:
+def _mean_entropy(history: History, round_index: int, last: int) -> bool:
     """Whether gradients have the scale of cross-entropy averaged over a batch, as far as the last bias tells.
 
     Its gradient is then mean(softmax − one-hot), which is never longer than √2. A sum over the batch, or another loss,
     soon gives longer ones; what is known of its scale is known from the first rounds on.
     """
-    for number in {*[n for n in history.rounds() if n <= now][:SCALED_BY], now}:
-        _, largest = history.across("gradient.steps", ("norm_max",), number)
+    for past_round in {*[n for n in history.rounds() if n <= round_index][:SCALED_BY], round_index}:
+        _, largest = history.across("gradient.steps", ("norm_max",), past_round)
         if len(largest) and quiet_quantile(largest[:, last, 0], 0.5) > LONGEST_BIAS_GRADIENT:
             return False
     return True
 
 
-def chance_level(history: History, now: int, classes: int) -> float:
+def chance_level(history: History, round_index: int, classes: int) -> float:
     """Return the cross-entropy of a blind guess among so many classes; NaN where the task may be another one.
 
     Only integer labels tell that the loss is of classes: clients that counted them, or measured their accuracy. An
@@ -220,12 +232,12 @@ def chance_level(history: History, now: int, classes: int) -> float:
     if classes < 2:
         return float("nan")
     chance = float(np.log(classes))
-    counted = any((event.where.round or 0) <= now for event in history.events("labels"))
-    rounds = [number for number in history.rounds() if number <= now]
-    if counted or any(history.latest("fit.accuracy_before", number) for number in {*rounds[:3], *rounds[-3:]}):
+    counted = any((event.where.round or 0) <= round_index for event in history.events("labels"))
+    rounds = [past_round for past_round in history.rounds() if past_round <= round_index]
+    if counted or any(history.latest("fit.accuracy_before", past_round) for past_round in {*rounds[:3], *rounds[-3:]}):
         return chance
-    accuracies = any(len(curve(history, name, now)) for name in ACCURACIES)
-    losses = loss_curve(history, now).values
+    accuracies = any(len(metric_curve(history, name, round_index)) for name in ACCURACIES)
+    losses = loss_curve(history, round_index).values
     plausible = bool((losses[np.isfinite(losses)] <= PLAUSIBLE_LOSS * chance).any())
     return chance if accuracies and plausible else float("nan")
 
@@ -241,7 +253,7 @@ def _width_correction(names: tuple[str, ...], counts: Array) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Still:
+class StillUnits:
     """Units of one layer that did not move in a whole round, on nearly every client."""
 
     layer: str  # its weights
@@ -249,28 +261,28 @@ class Still:
     onward: float  # share of the next layer's weights that did not move; NaN without a next layer
 
 
-def still_units(history: History, now: int) -> list[Still]:
+def still_units(history: History, round_index: int) -> list[StillUnits]:
     """Of every layer with a bias but the last. A unit that nothing passes through gets no gradient on its bias.
 
     The first decile over the clients: what one client's data leave unused, another's move. The gradient must be 0, too,
     since compression leaves out most of an update. Layers without any gradient are frozen, and are left out.
     """
-    nodes, names = clients(history, now), history.layers("update")
+    nodes, names = training_clients(history, round_index), history.layers("update")
     if not nodes or not names or names != history.layers("gradient"):
         return []
-    rows = rows_of(history, "update", ("sparsity", "count"), now, nodes)
-    gradients = rows_of(history, "gradient", ("sparsity",), now, nodes)
+    rows = rows_of_nodes(history, "update", ("sparsity", "count"), round_index, nodes)
+    gradients = rows_of_nodes(history, "gradient", ("sparsity",), round_index, nodes)
     if not len(rows) or not len(gradients):
         return []
     counts = quiet_quantile(rows[..., 1], 0.5)
     unmoved = np.minimum(quiet_quantile(rows[..., 0], 0.1), quiet_quantile(gradients[..., 0], 0.1))  # NaN: unknown
     places = matrix_layers(names, counts)
-    found = []
+    still = []
     for place, following in itertools.pairwise(places):
         bias = bias_of(names[place])
         if bias in names and bias != names[place] and np.isfinite(unmoved[[names.index(bias), following]]).all():
-            found.append(Still(names[place], float(unmoved[names.index(bias)]), float(unmoved[following])))
-    return found
+            still.append(StillUnits(names[place], float(unmoved[names.index(bias)]), float(unmoved[following])))
+    return still
 
 
 # -- the server -------------------------------------------------------------------------------------------------------
@@ -284,7 +296,7 @@ class ServerStep:
     fit: float  # R²: how well one rate explains all layers
 
 
-def server_step(history: History, now: int) -> ServerStep | None:
+def server_step(history: History, round_index: int) -> ServerStep | None:
     """From sums alone: of each layer's weights before and after, and of the clients' changes to it.
 
     The sum of a layer is linear, so a server that takes `rate` times the mean update shows that rate in every layer.
@@ -293,13 +305,13 @@ def server_step(history: History, now: int) -> ServerStep | None:
     names = history.layers("weight")
     if not names or names != history.layers("update"):
         return None
-    before, after = (_server_sums(history, number) for number in (now - 1, now))
-    nodes, changes = history.across("update", ("sum", "count"), now)
-    trained = set(clients(history, now))
+    before, after = (_server_sums(history, past_round) for past_round in (round_index - 1, round_index))
+    nodes, changes = history.across("update", ("sum", "count"), round_index)
+    trained = set(training_clients(history, round_index))
     kept = [i for i, node in enumerate(nodes) if node in trained]
     if before is None or after is None or not kept:
         return None
-    weights = _sample_counts(history, now, [nodes[i] for i in kept])
+    weights = _sample_counts(history, round_index, [nodes[i] for i in kept])
     sizes = np.sqrt(np.maximum(changes[kept[0], :, 1], 1.0))
     mean = (weights[:, None] * changes[kept, :, 0]).sum(axis=0) / weights.sum() / sizes
     moved = (after - before) / sizes
@@ -311,16 +323,16 @@ def server_step(history: History, now: int) -> ServerStep | None:
     return ServerStep(both / squares, both**2 / (squares * float(moved @ moved)))
 
 
-def _server_sums(history: History, now: int) -> Array | None:
-    nodes, values = history.across("weight", ("sum",), now)
+def _server_sums(history: History, round_index: int) -> Array | None:
+    nodes, values = history.across("weight", ("sum",), round_index)
     return values[nodes.index(SERVER), :, 0] if SERVER in nodes else None
 
 
-def _sample_counts(history: History, now: int, nodes: list[Node]) -> Array:
+def _sample_counts(history: History, round_index: int, nodes: list[Node]) -> Array:
     """What the average weighs each client by; all the same where somebody's count is unknown."""
     for name in ("update.samples", "samples"):
-        told = history.latest(name, now)
-        counts = np.array([told.get(node, np.nan) for node in nodes])
+        claims = history.latest(name, round_index)
+        counts = np.array([claims.get(node, np.nan) for node in nodes])
         if np.isfinite(counts).all() and (counts > 0).all():
             return counts
     return np.ones(len(nodes))

@@ -20,12 +20,12 @@ import numpy as np
 
 from fedvitals.diagnosis.detectors.memory import KILLED, killed_words, memory_words
 from fedvitals.diagnosis.evidence.attendance import (
-    calls,
-    chance_of,
+    calls_by_client,
+    chance_of_failures,
     clients_of,
     events_in,
     rounds_until,
-    up_to,
+    values_up_to,
 )
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History, Node
@@ -76,9 +76,9 @@ def failures(history: History, round_index: int) -> Iterator[Finding]:
             continue
         seen.add((issue, event.where.node))
         who = event.where.node or "The round"
-        since = _first(history, round_index, event)
+        since = _first_round_of(history, round_index, event)
         before = "" if since == round_index else f" (since round {since})"
-        text, sure = f"{who} failed{_with(event)}{before}.", 1.0
+        text, sure = f"{who} failed{_error_words(event)}{before}.", 1.0
         shares: Mapping[str, Any] = {}
         if issue == "OUT_OF_MEMORY":
             text, sure = killed_words(history, round_index, event) or (text, sure)
@@ -102,7 +102,7 @@ def failures(history: History, round_index: int) -> Iterator[Finding]:
             return
 
 
-def _with(event: Event) -> str:
+def _error_words(event: Event) -> str:
     kind = event.data.get("exception")
     return "" if kind is None else f" with {kind}"
 
@@ -114,7 +114,7 @@ def _kind_of_failure(event: Event) -> str:
     return "OUT_OF_MEMORY" if MEMORY.search(text) or KILLED.search(text) else "CRASH"
 
 
-def _first(history: History, round_index: int, event: Event) -> int:
+def _first_round_of(history: History, round_index: int, event: Event) -> int:
     same = [
         other.where.round
         for other in history.events(event.name)
@@ -125,45 +125,47 @@ def _first(history: History, round_index: int, event: Event) -> int:
 
 def drop_outs(history: History, round_index: int) -> Iterator[Finding]:
     """DROP_OUT: a client that is asked and is not there, again and again; or that used to take part and does not."""
-    yield from _too_often(history, round_index, "DROP_OUT", "was asked and was not there", "client.dropped_out")
-    for node, rounds in _silent(history, round_index).items():
+    yield from _frequent_failures(history, round_index, "DROP_OUT", "was asked and was not there", "client.dropped_out")
+    for node, rounds in _silent_clients(history, round_index).items():
         text = f"{node} took part in every round, and has not since round {rounds[0]}."
         number = Number("clients", 0.0, 1.0, of="own past")
         yield finding("DROP_OUT", round_index, text, confidence=0.9, since=rounds[0], node=node, numbers=[number])
 
 
-def _silent(history: History, round_index: int) -> dict[Node, list[int]]:
+def _silent_clients(history: History, round_index: int) -> dict[Node, list[int]]:
     """Who is missing without a word in the newest rounds, where everybody else takes part in all of them."""
     numbers = rounds_until(history, round_index, 12)
     if len(numbers) < SLOW_ROUNDS + 3:
         return {}
-    first, second, third, now = (set(clients_of(history, number)) for number in (*numbers[:3], round_index))
+    first, second, third, now = (set(clients_of(history, past_round)) for past_round in (*numbers[:3], round_index))
     if not (first & second & third) - now:
         return {}
-    present = [set(clients_of(history, number)) for number in numbers]
+    present = [set(clients_of(history, past_round)) for past_round in numbers]
     heard = [{e.where.node for e in history.events(None, n) if e.where.round == n} for n in numbers]
     early = set.intersection(*present[:3])
     missing = {}
     for node in early - present[-1]:
-        away = [not (node in here or node in told) for here, told in zip(present, heard, strict=True)]
+        away = [
+            not (node in taking_part or node in reported) for taking_part, reported in zip(present, heard, strict=True)
+        ]
         left = len(away) - next((i for i, out in enumerate(reversed(away)) if not out), len(away))
         if all(away[-SLOW_ROUNDS:]) and not any(away[:left]):
             missing[node] = numbers[left:]
     # Most being away at some time is partial participation, not a client that has left.
-    steady = sum(all(node in here for here in present) for node in early)
+    steady = sum(all(node in taking_part for taking_part in present) for node in early)
     return missing if steady > len(missing) and steady >= 0.8 * len(set.union(*present)) - len(missing) else {}
 
 
 def lost_messages(history: History, round_index: int) -> Iterator[Finding]:
     """COMMUNICATION_FAILURE: updates of a client that never arrive, or cannot be read."""
-    yield from _too_often(
+    yield from _frequent_failures(
         history, round_index, "COMMUNICATION_FAILURE", "sent an update that did not arrive", "update.lost"
     )
 
 
 def late(history: History, round_index: int) -> Iterator[Finding]:
     """TIMEOUT: a client that misses the deadline again and again, or whose connection hangs where there is none."""
-    yield from _too_often(history, round_index, "TIMEOUT", "missed the deadline", "update.late")
+    yield from _frequent_failures(history, round_index, "TIMEOUT", "missed the deadline", "update.late")
     seconds = history.latest("time.client_virtual", round_index)
     usual = float(np.median([*seconds.values()])) if len(seconds) > 2 else np.inf
     for node, value in seconds.items():
@@ -173,24 +175,24 @@ def late(history: History, round_index: int) -> Iterator[Finding]:
             yield finding("TIMEOUT", round_index, text, confidence=0.95, node=node, numbers=[number])
 
 
-def _too_often(history: History, round_index: int, issue: str, did: str, name: str) -> Iterator[Finding]:
+def _frequent_failures(history: History, round_index: int, issue: str, did: str, name: str) -> Iterator[Finding]:
     """Clients to whom it happens far more often than to the others, this round included."""
     if not events_in(history, round_index, name):
         return
-    told = calls(history, round_index, (name,))
-    wrong = {node: sum(own.wrong) for node, own in told.items()}
-    asked = {node: len(own.wrong) for node, own in told.items()}
+    calls = calls_by_client(history, round_index, (name,))
+    wrong = {node: sum(client_calls.wrong) for node, client_calls in calls.items()}
+    asked = {node: len(client_calls.wrong) for node, client_calls in calls.items()}
     # The others without those who are struck as hard: two clients that have left must not hide each other.
-    for node, own in told.items():
-        if not own.wrong[-1] or own.rounds[-1] != round_index or wrong[node] < FEWEST:
+    for node, client_calls in calls.items():
+        if not client_calls.wrong[-1] or client_calls.rounds[-1] != round_index or wrong[node] < FEWEST:
             continue
         rate = wrong[node] / asked[node]
-        others = [other for other in told if other != node and wrong[other] < 0.7 * rate * asked[other]]
+        others = [other for other in calls if other != node and wrong[other] < 0.7 * rate * asked[other]]
         usual = (sum(wrong[other] for other in others) + 1) / (sum(asked[other] for other in others) + UNKNOWN)
-        chance = min(chance_of(sum(own.wrong[-n:]), n, usual) for n in range(1, asked[node] + 1))
-        if chance > CHANCE or (len(others) < len(told) / 2):
+        chance = min(chance_of_failures(sum(client_calls.wrong[-n:]), n, usual) for n in range(1, asked[node] + 1))
+        if chance > CHANCE or (len(others) < len(calls) / 2):
             continue
-        since = own.rounds[own.wrong.index(True)]
+        since = client_calls.rounds[client_calls.wrong.index(True)]
         text = f"{node} {did} in {wrong[node]} of its last {asked[node]} calls; the others in {usual:.1%}."
         yield finding(
             issue,
@@ -207,22 +209,22 @@ def _too_often(history: History, round_index: int, issue: str, did: str, name: s
 def stragglers(history: History, round_index: int) -> Iterator[Finding]:
     """STRAGGLER: several times as slow as its peers or its own past, for what it has to do, several rounds in a row."""
     for name, least in (("time.compute_virtual", 0.0), ("time.client_virtual", 0.0), ("time.client", REAL_SECONDS)):
-        now = history.latest(name, round_index)
-        if now:
-            found = [*_slow(history, round_index, name, least)]
-            yield from found
-            if found or name == "time.client_virtual":
+        seconds = history.latest(name, round_index)
+        if seconds:
+            slow = [*_slow_clients(history, round_index, name, least)]
+            yield from slow
+            if slow or name == "time.client_virtual":
                 return  # real seconds say nothing where a virtual clock runs
 
 
-def _slow(history: History, round_index: int, name: str, least: float) -> Iterator[Finding]:
+def _slow_clients(history: History, round_index: int, name: str, least: float) -> Iterator[Finding]:
     seconds = history.latest(name, round_index)
     peers = float(np.median([*seconds.values()]))
     if not any(value > np.sqrt(SLOW) * peers and value - peers >= least for value in seconds.values()):
         return
     numbers = rounds_until(history, round_index)
     scores = _slowness(history, numbers, name)
-    found: list[Finding] = []
+    findings: list[Finding] = []
     slow = 0
     for node in scores[round_index]:
         own = [number for number in numbers if node in scores[number]]
@@ -239,14 +241,14 @@ def _slow(history: History, round_index: int, name: str, least: float) -> Iterat
         text += " It was not so before." if changed else ""
         number = Number(name, seconds[node], peers, score)
         more = {"changed": changed}
-        found.append(
+        findings.append(
             finding(
                 "STRAGGLER", round_index, text, confidence=0.95, since=newest[0], node=node, numbers=[number], more=more
             )
         )
     # Many that are slow from the first are another kind of device, as healthy as the rest.
     many = slow > max(1, KIND_OF_DEVICE * len(scores[round_index]))
-    yield from (one for one in found if one.evidence["changed"] or not many)
+    yield from (slow_client for slow_client in findings if slow_client.evidence["changed"] or not many)
 
 
 def _slowness(history: History, numbers: Sequence[int], name: str) -> dict[int, dict[Node, tuple[float, float]]]:
@@ -257,15 +259,18 @@ def _slowness(history: History, numbers: Sequence[int], name: str) -> dict[int, 
     """
     measures = {work: {n: _over_median(history, n, name, work) for n in numbers} for work in ("", "steps", "samples")}
     spread = {
-        work: sum(_spread([*offs.values()]) for offs in found.values() if offs) for work, found in measures.items()
+        work: sum(_spread([*offs.values()]) for offs in by_round.values() if offs)
+        for work, by_round in measures.items()
     }
     chosen = measures[min(spread, key=lambda work: spread[work])]
-    found: dict[int, dict[Node, tuple[float, float]]] = {}
-    for number in numbers:
-        scale = np.hypot(_spread([*chosen[number].values()]), SPREAD)
-        offs = {node: min(off, measures[""][number][node] + np.log(2)) for node, off in chosen[number].items()}
-        found[number] = {node: (off, float(off / scale)) for node, off in offs.items()}
-    return found
+    by_round: dict[int, dict[Node, tuple[float, float]]] = {}
+    for round_index in numbers:
+        scale = np.hypot(_spread([*chosen[round_index].values()]), SPREAD)
+        offs = {
+            node: min(off, measures[""][round_index][node] + np.log(2)) for node, off in chosen[round_index].items()
+        }
+        by_round[round_index] = {node: (off, float(off / scale)) for node, off in offs.items()}
+    return by_round
 
 
 def _over_median(history: History, round_index: int, name: str, work: str) -> dict[Node, float]:
@@ -295,9 +300,9 @@ def clocks(history: History, round_index: int) -> Iterator[Finding]:
 
 def lost_telemetry(history: History, round_index: int) -> Iterator[Finding]:
     """TELEMETRY_LOST: a client trained and its measurements did not come; or records were lost here."""
-    told = events_in(history, round_index, "worker.lost", "telemetry.refused", "client.failed")
-    failed = {event.where.node for event in told if event.name == "client.failed"}
-    lost = {event.where.node: event for event in told if event.name != "client.failed"}
+    events = events_in(history, round_index, "worker.lost", "telemetry.refused", "client.failed")
+    failed = {event.where.node for event in events if event.name == "client.failed"}
+    lost = {event.where.node: event for event in events if event.name != "client.failed"}
     for node, event in lost.items():
         if node not in failed:
             yield finding(
@@ -305,12 +310,12 @@ def lost_telemetry(history: History, round_index: int) -> Iterator[Finding]:
                 round_index,
                 event.message,
                 confidence=1.0,
-                since=_first(history, round_index, event),
+                since=_first_round_of(history, round_index, event),
                 node=node,
             )
-    counts = up_to(history.series("monitor.lost", None), round_index)
+    counts = values_up_to(history.series("monitor.lost", None), round_index)
     before = counts[-2][1] if len(counts) > 1 else 0.0
-    named = sum(_records_lost(event) for event in told)
+    named = sum(_records_lost(event) for event in events)
     more = counts[-1][1] - before - named if counts and counts[-1][0] == round_index else 0.0
     if more > 0 and None not in lost:
         text = f"{more:.0f} records were lost before they were stored."
@@ -331,10 +336,12 @@ def bottleneck(history: History, round_index: int) -> Iterator[Finding]:
     numbers = rounds_until(history, round_index - 1, BOUND_ROUNDS)
     if len(numbers) < BOUND_ROUNDS:
         return
-    shares = {kind: dict(up_to(history.series(f"bottleneck.{kind}", None), round_index - 1)) for kind in BOTTLENECKS}
+    shares = {
+        kind: dict(values_up_to(history.series(f"bottleneck.{kind}", None), round_index - 1)) for kind in BOTTLENECKS
+    }
     for kind, words in BOTTLENECKS.items():  # stragglers first: what holds them up is no matter of all
-        found = [shares[kind].get(number, 0.0) for number in numbers]
-        if min(found) < BOUND:
+        kind_shares = [shares[kind].get(number, 0.0) for number in numbers]
+        if min(kind_shares) < BOUND:
             continue
         seconds = dict(zip(*history.series("time.round", None), strict=True))
         seconds |= dict(zip(*history.series("time.round_virtual", None), strict=True))
@@ -342,8 +349,8 @@ def bottleneck(history: History, round_index: int) -> Iterator[Finding]:
         if typical < BOUND_SECONDS:
             return
         since = _bound_since(shares[kind], numbers[0])
-        share = float(np.median(found))
-        named = _waited_for(history, numbers) if kind == "straggler" else ""
+        share = float(np.median(kind_shares))
+        named = _straggler_words(history, numbers) if kind == "straggler" else ""
         saved = "would be saved without" if kind == "straggler" else "goes to"
         text = f"Of a round of {typical:.3g} s, {share:.0%} {saved} {words}{named}."
         number = Number(f"bottleneck.{kind}", share, BOUND, of="limit")
@@ -355,16 +362,16 @@ def bottleneck(history: History, round_index: int) -> Iterator[Finding]:
 
 def _bound_since(shares: Mapping[int, float], first: int) -> int:
     """The round from which on it was so without a break."""
-    for number in sorted((n for n in shares if n < first), reverse=True):
-        if shares[number] < BOUND:
+    for round_index in sorted((n for n in shares if n < first), reverse=True):
+        if shares[round_index] < BOUND:
             break
-        first = number
+        first = round_index
     return first
 
 
-def _waited_for(history: History, numbers: Sequence[int]) -> str:
+def _straggler_words(history: History, numbers: Sequence[int]) -> str:
     """Who it was in most of these rounds, if anybody was."""
-    last = Counter(node for number in numbers for node in history.latest("time.critical", number))
+    last = Counter(node for round_index in numbers for node in history.latest("time.critical", round_index))
     node, times = last.most_common(1)[0] if last else ("", 0)
     return f", {node} in {times} of the last {len(numbers)} rounds" if times > len(numbers) / 2 else ""
 

@@ -19,7 +19,7 @@ LOOK_BACK = 30  # rounds in which the past of a client is looked for
 
 def rounds_until(history: History, round_index: int, most: int = LOOK_BACK) -> list[int]:
     """The newest rounds up to and with this one, ascending."""
-    return [number for number in history.rounds() if number <= round_index][-most:]
+    return [past_round for past_round in history.rounds() if past_round <= round_index][-most:]
 
 
 def clients_of(history: History, round_index: int) -> list[Node]:
@@ -30,10 +30,10 @@ def clients_of(history: History, round_index: int) -> list[Node]:
 
 def groups_of(history: History, round_index: int) -> Mapping[Node, str]:
     """Each client's edge, cluster or ring, as last told; empty where there are none."""
-    told = [
+    announcements = [
         event for event in history.events("groups") if event.where.round is None or event.where.round <= round_index
     ]
-    members: Mapping[str, Sequence[Node]] = told[-1].data if told else {}
+    members: Mapping[str, Sequence[Node]] = announcements[-1].data if announcements else {}
     return {node: group for group, nodes in members.items() for node in nodes}
 
 
@@ -55,50 +55,52 @@ def events_in(history: History, round_index: int, *names: str) -> list[Event]:
 
 def value_before(history: History, name: str, node: Node | None, round_index: int) -> tuple[int, float] | None:
     """A node's newest value of a metric before a round, with its round."""
-    for number in reversed(rounds_until(history, round_index - 1)):
+    for past_round in reversed(rounds_until(history, round_index - 1)):
         if node is None:
             break
-        found = history.latest(name, number).get(node)
-        if found is not None:
-            return number, found
+        value = history.latest(name, past_round).get(node)
+        if value is not None:
+            return past_round, value
     return None
 
 
-def up_to(series: tuple[list[int], list[float]], round_index: int) -> list[tuple[int, float]]:
+def values_up_to(series: tuple[list[int], list[float]], round_index: int) -> list[tuple[int, float]]:
     """A metric's values over the rounds, without what came later."""
-    return [(number, value) for number, value in zip(*series, strict=True) if number <= round_index]
+    return [(past_round, value) for past_round, value in zip(*series, strict=True) if past_round <= round_index]
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class ClientCalls:
     """How a client answered when it was asked: the rounds of its calls, and whether each went wrong."""
 
     rounds: tuple[int, ...]
     wrong: tuple[bool, ...]
 
 
-def calls(history: History, round_index: int, names: Iterable[str], most: int = LOOK_BACK) -> dict[Node, Calls]:
+def calls_by_client(
+    history: History, round_index: int, names: Iterable[str], most: int = LOOK_BACK
+) -> dict[Node, ClientCalls]:
     """Every client's calls in the newest rounds; those went wrong that an event of one of these names tells of."""
     numbers = rounds_until(history, round_index, most)
-    trouble: dict[int, dict[Node, bool]] = {number: {} for number in numbers}
+    trouble: dict[int, dict[Node, bool]] = {past_round: {} for past_round in numbers}
     wanted = set(names)
     for event in history.events(None, numbers[0]) if numbers else ():
-        there = trouble.get(event.where.round if event.where.round is not None else -1)
-        if there is not None and event.where.node is not None and event.name in ASKED:
-            there[event.where.node] = there.get(event.where.node, False) or event.name in wanted
-    found: dict[Node, list[tuple[int, bool]]] = {}
-    for number in numbers:
-        answered = dict.fromkeys(clients_of(history, number), False)
-        for node, bad in (answered | trouble[number]).items():
-            found.setdefault(node, []).append((number, bad))
-    return {node: Calls(*zip(*own, strict=True)) for node, own in found.items()}
+        failed_in_round = trouble.get(event.where.round if event.where.round is not None else -1)
+        if failed_in_round is not None and event.where.node is not None and event.name in FAILED_CALL_EVENTS:
+            failed_in_round[event.where.node] = failed_in_round.get(event.where.node, False) or event.name in wanted
+    by_client: dict[Node, list[tuple[int, bool]]] = {}
+    for past_round in numbers:
+        answered = dict.fromkeys(clients_of(history, past_round), False)
+        for node, bad in (answered | trouble[past_round]).items():
+            by_client.setdefault(node, []).append((past_round, bad))
+    return {node: ClientCalls(*zip(*client_calls, strict=True)) for node, client_calls in by_client.items()}
 
 
-ASKED = tuple(name for name in FAILURES if name != "worker.lost")
+FAILED_CALL_EVENTS = tuple(name for name in FAILURES if name != "worker.lost")
 """Events about a client that was asked, and from whom nothing of use came; its records alone are no answer missed."""
 
 
-def chance_of(wrong: int, asked: int, rate: float) -> float:
+def chance_of_failures(wrong: int, asked: int, rate: float) -> float:
     """The probability that so many or more of these calls go wrong, if each does with this rate."""
     if wrong <= 0:
         return 1.0

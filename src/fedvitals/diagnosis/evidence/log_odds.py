@@ -20,14 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fedvitals.diagnosis.evidence.scores import Scores
-from fedvitals.diagnosis.evidence.vital_signs import ABSOLUTE, ABSOLUTE_SERVER, SERVER, Vitals
+from fedvitals.diagnosis.evidence.vital_signs import ABSOLUTE, ABSOLUTE_SERVER, SERVER, VitalSigns
 from fedvitals.stats import Array
 
 VIEWS = ("telemetry", "server", "flip")
 MOST_COUNTED = 20  # participations, above which more of them tell nothing new
 
 
-def features(scores: Scores, vitals: Vitals, view: str) -> Array:
+def features(scores: Scores, vitals: VitalSigns, view: str) -> Array:
     """[clients, features] of one view; NaN where something is not known."""
     count = np.minimum(scores.counts, MOST_COUNTED)[:, None]
     if view == "server":
@@ -39,18 +39,18 @@ def features(scores: Scores, vitals: Vitals, view: str) -> Array:
     return np.concatenate([scores.peers, scores.own, scores.lasting, vitals.absolute, count, flip], axis=1)
 
 
-def linear(found: Array, scored: int) -> Array:
+def linear_features(feature_rows: Array, scored: int) -> Array:
     """The same as a linear model takes it: scores and their magnitudes, limited; nothing for what is not known.
 
     `scored`: how many of the first columns are scores.
     """
-    scores = np.clip(np.nan_to_num(found[:, :scored]) / 3, -2.5, 2.5)
-    rest = np.clip(np.nan_to_num(found[:, scored:]), -5, 5)
+    scores = np.clip(np.nan_to_num(feature_rows[:, :scored]) / 3, -2.5, 2.5)
+    rest = np.clip(np.nan_to_num(feature_rows[:, scored:]), -5, 5)
     return np.concatenate([scores, np.abs(scores), rest], axis=1)
 
 
 @dataclass(frozen=True)
-class Trees:
+class BoostedTrees:
     """Boosted trees, [trees, nodes] each: the feature asked, the limit, where to go on, and what a leaf adds."""
 
     feature: npt.NDArray[np.int64]
@@ -63,29 +63,31 @@ class Trees:
     baseline: float
 
     @classmethod
-    def of(cls, told: dict[str, Any]) -> Trees:
+    def from_json(cls, document: dict[str, Any]) -> BoostedTrees:
         kinds = {"feature": np.int64, "left": np.int64, "right": np.int64, "missing_left": np.bool_, "leaf": np.bool_}
         names = ("feature", "limit", "left", "right", "missing_left", "value", "leaf")
-        arrays: dict[str, Any] = {name: np.array(told[name], dtype=kinds.get(name, np.float64)) for name in names}
-        return cls(**arrays, baseline=float(told["baseline"]))
+        arrays: dict[str, Any] = {name: np.array(document[name], dtype=kinds.get(name, np.float64)) for name in names}
+        return cls(**arrays, baseline=float(document["baseline"]))
 
-    def __call__(self, found: Array) -> Array:
+    def __call__(self, feature_rows: Array) -> Array:
         trees = np.arange(len(self.feature))[None]
-        at = np.zeros((len(found), len(self.feature)), dtype=np.int64)
-        rows = np.arange(len(found))[:, None]
-        while not self.leaf[trees, at].all():
-            asked = found[rows, self.feature[trees, at]]
-            goes_left = np.where(np.isnan(asked), self.missing_left[trees, at], asked <= self.limit[trees, at])
-            further = np.where(goes_left, self.left[trees, at], self.right[trees, at])
-            at = np.where(self.leaf[trees, at], at, further)
-        return np.asarray(self.value[trees, at].sum(axis=1) + self.baseline)
+        tree_node = np.zeros((len(feature_rows), len(self.feature)), dtype=np.int64)
+        rows = np.arange(len(feature_rows))[:, None]
+        while not self.leaf[trees, tree_node].all():
+            values = feature_rows[rows, self.feature[trees, tree_node]]
+            goes_left = np.where(
+                np.isnan(values), self.missing_left[trees, tree_node], values <= self.limit[trees, tree_node]
+            )
+            further = np.where(goes_left, self.left[trees, tree_node], self.right[trees, tree_node])
+            tree_node = np.where(self.leaf[trees, tree_node], tree_node, further)
+        return np.asarray(self.value[trees, tree_node].sum(axis=1) + self.baseline)
 
 
 @dataclass(frozen=True)
-class View:
+class EvidenceView:
     """One view's model: evidence, its limits for an alarm, how sure a sum of evidence is, and the likely kinds."""
 
-    trees: Trees
+    trees: BoostedTrees
     weights: Array
     offset: float
     limits: dict[str, list[tuple[float, float]]]  # by kind of cohort: (alarms per 100 healthy rounds, limit)
@@ -96,28 +98,30 @@ class View:
     scored: int
 
     @classmethod
-    def of(cls, told: dict[str, Any]) -> View:
-        limits = {name: [(float(b), float(h)) for b, h in pairs] for name, pairs in told["limits"].items()}
-        certainty = (np.array(told["certainty"][0]), np.array(told["certainty"][1]))
+    def from_json(cls, document: dict[str, Any]) -> EvidenceView:
+        limits = {name: [(float(b), float(h)) for b, h in pairs] for name, pairs in document["limits"].items()}
+        certainty = (np.array(document["certainty"][0]), np.array(document["certainty"][1]))
         return cls(
-            trees=Trees.of(told["trees"]),
-            weights=np.array(told["weights"]),
-            offset=float(told["offset"]),
+            trees=BoostedTrees.from_json(document["trees"]),
+            weights=np.array(document["weights"]),
+            offset=float(document["offset"]),
             limits=limits,
             certainty=certainty,
-            kinds=tuple(told["kinds"]),
-            kind_weights=np.array(told["kind_weights"]),
-            kind_offsets=np.array(told["kind_offsets"]),
-            scored=int(told["scored"]),
+            kinds=tuple(document["kinds"]),
+            kind_weights=np.array(document["kind_weights"]),
+            kind_offsets=np.array(document["kind_offsets"]),
+            scored=int(document["scored"]),
         )
 
-    def evidence(self, found: Array) -> Array:
+    def evidence(self, feature_rows: Array) -> Array:
         """Log-odds of each client being faulty in this round."""
-        return 0.5 * (self.trees(found) + linear(found, self.scored) @ self.weights + self.offset)
+        return 0.5 * (
+            self.trees(feature_rows) + linear_features(feature_rows, self.scored) @ self.weights + self.offset
+        )
 
-    def likely(self, found: Array) -> Array:
+    def likely(self, feature_rows: Array) -> Array:
         """[clients, kinds]: log-probability of each kind of fault, given that there is one."""
-        raw = linear(found, self.scored) @ self.kind_weights.T + self.kind_offsets
+        raw = linear_features(feature_rows, self.scored) @ self.kind_weights.T + self.kind_offsets
         raw = raw - raw.max(axis=1, keepdims=True)
         return np.asarray(raw - np.log(np.exp(raw).sum(axis=1, keepdims=True)))
 
@@ -132,8 +136,8 @@ class View:
 
 
 @dataclass(frozen=True)
-class Model:
-    views: dict[str, View]
+class EvidenceModel:
+    views: dict[str, EvidenceView]
     certainty: tuple[Array, Array]  # the surest view's probability, and the share of such clients that were faulty
     bank: str  # digest of the bank it was learnt on
 
@@ -144,8 +148,10 @@ class Model:
 
 
 @functools.cache
-def shipped() -> Model:
+def shipped_model() -> EvidenceModel:
     text = importlib.resources.files(__package__).joinpath("evidence.json").read_text(encoding="utf-8")
-    told = json.loads(text)
-    views = {name: View.of(told["views"][name]) for name in VIEWS}
-    return Model(views, (np.array(told["certainty"][0]), np.array(told["certainty"][1])), told["bank"])
+    document = json.loads(text)
+    views = {name: EvidenceView.from_json(document["views"][name]) for name in VIEWS}
+    return EvidenceModel(
+        views, (np.array(document["certainty"][0]), np.array(document["certainty"][1])), document["bank"]
+    )

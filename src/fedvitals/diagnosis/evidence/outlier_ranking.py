@@ -24,7 +24,7 @@ FLOORS = {"update.norm": 0.05, "update.cosine_mean": 0.05}
 
 
 @dataclass(frozen=True, slots=True)
-class StandOut:
+class Outlier:
     """A client or layer, how far it lies from its peers, and in which sign."""
 
     name: str
@@ -43,34 +43,34 @@ def robust_scores(values: Array, floor: float, of: Array | None = None) -> Array
     return np.asarray(((values if of is None else of) - middle) / np.hypot(spread, floor))
 
 
-def clients_that_stand_out(history: History, rounds: Sequence[int] | None = None) -> list[StandOut]:
+def rank_outlier_clients(history: History, rounds: Sequence[int] | None = None) -> list[Outlier]:
     """Every client of the newest rounds, the one that stands out most first."""
     chosen = (rounds if rounds is not None else history.rounds())[-NEWEST:]
     scores: dict[Node, list[tuple[float, str]]] = {}
     broken: dict[Node, float] = {}
-    for number in chosen:
-        for node, score in _one_round(history, number).items():
+    for round_index in chosen:
+        for node, score in _scores_of_round(history, round_index).items():
             scores.setdefault(node, []).append(score)
-        for node, count in not_finite(history, number).items():
+        for node, count in nonfinite_counts(history, round_index).items():
             broken[node] = broken.get(node, 0.0) + count
-    ranked = [_median(node, found) for node, found in scores.items() if node not in broken]
+    ranked = [_median_outlier(node, client_scores) for node, client_scores in scores.items() if node not in broken]
     worst = sorted(broken, key=lambda node: -broken[node])
-    lead = [StandOut(node, float("inf"), f"{broken[node]:.0f} values NaN or Inf") for node in worst]
+    lead = [Outlier(node, float("inf"), f"{broken[node]:.0f} values NaN or Inf") for node in worst]
     return [*lead, *sorted(ranked, key=lambda s: -s.score)]
 
 
-def not_finite(history: History, number: int) -> dict[Node, float]:
+def nonfinite_counts(history: History, round_index: int) -> dict[Node, float]:
     """How many values of a client's gradients and weights were NaN or Inf in a round; nobody without any."""
-    found: dict[Node, float] = {}
+    counts: dict[Node, float] = {}
     for name in ("gradient.nonfinite", "weight.nonfinite"):
-        for node, count in history.latest(name, number).items():
+        for node, count in history.latest(name, round_index).items():
             if count != 0:  # nor does NaN stand for none
-                found[node] = found.get(node, 0.0) + count
-    return found
+                counts[node] = counts.get(node, 0.0) + count
+    return counts
 
 
-def _one_round(history: History, number: int) -> Mapping[Node, tuple[float, str]]:
-    norms, cosines = history.latest("update.norm", number), history.latest("update.cosine_mean", number)
+def _scores_of_round(history: History, round_index: int) -> Mapping[Node, tuple[float, str]]:
+    norms, cosines = history.latest("update.norm", round_index), history.latest("update.cosine_mean", round_index)
     nodes = [node for node in norms if node in cosines]
     if len(nodes) < FEWEST:
         return {}
@@ -80,24 +80,24 @@ def _one_round(history: History, number: int) -> Mapping[Node, tuple[float, str]
     sizes[~np.isfinite(sizes)] = np.nan
     size = robust_scores(sizes, FLOORS["update.norm"])
     turn = robust_scores(turns, FLOORS["update.cosine_mean"])
-    found = {}
+    scores = {}
     for i, node in enumerate(nodes):
         candidates = [
             (abs(size[i]), "larger updates" if size[i] > 0 else "smaller updates"),
             (-turn[i], "other direction"),
         ]
         usable = [c for c in candidates if np.isfinite(c[0])]
-        found[node] = max(usable) if usable else (float("inf"), "zero or not finite")
-    return found
+        scores[node] = max(usable) if usable else (float("inf"), "zero or not finite")
+    return scores
 
 
-def _median(node: Node, found: list[tuple[float, str]]) -> StandOut:
-    ordered = sorted(found)
+def _median_outlier(node: Node, scores: list[tuple[float, str]]) -> Outlier:
+    ordered = sorted(scores)
     score, why = ordered[len(ordered) // 2]
-    return StandOut(node, float(score), why)
+    return Outlier(node, float(score), why)
 
 
-def layers_that_stand_out(history: History) -> list[StandOut]:
+def rank_outlier_layers(history: History) -> list[Outlier]:
     """Every layer, the one whose gradient changed most against its own first rounds first; not-finite ones on top."""
     ranked = []
     for layer in history.layers("gradient"):
@@ -106,14 +106,14 @@ def layers_that_stand_out(history: History) -> list[StandOut]:
         _, _, infs = history.matrix("gradient", "infs", layer)
         broken = float(np.nansum(nans) + np.nansum(infs))
         if broken:
-            ranked.append(StandOut(layer, float("inf"), f"{broken:.0f} gradient values NaN or Inf"))
+            ranked.append(Outlier(layer, float("inf"), f"{broken:.0f} gradient values NaN or Inf"))
             continue
         typical = np.array([np.nanmedian(row) if np.isfinite(row).any() else np.nan for row in norms])
         early, late = typical[: max(1, len(rounds) // 4)], typical[-NEWEST:]
         ratio = float(np.nanmedian(late) / np.nanmedian(early)) if len(rounds) and np.nanmedian(early) > 0 else 1.0
         if ratio == 0:
-            ranked.append(StandOut(layer, float("inf"), "gradient became zero"))
+            ranked.append(Outlier(layer, float("inf"), "gradient became zero"))
             continue
         change = abs(float(np.log2(ratio)))
-        ranked.append(StandOut(layer, change, f"gradient {ratio:.2g}× its size in the first rounds"))
+        ranked.append(Outlier(layer, change, f"gradient {ratio:.2g}× its size in the first rounds"))
     return sorted(ranked, key=lambda s: -s.score)

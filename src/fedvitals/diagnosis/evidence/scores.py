@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fedvitals.diagnosis.evidence.student_t import normal_scores
-from fedvitals.diagnosis.evidence.vital_signs import FLOOR, SIGNS, Vitals
+from fedvitals.diagnosis.evidence.vital_signs import FLOOR, SIGNS, VitalSigns
 from fedvitals.protocols import Node
 from fedvitals.stats import Array
 
@@ -27,7 +27,7 @@ _FLOORS = np.array([FLOOR[name] for name in SIGNS])
 
 
 @dataclass
-class _Past:
+class _ClientPast:
     """One client's participations so far."""
 
     residual: Array = field(default_factory=lambda: np.zeros(len(SIGNS)))
@@ -55,23 +55,23 @@ class Scorer:
     """Takes rounds in their order; what it knows of the past is all that it keeps."""
 
     def __init__(self) -> None:
-        self._past: dict[Node, _Past] = {}
+        self._past: dict[Node, _ClientPast] = {}
         # Least squares of each sign on size and diversity, pooled over the run.
         self._products = np.zeros((2, len(SIGNS)))
         self._squares = np.zeros((2, len(SIGNS)))
         self._rounds = 0
 
-    def __call__(self, vitals: Vitals) -> Scores | None:
+    def __call__(self, vitals: VitalSigns) -> Scores | None:
         """None if there are too few clients to compare."""
         if len(vitals.nodes) < FEWEST:
             return None
-        centred = vitals.values - _median(vitals.values)
+        centred = vitals.values - _median_by_sign(vitals.values)
         residual = self._corrected(centred, [vitals.size, vitals.diversity])
-        peers = _scored(residual)
-        past = [self._past.setdefault(node, _Past()) for node in vitals.nodes]
+        peers = _normalised(residual)
+        past = [self._past.setdefault(node, _ClientPast()) for node in vitals.nodes]
         own = self._against_own(residual, past)
-        lasting = _over_time(peers, past)
-        persistent, rare = _pairs(vitals, past)
+        lasting = _lasting_scores(peers, past)
+        persistent, rare = _confusion_pairs(vitals, past)
         for client in past:
             client.count += 1
         counts = np.array([float(client.count) for client in past])
@@ -90,10 +90,10 @@ class Scorer:
             self._squares[i] += np.nansum(np.where(np.isnan(clipped), np.nan, (x**2)[:, None]), axis=0)
             slope = self._products[i] / (self._squares[i] + _RIDGE * len(x))
             residual = residual - x[:, None] * slope
-            residual = residual - _median(residual)
+            residual = residual - _median_by_sign(residual)
         return residual
 
-    def _against_own(self, residual: Array, past: list[_Past]) -> Array:
+    def _against_own(self, residual: Array, past: list[_ClientPast]) -> Array:
         before = np.stack([client.residual for client in past])
         weight = np.stack([client.weight for client in past])
         change = np.where(weight > 0, residual - before / np.maximum(weight, 1e-9), np.nan)
@@ -103,10 +103,10 @@ class Scorer:
             client.weight = np.where(there, OWN * client.weight + 1, client.weight)
         if np.isfinite(change).any(axis=1).sum() < FEWEST:
             return np.zeros_like(residual)
-        return _scored(change - _median(change))
+        return _normalised(change - _median_by_sign(change))
 
 
-def _median(values: Array) -> Array:
+def _median_by_sign(values: Array) -> Array:
     with np.errstate(all="ignore"):
         known = np.isfinite(values).any(axis=0)
         middle = np.zeros(values.shape[1])
@@ -116,17 +116,17 @@ def _median(values: Array) -> Array:
 
 def _spread(centred: Array) -> Array:
     """1.4826 · median of the distances."""
-    return 1.4826 * _median(np.abs(centred))
+    return 1.4826 * _median_by_sign(np.abs(centred))
 
 
-def _scored(centred: Array) -> Array:
+def _normalised(centred: Array) -> Array:
     scale = np.hypot(_spread(centred), _FLOORS)
     distances = centred / scale
     freedom = max(1, len(centred) - 2)
     return np.nan_to_num(np.clip(normal_scores(np.nan_to_num(distances), freedom), -CLIP, CLIP))
 
 
-def _over_time(peers: Array, past: list[_Past]) -> Array:
+def _lasting_scores(peers: Array, past: list[_ClientPast]) -> Array:
     lasting = np.empty_like(peers)
     for i, (client, row) in enumerate(zip(past, peers, strict=True)):
         client.lasting = LASTING * client.lasting + row
@@ -135,7 +135,7 @@ def _over_time(peers: Array, past: list[_Past]) -> Array:
     return lasting
 
 
-def _pairs(vitals: Vitals, past: list[_Past]) -> tuple[Array, Array]:
+def _confusion_pairs(vitals: VitalSigns, past: list[_ClientPast]) -> tuple[Array, Array]:
     pairs = [None if np.isnan(pair).any() else (float(pair[0]), float(pair[1])) for pair in vitals.pairs]
     persistent = np.array([float(pair is not None and pair == c.pair) for pair, c in zip(pairs, past, strict=True)])
     known = [pair for pair in pairs if pair is not None]

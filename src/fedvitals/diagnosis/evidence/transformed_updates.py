@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedvitals.diagnosis.evidence.attendance import clients_of, rounds_until
-from fedvitals.diagnosis.evidence.update_mismatch import MANY, mismatch
+from fedvitals.diagnosis.evidence.update_mismatch import COHORT_WIDE_SHARE, update_mismatches
 from fedvitals.protocols import History, Node
 from fedvitals.stats import Array
 
@@ -43,17 +43,17 @@ def transformation(history: History, round_index: int) -> Transformation | None:
     for sparse, sign in ((False, _differing), (True, _mostly_zeros)):
         clients = _over_rounds(history, round_index, sign)
         transformed = sum(clients.values())
-        if most(clients) and transformed > MANY * len(clients_of(history, round_index)):
+        if holds_for_most(clients) and transformed > COHORT_WIDE_SHARE * len(clients_of(history, round_index)):
             return Transformation(transformed, len(clients), sparse)
     return None
 
 
 def most_differ(history: History, round_index: int) -> bool:
     """Whether most of the clients that can be compared sent something else than they trained, however few they are."""
-    return most(_over_rounds(history, round_index, _differing))
+    return holds_for_most(_over_rounds(history, round_index, _differing))
 
 
-def most(clients: Mapping[Node, bool]) -> bool:
+def holds_for_most(clients: Mapping[Node, bool]) -> bool:
     """Whether a sign holds for more than half of the clients, and for at least two."""
     return sum(clients.values()) >= max(2, len(clients) // 2 + 1)
 
@@ -72,7 +72,7 @@ def _over_rounds(
 
 def _differing(history: History, round_index: int) -> dict[Node, bool]:
     """Whether each client's update differs from what it trained, for the clients of which both are known."""
-    return {node: distance > ROUNDED for node, distance in mismatch(history, round_index).items()}
+    return {node: distance > ROUNDED for node, distance in update_mismatches(history, round_index).items()}
 
 
 def _mostly_zeros(history: History, round_index: int) -> dict[Node, bool]:

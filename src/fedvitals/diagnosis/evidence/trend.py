@@ -15,11 +15,11 @@ import numpy as np
 
 from fedvitals.diagnosis.evidence.attendance import groups_of
 from fedvitals.diagnosis.evidence.fault_kinds import AFTER_TRAINING
-from fedvitals.diagnosis.evidence.log_odds import VIEWS, Model, features
+from fedvitals.diagnosis.evidence.log_odds import VIEWS, EvidenceModel, features
 from fedvitals.diagnosis.evidence.scores import Scorer, Scores
 from fedvitals.diagnosis.evidence.transformed_updates import transformation
-from fedvitals.diagnosis.evidence.update_mismatch import trained, untrained
-from fedvitals.diagnosis.evidence.vital_signs import SIGNS, Vitals, vitals
+from fedvitals.diagnosis.evidence.update_mismatch import clients_with_altered_updates, clients_with_trained_updates
+from fedvitals.diagnosis.evidence.vital_signs import SIGNS, VitalSigns, vital_signs_of
 from fedvitals.protocols import History, Node
 from fedvitals.stats import Array
 
@@ -36,7 +36,7 @@ UNTENABLE, PLAIN = 0.1, 0.8  # chances of the kind that was named, and of anothe
 
 
 @dataclass
-class Sums:
+class EvidenceSums:
     """One view's sums of evidence."""
 
     totals: dict[Node, float] = field(default_factory=dict)
@@ -45,14 +45,14 @@ class Sums:
     accused: set[Node] = field(default_factory=set)
     withdrawn: int = 0  # accusations that the following rounds did not bear out
 
-    def add(self, node: Node, number: int, gained: float, likely: Array, limit: float) -> None:
-        total = self.totals[node] = min(CAP, max(0.0, self.totals.get(node, 0.0) + gained))
+    def add(self, node: Node, round_index: int, evidence: float, kind_logs: Array, limit: float) -> None:
+        total = self.totals[node] = min(CAP, max(0.0, self.totals.get(node, 0.0) + evidence))
         if total == 0:
             self.kinds[node] = []
             self.began.pop(node, None)
         else:
-            self.began.setdefault(node, number)
-        self.kinds[node] = [*self.kinds.get(node, []), likely][-REMEMBERED:]
+            self.began.setdefault(node, round_index)
+        self.kinds[node] = [*self.kinds.get(node, []), kind_logs][-REMEMBERED:]
         if total > limit:
             self.accused.add(node)
         elif node in self.accused and total < limit / 2:  # not at the limit itself: a case shall not flicker
@@ -61,115 +61,120 @@ class Sums:
 
 
 @dataclass
-class Course:
+class EvidenceTrend:
     """A run up to a round; `take` the next one. All that it says follows from the rounds that it took."""
 
-    model: Model
+    model: EvidenceModel
     allowed: float  # alarms per 100 healthy rounds, over all rules together
     scorer: Scorer = field(default_factory=Scorer)
-    views: dict[str, Sums] = field(default_factory=lambda: {name: Sums() for name in VIEWS})
+    views: dict[str, EvidenceSums] = field(default_factory=lambda: {name: EvidenceSums() for name in VIEWS})
     clients: set[Node] = field(default_factory=set)
     round: int | None = None
     rounds: int = 0
-    vitals: Vitals | None = None
+    vital_signs: VitalSigns | None = None
     scores: Scores | None = None  # of the last round; None if there were too few clients to compare
     accuracy: float = float("nan")  # of the received model, median over the clients, when it was last known
     limits: dict[str, float] = field(default_factory=dict)
-    swapped: dict[Node, int] = field(default_factory=dict)  # who sent something else than it trained, and since when
-    chances: dict[Node, dict[str, float]] = field(default_factory=dict)  # of each kind, for all that stand accused
-    named: dict[Node, str] = field(default_factory=dict)  # the kind that each of these is accused of
+    altered_since: dict[Node, int] = field(
+        default_factory=dict
+    )  # who sent something else than it trained, and since when
+    kind_chances: dict[Node, dict[str, float]] = field(default_factory=dict)  # of each kind, for all that stand accused
+    suspected_kinds: dict[Node, str] = field(default_factory=dict)  # the kind that each of these is accused of
     abstains: bool = False  # whether the last round's updates were transformed, so that nobody is judged by them
     largest: float = 0.0  # norm of the median client's update, in the round in which that was largest
 
-    def take(self, history: History, number: int) -> None:
-        seen = vitals(history, number)
-        self.round, self.rounds = number, self.rounds + 1
-        self.clients |= set(seen.nodes)
-        self.abstains = transformation(history, number) is not None
-        self.vitals, self.scores = seen, None if self.abstains else self.scorer(seen)
-        accuracy = seen.values[:, SIGNS.index("accuracy_before")]
+    def add_round(self, history: History, round_index: int) -> None:
+        vital_signs = vital_signs_of(history, round_index)
+        self.round, self.rounds = round_index, self.rounds + 1
+        self.clients |= set(vital_signs.nodes)
+        self.abstains = transformation(history, round_index) is not None
+        self.vital_signs, self.scores = vital_signs, None if self.abstains else self.scorer(vital_signs)
+        accuracy = vital_signs.values[:, SIGNS.index("accuracy_before")]
         if np.isfinite(accuracy).any():
             self.accuracy = float(np.nanmedian(accuracy))
         if self.abstains:
-            self.swapped, self.named = {}, {}
+            self.altered_since, self.suspected_kinds = {}, {}
         if self.scores is None:
             return
-        struck, honest = untrained(history, number), trained(history, number)
-        for node in seen.nodes:
-            if node in struck:
-                self.swapped.setdefault(node, number)
+        altered, unaltered = (
+            clients_with_altered_updates(history, round_index),
+            clients_with_trained_updates(history, round_index),
+        )
+        for node in vital_signs.nodes:
+            if node in altered:
+                self.altered_since.setdefault(node, round_index)
             else:
-                self.swapped.pop(node, None)
-        exchanged = exchanging(groups_of(history, number))
-        cohort = cohort_of(len(seen.nodes), len(self.clients), exchanged=exchanged)
-        if not self._converged(history, number):
-            self._gather(number, self.scores, seen, cohort)
-        for node in seen.nodes:
-            self._name(node, honest=node in honest)
+                self.altered_since.pop(node, None)
+        exchanged = groups_exchange_models(groups_of(history, round_index))
+        cohort = cohort_kind(len(vital_signs.nodes), len(self.clients), exchanged=exchanged)
+        if not self._converged(history, round_index):
+            self._add_evidence(round_index, self.scores, vital_signs, cohort)
+        for node in vital_signs.nodes:
+            self._update_suspected_kind(node, honest=node in unaltered)
 
-    def fired(self, node: Node) -> list[str]:
+    def accusing_views(self, node: Node) -> list[str]:
         """The views in which it stands accused."""
         return [name for name, view in self.views.items() if node in view.accused]
 
     def totals(self, node: Node) -> dict[str, float]:
         return {name: view.totals.get(node, 0.0) for name, view in self.views.items()}
 
-    def _converged(self, history: History, number: int) -> bool:
+    def _converged(self, history: History, round_index: int) -> bool:
         """Whether updates have shrunk so far that a few hard samples decide what is left of them.
 
         Healthy clients then differ as much as faulty ones do while there is something to learn, and evidence was not
         learnt on such rounds: it neither grows nor shrinks.
         """
-        norms = [norm for norm in history.latest("update.norm", number).values() if np.isfinite(norm)]
+        norms = [norm for norm in history.latest("update.norm", round_index).values() if np.isfinite(norm)]
         median = float(np.median(norms)) if norms else 0.0
         self.largest = max(self.largest, median)
         return 0 < median < CONVERGED * self.largest  # of a model that died of NaN, nothing finite is left
 
-    def _gather(self, number: int, scores: Scores, seen: Vitals, cohort: str) -> None:
+    def _add_evidence(self, round_index: int, scores: Scores, vital_signs: VitalSigns, cohort: str) -> None:
         for name, view in self.views.items():
-            learnt, found = self.model.views[name], features(scores, seen, name)
-            gained = np.clip(learnt.evidence(found) + DRIFT[name], LEAST, MOST)
-            likely = learnt.likely(found)
+            learnt, signs = self.model.views[name], features(scores, vital_signs, name)
+            gained = np.clip(learnt.evidence(signs) + DRIFT[name], LEAST, MOST)
+            likely = learnt.likely(signs)
             allowed = self.allowed * SHARES[name]
             # Higher, where this very run has shown more false alarms than are allowed.
             excess = max(0.0, view.withdrawn - max(1.0, 2 * allowed * self.rounds / 100))
             limit = self.limits[name] = learnt.limit(cohort, allowed) + excess
-            for place, node in enumerate(seen.nodes):
-                view.add(node, number, float(gained[place]), likely[place], limit)
+            for index, node in enumerate(vital_signs.nodes):
+                view.add(node, round_index, float(gained[index]), likely[index], limit)
 
-    def _name(self, node: Node, *, honest: bool) -> None:
+    def _update_suspected_kind(self, node: Node, *, honest: bool) -> None:
         """What it is accused of, if it is. That stays, unless it has become plainly untenable."""
-        fired = self.fired(node)
-        if node not in self.swapped and not fired:
-            self.named.pop(node, None)
+        fired = self.accusing_views(node)
+        if node not in self.altered_since and not fired:
+            self.suspected_kinds.pop(node, None)
             return
-        view = "telemetry" if node in self.swapped else max(fired, key=lambda name: self.views[name].totals[node])
+        view = "telemetry" if node in self.altered_since else max(fired, key=lambda name: self.views[name].totals[node])
         kinds = self.model.views[view].kinds
         possible = [True] * len(kinds)
-        if node in self.swapped:
+        if node in self.altered_since:
             possible = [kind in AFTER_TRAINING for kind in kinds]
         elif honest and fired != ["server"]:
             # It sent what it trained: what is wrong was wrong before. (The server's view believes no such word.)
             possible = [kind not in AFTER_TRAINING for kind in kinds]
-        chances = self.chances[node] = chances_of(self.views[view].kinds.get(node, []), kinds, possible)
-        likeliest, before = max(chances, key=lambda kind: chances[kind]), self.named.get(node)
+        chances = self.kind_chances[node] = fault_kind_chances(self.views[view].kinds.get(node, []), kinds, possible)
+        likeliest, before = max(chances, key=lambda kind: chances[kind]), self.suspected_kinds.get(node)
         if before is None or (chances.get(before, 0.0) < UNTENABLE and chances[likeliest] > PLAIN):
-            self.named[node] = likeliest
+            self.suspected_kinds[node] = likeliest
 
 
-def chances_of(logs: Sequence[Array], kinds: Sequence[str], possible: Sequence[bool]) -> dict[str, float]:
+def fault_kind_chances(logs: Sequence[Array], kinds: Sequence[str], possible: Sequence[bool]) -> dict[str, float]:
     """The chance of each kind, from its log-probabilities in several participations; 0 for what is not possible."""
     total = np.where(possible, np.sum(logs, axis=0), -np.inf)
     shares = np.exp(total - total.max())
     return {kind: float(share) for kind, share in zip(kinds, shares / shares.sum(), strict=True)}
 
 
-def exchanging(groups: Mapping[Node, str]) -> bool:
+def groups_exchange_models(groups: Mapping[Node, str]) -> bool:
     """Whether clients pass their models on to each other within their groups: edges and rings do, clusters do not."""
     return any(not group.startswith("cluster") for group in groups.values())
 
 
-def cohort_of(present: int, known: int, *, exchanged: bool = False) -> str:
+def cohort_kind(present: int, known: int, *, exchanged: bool = False) -> str:
     """Which limits hold: cohorts of these kinds raise false alarms at very different rates."""
     if exchanged:
         return "exchanging"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from fedvitals.stats import COUNT, INFS, NANS, SUM_SQUARES, Array
 
 
-class Unusable:
+class UnusableUpdateCheck:
     """Remembers only which layer sizes are the usual ones."""
 
     def __init__(self) -> None:

@@ -11,11 +11,11 @@ import math
 
 from fedvitals.protocols import History, Node
 
-NOT_TRAINED = 0.01  # relative difference of two equal sizes; 0 of 323,377 healthy client-rounds had as much
-MANY = 1 / 3  # of a cohort: more than are faulty in any federation that still learns
+MISMATCH_LIMIT = 0.01  # relative difference of two equal sizes; 0 of 323,377 healthy client-rounds had as much
+COHORT_WIDE_SHARE = 1 / 3  # of a cohort: more than are faulty in any federation that still learns
 
 
-def mismatch(history: History, round_index: int) -> dict[Node, float]:
+def update_mismatches(history: History, round_index: int) -> dict[Node, float]:
     """By how much they differ, as a share: in size, or in the sums of the layer that differs most (`differs`).
 
     A model of half precision rounds each value by up to 0.4 %, which is less than `NOT_TRAINED`. Where the sums of all
@@ -24,23 +24,23 @@ def mismatch(history: History, round_index: int) -> dict[Node, float]:
     drift, differs = history.latest("weight.drift", round_index), history.latest("update.differs", round_index)
     return {
         node: differs[node]
-        if differs.get(node, 1.0) <= NOT_TRAINED
+        if differs.get(node, 1.0) <= MISMATCH_LIMIT
         else max(abs(math.log(norm / drift[node])), differs.get(node, 0.0))
         for node, norm in history.latest("update.norm", round_index).items()
         if 0 < drift.get(node, 0.0) < math.inf and 0 < norm < math.inf
     }
 
 
-def untrained(history: History, round_index: int) -> set[Node]:
+def clients_with_altered_updates(history: History, round_index: int) -> set[Node]:
     """Who sent something else than it trained.
 
     Nobody, where that is so for many: then updates are compressed, clipped or averaged on their way, and it is known.
     """
-    told = mismatch(history, round_index)
-    found = {node for node, distance in told.items() if distance > NOT_TRAINED}
-    return found if len(found) <= max(1, MANY * len(told)) else set()
+    mismatches = update_mismatches(history, round_index)
+    altered = {node for node, distance in mismatches.items() if distance > MISMATCH_LIMIT}
+    return altered if len(altered) <= max(1, COHORT_WIDE_SHARE * len(mismatches)) else set()
 
 
-def trained(history: History, round_index: int) -> set[Node]:
+def clients_with_trained_updates(history: History, round_index: int) -> set[Node]:
     """Who sent what it trained."""
-    return {node for node, distance in mismatch(history, round_index).items() if distance <= NOT_TRAINED}
+    return {node for node, distance in update_mismatches(history, round_index).items() if distance <= MISMATCH_LIMIT}

@@ -14,7 +14,7 @@ import numpy as np
 
 from fedvitals.diagnosis.evidence.attendance import clients_of, labels_of
 from fedvitals.diagnosis.evidence.transformed_updates import most_differ
-from fedvitals.diagnosis.evidence.update_mismatch import NOT_TRAINED, mismatch
+from fedvitals.diagnosis.evidence.update_mismatch import MISMATCH_LIMIT, update_mismatches
 from fedvitals.protocols import History, Node
 from fedvitals.stats import PEER_COLUMNS, Array
 
@@ -38,7 +38,7 @@ _EXCHANGED = 0.999  # cosine of updates that were averaged with each other befor
 
 
 @dataclass(frozen=True, slots=True)
-class Vitals:
+class VitalSigns:
     """One round's signs, [clients, SIGNS], and what they have to be corrected for."""
 
     nodes: list[Node]
@@ -55,15 +55,15 @@ ABSOLUTE = (*ABSOLUTE_SERVER, "confusion", "accuracy", "diversity", "told")
 
 def _log(values: Array, offset: float = 0.0) -> Array:
     with np.errstate(divide="ignore", invalid="ignore"):
-        found = np.log(values + offset)
-    return np.where(np.isfinite(found), found, np.nan)
+        logs = np.log(values + offset)
+    return np.where(np.isfinite(logs), logs, np.nan)
 
 
-def _middle(values: Array) -> float:
+def _median(values: Array) -> float:
     return float(np.nanmedian(values)) if np.isfinite(values).any() else np.nan
 
 
-def _turn(cosines: Array) -> Array:
+def _artanh(cosines: Array) -> Array:
     """A cosine on a scale without ends: what is near 1 or −1 is told apart as well as what is near 0."""
     return np.arctanh(np.clip(cosines, -0.9995, 0.9995))
 
@@ -94,38 +94,38 @@ def as_measured(sign: str, compared: float | None) -> float | None:
         return float(1 - np.exp(-min(max(compared, -1.0), 700.0)))
     if sign in ("confident_wrong", "confusion"):
         return float(compared**2)
-    found = float(np.exp(min(compared, 700.0))) - _OFFSET.get(sign, 0.0)
-    return max(0.0, found)
+    measured = float(np.exp(min(compared, 700.0))) - _OFFSET.get(sign, 0.0)
+    return max(0.0, measured)
 
 
-def vitals(history: History, number: int) -> Vitals:
+def vital_signs_of(history: History, round_index: int) -> VitalSigns:
     """The signs of every client that sent an update, or trained, in this round."""
-    nodes = list(history.latest("update.norm", number)) or clients_of(history, number)
+    nodes = list(history.latest("update.norm", round_index)) or clients_of(history, round_index)
 
     def metric(name: str) -> Array:
-        found = history.latest(name, number)
-        return np.array([found.get(node, np.nan) for node in nodes], dtype=np.float64)
+        measured = history.latest(name, round_index)
+        return np.array([measured.get(node, np.nan) for node in nodes], dtype=np.float64)
 
-    signs = _of_update(history, number, nodes, metric) | _of_training(history, number, nodes, metric)
+    signs = _update_signs(history, round_index, nodes, metric) | _training_signs(history, round_index, nodes, metric)
     claimed, counted = metric("update.samples"), metric("samples")
     size = _log(np.where(np.isfinite(claimed), claimed, counted), 1.0)
-    labels = labels_of(history, number)
+    labels = labels_of(history, round_index)
     # Where most clients differ, the transport alters updates: the distance then tells nothing about a single client.
     # The evidence was learnt on updates that differ plainly or not at all; one that was only rounded counts as equal.
-    told = {} if most_differ(history, number) else mismatch(history, number)
-    told = {node: distance if distance > NOT_TRAINED else 0.0 for node, distance in told.items()}
+    mismatches = {} if most_differ(history, round_index) else update_mismatches(history, round_index)
+    mismatches = {node: distance if distance > MISMATCH_LIMIT else 0.0 for node, distance in mismatches.items()}
     diversity = np.array([_entropy(labels[node]) if node in labels else np.nan for node in nodes])
     alone = signs | {
-        "size": size - _middle(size),
+        "size": size - _median(size),
         "cohort": np.full(len(nodes), np.log(max(len(nodes), 1))),
-        "accuracy": np.full(len(nodes), _middle(signs["accuracy_before"])),
-        "diversity": diversity - _middle(diversity),
-        "told": np.array([told.get(node, np.nan) for node in nodes]),
+        "accuracy": np.full(len(nodes), _median(signs["accuracy_before"])),
+        "diversity": diversity - _median(diversity),
+        "told": np.array([mismatches.get(node, np.nan) for node in nodes]),
     }
     absolute = np.stack([alone[name] for name in ABSOLUTE], axis=1) if nodes else np.empty((0, len(ABSOLUTE)))
     values = np.stack([signs[name] for name in SIGNS], axis=1) if nodes else np.empty((0, len(SIGNS)))
     pairs = np.stack([metric("fit.confused_label"), metric("fit.confused_guess")], axis=1)
-    return Vitals(nodes, values, size, diversity, absolute, pairs)
+    return VitalSigns(nodes, values, size, diversity, absolute, pairs)
 
 
 def _entropy(histogram: Mapping[str, int]) -> float:
@@ -134,41 +134,45 @@ def _entropy(histogram: Mapping[str, int]) -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def _of_update(history: History, number: int, nodes: list[Node], metric: Callable[[str], Array]) -> dict[str, Array]:
+def _update_signs(
+    history: History, round_index: int, nodes: list[Node], metric: Callable[[str], Array]
+) -> dict[str, Array]:
     """What the server sees."""
-    columns = _aligned(history, "update.peers", PEER_COLUMNS, number, nodes)[:, 0]
+    columns = _aligned(history, "update.peers", PEER_COLUMNS, round_index, nodes)[:, 0]
     peers = {name: columns[:, i] for i, name in enumerate(PEER_COLUMNS)}
     nearest = peers["nearest"]
     if len(nodes) and np.nanmedian(np.where(np.isnan(nearest), -1.0, nearest)) > _EXCHANGED:
         nearest = np.full(len(nodes), np.nan)  # members of an edge that averages send the same: that is no copy
-    shares = _aligned(history, "update.alignment", ("share",), number, nodes)[:, :, 0]
+    shares = _aligned(history, "update.alignment", ("share",), round_index, nodes)[:, :, 0]
     head = _head(history.layers("update.alignment"))
     return {
         "norm": _log(metric("update.norm")),
         "share_first": _log(shares[:, 0], _SHARE),
         "share_head": _log(shares[:, head], _SHARE),
-        "cosine": _turn(peers["cosine"]),
-        "cosine_first": _turn(peers["first"]),
-        "cosine_head": _turn(peers["head"]),
-        "previous": _turn(metric("update.cosine_previous")),
-        "step": _turn(peers["step"]),
-        "back": _turn(peers["back"]),
+        "cosine": _artanh(peers["cosine"]),
+        "cosine_first": _artanh(peers["first"]),
+        "cosine_head": _artanh(peers["head"]),
+        "previous": _artanh(metric("update.cosine_previous")),
+        "step": _artanh(peers["step"]),
+        "back": _artanh(peers["back"]),
         "nearest": _closeness(nearest),
         "signs": peers["signs"],
-        "classes": _turn(peers["classes"]),
-        "classes_min": _turn(peers["classes_min"]),
+        "classes": _artanh(peers["classes"]),
+        "classes_min": _artanh(peers["classes_min"]),
         "class_entropy": peers["class_entropy"],
-        "bias": _turn(peers["bias"]),
+        "bias": _artanh(peers["bias"]),
         "spread": _log(peers["spread"]),
     }
 
 
-def _of_training(history: History, number: int, nodes: list[Node], metric: Callable[[str], Array]) -> dict[str, Array]:
+def _training_signs(
+    history: History, round_index: int, nodes: list[Node], metric: Callable[[str], Array]
+) -> dict[str, Array]:
     """What the client tells."""
     before, after = _log(metric("fit.loss_before"), _LOSS), _log(metric("fit.loss_after"), _LOSS)
     gradient, last = _log(metric("gradient.norm")), _log(metric("gradient.norm_last"))
     steps, samples = metric("steps"), metric("samples")
-    sizes = _aligned(history, "gradient", ("rms",), number, nodes)[:, :, 0]
+    sizes = _aligned(history, "gradient", ("rms",), round_index, nodes)[:, :, 0]
     head = _head(history.layers("gradient"))
     return {
         "loss_before": before,
@@ -188,12 +192,12 @@ def _of_training(history: History, number: int, nodes: list[Node], metric: Calla
     }
 
 
-def _aligned(history: History, family: str, statistics: tuple[str, ...], number: int, nodes: list[Node]) -> Array:
+def _aligned(history: History, family: str, statistics: tuple[str, ...], round_index: int, nodes: list[Node]) -> Array:
     """[nodes, layers, statistics] in the order of `nodes`; at least one layer, NaN where there is nothing."""
-    found, values = history.across(family, statistics, number)
-    layers = max(1, values.shape[1] if len(found) else len(history.layers(family)))
+    measured, values = history.across(family, statistics, round_index)
+    layers = max(1, values.shape[1] if len(measured) else len(history.layers(family)))
     aligned = np.full((len(nodes), layers, len(statistics)), np.nan)
-    place = {node: i for i, node in enumerate(found)}
+    place = {node: i for i, node in enumerate(measured)}
     known = [(i, place[node]) for i, node in enumerate(nodes) if node in place]
     if known:
         here, there = zip(*known, strict=True)

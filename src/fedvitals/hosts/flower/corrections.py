@@ -67,7 +67,9 @@ def robust_aggregator(orders: Orders, action: Action) -> None:
     from fedvitals.lab.experiment import AGGREGATORS, kinds_of  # noqa: PLC0415
 
     table = {key: value for key, value in action.arguments.items() if key in ("fraction", "faulty", "keep")}
-    orders.robust = toml.described("aggregator", {"kind": action.arguments.get("rule"), **table}, kinds_of(AGGREGATORS))
+    orders.robust = toml.decode_kind(
+        "aggregator", {"kind": action.arguments.get("rule"), **table}, kinds_of(AGGREGATORS)
+    )
 
 
 def roll_back(orders: Orders, action: Action) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of OTLP as records, whoever sent them: ours (`otel_encode`) as they were, others as far as they go.
+"""Decodes OTLP messages into records: those of fedvitals as they were sent, those of others as far as they fit.
 
 They come from other machines: every id, number, name, time and text is checked and bounded. What does not hold is left
 out, counted and named; the rest is taken.
@@ -31,24 +31,25 @@ GROUPS, RECORDS = 1000, 20_000  # in one request
 COUNTED = 2**31  # rounds and steps
 SEQUENCE = 2**53
 
-Told = dict[str, Any]
+Attributes = dict[str, Any]
 
 
 @dataclass(slots=True)
-class Taken:
-    """What a request held: records, and how many were left out, with the first reason."""
+class DecodedRecords:
+    """The records of one request, how many were left out, and why the first of them was."""
 
     records: list[Record] = field(default_factory=list)
     rejected: int = 0
     why: str = ""
 
     def leave_out(self, count: int, why: str) -> None:
+        """Count records that are left out; the first reason is kept."""
         self.rejected += count
         self.why = self.why or why
 
 
 class Decoder:
-    """From requests to records. `runs` and `nodes` say whose are taken; a record without an identity gets one here.
+    """Turns OTLP requests into records. `runs` and `nodes`: whose records are accepted.
 
     `whole`: whether the sender may say what a round was. What others call `round` or `server` is their own.
     """
@@ -58,16 +59,18 @@ class Decoder:
         self._source = f"otlp-{os.urandom(4).hex()}"
         self._sequence = itertools.count()
 
-    def traces(self, request: Any) -> Taken:
-        taken = Taken()
-        for told, ours, spans in _scopes(request.resource_spans, "scope_spans", "spans"):
+    def traces(self, request: Any) -> DecodedRecords:
+        """Decode a request for /v1/traces."""
+        taken = DecodedRecords()
+        for resource, ours, spans in _scopes(request.resource_spans, "scope_spans", "spans"):
             for span in spans:
-                _add(taken, self._span, span, told, ours)
+                _add(taken, self._span, span, resource, ours)
         return taken
 
-    def metrics(self, request: Any) -> Taken:
-        taken = Taken()
-        for told, _, metrics in _scopes(request.resource_metrics, "scope_metrics", "metrics"):
+    def metrics(self, request: Any) -> DecodedRecords:
+        """Decode a request for /v1/metrics."""
+        taken = DecodedRecords()
+        for resource, _, metrics in _scopes(request.resource_metrics, "scope_metrics", "metrics"):
             for metric in metrics:
                 kind = metric.WhichOneof("data") or ""
                 points = getattr(metric, kind).data_points if kind else ()
@@ -78,104 +81,105 @@ class Decoder:
                     taken.leave_out(len(points) or 1, text)
                     continue
                 for point in points:
-                    _add(taken, self._point, metric.name, point, told)
+                    _add(taken, self._point, metric.name, point, resource)
         return taken
 
-    def logs(self, request: Any) -> Taken:
-        taken = Taken()
-        for told, ours, records in _scopes(request.resource_logs, "scope_logs", "log_records"):
+    def logs(self, request: Any) -> DecodedRecords:
+        """Decode a request for /v1/logs."""
+        taken = DecodedRecords()
+        for resource, ours, records in _scopes(request.resource_logs, "scope_logs", "log_records"):
             for record in records:
-                _add(taken, self._log, record, told, ours)
+                _add(taken, self._log, record, resource, ours)
         return taken
 
-    def _span(self, span: Any, resource: Told, ours: bool) -> Iterator[Record]:
-        told = resource | _attributes(span.attributes)
-        if told.get(names.PART) is True:  # its parent tells the same
+    def _span(self, span: Any, resource: Attributes, ours: bool) -> Iterator[Record]:
+        attributes = resource | _attributes(span.attributes)
+        if attributes.get(names.PART) is True:  # its parent tells the same
             return
-        where = self._where(told)
+        where = self._where(attributes)
         begin, end = span.start_time_unix_nano, span.end_time_unix_nano
         if not 0 < begin <= end <= begin + LONGEST * 10**9:
             raise RecordError(f"the span {_shown(span.name)} ends {(end - begin) / 10**9:.3g} s after it began")
         at, seconds = _seconds(begin), (end - begin) / 10**9
-        own = _own(told, names.OWN) if ours else _own(told, "", without=resource)
+        own = _own(attributes, names.OWN) if ours else _own(attributes, "", without=resource)
         if span.status.code == 2 and not ours:  # STATUS_CODE_ERROR
-            own |= {"failed": True, "error": str(told.get("error.type", "error"))}
+            own |= {"failed": True, "error": str(attributes.get("error.type", "error"))}
             own |= {"message": bounded(span.status.message, TEXT)} if span.status.message else {}
         ids = (_identifier(span.trace_id, 16, "trace"), _identifier(span.span_id, 8, "span"))
         parent = _identifier(span.parent_span_id, 8, "parent span") if span.parent_span_id else None
-        found = Span(where, at, _name(span.name), seconds, *ids, parent, own, *self._identity(told))
-        yield replace(found, name=f"own.{found.name}") if of_the_whole(found) and not self._whole else found
+        decoded = Span(where, at, _name(span.name), seconds, *ids, parent, own, *self._identity(attributes))
+        yield replace(decoded, name=f"own.{decoded.name}") if of_the_whole(decoded) and not self._whole else decoded
         for event in () if ours else span.events[:16]:
             if event.name == "exception":
                 yield self._exception(event, where, ids, span.name, at + seconds)
 
     def _exception(self, event: Any, where: Where, ids: tuple[str, str], block: str, end: float) -> Event:
-        told = _attributes(event.attributes)
-        kind, text = str(told.get("exception.type", "Exception")), str(told.get("exception.message", ""))
+        attributes = _attributes(event.attributes)
+        kind, text = str(attributes.get("exception.type", "Exception")), str(attributes.get("exception.message", ""))
         data = {"error": kind, "block": _name(block), "trace": ids[0], "span": ids[1]}
-        trace = told.get("exception.stacktrace")
+        trace = attributes.get("exception.stacktrace")
         data |= {"traceback": str(trace)} if trace else {}
         at = _seconds(event.time_unix_nano) if event.time_unix_nano else end
         message = bounded(f"{data['block']}: {kind}: {text}", TEXT)
         return Event(where, at, "error", "exception", message, data, *self._identity({}))
 
-    def _point(self, name: str, point: Any, resource: Told) -> Iterator[Record]:
-        told = resource | _attributes(point.attributes)
+    def _point(self, name: str, point: Any, resource: Attributes) -> Iterator[Record]:
+        attributes = resource | _attributes(point.attributes)
         for exemplar in point.exemplars[:1]:
-            told |= _attributes(exemplar.filtered_attributes)
-        where = self._where(told)
+            attributes |= _attributes(exemplar.filtered_attributes)
+        where = self._where(attributes)
         kind = point.WhichOneof("value")
         if kind is None:
             raise RecordError(f"the metric {_shown(name)} has a point without a value")
         value = float(point.as_double if kind == "as_double" else point.as_int)
-        found = Metric(where, _seconds(point.time_unix_nano), _metric(name), value, *self._identity(told))
-        yield replace(found, name=f"user.{found.name}") if of_the_whole(found) and not self._whole else found
+        decoded = Metric(where, _seconds(point.time_unix_nano), _metric(name), value, *self._identity(attributes))
+        yield replace(decoded, name=f"user.{decoded.name}") if of_the_whole(decoded) and not self._whole else decoded
 
-    def _log(self, record: Any, resource: Told, ours: bool) -> Iterator[Record]:
-        told = resource | _attributes(record.attributes)
-        where = self._where(told)
+    def _log(self, record: Any, resource: Attributes, ours: bool) -> Iterator[Record]:
+        attributes = resource | _attributes(record.attributes)
+        where = self._where(attributes)
         level = names.level_of_severity(record.severity_number)
         name = _name(record.event_name) if record.event_name else "log"
         body = _value(record.body)
-        data = _own(told, names.DATA) if ours else _own(told, "", without=resource)
+        data = _own(attributes, names.DATA) if ours else _own(attributes, "", without=resource)
         if not ours and len(record.trace_id) == 16 and len(record.span_id) == 8:
             data |= {"trace": record.trace_id.hex(), "span": record.span_id.hex()}
         at = _seconds(record.time_unix_nano or record.observed_time_unix_nano)
         text = bounded(body if isinstance(body, str) else repr(body), TEXT)
-        yield Event(where, at, level, name, text, data, *self._identity(told))
+        yield Event(where, at, level, name, text, data, *self._identity(attributes))
 
-    def _where(self, told: Told) -> Where:
-        run = told.get(names.RUN, told.get("service.instance.id"))
+    def _where(self, attributes: Attributes) -> Where:
+        run = attributes.get(names.RUN, attributes.get("service.instance.id"))
         if not isinstance(run, str) or run not in self._runs:
             raise RecordError(f"nobody expects the run {_shown(run)}: set the resource's attribute {names.RUN}")
-        found = {place: told.get(name) for place, name in names.PLACES.items()}
+        places = {place: attributes.get(name) for place, name in names.PLACES.items()}
         for place in ("node", "layer", "group"):
-            found[place] = None if found[place] is None else _name(found[place], place)
+            places[place] = None if places[place] is None else _name(places[place], place)
         for place in ("round", "step"):
-            number = found[place]
+            number = places[place]
             if number is not None and (type(number) is not int or not 0 <= number < COUNTED):
                 raise RecordError(f"{names.PLACES[place]} is a whole number from 0 on, got {_shown(number)}")
-        if self._nodes is not None and (found["node"] is None or found["node"] not in self._nodes):
-            raise RecordError(f"nobody expects the node {_shown(found['node'])}: set the attribute {names.NODE}")
-        return Where(run, **found)
+        if self._nodes is not None and (places["node"] is None or places["node"] not in self._nodes):
+            raise RecordError(f"nobody expects the node {_shown(places['node'])}: set the attribute {names.NODE}")
+        return Where(run, **places)
 
-    def _identity(self, told: Told) -> tuple[str, int]:
+    def _identity(self, attributes: Attributes) -> tuple[str, int]:
         """As told, so that what comes twice is stored once; but nobody is the monitor of this process."""
-        source, sequence = told.get(names.SOURCE), told.get(names.SEQUENCE)
+        source, sequence = attributes.get(names.SOURCE), attributes.get(names.SEQUENCE)
         if isinstance(source, str) and source and type(sequence) is int and 0 <= sequence < SEQUENCE:
             source = _name(source, "source")
             return (f"otlp-{source}" if source.startswith(MONITOR) else source), sequence
         return self._source, next(self._sequence)
 
 
-def _add(taken: Taken, make: Callable[..., Iterable[Record]], *arguments: Any) -> None:
+def _add(taken: DecodedRecords, make: Callable[..., Iterable[Record]], *arguments: Any) -> None:
     try:
         taken.records += make(*arguments)
     except RecordError as error:
         taken.leave_out(1, str(error))
 
 
-def _scopes(resources: Any, scopes: str, items: str) -> Iterator[tuple[Told, bool, Any]]:
+def _scopes(resources: Any, scopes: str, items: str) -> Iterator[tuple[Attributes, bool, Any]]:
     """What belongs together: attributes of the resource, whether fedvitals wrote it, and the items.
 
     An empty message is two bytes on the way, and a microsecond here: how many there are is looked at first.
@@ -185,18 +189,20 @@ def _scopes(resources: Any, scopes: str, items: str) -> Iterator[tuple[Told, boo
     if sum(len(getattr(scope, items)) for resource in resources for scope in getattr(resource, scopes)) > RECORDS:
         raise RecordError(f"The request has more than {RECORDS} {items}.")
     for resource in resources:
-        told = _attributes(resource.resource.attributes)
+        attributes = _attributes(resource.resource.attributes)
         for scope in getattr(resource, scopes):
-            yield told, scope.scope.name == names.SERVICE, getattr(scope, items)
+            yield attributes, scope.scope.name == names.SERVICE, getattr(scope, items)
 
 
-def _own(told: Told, prefix: str, without: Container[str] = ()) -> Told:
+def _own(attributes: Attributes, prefix: str, without: Container[str] = ()) -> Attributes:
     """What a record holds beside its coordinates: of ours what has the prefix, of others what is not ours."""
     if prefix:
-        return {name.removeprefix(prefix): value for name, value in told.items() if name.startswith(prefix)}
-    kept = (name for name in told if not name.startswith("fedvitals.") and name not in without)
+        return {name.removeprefix(prefix): value for name, value in attributes.items() if name.startswith(prefix)}
+    kept = (name for name in attributes if not name.startswith("fedvitals.") and name not in without)
     # `failed` and `error` are what a Span of ours says of itself, and `parts` what its time went to.
-    return {f"own.{name}" if name in ("failed", "error", "message", "parts") else name: told[name] for name in kept}
+    return {
+        f"own.{name}" if name in ("failed", "error", "message", "parts") else name: attributes[name] for name in kept
+    }
 
 
 def _metric(name: str) -> str:
@@ -215,21 +221,21 @@ def _name(name: Any, what: str = "name") -> str:
     return name
 
 
-def _identifier(found: bytes, size: int, what: str) -> str:
-    if len(found) != size or not any(found):
-        raise RecordError(f"a {what} id has {size} bytes that are not all 0, got {found[:20].hex() or 'none'}")
-    return found.hex()
+def _identifier(identifier: bytes, size: int, what: str) -> str:
+    if len(identifier) != size or not any(identifier):
+        raise RecordError(f"a {what} id has {size} bytes that are not all 0, got {identifier[:20].hex() or 'none'}")
+    return identifier.hex()
 
 
 def _seconds(nanoseconds: int) -> float:
     """Since the epoch; 0 means that the sender does not know, and so now."""
-    found = nanoseconds / 10**9 if nanoseconds else time.time()
-    if not EARLIEST <= found <= LATEST:
-        raise RecordError(f"a time lies {found:.3g} s after 1970, which is past the year 2099")
-    return found
+    seconds = nanoseconds / 10**9 if nanoseconds else time.time()
+    if not EARLIEST <= seconds <= LATEST:
+        raise RecordError(f"a time lies {seconds:.3g} s after 1970, which is past the year 2099")
+    return seconds
 
 
-def _attributes(pairs: Any) -> Told:
+def _attributes(pairs: Any) -> Attributes:
     return {bounded(pair.key, 256): _value(pair.value) for pair in pairs[:ATTRIBUTES]}
 
 
@@ -241,12 +247,12 @@ def _value(value: Any, depth: int = DEPTH) -> Any:
         return [_value(item, depth - 1) for item in value.array_value.values[:ITEMS]]
     if kind == "kvlist_value":
         return {bounded(pair.key, 256): _value(pair.value, depth - 1) for pair in value.kvlist_value.values[:ITEMS]}
-    found = getattr(value, kind)
+    content = getattr(value, kind)
     if kind == "string_value":
-        return bounded(found, 4 * TEXT)  # a traceback is longer than a message
+        return bounded(content, 4 * TEXT)  # a traceback is longer than a message
     if kind == "bytes_value":
-        return found[:TEXT].hex()
-    return found
+        return content[:TEXT].hex()
+    return content
 
 
 def _shown(value: Any) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live progress out of a long client task, to a server that listens by `otlp_receiver`.
+"""Sends live progress from inside a long client task to a server that runs a `hosts.otlp.receiver`.
 
     with live(headers, "http://server:4318", token="...", node="c7") as scope:     # headers: `carried`, by the server
         for epoch in range(epochs):
@@ -39,7 +39,8 @@ def live(
     policy: PrivacyPolicy | None = None,
     timeout: float = 5.0,
 ) -> Iterator[Scope]:
-    """A scope whose `timed` blocks and metrics go to the server at once, as children of the span in `headers`.
+    """Open a scope whose `timed` blocks and metrics are sent to the server at once, as children of the span in
+    `headers`.
 
     `policy`: what may leave this client; that of a deployment (level 2, no tracebacks) where none is given. At the end
     it waits at most `timeout` seconds for what is still on its way.
@@ -57,6 +58,6 @@ def live(
 
 
 def tell(scope: Scope, **values: float) -> None:
-    """Metrics of the client, as they are now."""
+    """Send metrics of the client, as of now."""
     for name, value in values.items():
         scope.emit(Metric(where(scope), time.time(), public_name(name), float(value)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fedvitals as the place where OpenTelemetry sends to: live progress from inside long client tasks.
+"""A receiver for OpenTelemetry data, so that long client tasks can report progress before they end.
 
     with Receiver(take, runs={run.id}, token="...", host="0.0.0.0") as receiver:
         ...                                # clients POST to receiver.endpoint, by any OpenTelemetry SDK or `otel_live`
@@ -21,7 +21,7 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any, Self
 
 from fedvitals.errors import ConfigError, RecordError
-from fedvitals.hosts.otlp.decode import Decoder, Taken
+from fedvitals.hosts.otlp.decode import DecodedRecords, Decoder
 from fedvitals.records import Record
 from fedvitals.sinks.otel.sink import LOGS, METRICS, TRACES, Signal
 from fedvitals.transport.http_server import LOOPBACK, HttpServer, Refused, Request, Response
@@ -33,7 +33,7 @@ logger = logging.getLogger("fedvitals.telemetry")
 BODY = 4 << 20  # bytes of a request, as it comes and unpacked: an empty message in it takes 30 times its own
 AT_ONCE = 16  # requests that are read at the same time
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
-_REQUESTS: dict[str, tuple[Signal, str, Callable[[Decoder, Any], Taken]]] = {
+_REQUESTS: dict[str, tuple[Signal, str, Callable[[Decoder, Any], DecodedRecords]]] = {
     "/v1/traces": (TRACES, "ExportTraceServiceRequest", Decoder.traces),
     "/v1/metrics": (METRICS, "ExportMetricsServiceRequest", Decoder.metrics),
     "/v1/logs": (LOGS, "ExportLogsServiceRequest", Decoder.logs),
@@ -41,7 +41,7 @@ _REQUESTS: dict[str, tuple[Signal, str, Callable[[Decoder, Any], Taken]]] = {
 
 
 class Receiver:
-    """An HTTP server on a thread of its own, from now until `close`.
+    """An HTTP server for OTLP on a thread of its own; it serves until `close` is called.
 
     `take` gets the records of each request, on one thread at a time; if it raises, the sender is asked to come again.
     `runs`: ids that are expected. `nodes`: whose records are taken; None for all. `whole`: whether senders may say what
@@ -83,7 +83,7 @@ class Receiver:
         self.endpoint = self._server.url
 
     def close(self) -> None:
-        """Take no more. A second call does nothing."""
+        """Stop the server. A second call does nothing."""
         self._server.close()
 
     def __enter__(self) -> Self:
@@ -109,16 +109,16 @@ class Receiver:
         request = message(signal.response[0], name)
         with self._lock:  # one at a time: what a request unpacks to may be thirty times its size
             try:
-                found = decode(self._decoder, _parsed(request, kind, body))
+                taken = decode(self._decoder, _parsed(request, kind, body))
             except RecordError as error:
                 raise Refused(413, f"{error} Send smaller batches.") from error
-            self.rejected += found.rejected
-            if found.records:
-                self._hand_over(found.records)
+            self.rejected += taken.rejected
+            if taken.records:
+                self._hand_over(taken.records)
         response = message(*signal.response)()
-        if found.rejected:
-            setattr(response.partial_success, signal.rejected, found.rejected)
-            response.partial_success.error_message = f"{found.rejected} left out; the first: {found.why}."
+        if taken.rejected:
+            setattr(response.partial_success, signal.rejected, taken.rejected)
+            response.partial_success.error_message = f"{taken.rejected} left out; the first: {taken.why}."
         return _written(response, kind)
 
     def _hand_over(self, records: Sequence[Record]) -> None:
@@ -140,14 +140,14 @@ def _unpacked(body: bytes, encoding: str) -> bytes:
         raise Refused(415, f"Content-Encoding is gzip or none, got '{bounded(encoding, 80)}'.")
     inflater = zlib.decompressobj(31)  # the header of gzip, and its check
     try:
-        found = inflater.decompress(body, BODY + 1)
+        unpacked = inflater.decompress(body, BODY + 1)
     except zlib.error as error:
         raise Refused(400, f"The body is not gzip: {error}.") from error
-    if len(found) > BODY:
+    if len(unpacked) > BODY:
         raise Refused(413, f"The request has more than {BODY} bytes when unpacked. Send smaller batches.")
     if not inflater.eof or inflater.unused_data:
         raise Refused(400, "The body does not end where its gzip does.")
-    return found
+    return unpacked
 
 
 def _parsed(request: Any, kind: str, body: bytes) -> Any:
@@ -193,11 +193,11 @@ def _with_bytes(value: Any) -> Any:
         return [_with_bytes(item) for item in value]
     if not isinstance(value, dict):
         return value
-    found = {}
+    converted = {}
     for name, item in value.items():
         is_id = name in ("traceId", "spanId", "parentSpanId") and isinstance(item, str)
-        found[name] = base64.b64encode(bytes.fromhex(item)).decode() if is_id else _with_bytes(item)
-    return found
+        converted[name] = base64.b64encode(bytes.fromhex(item)).decode() if is_id else _with_bytes(item)
+    return converted
 
 
 def _json_format() -> Any:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels compiled by LLVM."""
+"""Kernels for CPUs, compiled by LLVM."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes LLVM assembly: typed values, one method per instruction, and the two control structures the kernel needs.
+"""Emits LLVM assembly: typed values, one method per instruction, and the two control structures that the kernels need.
 
 LLVM assembly is in single assignment form: every instruction defines one new name, and a value that changes in a loop
-is written as a `phi` that says «this one when coming from there, that one when coming from here». `Function.loop` and
-`Function.choose` write those, so that `ir.py` reads like a program with loops and branches.
+is a `phi` that selects a value by the preceding block. `Function.loop` and `Function.choose` emit those, so that the
+kernels read like programs with loops and branches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Type(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """How the names of intrinsic functions spell the type: `v16f32`."""
+        """The type as spelled in the names of intrinsic functions: `v16f32`."""
         short = {"float": "f32", "double": "f64"}.get(self.element, self.element)
         return f"v{self.lanes}{short}" if self.lanes else short
 
@@ -35,11 +35,11 @@ class Type(NamedTuple):
         return self.element in ("half", "float", "double")
 
     def of(self, element: str) -> Type:
-        """As many lanes of another element."""
+        """Return the type with as many lanes of another element."""
         return Type(element, self.lanes)
 
     def __call__(self, number: float) -> Value:
-        """The constant with this number in every lane."""
+        """Return the constant with this number in every lane."""
         # Floating constants are spelled as the bits of a double, also for float: decimal text may not be exact.
         text = "0x" + struct.pack(">d", number).hex().upper() if self.floating else str(int(number))
         return Value(self, f"<{', '.join([f'{self.element} {text}'] * self.lanes)}>" if self.lanes else text)
@@ -84,20 +84,20 @@ class Function:
     def subtract(self, a: Value, b: Value) -> Value:
         return self._define(a.type, f"sub {a}, {b.name}")
 
-    def both(self, a: Value, b: Value) -> Value:
+    def bitwise_and(self, a: Value, b: Value) -> Value:
         return self._define(a.type, f"and {a}, {b.name}")
 
-    def either(self, a: Value, b: Value) -> Value:
+    def bitwise_or(self, a: Value, b: Value) -> Value:
         return self._define(a.type, f"or {a}, {b.name}")
 
-    def exclusive(self, a: Value, b: Value) -> Value:
+    def bitwise_xor(self, a: Value, b: Value) -> Value:
         return self._define(a.type, f"xor {a}, {b.name}")
 
-    def opposite(self, a: Value) -> Value:
-        return self.exclusive(a, a.type(-1))
+    def bitwise_not(self, a: Value) -> Value:
+        return self.bitwise_xor(a, a.type(-1))
 
     def multiply(self, a: Value, b: Value) -> Value:
-        """The product of integers, without its bits that do not fit."""
+        """Return the product of integers, truncated to their width."""
         return self._define(a.type, f"mul {a}, {b.name}")
 
     def shift_left(self, a: Value, bits: int) -> Value:
@@ -108,7 +108,7 @@ class Function:
         return self._define(a.type, f"lshr {a}, {a.type(bits).name}")
 
     def splat(self, a: Value, lanes: int) -> Value:
-        """A vector with the scalar in every lane; the scalar itself for 0 lanes."""
+        """Return a vector with the scalar in every lane; the scalar itself for 0 lanes."""
         if not lanes:
             return a
         type_ = Type(a.type.element, lanes)
@@ -116,19 +116,21 @@ class Function:
         return self._define(type_, f"shufflevector {first}, {type_} poison, <{lanes} x i32> zeroinitializer")
 
     def lane_numbers(self, type_: Type) -> Value:
-        """The constant 0, 1, 2, ... of an integer type; 0 for a scalar."""
+        """Return the constant 0, 1, 2, ... of an integer type; 0 for a scalar."""
         text = ", ".join(f"{type_.element} {lane}" for lane in range(type_.lanes))
         return Value(type_, f"<{text}>" if type_.lanes else "0")
 
     def compare(self, predicate: str, a: Value, b: Value) -> Value:
-        """Per lane; predicates as LLVM spells them: `slt`, `ne` for integers, `olt`, `oeq`, `uno` for floats."""
+        """Compare per lane; predicates as LLVM spells them: `slt`, `ne` for integers, `olt`, `oeq`, `uno` for
+        floats.
+        """
         return self._define(a.type.of("i1"), f"{'fcmp' if a.type.floating else 'icmp'} {predicate} {a}, {b.name}")
 
     def select(self, condition: Value, a: Value, b: Value) -> Value:
         return self._define(a.type, f"select {condition}, {a}, {b}")
 
     def smaller(self, a: Value, b: Value) -> Value:
-        """`a` if it is below `b`: for floats one instruction, which returns `b` when `a` is NaN."""
+        """Return `a` if it is below `b`, else `b`: for floats one instruction, which returns `b` when `a` is NaN."""
         return self.select(self.compare("olt" if a.type.floating else "slt", a, b), a, b)
 
     def larger(self, a: Value, b: Value) -> Value:
@@ -138,11 +140,13 @@ class Function:
         return self.intrinsic("llvm.fabs", a.type, a)
 
     def add_square(self, a: Value, total: Value) -> Value:
-        """`a * a + total`, fused where the machine can."""
+        """Return `a * a + total`, fused where the machine supports it."""
         return self.intrinsic("llvm.fmuladd", a.type, a, a, total)
 
     def convert(self, how: str, a: Value, element: str) -> Value:
-        """`how` is LLVM's name of the conversion: `fpext` widens a float, `zext` an integer, `bitcast` keeps bits."""
+        """Convert to another element; `how` is LLVM's name: `fpext` widens a float, `zext` an integer, `bitcast`
+        keeps bits.
+        """
         type_ = a.type.of(element)
         return self._define(type_, f"{how} {a} to {type_}")
 
@@ -156,12 +160,12 @@ class Function:
         self._line(f"store {value}, {address}, align {alignment}")
 
     def prefetch(self, address: Value) -> None:
-        """Ask for a cache line (to read, to keep in every cache, as data); a wrong address is no fault."""
+        """Prefetch a cache line for reading; an invalid address does not fault."""
         self.declarations.add("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
         self._line(f"call void @llvm.prefetch.p0({address}, i32 0, i32 3, i32 1)")
 
-    def horizontal(self, join: str, a: Value) -> Value:
-        """The lanes of a vector joined to one scalar: `add`, `min` or `max`."""
+    def reduce_lanes(self, join: str, a: Value) -> Value:
+        """Reduce the lanes of a vector to one scalar by `add`, `min` or `max`."""
         scalar = Type(a.type.element)
         name = f"llvm.vector.reduce.{'f' if a.type.floating else ''}{join}"
         if not a.type.floating:
@@ -176,15 +180,15 @@ class Function:
         return self._define(returns, f"call {flags}{returns} {full}({', '.join(map(str, arguments))})")
 
     def call(self, function: str, *arguments: Value) -> Value:
-        """The bit that one of our own functions returns."""
+        """Call one of our own functions and return the bit that it returns."""
         return self._define(BIT, f"call i1 @{function}({', '.join(map(str, arguments))})")
 
-    def call_for_nothing(self, function: str, *arguments: Value) -> None:
+    def call_void(self, function: str, *arguments: Value) -> None:
         """Call one of our own functions that returns nothing."""
         self._line(f"call void @{function}({', '.join(map(str, arguments))})")
 
     def call_address(self, address: Value, *arguments: Value) -> None:
-        """Call the function that stands at an address known only when the kernel runs."""
+        """Call the function at an address known only at run time."""
         pointer = self._define(POINTER, f"inttoptr {address} to ptr")
         self._line(f"call void {pointer.name}({', '.join(map(str, arguments))})")
 
@@ -199,9 +203,9 @@ class Function:
         initial: Mapping[Key, Value],
         body: Callable[[Value, dict[Key, Value]], dict[Key, Value]],
     ) -> dict[Key, Value]:
-        """`for index in range(*span)`: `body` gets the index and the running values and returns the next ones.
+        """Emit `for index in range(*span)`: `body` gets the index and the running values and returns the next ones.
 
-        Comes back with the running values after the last turn, which are the initial ones if there was none.
+        Returns the running values after the last iteration, or the initial ones if there was none.
         """
         start, stop, step = span
         head, turn, done = self._label("head"), self._label("turn"), self._label("done")
@@ -228,7 +232,7 @@ class Function:
         return running
 
     def choose(self, condition: Value, then: Callable[[], Value], otherwise: Callable[[], Value]) -> Value:
-        """`then() if condition else otherwise()`: only the instructions of the chosen one run."""
+        """Emit `then() if condition else otherwise()`: only the instructions of the chosen branch run."""
         labels, after = (self._label("then"), self._label("else")), self._label("after")
         self._line(f"br {condition}, label %{labels[0]}, label %{labels[1]}")
         results, origins = [], []

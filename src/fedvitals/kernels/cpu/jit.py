@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the kernel in this process with llvmlite, once, when it is first needed.
+"""Compiles the kernels in this process with llvmlite, once, on first use.
 
-No compiler, no files: assembly text goes in, the address of a function comes out. Where that is not possible (package
-missing or too old, executable memory forbidden), `loaded()` says why and the torch twin is used instead.
+It needs no compiler and no files: assembly text goes in, the address of a function comes out. Where that is not
+possible (package missing or too old, executable memory forbidden), `load_kernel()` says why, and torch is used instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OLDEST = (0, 45)  # versions before know pointers only with the type of what the
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A compiled kernel: `call(table, tensors, rows)` and the address of the function for every type it can read."""
+    """A compiled kernel: `call(table, tensors, rows)` and the address of the function for every supported type."""
 
     call: Callable[[bytes | int, int, Any], None]  # the table and the rows as an object, or as an address
     call_at: Callable[[int], None]  # the same, its three arguments read from an address
@@ -44,49 +44,51 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedKernel:
+    """The kernel of this process, or None with the reason."""
+
     kernel: Kernel | None
     reason: str
 
 
 @cache
-def loaded() -> Loaded:
-    """The kernel of this process, or why there is none. Decided at the first call and kept."""
+def load_kernel() -> LoadedKernel:
+    """Return the kernel of this process, or why there is none. Decided on the first call."""
     with _LOCK:  # a second thread waits here and then gets what the first one made
         return _load()
 
 
 @cache
-def _load() -> Loaded:
+def _load() -> LoadedKernel:
     _wait_at_fork()
     wish = os.environ.get("FEDVITALS_KERNEL", "")
     if wish == "torch":
-        return _without("FEDVITALS_KERNEL=torch asks for it", logging.INFO)
+        return _fall_back("FEDVITALS_KERNEL=torch asks for it", logging.INFO)
     if wish not in ("", "llvm"):
         _LOG.warning("FEDVITALS_KERNEL='%s' is ignored: it can be 'torch' or 'llvm'.", wish)
     try:
         import llvmlite  # noqa: PLC0415 - 35 ms that only those pay who measure
     except ImportError:
-        return _without("llvmlite is not installed (pip install 'fedvitals[kernel]')", logging.WARNING)
+        return _fall_back("llvmlite is not installed (pip install 'fedvitals[kernel]')", logging.WARNING)
     version = llvmlite.__version__
     begin = time.perf_counter()
     try:
         if tuple(map(int, version.split(".")[:2])) < OLDEST:
             needed = ".".join(map(str, OLDEST))
-            return _without(f"llvmlite {version} is too old ({needed} or newer is needed)", logging.WARNING)
+            return _fall_back(f"llvmlite {version} is too old ({needed} or newer is needed)", logging.WARNING)
         if not _may_execute():
-            return _without("this system forbids making memory executable", logging.WARNING)
-        kernel = compiled()
+            return _fall_back("this system forbids making memory executable", logging.WARNING)
+        kernel = compile_kernel()
         _check(kernel)
     except Exception as error:  # noqa: BLE001 - whatever goes wrong in a compiler, training must go on
         first_line = (str(error) or repr(error)).splitlines()[0]
-        return _without(f"llvmlite {version} could not compile it ({first_line})", logging.WARNING)
+        return _fall_back(f"llvmlite {version} could not compile it ({first_line})", logging.WARNING)
     milliseconds = 1000 * (time.perf_counter() - begin)
-    return Loaded(kernel, f"compiled by llvmlite {version} in {milliseconds:.0f} ms")
+    return LoadedKernel(kernel, f"compiled by llvmlite {version} in {milliseconds:.0f} ms")
 
 
-def compiled(cpu: str | None = None, features: str | None = None) -> Kernel:
-    """The kernel as machine code for this processor, or for an older one that is named."""
+def compile_kernel(cpu: str | None = None, features: str | None = None) -> Kernel:
+    """Compile the kernel for this processor, or for a named older one."""
     import llvmlite.binding as llvm  # noqa: PLC0415 - as above
 
     llvm.initialize_native_target()
@@ -95,7 +97,7 @@ def compiled(cpu: str | None = None, features: str | None = None) -> Kernel:
     features = llvm.get_host_cpu_features().flatten() if features is None else features
     target = llvm.Target.from_default_triple().create_target_machine(cpu=cpu, features=features, opt=2, jit=True)
     kinds = [kind for kind in statistics_ir.KINDS.values() if kind.memory != "half" or _reads_half(features)]
-    parsed = llvm.parse_assembly(statistics_ir.module(machine(features), kinds))
+    parsed = llvm.parse_assembly(statistics_ir.module(vector_shape(features), kinds))
     parsed.verify()
     engine = llvm.create_mcjit_compiler(parsed, target)
     engine.finalize_object()
@@ -114,15 +116,15 @@ def compiled(cpu: str | None = None, features: str | None = None) -> Kernel:
     return Kernel(call, call_at, functions, sketches, (functions[torch.float32], 0, 0), engine)
 
 
-def machine(features: str) -> statistics_ir.Machine:
-    """The shape of the code for a processor with these features (LLVM's spelling: `+avx2,-avx512f`)."""
+def vector_shape(features: str) -> statistics_ir.VectorShape:
+    """Return the shape of the code for a processor with these features (LLVM's spelling: `+avx2,-avx512f`)."""
     has = set(features.split(","))
     if "+avx512f" in has:
-        return statistics_ir.Machine(vector_bytes=64, unroll=2)
+        return statistics_ir.VectorShape(vector_bytes=64, unroll=2)
     if "+avx2" in has:
-        return statistics_ir.Machine(vector_bytes=32, unroll=2)
+        return statistics_ir.VectorShape(vector_bytes=32, unroll=2)
     # SSE2 has 16 registers of 16 bytes; NEON has 32, so that four sets of accumulators fit.
-    return statistics_ir.Machine(vector_bytes=16, unroll=2 if _is_x86() else 4)
+    return statistics_ir.VectorShape(vector_bytes=16, unroll=2 if _is_x86() else 4)
 
 
 def _is_x86() -> bool:
@@ -130,12 +132,12 @@ def _is_x86() -> bool:
 
 
 def _reads_half(features: str) -> bool:
-    """Without the instruction LLVM would call a library function that the process may not have."""
+    """Return whether float16 is supported. Without the instruction LLVM would call a function that may be missing."""
     return "+f16c" in features.split(",") or not _is_x86()
 
 
 def _may_execute() -> bool:
-    """Whether memory once written may become executable: LLVM does not ask, and the first call would crash."""
+    """Return whether written memory may become executable: LLVM does not check, and the first call would crash."""
     if os.name != "posix":
         return True
     page = mmap.mmap(-1, mmap.PAGESIZE)
@@ -149,7 +151,7 @@ def _may_execute() -> bool:
 
 
 def _check(kernel: Kernel) -> None:
-    """Refuse a kernel that miscounts: cheap, and it is the only test that some processors ever get."""
+    """Raise unless the kernel's results on known values are right; some processors never get another test."""
     values = np.arange(-3, 300, dtype=np.float32)
     values[7] = np.nan
     rest = np.delete(values, 7).astype(np.float64)
@@ -161,12 +163,12 @@ def _check(kernel: Kernel) -> None:
         raise RuntimeError(f"on known values it returned {list(rows)} instead of {expected}")
 
 
-def _without(reason: str, level: int) -> Loaded:
+def _fall_back(reason: str, level: int) -> LoadedKernel:
     _LOG.log(level, "Statistics are computed by torch, without the compiled kernel: %s.", reason)
-    return Loaded(None, reason)
+    return LoadedKernel(None, reason)
 
 
 def _wait_at_fork() -> None:
-    """A child forked while another thread compiles would find the lock taken for ever: let the fork wait."""
+    """Make forks wait for a compilation in another thread, or the child would find the lock taken forever."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)

@@ -44,7 +44,7 @@ Columns = dict[int, Value]  # a value for each column of the result row
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A type of number: how it lies in memory and in which precision the fast loop works."""
+    """A number type: its layout in memory and the working precision of the fast loop."""
 
     name: str
     memory: str
@@ -57,12 +57,12 @@ class Kind:
 
     @property
     def tiny(self) -> float:
-        """A block whose squares add up to less may have lost digits to underflow (also with denormals flushed)."""
+        """The sum of squares below which a block may have lost digits to underflow (also with denormals flushed)."""
         return {"float": 2.0**-83, "double": 2.0**-980}[self.working]
 
     @property
     def huge(self) -> float:
-        """A block whose squares add up to less could be summed in the working precision."""
+        """The sum of squares below which a block can be summed in the working precision."""
         return {"float": 2.0**127, "double": float("inf")}[self.working]
 
 
@@ -75,8 +75,8 @@ KINDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """What the code is shaped for: vector registers of so many bytes, and how many of each accumulator."""
+class VectorShape:
+    """The vector registers that the code is written for: their bytes, and the number of accumulators of each kind."""
 
     vector_bytes: int
     unroll: int
@@ -85,20 +85,22 @@ class Machine:
         return self.vector_bytes // kind.working_bytes
 
     def turn(self, kind: Kind) -> int:
-        """Values per turn of the fast loop."""
+        """Return the values per iteration of the fast loop."""
         return self.lanes(kind) * self.unroll
 
 
-def module(machine: Machine, kinds: list[Kind]) -> str:
-    """The whole kernel as LLVM assembly: `sums`, `sums_at`, one `tensor_<kind>` for each kind, and the sketches."""
-    functions = [build(machine, kind) for kind in kinds for build in (_fast, _exact, _tensor)]
+def module(shape: VectorShape, kinds: list[Kind]) -> str:
+    """Return the whole kernel as LLVM assembly: `sums`, `sums_at`, one `tensor_<kind>` per kind, and the sketches."""
+    functions = [build(shape, kind) for kind in kinds for build in (_fast, _exact, _tensor)]
     functions += [_sums(), _sums_at(), *sketch_ir.functions()]
     declarations = sorted(set().union(*(function.declarations for function in functions)))
     return "\n\n".join([*(function.text() for function in functions), "\n".join(declarations), ""])
 
 
 def _sums() -> Function:
-    """`sums(table, tensors, rows)`: each line of the table is the address of a function, of values, and a length."""
+    """Emit `sums(table, tensors, rows)`: each table row holds the address of a function, of the values, and a
+    length.
+    """
     f = Function("sums", "void", {"table": POINTER, "tensors": WORD, "rows": POINTER}, public=True)
     table, tensors, rows = f.parameters
 
@@ -115,26 +117,28 @@ def _sums() -> Function:
 
 
 def _sums_at() -> Function:
-    """`sums_at(arguments)`: `sums` with its three arguments in memory, since each one that Python passes takes time."""
+    """Emit `sums_at(arguments)`: `sums` with its three arguments in memory, since passing each from Python takes
+    time.
+    """
     f = Function("sums_at", "void", {"arguments": POINTER}, public=True)
     (arguments,) = f.parameters
     table, tensors, rows = (f.load(WORD, f.address(arguments, "i64", WORD(i)), 8) for i in range(3))
-    f.call_for_nothing("sums", f.convert("inttoptr", table, "ptr"), tensors, f.convert("inttoptr", rows, "ptr"))
+    f.call_void("sums", f.convert("inttoptr", table, "ptr"), tensors, f.convert("inttoptr", rows, "ptr"))
     f.finish()
     return f
 
 
-def _tensor(machine: Machine, kind: Kind) -> Function:
-    """`tensor_<kind>(values, length, row)`: the whole row of one tensor, block by block."""
+def _tensor(shape: VectorShape, kind: Kind) -> Function:
+    """Emit `tensor_<kind>(values, length, row)`: the whole row of one tensor, block by block."""
     f = Function(f"tensor_{kind.name}", "void", {"values": POINTER, "length": WORD, "row": POINTER}, public=True)
     values, length, row = f.parameters
     for column, join in JOIN.items():
         f.store(DOUBLE(START[join]), _cell(f, row, column), 8)
     f.store(f.convert("sitofp", length, "double"), _cell(f, row, COUNT), 8)
 
-    turn = machine.turn(kind)
+    turn = shape.turn(kind)
     block = TERMS_PER_LANE * turn
-    whole = f.both(length, WORD(-turn))  # a turn is a power of two: this rounds down to whole turns
+    whole = f.bitwise_and(length, WORD(-turn))  # a turn is a power of two: this rounds down to whole turns
 
     def one_block(index: Value, state: dict[str, Value]) -> dict[str, Value]:
         start = f.address(values, kind.memory, index)
@@ -157,16 +161,16 @@ def _tensor(machine: Machine, kind: Kind) -> Function:
     return f
 
 
-def _fast(machine: Machine, kind: Kind) -> Function:
-    """`fast_<kind>(values, length, row)`: adds the block to the row and returns true, or false and leaves the row.
+def _fast(shape: VectorShape, kind: Kind) -> Function:
+    """Emit `fast_<kind>(values, length, row)`: adds the block to the row and returns true, or returns false.
 
-    The length is a whole number of turns. Several sets of accumulators take turns, because an addition must wait for
-    the one before it in the same accumulator.
+    The length is a multiple of an iteration's values. Several sets of accumulators alternate, because an addition must
+    wait for the previous one in the same accumulator.
     """
     f = Function(f"fast_{kind.name}", "i1", {"values": POINTER, "length": WORD, "row": POINTER})
     values, length, row = f.parameters
-    lanes, turn = machine.lanes(kind), machine.turn(kind)
-    sets = range(machine.unroll)
+    lanes, turn = shape.lanes(kind), shape.turn(kind)
+    sets = range(shape.unroll)
 
     def one_turn(index: Value, running: dict[tuple[int, int], Value]) -> dict[tuple[int, int], Value]:
         start = f.address(values, kind.memory, index)
@@ -190,7 +194,7 @@ def _fast(machine: Machine, kind: Kind) -> Function:
     total = {column: after[0, column] for column in FAST}
     for number in sets[1:]:
         total = {column: _join(f, column, after[number, column], total[column]) for column in FAST}
-    total = {column: f.horizontal(JOIN[column], value) for column, value in total.items()}
+    total = {column: f.reduce_lanes(JOIN[column], value) for column, value in total.items()}
 
     def accept() -> Value:
         _add_to_row(f, total, row)
@@ -202,30 +206,30 @@ def _fast(machine: Machine, kind: Kind) -> Function:
 
 
 def _in_range(f: Function, total: Columns, tiny: float, huge: float) -> Value:
-    """Whether no square over- or underflowed. A NaN or infinity in a block makes its squares NaN or infinite: false."""
+    """Return whether no square over- or underflowed; false if the block holds a NaN or infinity."""
     squares, magnitudes = total[SUM_SQUARES], total[SUM_MAGNITUDES]
     not_huge = f.compare("olt", squares, squares.type(huge))
     not_tiny = f.compare("oge", squares, squares.type(tiny))
     all_zero = f.compare("oeq", magnitudes, magnitudes.type(0))
-    return f.both(not_huge, f.either(not_tiny, all_zero))
+    return f.bitwise_and(not_huge, f.bitwise_or(not_tiny, all_zero))
 
 
-def _exact(_: Machine, kind: Kind) -> Function:
-    """`exact_<kind>(values, length, row)`: adds values to the row in float64 and returns whether they needed that."""
+def _exact(_: VectorShape, kind: Kind) -> Function:
+    """Emit `exact_<kind>(values, length, row)`: adds values in float64 and returns whether they needed that."""
     f = Function(f"exact_{kind.name}", "i1", {"values": POINTER, "length": WORD, "row": POINTER})
     values, length, row = f.parameters
-    whole = f.both(length, WORD(-EXACT_LANES))
+    whole = f.bitwise_and(length, WORD(-EXACT_LANES))
     wide = _exact_loop(f, kind, (values, WORD(0), whole), EXACT_LANES)
     rest = _exact_loop(f, kind, (values, whole, length), 1)
     total = {column: _join(f, column, wide[column], rest[column]) for column in EXACT}
     _add_to_row(f, total, row)
     nonfinite = f.compare("ne", f.add(total[NANS], total[INFS]), WORD(0))
-    f.finish(f.either(nonfinite, f.opposite(_in_range(f, total, kind.tiny, kind.huge))))
+    f.finish(f.bitwise_or(nonfinite, f.bitwise_not(_in_range(f, total, kind.tiny, kind.huge))))
     return f
 
 
 def _exact_loop(f: Function, kind: Kind, span: tuple[Value, Value, Value], lanes: int) -> Columns:
-    """Scalars for every column of the values from `start` to `stop`, a whole number of `lanes`."""
+    """Return a scalar for every column of the values from `start` to `stop`, a multiple of `lanes`."""
     values, start, stop = span
     vector = Type("double", lanes)
 
@@ -246,11 +250,11 @@ def _exact_loop(f: Function, kind: Kind, span: tuple[Value, Value, Value], lanes
         }
 
     after = f.loop((start, stop, lanes), {column: _start(column, vector) for column in EXACT}, one_vector)
-    return {column: f.horizontal(JOIN[column], value) for column, value in after.items()}
+    return {column: f.reduce_lanes(JOIN[column], value) for column, value in after.items()}
 
 
 def _load(f: Function, kind: Kind, address: Value, wanted: Type) -> Value:
-    """As many values as `wanted` has lanes, widened to its element."""
+    """Load as many values as `wanted` has lanes, widened to its element."""
     value = f.load(wanted.of(kind.memory), address, kind.bytes)
     if kind.memory == "i16":
         value = f.convert("bitcast", f.shift_left(f.convert("zext", value, "i32"), 16), "float")
@@ -260,7 +264,7 @@ def _load(f: Function, kind: Kind, address: Value, wanted: Type) -> Value:
 
 
 def _start(column: int, floats: Type) -> Value:
-    """What a column starts from. Counts are integers as wide as the floats, so that masks fit without conversion."""
+    """Return a column's initial value. Counts are integers as wide as the floats, so that masks need no conversion."""
     type_ = floats if column in FAST_FLOATS else floats.of({"float": "i32", "double": "i64"}[floats.element])
     return type_(START[JOIN[column]])
 
@@ -270,7 +274,7 @@ def _join(f: Function, column: int, a: Value, b: Value) -> Value:
 
 
 def _count(f: Function, mask: Value, counter: Value) -> Value:
-    """One more in every lane where the mask is set; written so that it becomes one masked addition."""
+    """Add one in every lane where the mask is set; becomes one masked addition."""
     return f.select(mask, f.add(counter, counter.type(1)), counter)
 
 

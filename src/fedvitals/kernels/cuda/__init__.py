@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels compiled by Triton. Imported only where there is a GPU."""
+"""Kernels compiled by Triton, and work captured as CUDA graphs. Imported only where there is a GPU."""

@@ -51,7 +51,7 @@ def sketch_parts(vectors, stride, length, each, partial):
 
 @triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["partial", "sketches"])
 def add_parts(partial, parts, sketches):
-    """Add up the parts of one vector, in an order that depends on nothing but their number."""
+    """Add up the parts of one vector, in an order that depends only on their number."""
     vector = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, SIZE)[None, :]
     total = tl.zeros([PARTS, SIZE], tl.float64)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolution, pooling and activation of many clients at once, each with weights of its own, on CUDA by Triton.
+"""Convolution, pooling and activation of many clients at once, each with its own weights, on CUDA by Triton.
 
-cuDNN computes stacked clients as a convolution in groups, one per client, and is at a tenth of the machine there. This
-block, which small networks for images are made of, is one pass instead: an implicit matrix product per client, of
-which only the pooled and activated answer is written. On the way back the full-size gradient is never written either:
-it is a quarter of numbers at places that the forward pass has remembered, and zeros.
+cuDNN computes stacked clients as a grouped convolution, one group per client, at a tenth of the machine's speed. This
+block, of which small image networks consist, is one pass instead: an implicit matrix product per client, of which only
+the pooled and activated output is written. The backward pass never writes the full-size gradient either: a quarter of
+it are numbers at positions that the forward pass has recorded, the rest zeros.
 
 Tensors are channels last: images [clients, samples, height, width, channels].
 """
@@ -25,8 +25,8 @@ _LARGEST = (1 << 31) - 1  # place within a client's part: the kernels count in 3
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """A convolution of stride 1, a pooling of 2 × 2, and what follows: `kind` and its slope below 0."""
+class ConvBlock:
+    """A convolution of stride 1, a pooling of 2 × 2, and an activation: `kind` and its slope below 0."""
 
     kernel: int
     padding: int
@@ -36,7 +36,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How the work is cut: rows (of pooled places, or of inputs) and terms in one piece, warps, stages of loading."""
+    """The tiling of the work: rows (of pooled positions or inputs) and terms per tile, warps, pipeline stages."""
 
     rows: int
     terms: int
@@ -61,7 +61,9 @@ def _product(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def _tanh(x):
-    """By exp of what is never positive, so that nothing overflows; near 0, where that cancels, by its series."""
+    """Compute tanh by exp of a non-positive number, which cannot overflow; near 0, where that cancels, by its
+    series.
+    """
     e = tl.exp(-2.0 * tl.abs(x))
     size = (1.0 - e) / (1.0 + e)
     far = tl.where(x < 0, -size, size)
@@ -74,7 +76,7 @@ def _tanh(x):
 def _patches(
     x, n, oh, ow, k, there, H: tl.constexpr, W: tl.constexpr, CI: tl.constexpr, KS: tl.constexpr, PAD: tl.constexpr
 ):
-    """[rows, terms]: what a kernel sees of the images at these places."""
+    """Load [rows, terms]: the part of the images that the kernel covers at these positions."""
     kh = k // (KS * CI)
     kw = (k // CI) % KS
     ci = k % CI
@@ -134,8 +136,8 @@ def _forward(
 
 
 @triton.jit
-def _activated(dy, y, g, slope, total, KIND: tl.constexpr, SIZE: tl.constexpr):
-    """The gradient before the activation, of the one behind it and the activation's own answer."""
+def _activation_gradient(dy, y, g, slope, total, KIND: tl.constexpr, SIZE: tl.constexpr):
+    """Compute the gradient before the activation from the one after it and the activation's output."""
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     there = i < total
     gradient = tl.load(dy + i, mask=there, other=0.0)
@@ -154,7 +156,7 @@ def _weights(
     PH: tl.constexpr, PW: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, TERMS: tl.constexpr, OUT: tl.constexpr, PARTS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """Of one part of the places: [CO, terms] of the gradient of the weights."""
+    """Compute [CO, terms] of the weight gradient for one part of the positions."""
     client = tl.program_id(2).to(tl.int64)
     part = tl.program_id(1)
     k = tl.program_id(0) * TERMS + tl.arange(0, TERMS)
@@ -191,7 +193,7 @@ def _columns(
     CO: tl.constexpr, TAPS: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, TERMS: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """What each place before the pooling says of all that its kernel saw: [samples, 2 PH, 2 PW, taps]."""
+    """Compute each position's contribution to all inputs that its kernel covers: [samples, 2 PH, 2 PW, taps]."""
     client = tl.program_id(2).to(tl.int64)
     p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.program_id(1) * TERMS + tl.arange(0, TERMS)
@@ -213,18 +215,18 @@ def _columns(
     kept = there[:, None] & (k < TAPS)[None, :]
     for corner in tl.static_range(4):
         nothing = tl.zeros((ROWS, TERMS), tl.float32)
-        found = _product(tl.where(place == corner, gradient, 0.0), b, nothing, PRECISION)
+        product = _product(tl.where(place == corner, gradient, 0.0), b, nothing, PRECISION)
         at = ((n * (2 * PH) + top + corner // 2) * (2 * PW) + left + corner % 2) * TAPS
-        tl.store(columns + at[:, None] + k[None, :], found, mask=kept)
+        tl.store(columns + at[:, None] + k[None, :], product, mask=kept)
 
 
 @triton.jit
-def _folded(
+def _fold_columns(
     columns, dx, samples,
     H: tl.constexpr, W: tl.constexpr, CI: tl.constexpr, KS: tl.constexpr, PAD: tl.constexpr,
     PH: tl.constexpr, PW: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the images: the sum over all kernels that saw a pixel."""
+    """Compute the gradient of the images: the sum over all kernels that cover a pixel."""
     client = tl.program_id(1).to(tl.int64)
     m = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = m // (H * W)
@@ -243,17 +245,17 @@ def _folded(
     tl.store(dx + into, total, mask=(n < samples)[:, None] & (ci < CI)[None, :])
 
 
-def pooled(images: Tensor, block: Block) -> tuple[int, int]:
-    """Height and width behind the block."""
+def pooled_size(images: Tensor, block: ConvBlock) -> tuple[int, int]:
+    """Return the height and width after the block."""
     return tuple((side + 2 * block.padding - block.kernel + 1) // 2 for side in images.shape[2:4])  # type: ignore[return-value]
 
 
-class _Convolved(torch.autograd.Function):
+class _ConvBlockFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, block: Block, precision: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, block: ConvBlock, precision: str) -> Tensor:
         clients, samples, height, width, inside = x.shape
         outside = weight.shape[1]
-        high, wide = pooled(x, block)
+        high, wide = pooled_size(x, block)
         y = x.new_empty(clients, samples, high, wide, outside)
         places = torch.empty(y.shape, dtype=torch.int8, device=x.device)
         taps = weight.permute(0, 3, 4, 2, 1).contiguous()
@@ -274,7 +276,9 @@ class _Convolved(torch.autograd.Function):
         block, sides, precision = ctx.block, ctx.sides, ctx.precision
         dy = dy.contiguous()
         g = torch.empty_like(dy)
-        _activated[(triton.cdiv(g.numel(), 4096),)](dy, y, g, block.slope, g.numel(), block.kind, 4096, num_warps=8)
+        _activation_gradient[(triton.cdiv(g.numel(), 4096),)](
+            dy, y, g, block.slope, g.numel(), block.kind, 4096, num_warps=8
+        )
         wanted = ctx.needs_input_grad
         dx = _input_gradient(g, places, weight, x.shape, sides, precision) if wanted[0] else None
         dw = _weight_gradient(x, g, places, weight.shape, sides, precision) if wanted[1] else None
@@ -282,17 +286,17 @@ class _Convolved(torch.autograd.Function):
 
 
 def _weight_gradient(x: Tensor, g: Tensor, places: Tensor, shape: Any, sides: Any, precision: str) -> Tensor:
-    clients, samples, high, wide, outside = g.shape
-    inside, kernel = shape[2], shape[3]
+    clients, samples, high, wide, out_channels = g.shape
+    in_channels, kernel = shape[2], shape[3]
     t = WEIGHTS
-    terms = kernel * kernel * inside
+    terms = kernel * kernel * in_channels
     each = triton.cdiv(triton.cdiv(samples * high * wide, t.parts), t.rows) * t.rows
-    found = g.new_empty(clients, t.parts, outside, terms)
+    gradients = g.new_empty(clients, t.parts, out_channels, terms)
     _weights[(triton.cdiv(terms, t.terms), t.parts, clients)](
-        x, g, places, found, samples, *sides, precision, t.rows, t.terms, _power(outside), t.parts, each,
+        x, g, places, gradients, samples, *sides, precision, t.rows, t.terms, _power(out_channels), t.parts, each,
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
-    return found.sum(1).view(clients, outside, kernel, kernel, inside).permute(0, 1, 4, 2, 3)
+    return gradients.sum(1).view(clients, out_channels, kernel, kernel, in_channels).permute(0, 1, 4, 2, 3)
 
 
 def _input_gradient(g: Tensor, places: Tensor, weight: Tensor, shape: Any, sides: Any, precision: str) -> Tensor:
@@ -308,26 +312,27 @@ def _input_gradient(g: Tensor, places: Tensor, weight: Tensor, shape: Any, sides
     dx = g.new_empty(shape)
     channels = int(triton.next_power_of_2(inside))
     rows = max(16, FOLDED // channels)
-    _folded[(triton.cdiv(samples * height * width, rows), clients)](
+    _fold_columns[(triton.cdiv(samples * height * width, rows), clients)](
         columns, dx, samples, height, width, inside, kernel, padding, high, wide, rows, channels, num_warps=4
     )
     return dx
 
 
 def _power(width: int) -> int:
-    """A tile's width: a power of two that a product on tensor cores can have."""
+    """Return a tile's width: a power of two that tensor cores support."""
     return max(16, int(triton.next_power_of_2(width)))
 
 
-def convolved(x: Tensor, weight: Tensor, bias: Tensor, block: Block, precision: str = "ieee") -> Tensor:
-    """Images [clients, samples, height, width, in] through weights [clients, out, in, kernel, kernel], channels last.
+def conv_block(x: Tensor, weight: Tensor, bias: Tensor, block: ConvBlock, precision: str = "ieee") -> Tensor:
+    """Apply weights [clients, out, in, kernel, kernel] to images [clients, samples, height, width, in], channels last.
 
-    `precision`: «ieee», «tf32x3», «tf32» or «bf16» in the products; sums are always float32.
+    `precision` is «ieee», «tf32x3», «tf32» or «bf16» in the products; sums are always float32.
     """
-    high, wide = pooled(x, block)
+    high, wide = pooled_size(x, block)
     taps = block.kernel**2 * x.shape[4]
     most = _LARGEST // max(1, 4 * high * wide * max(taps, weight.shape[1]))
     parts = [
-        _Convolved.apply(part.contiguous(), weight, bias, block, precision) for part in x.split(max(1, most), dim=1)
+        _ConvBlockFunction.apply(part.contiguous(), weight, bias, block, precision)
+        for part in x.split(max(1, most), dim=1)
     ]
     return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimiser step of many clients, in one pass over memory: gradient, moments and weights are read and written once.
+"""One optimiser step of many clients in one pass: gradients, moments and weights are read and written once.
 
-What depends on the step, and on whose turn it is, stands in a table on the device, made before the round; which line
-of it counts is read from a counter there. So a captured graph of the step serves for every step of every round.
+Everything that depends on the step, and whether a client takes it, is in a table on the device, written before the
+round; a counter on the device selects its row. So one captured graph of the step serves every step of every round.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _scale(matrix, factors, layer_of, weights, layers, SIZE: tl.constexpr):
 
 
 def scale(matrix: Tensor, factors: Tensor, layer_of: Tensor) -> None:
-    """[clients, weights] times [clients, layers], in place; `layer_of` each weight's layer, int32."""
+    """Multiply [clients, weights] by [clients, layers] in place; `layer_of` is each weight's layer, int32."""
     clients, weights = matrix.shape
     grid = (triton.cdiv(weights, SIZE), clients)
     _scale[grid](matrix, factors, layer_of, weights, factors.shape[1], SIZE, num_warps=WARPS)
@@ -75,7 +75,7 @@ def step(
     betas: tuple[float, float] = (0.0, 0.0),
     epsilon: float = 0.0,
 ) -> None:
-    """«sgd», «momentum» or «adam» of [clients, weights], in place; `states` may have longer rows.
+    """Apply «sgd», «momentum» or «adam» to [clients, weights] in place; `states` may have longer rows.
 
     The table's columns: the rate, divided by Adam's first correction; one over the root of its second; whether the
     client takes this step at all.

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: ANN201, SIM300 - Triton's language looks like Python: its types are those of registers
 # mypy: disable-error-code="no-untyped-def, misc, untyped-decorator, unused-ignore"
-"""The nine sums on a GPU, in Triton: one reading of memory, no atomics, no waiting. Imported only where it runs.
+"""The nine sums on a GPU, in Triton: one pass over memory, no atomics, no synchronisation.
 
-Memory is cut into pieces ("items"), each within one tensor ("segment"). `partials` reduces an item to eight numbers,
-`combine` a segment's items, in their order and in float64, to its row: the same input gives the same bits.
+Memory is cut into pieces ("items"), each within one tensor ("segment"). `partials_of` reduces an item to eight numbers,
+`combine` a segment's items, in order and in float64, to its row: the same input gives the same bits.
 
-An item is read in tiles of four independent 16-byte loads per thread, so that enough of them are under way to keep the
-memory busy, and added up in float32, each lane for itself. Tensors may begin anywhere: positions count from the 16-byte
-border at or before the first value, and only the tile that holds the tensor's begin or end is masked.
+An item is read in tiles of four independent 16-byte loads per thread, so that enough loads are in flight to keep the
+memory busy, and summed in float32 per lane. Tensors may begin anywhere: positions count from the 16-byte border at or
+before the first value, and only the tiles that hold the tensor's begin or end are masked.
 
-NaN, infinity, overflow and underflow of squares need no test of each value: the sums themselves tell (as on the CPU,
-`ir.py`). An item that is not proved clean is read once more, in float64, each value looked at.
+NaN, infinity, overflow and underflow of squares need no test of each value: the sums reveal them (as on the CPU,
+`cpu/statistics_ir.py`). An item that is not proved clean is read again in float64, value by value.
 """
 
 import triton
@@ -26,7 +26,7 @@ BORDER = tl.constexpr(16)  # bytes
 
 @triton.jit
 def add_all(x, y, z, w, total, squares, magnitudes, smallest, largest, zeros):
-    """Four times as many values as there are lanes, all of them to be counted."""
+    """Add four values per lane, all of which count."""
     total += (x + y) + (z + w)
     squares += x * x
     squares += y * y
@@ -44,7 +44,7 @@ def add_all(x, y, z, w, total, squares, magnitudes, smallest, largest, zeros):
 
 @triton.jit
 def add_some(pointer, at, first, last, total, squares, magnitudes, smallest, largest, zeros, BLOCK: tl.constexpr):
-    """A tile of which only the values from `first` until `last` are there."""
+    """Add a tile of which only the values from `first` to `last` (excluded) count."""
     for part in tl.static_range(4):
         index = at + part * BLOCK + tl.arange(0, BLOCK)
         inside = (index >= first) & (index < last)
@@ -59,8 +59,8 @@ def add_some(pointer, at, first, last, total, squares, magnitudes, smallest, lar
 
 
 @triton.jit
-def quick(pointer, first, last, BLOCK: tl.constexpr):
-    """Six sums of the values from `first` until `last` in float32; `pointer` is at a 16-byte border."""
+def sum_fast(pointer, first, last, BLOCK: tl.constexpr):
+    """Return six sums of the values from `first` to `last` (excluded) in float32; `pointer` is at a 16-byte border."""
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     squares = tl.zeros([BLOCK], tl.float32)
@@ -94,8 +94,8 @@ def quick(pointer, first, last, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def careful(pointer, first, last, BLOCK: tl.constexpr, EXTREME: tl.constexpr):
-    """Eight sums of the same values in float64, each looked at; extremes are compared in the type `EXTREME`."""
+def sum_exact(pointer, first, last, BLOCK: tl.constexpr, EXTREME: tl.constexpr):
+    """Return eight sums of the same values in float64, value by value; extremes are compared in the type `EXTREME`."""
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float64)
     squares = tl.zeros([BLOCK], tl.float64)
@@ -134,11 +134,11 @@ def partials_of(
     addresses, stride, items, offset, count, chunk, partials,
     LISTED: tl.constexpr, DTYPE: tl.constexpr, SIZE: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """An item's eight numbers, into column `item` of `partials`, [8, count].
+    """Write an item's eight numbers into column `item` of `partials`, [8, count].
 
     `items` is [4, count]: row and first value of the segment in a matrix (`addresses` is the matrix, whose rows are
-    `stride` values apart), or, if LISTED, the place of the segment's address in `addresses`, and nothing; then the
-    segment's length, and where in it, from the border on, this item begins; it has `chunk` values at most.
+    `stride` values apart), or, if LISTED, the index of the segment's address in `addresses`, and nothing; then the
+    segment's length, and the item's start in it, counted from the border; an item has at most `chunk` values.
     """
     item = offset + tl.program_id(0)
     row, start = tl.load(items + item), tl.load(items + count + item)
@@ -151,18 +151,20 @@ def partials_of(
     last = tl.maximum(tl.minimum(head + length - position, chunk), 0).to(tl.int32)
     out = partials + item
     if DTYPE == tl.float64:
-        total, squares, magnitudes, smallest, largest, zeros, nans, infs = careful(
+        total, squares, magnitudes, smallest, largest, zeros, nans, infs = sum_exact(
             pointer, first, last, THREADS, tl.float64
         )
     else:
-        total32, squares32, magnitudes32, smallest32, largest32, zeros32 = quick(pointer, first, last, THREADS * LANES)
+        total32, squares32, magnitudes32, smallest32, largest32, zeros32 = sum_fast(
+            pointer, first, last, THREADS * LANES
+        )
         zeros = zeros32.to(tl.int32)
         total, squares, magnitudes = total32.to(tl.float64), squares32.to(tl.float64), magnitudes32.to(tl.float64)
         smallest, largest = smallest32.to(tl.float64), largest32.to(tl.float64)
         nans, infs = zeros * 0, zeros * 0
         clean = ((squares32 >= CLEAN) & (squares32 < INF)) | (magnitudes32 == 0)
         if not clean:
-            total, squares, magnitudes, smallest32, largest32, zeros, nans, infs = careful(
+            total, squares, magnitudes, smallest32, largest32, zeros, nans, infs = sum_exact(
                 pointer, first, last, THREADS, tl.float32
             )
             smallest, largest = smallest32.to(tl.float64), largest32.to(tl.float64)
@@ -181,9 +183,9 @@ def partials_of(
     do_not_specialize_on_alignment=["partials", "items_of", "lengths", "rows", "slot"],
 )
 def combine(partials, count, items_of, lengths, rows, slot, slots, SLOTTED: tl.constexpr, BLOCK: tl.constexpr):
-    """A segment's row from its items, which are those from items_of[0, segment] until items_of[1, segment].
+    """Write a segment's row from its items, items_of[0, segment] to items_of[1, segment] (excluded).
 
-    If SLOTTED, `rows` is a ring of `slots` matrices, and the number at `slot`, which may run on, says which is filled.
+    If SLOTTED, `rows` is a ring of `slots` matrices, and the number at `slot`, modulo `slots`, selects one.
     """
     segment, segments = tl.program_id(0), tl.num_programs(0)
     first, last = tl.load(items_of + segment), tl.load(items_of + segments + segment)

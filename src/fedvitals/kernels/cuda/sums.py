@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nine sums of tensors on a GPU: of a list of them, or of stacked clients' matrices, step after step, into a ring.
+"""The nine sums of tensors on a GPU: of a list of tensors, or of stacked clients' matrices at every step, into a ring.
 
-What is known before the addresses are, the way memory is cut into pieces, is worked out once for each combination of
-lengths and kept on the device. Nothing here waits for the device. `device_kernels` has the kernels, in Triton.
+The partition of the work is computed once for each combination of lengths and kept on the device. Nothing here
+synchronises with the device. The kernels are in `statistics.py`, in Triton.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Whole = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How memory is cut: into items of at most `most` values, but of fewer if that leaves less than `items` per SM.
+    """How memory is cut: into items of at most `most` values, or fewer if that leaves less than `items` per SM.
 
-    A lane adds up 64 values of an item at most, which keeps sums in float32 right to a millionth.
+    A lane adds at most 64 values of an item, which keeps float32 sums accurate to a millionth.
     """
 
     warps: int = 4
@@ -52,8 +52,8 @@ TUNING = Tuning()
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How segments are cut into items, on the device."""
+class WorkPartition:
+    """The partition of segments into items, on the device."""
 
     chunk: int
     warps: int
@@ -68,10 +68,10 @@ class Plan:
         return self.items.shape[1]
 
 
-def plan(
+def partition_work(
     rows: Whole, starts: Whole, lengths: Whole, kinds: Sequence[torch.dtype], device: torch.device, tuning: Tuning
-) -> Plan:
-    """For segments, each with its row, its first value, its length and its type."""
+) -> WorkPartition:
+    """Return the partition for segments, each with its row, first value, length and type."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
     chunk = tuning.chunk(int(lengths.sum()), processors)
     own = np.array([DTYPES.index(kind) for kind in kinds], np.int64)
@@ -92,37 +92,40 @@ def plan(
     firsts = np.cumsum([0, *each]).tolist()
     groups = tuple((kind, first, n) for kind, first, n in zip(DTYPES, firsts, each, strict=False) if n)
     table = on_device[: 4 * count].view(4, count)
-    return Plan(chunk, tuning.warps, groups, table, rest[:2], rest[2], int(pieces.max(initial=0)))
+    return WorkPartition(chunk, tuning.warps, groups, table, rest[:2], rest[2], int(pieces.max(initial=0)))
 
 
 def upload(numbers: Tensor, device: torch.device) -> Tensor:
-    """Numbers to the device without waiting: torch gives pinned memory to others only after such a copy is done."""
+    """Copy numbers to the device without waiting: torch reuses pinned memory only after such a copy is done."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
 
 
 def launch(
-    kernels: Any, cut: Plan, addresses: Tensor, stride: int | None, partials: Tensor, rows: Tensor,
+    kernels: Any, partition: WorkPartition, addresses: Tensor, stride: int | None, partials: Tensor, rows: Tensor,
     slot: Tensor | None = None, slots: int = 1,
 ) -> None:  # fmt: skip
-    """Fill the rows. `stride`: of the matrix at `addresses`, in values; None: `addresses` are the segments' own."""
+    """Fill the rows. `stride` is that of the matrix at `addresses`, in values; None if `addresses` are the segments'
+    own.
+    """
     language = kernels.tl
-    with launching_on(rows.device):
-        for dtype, first, number in cut.kinds:
+    with device_context(rows.device):
+        for dtype, first, number in partition.kinds:
             kernels.partials_of[(number,)](
-                addresses, stride or 0, cut.items, first, cut.count, cut.chunk, partials,
+                addresses, stride or 0, partition.items, first, partition.count, partition.chunk, partials,
                 LISTED=stride is None, DTYPE=getattr(language, str(dtype).removeprefix("torch.")), SIZE=dtype.itemsize,
-                THREADS=32 * cut.warps, num_warps=cut.warps,
+                THREADS=32 * partition.warps, num_warps=partition.warps,
             )  # fmt: skip
-        if len(cut.lengths):
-            block = min(max(32, 1 << (cut.most - 1).bit_length()), 512) if cut.most else 32
-            kernels.combine[(len(cut.lengths),)](
-                partials, cut.count, cut.items_of, cut.lengths, rows, rows if slot is None else slot, slots,
+        if len(partition.lengths):
+            block = min(max(32, 1 << (partition.most - 1).bit_length()), 512) if partition.most else 32
+            kernels.combine[(len(partition.lengths),)](
+                partials, partition.count, partition.items_of, partition.lengths, rows,
+                rows if slot is None else slot, slots,
                 SLOTTED=slot is not None, BLOCK=block, num_warps=max(1, block // 128),
             )  # fmt: skip
 
 
-def launching_on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton starts its kernels on the current device, wherever the tensors lie."""
+def device_context(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make the device current, since Triton launches its kernels on the current device."""
     if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
         return contextlib.nullcontext()
     return torch.cuda.device(device)
@@ -132,19 +135,24 @@ def launching_on(device: torch.device) -> contextlib.AbstractContextManager[Any]
 
 
 def sums(tensors: Sequence[Tensor | None], clients: int | None) -> Tensor | None:
-    """`[layers, 9]`, or `[clients, layers, 9]`, on the tensors' device; None if that is not one GPU that we can use."""
+    """Return `[layers, 9]`, or `[clients, layers, 9]`, on the tensors' device; None unless that is one supported
+    GPU.
+    """
     devices = {tensor.device for tensor in tensors if tensor is not None}
     if len(devices) != 1 or clients == 0:
         return None
     (device,) = devices
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None  # a graph would replay with the addresses of today
-    with launching_on(device):
-        kernels = loading.loaded().kernels
-        return None if kernels is None else listed(kernels, tensors, clients)
+    with device_context(device):
+        kernels = loading.load_kernels().kernels
+        return None if kernels is None else sums_of_list(kernels, tensors, clients)
 
 
-def listed(kernels: Any, tensors: Sequence[Tensor | None], clients: int | None, tuning: Tuning | None = None) -> Tensor:
+def sums_of_list(
+    kernels: Any, tensors: Sequence[Tensor | None], clients: int | None, tuning: Tuning | None = None
+) -> Tensor:
+    """Return the sums of a list of tensors by our kernels."""
     each = clients or 1
     ready = [
         t if t is None or (clients is None and _plain(t)) else layout.flat(t, DTYPES, clients=clients is not None)
@@ -160,36 +168,36 @@ def listed(kernels: Any, tensors: Sequence[Tensor | None], clients: int | None, 
         pointers = torch.from_numpy(where.astype(np.int64).ravel())
     else:
         pointers = torch.tensor(addresses, dtype=torch.int64)
-    cut = list_plan(lengths, kinds, each, device, stream_of(device), tuning or TUNING)
+    partition = list_partition(lengths, kinds, each, device, stream_of(device), tuning or TUNING)
     rows = torch.empty(each, len(ready), _COLUMNS, dtype=torch.float64, device=device)
-    launch(kernels, cut, upload(pointers, device), None, partials_for(cut, device), rows)
+    launch(kernels, partition, upload(pointers, device), None, partials_for(partition, device), rows)
     return rows if clients is not None else rows[0]
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Whether nothing has to be asked further: what this costs, it costs for each of hundreds of tensors."""
+    """Return whether the tensor can be read directly; cheap, since it is called for hundreds of tensors."""
     return tensor.layout is torch.strided and tensor.dtype in DTYPES and tensor.is_contiguous() and not tensor.is_neg()
 
 
 @lru_cache(maxsize=256)
-def list_plan(
+def list_partition(
     lengths: tuple[int, ...],
     kinds: tuple[torch.dtype, ...],
     clients: int,
     device: torch.device,
     stream: int,  # noqa: ARG001 - another stream would have to wait for the tables' way to the device
     tuning: Tuning,
-) -> Plan:
+) -> WorkPartition:
     whole = np.tile(np.array(lengths, np.int64), clients)
-    return plan(np.arange(len(whole)), np.zeros_like(whole), whole, kinds * clients, device, tuning)
+    return partition_work(np.arange(len(whole)), np.zeros_like(whole), whole, kinds * clients, device, tuning)
 
 
 def stream_of(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
-def partials_for(cut: Plan, device: torch.device) -> Tensor:
-    return torch.empty(_PARTIALS, max(1, cut.count), dtype=torch.float64, device=device)
+def partials_for(partition: WorkPartition, device: torch.device) -> Tensor:
+    return torch.empty(_PARTIALS, max(1, partition.count), dtype=torch.float64, device=device)
 
 
 # -- stacked clients --------------------------------------------------------------------------------------------------
@@ -198,7 +206,7 @@ def partials_for(cut: Plan, device: torch.device) -> Tensor:
 class MatrixSums:
     """The nine sums of every client's part of every layer of matrices [clients, weights], prepared for one shape.
 
-    `sizes`: how many values each layer has; one that is not `trained` gives the row of an empty tensor.
+    `sizes` are the numbers of values of the layers; a layer that is not `trained` gives the row of an empty tensor.
     """
 
     def __init__(
@@ -211,47 +219,47 @@ class MatrixSums:
     ) -> None:
         self._sizes, self._trained, self._clients = [*sizes], [*trained], clients
         device = torch.empty(0, device=device).device  # with its number
-        self._kernels = loading.loaded().kernels if clients and self._sizes else None
-        self._cuts: dict[torch.dtype, tuple[Plan, Tensor]] = {}
+        self._kernels = loading.load_kernels().kernels if clients and self._sizes else None
+        self._cuts: dict[torch.dtype, tuple[WorkPartition, Tensor]] = {}
         self._device, self._tuning = device, tuning
         if self._kernels is not None:
-            self._cut(torch.float32)
+            self._partition_for(torch.float32)
 
     @property
     def compiled(self) -> bool:
-        """Whether there are kernels of ours for it; else torch does all."""
+        """Whether our kernels are used; else torch computes everything."""
         return self._kernels is not None
 
-    def serves(self, matrix: Tensor) -> bool:
-        """Whether our kernels can read this matrix as it lies."""
+    def supports(self, matrix: Tensor) -> bool:
+        """Return whether our kernels can read this matrix directly."""
         as_rows = matrix.stride(1) == 1 or matrix.shape[1] <= 1
         return self.compiled and as_rows and matrix.dtype in DTYPES and matrix.device.type == self._device.type
 
     def measure(self, matrix: Tensor, rows: Tensor, slot: Tensor | None = None) -> None:
-        """Into `rows`, [clients, layers, 9]; with a `slot`, a number on the device, into that one of [slots, ...]."""
-        if self.serves(matrix):
-            cut, partials = self._cut(matrix.dtype)
+        """Write the sums into `rows`, [clients, layers, 9]; with a `slot`, a number on the device, into rows[slot]."""
+        if self.supports(matrix):
+            partition, partials = self._partition_for(matrix.dtype)
             stride = matrix.stride(0) if len(matrix) > 1 else matrix.shape[1]
-            launch(self._kernels, cut, matrix, stride, partials, rows, slot, 1 if slot is None else len(rows))
+            launch(self._kernels, partition, matrix, stride, partials, rows, slot, 1 if slot is None else len(rows))
             return
         parts = matrix.split(self._sizes, dim=1)
         layers = [part if trained else None for part, trained in zip(parts, self._trained, strict=True)]
-        found = fallback.sums(layers, self._clients).to(rows.device)
+        rows_by_torch = fallback.sums(layers, self._clients).to(rows.device)
         if slot is None:
-            rows.copy_(found)
+            rows.copy_(rows_by_torch)
         else:
-            rows.index_copy_(0, slot.view(1).remainder(len(rows)), found[None])
+            rows.index_copy_(0, slot.view(1).remainder(len(rows)), rows_by_torch[None])
 
-    def _cut(self, dtype: torch.dtype) -> tuple[Plan, Tensor]:
+    def _partition_for(self, dtype: torch.dtype) -> tuple[WorkPartition, Tensor]:
         if dtype not in self._cuts:
             size = (tuple(self._sizes), tuple(self._trained), self._clients)
-            cut = matrix_plan(*size, dtype, self._device, stream_of(self._device), self._tuning)
-            self._cuts[dtype] = (cut, partials_for(cut, self._device))
+            partition = matrix_partition(*size, dtype, self._device, stream_of(self._device), self._tuning)
+            self._cuts[dtype] = (partition, partials_for(partition, self._device))
         return self._cuts[dtype]
 
 
 @lru_cache(maxsize=64)
-def matrix_plan(
+def matrix_partition(
     sizes: tuple[int, ...],
     trained: tuple[bool, ...],
     clients: int,
@@ -259,18 +267,18 @@ def matrix_plan(
     device: torch.device,
     stream: int,  # noqa: ARG001 - as above
     tuning: Tuning,
-) -> Plan:
+) -> WorkPartition:
     rows = np.repeat(np.arange(clients), len(sizes))
     starts = np.tile(np.cumsum([0, *sizes[:-1]]), clients)
     lengths = np.tile(np.where(trained, sizes, 0), clients)
-    return plan(rows, starts, lengths, [dtype] * len(rows), device, tuning)
+    return partition_work(rows, starts, lengths, [dtype] * len(rows), device, tuning)
 
 
 class DeviceRing:
-    """`record(matrix, slot)` inside a captured CUDA graph: all memory is taken, and every kernel compiled, before.
+    """A ring of sums for captured CUDA graphs: memory is allocated, and every kernel compiled, before the capture.
 
-    `ring`, [slots, clients, layers, 9] in float64 on the device, is what was recorded. The slot is a number on the
-    device, read as the kernel runs; one beyond the ring begins it anew.
+    `ring` is [slots, clients, layers, 9] in float64 on the device. `record(matrix, slot)` fills one slot; the slot is a
+    number on the device, read when the kernel runs, and wraps around.
     """
 
     def __init__(

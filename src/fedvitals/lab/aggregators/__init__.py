@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From client states to the next server state."""
+"""Aggregation rules: from the clients' states to the next server state."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the clients' states to the server's next one: the family of averages. `robust.py` has the rules against liars.
+"""Aggregation rules based on a weighted mean: FedAvg, FedAvgM, FedAdam and FedYogi. Robust rules are in `robust.py`.
 
-A rule is a description with `begin`: it gives a small object to which states are added one by one, and whose `finish`
-gives the new state. What a rule remembers from round to round (momentum, second moments) lies as tensors in the
-`memory` that the caller keeps and saves, so that a resumed run goes on bit for bit.
+A rule is a description whose `begin` returns an accumulator. States are added to it one by one, and its `finish`
+returns the new state. What a rule carries from round to round (momentum, second moments) is stored as tensors in the
+`memory` that the caller keeps and saves, so that a resumed run continues bit for bit.
 
-What is not finite is no error here: a NaN passes through an average, and is found by whoever watches.
+Non-finite values are not an error here: a NaN passes through the mean, and detectors report it.
 """
 
 from __future__ import annotations
@@ -19,48 +19,53 @@ from torch import Tensor
 
 from fedvitals.errors import FedvitalsError
 from fedvitals.lab.description import Description, require
-from fedvitals.lab.engines.work import Node
+from fedvitals.lab.engines.tasks import Node
 
 Memory = dict[str, Tensor]
 
 
 class AggregationError(FedvitalsError):
-    """Updates that cannot be aggregated: none, of no weight, of a wrong shape, or too few for the rule."""
+    """Raised when updates cannot be aggregated: no updates, no weight, a wrong shape, or too few for the rule."""
 
 
 class WeightError(AggregationError):
-    """A claimed number of samples that is none."""
+    """Raised when a client claims an impossible number of samples."""
 
 
-class Sum(Protocol):
+class Accumulator(Protocol):
     """One aggregation in progress."""
 
     def add(self, state: Tensor, weight: float, node: Node) -> None:
-        """Takes a client's state, [size], and copies what it keeps. Weight 0 leaves it out, but it is still checked."""
+        """Add a client's state, [size], copying what is kept. A state of weight 0 is checked and then left out."""
 
     def finish(self) -> Tensor:
-        """The new state of the server, [size]. Only here does the rule's memory change."""
+        """Return the server's new state, [size], and update the rule's memory."""
 
 
 class Aggregator(Description, frozen=True):
-    """A rule. `server` is the state before the round; its first `weights` values are trained, the rest are buffers."""
+    """Base class of aggregation rules.
+
+    `begin` takes the server's state before the round, whose first `weights` values are trained and the rest buffers.
+    """
 
     @property
-    def holds(self) -> bool:
-        """Whether the rule keeps every state until the end, instead of one sum."""
+    def keeps_all_states(self) -> bool:
+        """Whether the rule keeps every state until the end instead of one running sum."""
         return False
 
     @property
-    def fewest(self) -> int:
-        """How many updates it needs at least."""
+    def min_updates(self) -> int:
+        """The smallest number of updates that the rule can aggregate."""
         return 1
 
-    def begin(self, server: Tensor, memory: Memory, weights: int) -> Sum:
+    def begin(self, server: Tensor, memory: Memory, weights: int) -> Accumulator:
         raise NotImplementedError
 
 
-def checked(state: Tensor, weight: float, node: Node, server: Tensor) -> None:
-    """Refuses a state that does not fit the server's, and a weight that is none."""
+def check_update(state: Tensor, weight: float, node: Node, server: Tensor) -> None:
+    """Raise AggregationError if a state does not match the server's, or if its weight is not a valid number of
+    samples.
+    """
     if state.shape != server.shape or state.dtype != server.dtype:
         raise AggregationError(
             f"The update of {node} does not fit: got {list(state.shape)} of {state.dtype}, expected "
@@ -72,8 +77,8 @@ def checked(state: Tensor, weight: float, node: Node, server: Tensor) -> None:
         )
 
 
-def refuse_nothing(added: int, total: float) -> None:
-    """Stands before each division by the total weight."""
+def require_positive_weight(added: int, total: float) -> None:
+    """Raise AggregationError unless at least one state with a positive weight was added."""
     if added == 0:
         raise AggregationError("There is nothing to aggregate: no update was added in this round.")
     if total == 0:
@@ -82,8 +87,10 @@ def refuse_nothing(added: int, total: float) -> None:
         )
 
 
-class Averaging:
-    """A weighted mean in one float64 vector, however many clients there are; `conclude` makes the new state of it."""
+class MeanAccumulator:
+    """A weighted mean in one float64 vector, independent of the number of clients; `conclude` turns it into the new
+    state.
+    """
 
     def __init__(self, server: Tensor, conclude: Callable[[Tensor], Tensor]) -> None:
         self.server, self.conclude = server, conclude
@@ -91,47 +98,51 @@ class Averaging:
         self.total, self.added = 0.0, 0
 
     def add(self, state: Tensor, weight: float, node: Node) -> None:
-        checked(state, weight, node, self.server)
+        check_update(state, weight, node, self.server)
         self.added += 1
         if weight > 0:  # else 0 × NaN would be NaN
             self.sum.add_(state, alpha=weight)
             self.total += weight
 
     def finish(self) -> Tensor:
-        refuse_nothing(self.added, self.total)
+        require_positive_weight(self.added, self.total)
         return self.conclude(self.sum / self.total).to(self.server.dtype)
 
 
 def weighted_mean(states: Tensor, samples: Tensor) -> Tensor:
-    """The mean of the rows of [n, size], weighted by [n]: bit for bit what FedAvg gives in this order."""
+    """Return the mean of the rows of [n, size], weighted by [n]; bit for bit what FedAvg gives in this order."""
     if states.dim() != 2 or samples.shape != states.shape[:1]:
         raise AggregationError(
             f"A weighted mean needs states [n, size] and samples [n]; got {list(states.shape)}, {list(samples.shape)}."
         )
     if not len(states):
-        refuse_nothing(0, 0)
-    running = Averaging(states[0], lambda mean: mean)
+        require_positive_weight(0, 0)
+    running = MeanAccumulator(states[0], lambda mean: mean)
     for row, (state, weight) in enumerate(zip(states, samples.tolist(), strict=True)):
         running.add(state, weight, f"row {row}")
     return running.finish()
 
 
 class FedAvg(Aggregator, frozen=True):
-    """The mean, weighted by samples (McMahan et al. 2017); a server learning rate other than 1 goes short or beyond."""
+    """The mean weighted by samples (McMahan et al. 2017), with a server learning rate."""
 
     server_learning_rate: float = 1.0
 
     def __post_init__(self) -> None:
-        positive("server_learning_rate of fedavg", self.server_learning_rate)
+        require_positive("server_learning_rate of fedavg", self.server_learning_rate)
 
-    def begin(self, server: Tensor, memory: Memory, weights: int) -> Sum:
+    def begin(self, server: Tensor, memory: Memory, weights: int) -> Accumulator:
         del memory  # it remembers nothing
 
         def conclude(mean: Tensor) -> Tensor:
             # At rate 1 the mean itself, since server + (mean − server) rounds, and a server's NaN would stay for ever.
-            return stepped(server, mean, weights, self.server_learning_rate) if self.server_learning_rate != 1 else mean
+            return (
+                scaled_step(server, mean, weights, self.server_learning_rate)
+                if self.server_learning_rate != 1
+                else mean
+            )
 
-        return Averaging(server, conclude)
+        return MeanAccumulator(server, conclude)
 
 
 class FedAvgM(Aggregator, frozen=True):
@@ -141,91 +152,84 @@ class FedAvgM(Aggregator, frozen=True):
     learning_rate: float = 1.0
 
     def __post_init__(self) -> None:
-        share("momentum of fedavgm", self.momentum)
-        positive("learning_rate of fedavgm", self.learning_rate)
+        require_below_one("momentum of fedavgm", self.momentum)
+        require_positive("learning_rate of fedavgm", self.learning_rate)
 
-    def begin(self, server: Tensor, memory: Memory, weights: int) -> Sum:
-        velocity = remembered(memory, "momentum", server, weights)
+    def begin(self, server: Tensor, memory: Memory, weights: int) -> Accumulator:
+        velocity = stored_moment(memory, "momentum", server, weights)
 
         def conclude(mean: Tensor) -> Tensor:
             velocity.mul_(self.momentum).add_(mean[:weights] - server[:weights])
             memory["momentum"] = velocity
-            return moved(server, mean, self.learning_rate * velocity)
+            return apply_step(server, mean, self.learning_rate * velocity)
 
-        return Averaging(server, conclude)
+        return MeanAccumulator(server, conclude)
 
 
-class FedAdam(Aggregator, frozen=True):
+class Adaptive(Aggregator, frozen=True):
+    """The step that FedAdam and FedYogi share; they differ in how the second moment follows the squared difference."""
+
+    learning_rate: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.99
+    tau: float = 1e-3
+
+    def __post_init__(self) -> None:
+        kind = type(self).__name__.lower()
+        require_positive(f"learning_rate of {kind}", self.learning_rate)
+        require_below_one(f"beta1 of {kind}", self.beta1)
+        require_below_one(f"beta2 of {kind}", self.beta2)
+        require_positive(f"tau of {kind}", self.tau)
+
+    def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
+        """Return the next second moment, from the last one and the squared difference."""
+        raise NotImplementedError
+
+    def begin(self, server: Tensor, memory: Memory, weights: int) -> Accumulator:
+        m = stored_moment(memory, "momentum", server, weights)
+        v = stored_moment(memory, "second_moment", server, weights, self.tau**2)  # the paper begins with v ≥ τ²
+
+        def conclude(mean: Tensor) -> Tensor:
+            difference = mean[:weights] - server[:weights]
+            memory["momentum"] = self.beta1 * m + (1 - self.beta1) * difference
+            memory["second_moment"] = self.second_moment(v, difference**2)
+            step = self.learning_rate * memory["momentum"] / (memory["second_moment"].sqrt() + self.tau)
+            return apply_step(server, mean, step)
+
+        return MeanAccumulator(server, conclude)
+
+
+class FedAdam(Adaptive, frozen=True):
     """Adam at the server (Reddi et al. 2021, algorithm 2): x ← x + η·m / (√v + τ), without bias correction.
 
-    β₁, β₂ and τ are the paper's; it tunes η for each task on a grid, so 0.01 is a place to start from.
+    β₁, β₂ and τ are the paper's. The paper tunes η on a grid for each task, so 0.01 is only a starting point.
     """
 
-    learning_rate: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.99
-    tau: float = 1e-3
-
-    def __post_init__(self) -> None:
-        adaptive(self, self.learning_rate, self.beta1, self.beta2, self.tau)
-
-    def begin(self, server: Tensor, memory: Memory, weights: int) -> Sum:
-        def second_moment(v: Tensor, squared: Tensor) -> Tensor:
-            return self.beta2 * v + (1 - self.beta2) * squared
-
-        return adapting(server, memory, weights, second_moment, (self.learning_rate, self.beta1, self.tau))
+    def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
+        return self.beta2 * v + (1 - self.beta2) * squared
 
 
-class FedYogi(Aggregator, frozen=True):
+class FedYogi(Adaptive, frozen=True):
     """Yogi at the server (Reddi et al. 2021): like FedAdam, but v moves towards Δ² by steps of (1 − β₂)·Δ²."""
 
-    learning_rate: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.99
-    tau: float = 1e-3
-
-    def __post_init__(self) -> None:
-        adaptive(self, self.learning_rate, self.beta1, self.beta2, self.tau)
-
-    def begin(self, server: Tensor, memory: Memory, weights: int) -> Sum:
-        def second_moment(v: Tensor, squared: Tensor) -> Tensor:
-            return v - (1 - self.beta2) * squared * torch.sign(v - squared)
-
-        return adapting(server, memory, weights, second_moment, (self.learning_rate, self.beta1, self.tau))
+    def second_moment(self, v: Tensor, squared: Tensor) -> Tensor:
+        return v - (1 - self.beta2) * squared * torch.sign(v - squared)
 
 
-def adapting(
-    server: Tensor,
-    memory: Memory,
-    weights: int,
-    second_moment: Callable[[Tensor, Tensor], Tensor],
-    settings: tuple[float, float, float],
-) -> Averaging:
-    """The step that FedAdam and FedYogi share; they differ in how the second moment follows the squared difference."""
-    learning_rate, beta1, tau = settings
-    m = remembered(memory, "momentum", server, weights)
-    v = remembered(memory, "second_moment", server, weights, tau**2)  # the paper begins with v ≥ τ²
-
-    def conclude(mean: Tensor) -> Tensor:
-        difference = mean[:weights] - server[:weights]
-        memory["momentum"] = beta1 * m + (1 - beta1) * difference
-        memory["second_moment"] = second_moment(v, difference**2)
-        return moved(server, mean, learning_rate * memory["momentum"] / (memory["second_moment"].sqrt() + tau))
-
-    return Averaging(server, conclude)
+def scaled_step(server: Tensor, mean: Tensor, weights: int, rate: float) -> Tensor:
+    """Return the server's state after a step towards the mean, scaled by the rate."""
+    return apply_step(server, mean, rate * (mean[:weights] - server[:weights]))
 
 
-def stepped(server: Tensor, mean: Tensor, weights: int, rate: float) -> Tensor:
-    return moved(server, mean, rate * (mean[:weights] - server[:weights]))
-
-
-def moved(server: Tensor, mean: Tensor, step: Tensor) -> Tensor:
-    """The trained weights go by the step; buffers, such as running means, have no gradient: they are averaged."""
+def apply_step(server: Tensor, mean: Tensor, step: Tensor) -> Tensor:
+    """Return the server's state with the step added to its trained weights. Buffers, such as running means, are
+    averaged.
+    """
     return torch.cat([server[: len(step)] + step, mean[len(step) :]])
 
 
-def remembered(memory: Memory, name: str, server: Tensor, weights: int, initial: float = 0.0) -> Tensor:
-    """A float64 copy of what was kept in the last round, or its first value."""
+def stored_moment(memory: Memory, name: str, server: Tensor, weights: int, initial: float = 0.0) -> Tensor:
+    """Return a float64 copy of a moment from the last round, or its initial value."""
     if name not in memory:
         return torch.full((weights,), initial, dtype=torch.float64, device=server.device)
     kept = memory[name]
@@ -237,19 +241,13 @@ def remembered(memory: Memory, name: str, server: Tensor, weights: int, initial:
     return kept.to(torch.float64, copy=True)
 
 
-def adaptive(rule: Description, learning_rate: float, beta1: float, beta2: float, tau: float) -> None:
-    kind = type(rule).__name__.lower()
-    positive(f"learning_rate of {kind}", learning_rate)
-    share(f"beta1 of {kind}", beta1)
-    share(f"beta2 of {kind}", beta2)
-    positive(f"tau of {kind}", tau)
-
-
-def positive(what: str, value: float) -> None:
+def require_positive(what: str, value: float) -> None:
+    """Raise ConfigError unless the value is finite and above 0."""
     require(math.isfinite(value) and value > 0, what, value, "finite and above 0")
 
 
-def share(what: str, value: float) -> None:
+def require_below_one(what: str, value: float) -> None:
+    """Raise ConfigError unless the value is in [0, 1)."""
     require(0 <= value < 1, what, value, "from 0 up to, but not including, 1")
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Aggregation that some lying or broken clients cannot steer.
+"""Aggregation rules that tolerate a minority of faulty or malicious clients.
 
-These rules do not believe the clients' numbers of samples, since lying about them is an attack: each state counts once
-(norm clipping apart, which is an average of clipped updates). An update of 0 samples is left out. What is not finite
-counts as the outermost value of its coordinate, or the farthest state; it is found in the result only where too many
-clients sent it. States are taken in the order of their nodes' names, so the order of arrival changes no bit.
+These rules ignore the claimed numbers of samples, since claiming too many is an attack: each state counts once (except
+with norm clipping, which averages clipped updates). An update of 0 samples is left out. A non-finite value counts as
+the most extreme value of its coordinate, or its state as the farthest, so it reaches the result only if too many
+clients send one. States are sorted by node name, so the order of arrival does not change the result.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import torch
 from torch import Tensor
 
 from fedvitals.lab.aggregators.averages import (
+    Accumulator,
     AggregationError,
     Aggregator,
-    Averaging,
+    MeanAccumulator,
     Memory,
-    Sum,
-    checked,
-    positive,
-    refuse_nothing,
+    check_update,
+    require_positive,
+    require_positive_weight,
 )
 from fedvitals.lab.description import require
-from fedvitals.lab.engines.work import Node
+from fedvitals.lab.engines.tasks import Node
 
 COLUMNS = 4096  # at a time, so that a block of 100 clients stays in the cache
 NUMBERS = 1 << 25  # at a time on a device, where each call has its price: 256 MB in float64
 Rule = Callable[[Sequence[Tensor], Sequence[float]], Tensor]
 
 
-class Holding:
-    """A sum that keeps all states, and hands them to the rule at the end, sorted by node."""
+class CollectingAccumulator:
+    """Keeps all states and passes them to the rule at the end, sorted by node."""
 
     def __init__(self, server: Tensor, rule: Rule) -> None:
         self.server, self.rule = server, rule
@@ -43,22 +43,22 @@ class Holding:
         self.added = 0
 
     def add(self, state: Tensor, weight: float, node: Node) -> None:
-        checked(state, weight, node, self.server)
+        check_update(state, weight, node, self.server)
         self.added += 1
         if weight > 0:
             self.held.append((node, state.clone(), weight))
 
     def finish(self) -> Tensor:
-        refuse_nothing(self.added, len(self.held))
-        held = sorted(self.held, key=lambda one: one[0])
+        require_positive_weight(self.added, len(self.held))
+        held = sorted(self.held, key=lambda entry: entry[0])
         return self.rule([state for _, state, _ in held], [weight for _, _, weight in held]).to(self.server.dtype)
 
 
 class Robust(Aggregator, frozen=True):
-    """A rule that compares the states with each other, and so needs them all at once."""
+    """Base class of rules that compare the states with each other and therefore need all of them at once."""
 
     @property
-    def holds(self) -> bool:
+    def keeps_all_states(self) -> bool:
         return True
 
 
@@ -73,23 +73,23 @@ class TrimmedMean(Robust, frozen=True):
     def __post_init__(self) -> None:
         require(0 <= self.fraction < 0.5, "fraction of trimmed_mean", self.fraction, "from 0 up to, not including, 0.5")
 
-    def begin(self, server: Tensor, memory: Memory, weights: int) -> Sum:
+    def begin(self, server: Tensor, memory: Memory, weights: int) -> Accumulator:
         del memory, weights
-        return Holding(server, lambda states, _: trimmed_mean(states, self.fraction))
+        return CollectingAccumulator(server, lambda states, _: trimmed_mean(states, self.fraction))
 
 
 class Median(Robust, frozen=True):
     """Coordinate-wise median; of an even number the mean of the two in the middle (Yin et al. 2018)."""
 
-    def begin(self, server: Tensor, memory: Memory, weights: int) -> Sum:
+    def begin(self, server: Tensor, memory: Memory, weights: int) -> Accumulator:
         del memory, weights
-        return Holding(server, lambda states, _: median(states))
+        return CollectingAccumulator(server, lambda states, _: median(states))
 
 
 class Krum(Robust, frozen=True):
-    """The one state whose n − faulty − 2 nearest neighbours are nearest, in squared distance (Blanchard et al. 2017).
+    """The state whose n − faulty − 2 nearest neighbours are closest, in squared distance (Blanchard et al. 2017).
 
-    Distances are those of the trained weights; the state comes whole. It needs n ≥ 2·faulty + 3 updates.
+    Distances are between trained weights; the chosen state is used whole. It needs n ≥ 2·faulty + 3 updates.
     """
 
     faulty: int
@@ -98,16 +98,18 @@ class Krum(Robust, frozen=True):
         require(self.faulty >= 0, "faulty of krum", self.faulty, "a number of clients, 0 or more")
 
     @property
-    def fewest(self) -> int:
+    def min_updates(self) -> int:
         return 2 * self.faulty + 3
 
-    def begin(self, server: Tensor, memory: Memory, weights: int) -> Sum:
+    def begin(self, server: Tensor, memory: Memory, weights: int) -> Accumulator:
         del memory
-        return Holding(server, lambda states, _: states[krum_order(states, self.faulty, server, weights)[0]])
+        return CollectingAccumulator(
+            server, lambda states, _: states[krum_order(states, self.faulty, server, weights)[0]]
+        )
 
 
 class MultiKrum(Robust, frozen=True):
-    """The mean of the `keep` states with the best Krum scores; as many as are not faulty, unless told."""
+    """The mean of the `keep` states with the best Krum scores; by default as many as are not faulty."""
 
     faulty: int
     keep: int | None = None
@@ -117,10 +119,10 @@ class MultiKrum(Robust, frozen=True):
         require(self.keep is None or self.keep >= 1, "keep of multi_krum", self.keep, "a number of clients, 1 or more")
 
     @property
-    def fewest(self) -> int:
+    def min_updates(self) -> int:
         return 2 * self.faulty + 3
 
-    def begin(self, server: Tensor, memory: Memory, weights: int) -> Sum:
+    def begin(self, server: Tensor, memory: Memory, weights: int) -> Accumulator:
         del memory
 
         def rule(states: Sequence[Tensor], _: Sequence[float]) -> Tensor:
@@ -128,16 +130,16 @@ class MultiKrum(Robust, frozen=True):
             if keep > len(states):
                 raise AggregationError(f"multi_krum cannot keep {keep} of {len(states)} updates. Lower `keep`.")
             best = sorted(krum_order(states, self.faulty, server, weights)[:keep])
-            return combination([states[row] for row in best], [1.0] * keep)
+            return weighted_combination([states[row] for row in best], [1.0] * keep)
 
-        return Holding(server, rule)
+        return CollectingAccumulator(server, rule)
 
 
 class GeometricMedian(Robust, frozen=True):
-    """The point with the least sum of distances to the states, by smoothed Weiszfeld (RFA: Pillutla et al. 2022).
+    """The point with the smallest sum of distances to the states, by smoothed Weiszfeld (RFA: Pillutla et al. 2022).
 
-    It ends after `iterations`, or once a step is under `tolerance` of the mean distance. Distances are those of the
-    trained weights, and none counts as smaller than `smoothing`.
+    It stops after `iterations`, or once a step is below `tolerance` of the mean distance. Distances are between trained
+    weights, and are at least `smoothing`.
     """
 
     iterations: int = 1000
@@ -146,57 +148,59 @@ class GeometricMedian(Robust, frozen=True):
 
     def __post_init__(self) -> None:
         require(self.iterations >= 1, "iterations of geometric_median", self.iterations, "1 or more")
-        positive("tolerance of geometric_median", self.tolerance)
-        positive("smoothing of geometric_median", self.smoothing)
+        require_positive("tolerance of geometric_median", self.tolerance)
+        require_positive("smoothing of geometric_median", self.smoothing)
 
-    def begin(self, server: Tensor, memory: Memory, weights: int) -> Sum:
+    def begin(self, server: Tensor, memory: Memory, weights: int) -> Accumulator:
         del memory
 
         def rule(states: Sequence[Tensor], _: Sequence[float]) -> Tensor:
             finite = [state for state, good in zip(states, are_finite(states), strict=True) if good]
             if not finite:  # nothing to go by: the result says so
-                return combination(states, [1.0] * len(states))
-            shares = weiszfeld(gram(finite, server, weights), self.iterations, self.tolerance, self.smoothing)
-            return combination(finite, shares.tolist())
+                return weighted_combination(states, [1.0] * len(states))
+            shares = geometric_median_shares(
+                update_gram_matrix(finite, server, weights), self.iterations, self.tolerance, self.smoothing
+            )
+            return weighted_combination(finite, shares.tolist())
 
-        return Holding(server, rule)
+        return CollectingAccumulator(server, rule)
 
 
 class NormClipping(Robust, frozen=True):
-    """FedAvg of updates whose difference from the server is cut to a norm (Sun et al. 2019).
+    """FedAvg of updates whose difference from the server is clipped to a norm (Sun et al. 2019).
 
     Without a norm the bound is the median of the round's norms, for which all states are kept. Norms are those of the
-    trained weights; a client's whole difference is scaled alike. One that is not finite has no direction, and is cut
-    to nothing: it counts as the server's state.
+    trained weights; a client's whole difference is scaled. A non-finite difference is clipped to zero, so it counts as
+    the server's state.
     """
 
     norm: float | None = None
 
     def __post_init__(self) -> None:
         if self.norm is not None:
-            positive("norm of norm_clipping", self.norm)
+            require_positive("norm of norm_clipping", self.norm)
 
     @property
-    def holds(self) -> bool:
+    def keeps_all_states(self) -> bool:
         return self.norm is None
 
-    def begin(self, server: Tensor, memory: Memory, weights: int) -> Sum:
+    def begin(self, server: Tensor, memory: Memory, weights: int) -> Accumulator:
         del memory
         if self.norm is not None:
-            return Clipping(server, weights, self.norm)
+            return ClippedMeanAccumulator(server, weights, self.norm)
 
         def rule(states: Sequence[Tensor], samples: Sequence[float]) -> Tensor:
-            norms = torch.stack([norm_of(state, server, weights) for state in states])
+            norms = torch.stack([update_norm(state, server, weights) for state in states])
             bound = float(np.median(norms.cpu().numpy()))
-            clipping = Clipping(server, weights, bound)
+            clipping = ClippedMeanAccumulator(server, weights, bound)
             for state, weight in zip(states, samples, strict=True):
                 clipping.add(state, weight, "")
             return clipping.finish()
 
-        return Holding(server, rule)
+        return CollectingAccumulator(server, rule)
 
 
-class Clipping(Averaging):
+class ClippedMeanAccumulator(MeanAccumulator):
     """A weighted mean of clipped states."""
 
     def __init__(self, server: Tensor, weights: int, bound: float) -> None:
@@ -204,8 +208,8 @@ class Clipping(Averaging):
         self.weights, self.bound = weights, bound
 
     def add(self, state: Tensor, weight: float, node: Node) -> None:
-        checked(state, weight, node, self.server)
-        norm = norm_of(state, self.server, self.weights)
+        check_update(state, weight, node, self.server)
+        norm = update_norm(state, self.server, self.weights)
         if not state.is_cpu:  # chosen by masks: nobody waits for a device to tell how long it is
             cut = self._cut(state, self.bound / norm)
             state = torch.where(norm == math.inf, self.server, torch.where(norm > self.bound, cut, state))
@@ -219,36 +223,38 @@ class Clipping(Averaging):
         return self.server.double().lerp(state.double(), share).to(state.dtype)
 
 
-def norm_of(state: Tensor, server: Tensor, weights: int) -> Tensor:
-    """How far the trained weights went, [], in float64; infinite if any value of the state is not finite."""
+def update_norm(state: Tensor, server: Tensor, weights: int) -> Tensor:
+    """Return the norm of the change of the trained weights, [], in float64; infinite if any value of the state is not
+    finite.
+    """
     norm = torch.linalg.vector_norm(state[:weights].double() - server[:weights])
     return torch.where(state.isfinite().all(), norm, math.inf)
 
 
 def are_finite(states: Sequence[Tensor]) -> list[bool]:
-    """Of each state, whether all of it is; the device is asked once."""
-    found: list[bool] = torch.stack([state.isfinite().all() for state in states]).tolist()
-    return found
+    """Return for each state whether all of it is finite, with one device synchronisation."""
+    finite: list[bool] = torch.stack([state.isfinite().all() for state in states]).tolist()
+    return finite
 
 
 def trimmed_mean(states: Tensor | Sequence[Tensor], fraction: float) -> Tensor:
-    """Of [n, size] the mean of each column, [size], without its ⌊fraction·n⌋ smallest and as many largest values."""
+    """Return the mean of each column of [n, size], without its ⌊fraction·n⌋ smallest and as many largest values."""
     count = len(states)
     cut = min(math.floor(fraction * count + 1e-9), (count - 1) // 2)  # 0.29 × 100 is 28.999… in floating point
-    return by_column(states, cut, count - cut)
+    return mean_of_ranks(states, cut, count - cut)
 
 
 def median(states: Tensor | Sequence[Tensor]) -> Tensor:
-    """Of [n, size] the median of each column, [size]."""
+    """Return the median of each column of [n, size]."""
     low, high = (len(states) - 1) // 2, len(states) // 2
-    return by_column(states, low, high + 1)
+    return mean_of_ranks(states, low, high + 1)
 
 
-def by_column(states: Tensor | Sequence[Tensor], first: int, last: int) -> Tensor:
-    """The mean of the ranks `first` to `last` (not included) of every column, [size]. NaN is sorted behind +Inf."""
-    refuse_nothing(len(states), len(states))
+def mean_of_ranks(states: Tensor | Sequence[Tensor], first: int, last: int) -> Tensor:
+    """Return the mean of the ranks `first` to `last` (excluded) of every column, [size]. NaN sorts after +Inf."""
+    require_positive_weight(len(states), len(states))
     result = torch.empty_like(states[0])
-    for part in stretches(states, len(result)):
+    for part in column_blocks(states, len(result)):
         block = torch.stack([state[part] for state in states], dim=1)
         if not block.is_cpu:
             result[part] = block.sort(dim=1).values[:, first:last].mean(dim=1, dtype=torch.float64).to(result.dtype)
@@ -261,15 +267,17 @@ def by_column(states: Tensor | Sequence[Tensor], first: int, last: int) -> Tenso
     return result
 
 
-def stretches(states: Tensor | Sequence[Tensor], length: int) -> Iterator[slice]:
-    """The coordinates from 0 to `length`, so many at a time as suit where the states lie."""
+def column_blocks(states: Tensor | Sequence[Tensor], length: int) -> Iterator[slice]:
+    """Yield slices that cover the coordinates from 0 to `length`, in blocks sized for the states' device."""
     width = COLUMNS if states[0].is_cpu else max(COLUMNS, NUMBERS // len(states))
     for begin in range(0, length, width):
         yield slice(begin, min(begin + width, length))
 
 
 def krum_order(states: Sequence[Tensor], faulty: int, server: Tensor, weights: int) -> list[int]:
-    """The rows from the best score to the worst; a tie goes to the earlier row, what is not finite comes last."""
+    """Return the rows from the best Krum score to the worst; ties go to the earlier row, non-finite states come
+    last.
+    """
     count, needed = len(states), 2 * faulty + 3
     if count < needed:
         lower = f"lower `faulty` to {(count - 3) // 2}, or " if count >= 3 else ""
@@ -280,7 +288,7 @@ def krum_order(states: Sequence[Tensor], faulty: int, server: Tensor, weights: i
     finite = [row for row, good in enumerate(are_finite(states)) if good]
     scores = torch.full((count,), math.inf, dtype=torch.float64)
     if finite:
-        products = gram([states[row] for row in finite], server, weights)
+        products = update_gram_matrix([states[row] for row in finite], server, weights)
         lengths = products.diagonal()
         squared = (lengths[:, None] + lengths[None, :] - products - products.T).clamp_(min=0).fill_diagonal_(math.inf)
         # Too few finite neighbours: the missing ones are infinitely far for all alike, so the nearest that there are
@@ -290,23 +298,23 @@ def krum_order(states: Sequence[Tensor], faulty: int, server: Tensor, weights: i
     return scores.argsort(stable=True).tolist()
 
 
-def gram(states: Sequence[Tensor], server: Tensor, weights: int) -> Tensor:
-    """All inner products of the differences from the server, [n, n], in float64: distances and norms follow from it.
+def update_gram_matrix(states: Sequence[Tensor], server: Tensor, weights: int) -> Tensor:
+    """Return all inner products of the differences from the server, [n, n], in float64 on the CPU.
 
-    It lies on the CPU, wherever the states do: what is decided by it is small, and is decided there.
+    Distances and norms follow from it.
     """
     products = torch.zeros(len(states), len(states), dtype=torch.float64, device=server.device)
-    for part in stretches(states, weights):
+    for part in column_blocks(states, weights):
         block = torch.stack([state[part] for state in states]).double() - server[part]
         products += block @ block.T
     return ((products + products.T) / 2).cpu()
 
 
-def weiszfeld(products: Tensor, iterations: int, tolerance: float, smoothing: float) -> Tensor:
-    """The share of each state in the geometric median, [n].
+def geometric_median_shares(products: Tensor, iterations: int, tolerance: float, smoothing: float) -> Tensor:
+    """Return the share of each state in the geometric median, [n].
 
-    Every iterate is a mixture of the states, so that its distances follow from their inner products: an iteration
-    costs n², whatever the size of the model.
+    Every iterate is a mixture of the states, so its distances follow from their inner products: an iteration costs n²,
+    regardless of the size of the model.
     """
     lengths, count = products.diagonal(), len(products)
     distances = (lengths[:, None] + lengths[None, :] - 2 * products).clamp_(min=0).sqrt_()
@@ -327,9 +335,9 @@ def weiszfeld(products: Tensor, iterations: int, tolerance: float, smoothing: fl
     return shares
 
 
-def combination(states: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """The mean of states with these shares, in the dtype of the states."""
-    running = Averaging(states[0], lambda mean: mean)
+def weighted_combination(states: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """Return the mean of the states with these shares, in the dtype of the states."""
+    running = MeanAccumulator(states[0], lambda mean: mean)
     for state, part in zip(states, shares, strict=True):
         running.add(state, part, "")
     return running.finish()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets and how they are dealt to clients."""
+"""Data sets and how they are partitioned among clients."""

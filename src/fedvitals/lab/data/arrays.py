@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples and labels as plain arrays: what a reader of a data set gives, and what a user brings of their own."""
+"""Data sets as plain arrays: the output of the data set readers, and the form for a user's own data."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TEST_SHARE = 0.2  # of a data set that comes without a test set
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
-    """Arrays or tensors: samples [N, ...] and whole-number labels [N], for training and for the server's test.
+    """Samples [N, ...] and integer labels [N], for training and for the server's test; arrays or tensors.
 
-    Images are [N, channels, height, width], sequences [N, steps, features], vectors [N, features], tokens whole
-    numbers [N, steps]. uint8 is divided by 255 when it is used. Without a test set, a fixed fifth becomes one. `groups`
-    says which samples belong together (one person, one physical sign): the partition `natural` deals by it.
+    Images are [N, channels, height, width], sequences [N, steps, features], vectors [N, features], tokens integers [N,
+    steps]. uint8 is divided by 255 when used. Without a test set, a fixed fifth of the samples becomes one. `groups`
+    says which samples belong together (one person, one physical sign), for the partition `natural`.
     """
 
     x: Any
@@ -35,13 +35,13 @@ class Arrays:
     name: str = "arrays"
 
     def __repr__(self) -> str:
-        """By its digest: two are told apart by what is in them, not by the few numbers that numpy would print."""
-        return f"Arrays(name={self.name!r}, digest={digest(checked(self))[:16]!r})"
+        """Identify the arrays by their digest, since numpy's own repr shows only a few numbers."""
+        return f"Arrays(name={self.name!r}, digest={digest(check_arrays(self))[:16]!r})"
 
 
 @dataclass(frozen=True)
-class Checked:
-    """The same as tensors of the types that a data set has; `groups` is None or int64 [N]."""
+class CheckedArrays:
+    """Validated arrays as tensors of a data set's types; `groups` is None or int64 [N]."""
 
     x: Tensor
     y: Tensor
@@ -51,46 +51,50 @@ class Checked:
     classes: int
 
 
-def checked(arrays: Arrays) -> Checked:
-    """The arrays as tensors of the right types, or an error that says which of them cannot be used, and why."""
+def check_arrays(arrays: Arrays) -> CheckedArrays:
+    """Return the arrays as tensors of the right types, or raise ConfigError naming the array that cannot be used and
+    why.
+    """
     if (arrays.test_x is None) != (arrays.test_y is None):
         raise ConfigError("Only one of test_x and test_y was given. Give both, or neither.")
     x, y = _samples("x", arrays.x), _labels("y", arrays.y)
-    _same_length("x", x, "y", y)
+    _require_same_length("x", x, "y", y)
     groups = None if arrays.groups is None else _labels("groups", arrays.groups)
     if groups is not None:
-        _same_length("x", x, "groups", groups)
+        _require_same_length("x", x, "groups", groups)
     if arrays.test_x is None:
-        x, y, test_x, test_y, groups = _with_test(x, y, groups)
+        x, y, test_x, test_y, groups = _split_off_test(x, y, groups)
     else:
         test_x, test_y = _samples("test_x", arrays.test_x), _labels("test_y", arrays.test_y)
-        _same_length("test_x", test_x, "test_y", test_y)
+        _require_same_length("test_x", test_x, "test_y", test_y)
         if test_x.shape[1:] != x.shape[1:] or test_x.dtype != x.dtype:
             raise ConfigError(
                 f"Training and test samples differ: {list(x.shape[1:])} {x.dtype} and {list(test_x.shape[1:])} "
                 f"{test_x.dtype}. Give both in the same form."
             )
-    found = int(torch.cat([y, test_y]).max()) + 1
-    if arrays.classes is not None and arrays.classes < found:
-        raise ConfigError(f"A label is {found - 1}, but classes is {arrays.classes}: it must be at least {found}.")
-    return Checked(x, y, test_x, test_y, groups, arrays.classes or found)
+    classes = int(torch.cat([y, test_y]).max()) + 1
+    if arrays.classes is not None and arrays.classes < classes:
+        raise ConfigError(f"A label is {classes - 1}, but classes is {arrays.classes}: it must be at least {classes}.")
+    return CheckedArrays(x, y, test_x, test_y, groups, arrays.classes or classes)
 
 
-def digest(found: Checked) -> str:
-    """sha256, in hex, over the arrays' types, shapes and bytes: the same data give the same on every machine."""
+def digest(arrays: CheckedArrays) -> str:
+    """Return the sha256, in hex, of the arrays' types, shapes and bytes; equal data give equal digests on every
+    machine.
+    """
     total = hashlib.sha256()
     for name in ("x", "y", "test_x", "test_y", "groups"):
-        tensor: Tensor | None = getattr(found, name)
+        tensor: Tensor | None = getattr(arrays, name)
         if tensor is not None:
             total.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
             total.update(np.ascontiguousarray(tensor.numpy()).data)
     return total.hexdigest()
 
 
-def _tensor(name: str, given: Any) -> Tensor:
-    if isinstance(given, Tensor):
-        return given.detach().cpu().contiguous()
-    array = np.asarray(given)
+def _tensor(name: str, array_like: Any) -> Tensor:
+    if isinstance(array_like, Tensor):
+        return array_like.detach().cpu().contiguous()
+    array = np.asarray(array_like)
     if array.dtype.kind not in "iuf":
         raise ConfigError(f"The array {name} holds {array.dtype}: it must hold numbers.")
     if (array.dtype.kind == "u" and array.dtype.itemsize > 1) or not array.dtype.isnative:
@@ -99,8 +103,8 @@ def _tensor(name: str, given: Any) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array) if array.flags.writeable else array.copy())
 
 
-def _samples(name: str, given: Any) -> Tensor:
-    tensor = _tensor(name, given)
+def _samples(name: str, array_like: Any) -> Tensor:
+    tensor = _tensor(name, array_like)
     if tensor.dim() < 2 or not tensor.numel():
         raise ConfigError(f"The array {name} has the shape {list(tensor.shape)}: it must be [samples, ...], not empty.")
     if tensor.dtype == torch.bool or tensor.is_complex():
@@ -119,8 +123,8 @@ def _samples(name: str, given: Any) -> Tensor:
     return tensor
 
 
-def _labels(name: str, given: Any) -> Tensor:
-    tensor = _tensor(name, given)
+def _labels(name: str, array_like: Any) -> Tensor:
+    tensor = _tensor(name, array_like)
     if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise ConfigError(
             f"The array {name} is {list(tensor.shape)} {tensor.dtype}: it must be [samples] whole numbers."
@@ -131,13 +135,15 @@ def _labels(name: str, given: Any) -> Tensor:
     return tensor
 
 
-def _same_length(name: str, one: Tensor, other_name: str, other: Tensor) -> None:
-    if len(one) != len(other):
-        raise ConfigError(f"There are {len(one)} of {name} and {len(other)} of {other_name}: they must be as many.")
+def _require_same_length(name: str, first: Tensor, second_name: str, second: Tensor) -> None:
+    if len(first) != len(second):
+        raise ConfigError(f"There are {len(first)} of {name} and {len(second)} of {second_name}: they must be as many.")
 
 
-def _with_test(x: Tensor, y: Tensor, groups: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """A fifth set aside as the test set, the same one each time; whole groups, where there are any."""
+def _split_off_test(
+    x: Tensor, y: Tensor, groups: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Split off a fixed fifth as the test set, by whole groups where there are groups."""
     if len(y) < 2:
         raise ConfigError(
             f"{len(y)} sample cannot be split into training and test set. Give at least 2, or a test set."

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoded data sets, kept as plain .npy files, so that the second start takes a second.
+"""The cache of data sets: decoded once, kept on disk for the next start and on devices for the next experiment.
 
-A manifest, replaced in one step, says which files belong together, what they were made from and their digest. Whatever
-does not fit (a torn file, another source, a manifest of another version) is made anew; a folder that cannot be written
-to costs nothing but time. The files are mapped into memory: worker processes share them.
+On disk they are plain .npy files. A manifest, replaced atomically, lists the files that belong together, their sources
+and their digest. An entry that does not match (a torn file, another source, another version) is built again; an
+unwritable folder only costs time. The files are memory-mapped, so worker processes share them.
 """
 
 from __future__ import annotations
@@ -14,76 +14,85 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from fedvitals.lab.data.arrays import Arrays, checked, digest
+from fedvitals.lab.data.arrays import Arrays, check_arrays, digest
+
+if TYPE_CHECKING:
+    from fedvitals.lab.data.datasets import Dataset
 
 VERSION = 1
 PARTS = ("x", "y", "test_x", "test_y", "groups")
+KEPT = 2  # data sets, those that were used last
 
 
-def through(cache: Path, kind: str, sources: Sequence[Path], make: Callable[[], Arrays]) -> tuple[Arrays, str]:
-    """The data set and its digest: from the cache if it holds what these files would give, else made and kept."""
-    state = [_state(path) for path in sources]
+def load_or_build(cache: Path, kind: str, sources: Sequence[Path], build: Callable[[], Arrays]) -> tuple[Arrays, str]:
+    """Return the data set and its digest: from the cache if its sources are unchanged, else built and stored."""
+    state = [_fingerprint(path) for path in sources]
     # One entry for each place that the data set was read from: a newer version of the files replaces it.
     place = hashlib.sha256("\n".join(str(path.resolve()) for path in sources).encode()).hexdigest()[:12]
     entry = cache / "arrays" / f"{kind}-{place}"
-    if _last and _last[0][:2] == (state, _state(entry)):
+    if _last and _last[0][:2] == (state, _fingerprint(entry)):
         return _last[0][2:]
-    found = _through(entry, state, make)
-    _last[:] = [(state, _state(entry), *found)]
-    return found
+    arrays_and_digest = _load_or_build(entry, state, build)
+    _last[:] = [(state, _fingerprint(entry), *arrays_and_digest)]
+    return arrays_and_digest
 
 
 _last: list[tuple[list[list[Any]], list[Any], Arrays, str]] = []
 """The one that was asked for last: a study asks for the same again and again, and nobody changes it."""
 
 
-def _through(entry: Path, state: list[list[Any]], make: Callable[[], Arrays]) -> tuple[Arrays, str]:
+def _load_or_build(entry: Path, state: list[list[Any]], build: Callable[[], Arrays]) -> tuple[Arrays, str]:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return _kept(entry, state)
-    made = make()
-    found = digest(checked(made))
+        return _read_entry(entry, state)
+    arrays = build()
+    checksum = digest(check_arrays(arrays))
     with contextlib.suppress(OSError):
-        _keep(entry, state, made, found)
-    return made, found
+        _write_entry(entry, state, arrays, checksum)
+    return arrays, checksum
 
 
-def _state(path: Path) -> list[Any]:
-    """What tells a changed file without reading it: size and time; of a folder, over all that lies in it."""
+def _fingerprint(path: Path) -> list[Any]:
+    """Return what reveals a changed file or folder without reading it: path, number of files, total size, newest
+    time.
+    """
     files = [path] if path.is_file() else [Path(root, name) for root, _, names in os.walk(path) for name in names]
-    about = [file.stat() for file in files]
-    newest = max((one.st_mtime_ns for one in about), default=0)
-    return [str(path.resolve()), len(about), sum(one.st_size for one in about), newest]
+    statuses = [file.stat() for file in files]
+    newest = max((status.st_mtime_ns for status in statuses), default=0)
+    return [str(path.resolve()), len(statuses), sum(status.st_size for status in statuses), newest]
 
 
-def _kept(entry: Path, state: list[list[Any]]) -> tuple[Arrays, str]:
+def _read_entry(entry: Path, state: list[list[Any]]) -> tuple[Arrays, str]:
     manifest = json.loads((entry / "manifest.json").read_text(encoding="utf-8"))
     if manifest["version"] != VERSION or manifest["sources"] != state:
         raise ValueError("stale")
     # Copy on write: torch wants arrays that can be written to, and the file stays as it is.
     parts = {name: np.load(entry / file, mmap_mode="c", allow_pickle=False) for name, file in manifest["files"].items()}
     arrays = Arrays(**parts, classes=manifest["classes"], name=manifest["name"])
-    found = digest(checked(arrays))
-    if found != manifest["digest"]:
+    checksum = digest(check_arrays(arrays))
+    if checksum != manifest["digest"]:
         raise ValueError("torn")
-    return arrays, found
+    return arrays, checksum
 
 
-def _keep(entry: Path, state: list[list[Any]], made: Arrays, found: str) -> None:
+def _write_entry(entry: Path, state: list[list[Any]], arrays: Arrays, checksum: str) -> None:
     entry.mkdir(parents=True, exist_ok=True)
     token, files = secrets.token_hex(4), {}
     try:
         for name in PARTS:
-            array = getattr(made, name)
+            array = getattr(arrays, name)
             if array is not None:
                 files[name] = f"{name}-{token}.npy"
                 np.save(entry / files[name], np.asarray(array), allow_pickle=False)
         draft = entry / f"manifest-{token}.json"
-        manifest = {"version": VERSION, "name": made.name, "classes": made.classes, "digest": found}
+        manifest = {"version": VERSION, "name": arrays.name, "classes": arrays.classes, "digest": checksum}
         draft.write_text(json.dumps({**manifest, "sources": state, "files": files}), encoding="utf-8")
         draft.replace(entry / "manifest.json")
     except OSError:
@@ -97,3 +106,34 @@ def _remove(entry: Path, unwanted: Callable[[str], bool]) -> None:
         if unwanted(path.name):
             with contextlib.suppress(OSError):  # another system may have it mapped still
                 path.unlink()
+
+
+# -- on a device ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """The tensors of a `Dataset` on a device, as stored (images as bytes); `Dataset.inputs` makes inputs of them."""
+
+    x: Tensor
+    y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+
+
+_resident: dict[tuple[str, torch.device], Resident] = {}
+
+
+def resident(dataset: Dataset, device: torch.device | str) -> Resident:
+    """Return the data set on the device: uploaded when first asked for, known again by its digest.
+
+    A study of many short experiments would otherwise upload the same images, four times as large, for each of them.
+    """
+    key = (dataset.digest, torch.device(device))
+    tensors = _resident.pop(key, None)
+    if tensors is None:
+        tensors = Resident(*(part.to(key[1]) for part in (dataset.x, dataset.y, dataset.test_x, dataset.test_y)))
+    _resident[key] = tensors  # as the one used last
+    for old in [*_resident][:-KEPT]:
+        del _resident[old]
+    return tensors

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data sets by name, and how one is loaded: found, decoded once, kept in a cache, and known by its digest."""
+"""The data sets by name, and how one is located, decoded, cached and identified by its digest."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.lab.data import cache as data_cache
-from fedvitals.lab.data.arrays import Arrays, Checked, checked, digest
-from fedvitals.lab.data.files import CIFAR10, FashionMNIST
+from fedvitals.lab.data.arrays import Arrays, CheckedArrays, check_arrays, digest
 from fedvitals.lab.data.gtsrb import GTSRB
+from fedvitals.lab.data.image_archives import CIFAR10, FashionMNIST
 from fedvitals.lab.data.small import Digits, Synthetic
-from fedvitals.lab.data.sources import Progress, download_folder, fetch, places, user_cache
+from fedvitals.lab.data.sources import Progress, download_folder, fetch, search_folders, user_cache
 from fedvitals.lab.streams import stream
 
 DATASETS = (Digits, Synthetic, GTSRB, FashionMNIST, CIFAR10)
 
-Described = Digits | Synthetic | GTSRB | FashionMNIST | CIFAR10
+DatasetDescription = Digits | Synthetic | GTSRB | FashionMNIST | CIFAR10
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,42 +40,42 @@ class Dataset:
     divisor: float = 255.0  # of uint8 images, when used
 
     def inputs(self, x: Tensor) -> Tensor:
-        """Samples as a model takes them: float32, images from 0 to 1 by default; tokens stay whole numbers."""
+        """Return samples as model inputs: float32, images scaled to 0–1 by default; tokens stay integers."""
         return x.to(torch.float32).div_(self.divisor) if x.dtype == torch.uint8 else x
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one sample, such as (3, 32, 32)."""
+        """The shape of one sample, such as (3, 32, 32)."""
         return tuple(self.x.shape[1:])
 
     @property
     def vocabulary(self) -> int | None:
-        """How many tokens there are, where the samples are tokens."""
+        """The number of tokens, or None if the samples are not tokens."""
         if self.x.dtype != torch.int64:
             return None
         return int(max(self.x.max(), self.test_x.max())) + 1
 
 
-def named(name: str) -> Described:
-    """The data set with this name, with its usual settings; `fashion-mnist` is as good as `fashion_mnist`."""
+def dataset_named(name: str) -> DatasetDescription:
+    """Return the description of a data set by its name, with default settings; `-` and `_` are interchangeable."""
     kinds: dict[str, Any] = {str(kind.__struct_config__.tag): kind for kind in DATASETS}
     try:
-        found: Described = kinds[name.replace("-", "_").lower()]()
+        description: DatasetDescription = kinds[name.replace("-", "_").lower()]()
     except KeyError:
         raise ConfigError(unknown("data set", name, kinds)) from None
-    return found
+    return description
 
 
 def load(
-    description: Described | Arrays | str,
+    description: DatasetDescription | Arrays | str,
     folder: str | os.PathLike[str] | None = None,
     cache: Path | None = None,
 ) -> Dataset:
-    """The data set: from `folder`, else FEDVITALS_DATA, ../shared/data or an earlier download.
+    """Load a data set from `folder`, else from FEDVITALS_DATA, ../shared/data or an earlier download.
 
-    `cache` is where decoded images are kept for the next time; by default below the user's own cache.
+    `cache` is the folder for decoded images; by default it is below the user's own cache.
     """
-    described = named(description) if isinstance(description, str) else description
+    described = dataset_named(description) if isinstance(description, str) else description
     if _remembered is None or isinstance(described, Arrays):
         return _load(described, folder, cache)
     key = (described, None if folder is None else os.fspath(folder), cache)
@@ -85,7 +85,7 @@ def load(
 
 
 def remember() -> None:
-    """From now on, load each data set once: for a process that runs many experiments on the same few."""
+    """From now on, load each data set only once in this process. For processes that run many experiments."""
     global _remembered  # noqa: PLW0603 - of this process, as it says
     _remembered = {} if _remembered is None else _remembered
 
@@ -93,55 +93,60 @@ def remember() -> None:
 _remembered: dict[Any, Dataset] | None = None
 
 
-def _load(described: Described | Arrays, folder: str | os.PathLike[str] | None, cache: Path | None) -> Dataset:
+def _load(described: DatasetDescription | Arrays, folder: str | os.PathLike[str] | None, cache: Path | None) -> Dataset:
     if isinstance(described, Arrays):
-        arrays, known = described, None
+        arrays, known_digest = described, None
     elif isinstance(described, Digits | Synthetic):
-        arrays, known = described.make(), None
+        arrays, known_digest = described.make(), None
     else:
-        sources, read = described.find(places(folder))
+        sources, read = described.find(search_folders(folder))
         kind = str(described.__struct_config__.tag)
-        arrays, known = data_cache.through(cache or user_cache(), kind, sources, read)
-    found = checked(arrays)
+        arrays, known_digest = data_cache.load_or_build(cache or user_cache(), kind, sources, read)
+    arrays_checked = check_arrays(arrays)
     if isinstance(described, GTSRB | FashionMNIST | CIFAR10) and (described.samples or described.test_samples):
-        found, known = _fewer(found, described.samples, described.test_samples), None
+        arrays_checked, known_digest = _subset(arrays_checked, described.samples, described.test_samples), None
     return Dataset(
         arrays.name,
-        found.x,
-        found.y,
-        found.test_x,
-        found.test_y,
-        found.groups,
-        found.classes,
-        known or digest(found),
+        arrays_checked.x,
+        arrays_checked.y,
+        arrays_checked.test_x,
+        arrays_checked.test_y,
+        arrays_checked.groups,
+        arrays_checked.classes,
+        known_digest or digest(arrays_checked),
         getattr(described, "divisor", 255.0),
     )
 
 
 def download(name: str, folder: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> list[Path]:
-    """The official files of a data set, fetched into the folder where `load` will find them, and verified."""
-    described = named(name)
+    """Download and verify the official files of a data set into the folder where `load` finds them; returns their
+    paths.
+    """
+    described = dataset_named(name)
     if isinstance(described, Digits | Synthetic):
         return []
     target = download_folder() if folder is None else Path(folder)
     return [fetch(source, target, progress) for source in described.sources]
 
 
-def _fewer(found: Checked, samples: int | None, test_samples: int | None) -> Checked:
-    """A part of the data set, the same each time, in the order of the whole."""
-    keep, keep_test = _chosen(len(found.y), samples, "train"), _chosen(len(found.test_y), test_samples, "test")
-    groups = None if found.groups is None else found.groups[keep]
+def _subset(arrays: CheckedArrays, samples: int | None, test_samples: int | None) -> CheckedArrays:
+    """Return a fixed subset of the data set, in the original order."""
+    keep, keep_test = (
+        _subset_indices(len(arrays.y), samples, "train"),
+        _subset_indices(len(arrays.test_y), test_samples, "test"),
+    )
+    groups = None if arrays.groups is None else arrays.groups[keep]
     return replace(
-        found,
-        x=found.x[keep],
-        y=found.y[keep],
+        arrays,
+        x=arrays.x[keep],
+        y=arrays.y[keep],
         groups=groups,
-        test_x=found.test_x[keep_test],
-        test_y=found.test_y[keep_test],
+        test_x=arrays.test_x[keep_test],
+        test_y=arrays.test_y[keep_test],
     )
 
 
-def _chosen(length: int, wanted: int | None, part: str) -> Tensor:
+def _subset_indices(length: int, wanted: int | None, part: str) -> Tensor:
     if wanted is None or wanted >= length:
         return torch.arange(length)
     return torch.randperm(length, generator=stream(0, "fewer", part))[:wanted].sort().values

@@ -25,8 +25,8 @@ import numpy as np
 
 from fedvitals.errors import ConfigError, MissingExtraError
 from fedvitals.lab.data.arrays import Arrays
-from fedvitals.lab.data.limits import check_arrays, read_member
-from fedvitals.lab.data.sources import Source, missing
+from fedvitals.lab.data.limits import check_npz_size, read_member
+from fedvitals.lab.data.sources import Source, missing_dataset_error
 from fedvitals.lab.description import Description, require
 
 CLASSES, SIDE = 43, 32
@@ -41,7 +41,7 @@ ARCHIVE = "https://sid.erda.dk/public/archives/daaeac0d7ce1152aea9b61d9f1e19370"
 
 
 class GTSRB(Description, frozen=True):
-    """39,209 and 12,630 images of 43 classes; or fewer of them, always the same ones."""
+    """39,209 and 12,630 images of 43 classes, or a fixed subset."""
 
     samples: int | None = None
     test_samples: int | None = None
@@ -58,29 +58,29 @@ class GTSRB(Description, frozen=True):
             require(value is None or value >= 1, f"{name} of gtsrb", value, "at least 1")
 
     def find(self, folders: Sequence[Path]) -> tuple[list[Path], Callable[[], Arrays]]:
-        """The files or folders that the data set is made from, and the function that reads them."""
+        """Return the files or folders of the data set, and the function that reads them."""
         for folder in folders:
             # The user may name the folder GTSRB itself.
             root = folder.parent if folder.name == "GTSRB" else folder
             for paths, read in (
-                ([folder / name for name in PACKED], _packed),
-                ([root / TRAIN, root / TEST, _truth(root)], _unzipped),
-                ([folder / name for name in ZIPS], _zipped),
+                ([folder / name for name in PACKED], _read_packed),
+                ([root / TRAIN, root / TEST, _test_labels_path(root)], _read_folders),
+                ([folder / name for name in ZIPS], _read_zips),
             ):
                 if paths[0].exists():
-                    _all_there(paths)
+                    _require_all(paths)
                     return paths, partial(read, paths)
         files = f"{', '.join(ZIPS)} (or their content, the folder GTSRB)"
-        raise missing("gtsrb", "https://benchmark.ini.rub.de/gtsrb_dataset.html", files, folders)
+        raise missing_dataset_error("gtsrb", "https://benchmark.ini.rub.de/gtsrb_dataset.html", files, folders)
 
 
-def _truth(root: Path) -> Path:
-    """The labels of the test images, wherever people unpack that file to."""
+def _test_labels_path(root: Path) -> Path:
+    """Return the path of the test labels, in any of the places where it is usually unpacked."""
     usual = [root / TEST / TRUTH, root / "GTSRB" / "Final_Test" / TRUTH, root / "GTSRB" / TRUTH, root / TRUTH]
     return next((path for path in usual if path.exists()), usual[0])
 
 
-def _all_there(paths: Iterable[Path]) -> None:
+def _require_all(paths: Iterable[Path]) -> None:
     for path in paths:
         if not path.exists():
             raise ConfigError(f"GTSRB is not complete: {path} is missing. Put it there, from {ARCHIVE}.")
@@ -90,20 +90,20 @@ Labelled = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any
 """Images [N, 3, 32, 32], classes [N], and the groups [N] of the training set."""
 
 
-def _named(train: Labelled, test: Labelled) -> Arrays:
+def _assemble(train: Labelled, test: Labelled) -> Arrays:
     complete = len(train[1]) == TRAIN_IMAGES and len(test[1]) == TEST_IMAGES
     name = "gtsrb" if complete else f"gtsrb ({len(train[1])} and {len(test[1])} images of it)"
     return Arrays(train[0], train[1], test[0], test[1], groups=train[2], classes=CLASSES, name=name)
 
 
-def _packed(paths: Sequence[Path]) -> Arrays:
-    return _named(_unpacked(paths[0]), _unpacked(paths[1]))
+def _read_packed(paths: Sequence[Path]) -> Arrays:
+    return _assemble(_decode_packed(paths[0]), _decode_packed(paths[1]))
 
 
-def _unpacked(path: Path) -> Labelled:
+def _decode_packed(path: Path) -> Labelled:
     """The images lie in the file as differences modulo 256: colours from green, then each pixel from its neighbours."""
     try:
-        check_arrays(path)
+        check_npz_size(path)
         with np.load(path, allow_pickle=False) as packed:
             pixels, labels = packed["x_delta"], packed["y"].astype(np.int64)
             groups = labels * 100 + packed["track"] if "track" in packed else None
@@ -149,22 +149,22 @@ class _Zip:
         return read_member(self.file, self.prefix + name)
 
 
-def _unzipped(paths: Sequence[Path]) -> Arrays:
-    return _official(_Folder(paths[0]), _Folder(paths[1]), paths[2].read_text(encoding="utf-8"))
+def _read_folders(paths: Sequence[Path]) -> Arrays:
+    return _read_official(_Folder(paths[0]), _Folder(paths[1]), paths[2].read_text(encoding="utf-8"))
 
 
-def _zipped(paths: Sequence[Path]) -> Arrays:
+def _read_zips(paths: Sequence[Path]) -> Arrays:
     with ExitStack() as stack:
         try:
             train, test, truth = (stack.enter_context(zipfile.ZipFile(path)) for path in paths)
             inside = next((name for name in truth.namelist() if name.endswith(TRUTH)), TRUTH)
-            return _official(_Zip(train, TRAIN + "/"), _Zip(test, TEST + "/"), read_member(truth, inside).decode())
+            return _read_official(_Zip(train, TRAIN + "/"), _Zip(test, TEST + "/"), read_member(truth, inside).decode())
         except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
             listed = ", ".join(map(str, paths))
             raise ConfigError(f"One of {listed} is damaged: {error}. Delete it, and download it anew.") from error
 
 
-def _official(train: _Tree, test: _Tree, truth: str) -> Arrays:
+def _read_official(train: _Tree, test: _Tree, truth: str) -> Arrays:
     labelled = []
     for folder, row in _training_rows(train):
         track, _, frame = row["Filename"].removesuffix(".ppm").partition("_")
@@ -172,7 +172,7 @@ def _official(train: _Tree, test: _Tree, truth: str) -> Arrays:
     labelled.sort()
     groups = [label * 100 + track for label, track, _, _ in labelled]
     tests = sorted((row["Filename"], int(row["ClassId"])) for row in _rows(truth, TRUTH))
-    return _named(
+    return _assemble(
         (
             _images(train, [name for *_, name in labelled]),
             _numbers([label for label, *_ in labelled]),
@@ -214,12 +214,12 @@ def _images(tree: _Tree, names: Sequence[str]) -> np.ndarray[Any, Any]:
         from PIL import Image, UnidentifiedImageError  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
         raise MissingExtraError("Pillow", "lab", "Reading GTSRB's ppm images") from error
-    found = np.empty((len(names), 3, SIDE, SIDE), np.uint8)
+    images = np.empty((len(names), 3, SIDE, SIDE), np.uint8)
     for index, name in enumerate(names):
         try:
             with Image.open(io.BytesIO(tree.read(name))) as image:
                 small = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR)
         except (OSError, KeyError, UnidentifiedImageError) as error:
             raise ConfigError(f"GTSRB: the image {name} is missing or damaged: {error}. Unpack it anew.") from error
-        found[index] = np.asarray(small).transpose(2, 0, 1)
-    return found
+        images[index] = np.asarray(small).transpose(2, 0, 1)
+    return images

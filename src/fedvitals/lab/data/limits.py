@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unpack the files of data sets within limits: an archive of a few kilobytes may stand for gigabytes.
+"""Size limits for unpacking data set files: an archive of a few kilobytes may expand to gigabytes.
 
-The limits are several times what the official files hold. A file beyond them is none of these.
+The limits are several times the size of the official files.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ MEMBER_BYTES = 16 << 20  # of one image or table in a zip
 
 
 def read_gzip(path: Path) -> bytes:
-    """The unpacked content of a .gz file."""
+    """Return the unpacked content of a .gz file."""
     with gzip.open(path) as file:
         return read_bounded(file, str(path))
 
 
 def read_bounded(file: IO[bytes] | gzip.GzipFile, name: str) -> bytes:
-    """All bytes of an unpacking stream, or ConfigError where they are more than any file of a data set has."""
+    """Return all bytes of a stream, or raise ConfigError if they exceed the limit for one file."""
     content = file.read(FILE_BYTES + 1)
     if len(content) > FILE_BYTES:
         raise ConfigError(f"{name} unpacks to more than {FILE_BYTES:,} bytes: it is no file of this data set.")
     return content
 
 
-def check_arrays(path: Path) -> None:
-    """Refuse an .npz whose arrays would unpack to more than those of any data set here."""
+def check_npz_size(path: Path) -> None:
+    """Raise ConfigError if the arrays of an .npz would unpack to more than any data set here needs."""
     with zipfile.ZipFile(path) as archive:
         total = sum(member.file_size for member in archive.infolist())
     if total > ARCHIVE_BYTES:
@@ -41,7 +41,7 @@ def check_arrays(path: Path) -> None:
 
 
 def read_member(archive: zipfile.ZipFile, name: str) -> bytes:
-    """One file of a zip. zipfile itself never unpacks more than the archive declares."""
+    """Return one file of a zip within the limit. zipfile itself never unpacks more than the archive declares."""
     size = archive.getinfo(name).file_size
     if size > MEMBER_BYTES:
         raise ConfigError(f"{archive.filename}: {name} would unpack to {size:,} bytes: it is no file of this data set.")

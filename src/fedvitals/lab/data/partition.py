@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who holds what: the training samples dealt to the clients, each sample to exactly one, for training or local test."""
+"""Partitions of the training samples among clients: each sample goes to exactly one client, for training or local
+test.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from fedvitals.lab.description import Description, require
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """What one client holds: indices of training samples, in rising order, and how its camera differs."""
+    """One client's data: sorted indices of training samples, and how its camera differs."""
 
     train: Tensor  # int64
     test: Tensor  # int64; the client's own test, which may be empty
@@ -30,7 +32,7 @@ class Shard:
 
 class Partition(Protocol):
     def parts(self, dataset: Dataset, clients: int, need: int, generator: torch.Generator) -> list[Tensor]:
-        """Each client's indices, training and test together: at least `need` of them."""
+        """Return each client's indices, training and test together, at least `need` per client."""
 
 
 class IID(Description, frozen=True):
@@ -41,9 +43,9 @@ class IID(Description, frozen=True):
 
 
 class Dirichlet(Description, frozen=True):
-    """Label skew: each class is dealt in shares drawn from a Dirichlet distribution; the smaller α, the more skewed.
+    """Label skew: each class is divided in shares drawn from a Dirichlet distribution; a smaller α means more skew.
 
-    Whoever would be left with too little is given some by those who hold most.
+    Clients with too few samples receive some from the largest ones.
     """
 
     alpha: float = 0.3
@@ -58,7 +60,7 @@ class Dirichlet(Description, frozen=True):
             cuts = (self._weights(clients, generator).cumsum(0) * len(members)).round().long()
             for share, part in zip(shares, torch.tensor_split(members, cuts[:-1]), strict=True):
                 share.append(part)
-        return _levelled([_shuffled(torch.cat(share), generator) for share in shares], need)
+        return _with_minimum([_shuffled(torch.cat(share), generator) for share in shares], need)
 
     def _weights(self, clients: int, generator: torch.Generator) -> Tensor:
         """Gamma variates in logarithms, Γ(α) = Γ(α + 1) · U^(1/α): a small α would make them all 0 otherwise."""
@@ -69,9 +71,9 @@ class Dirichlet(Description, frozen=True):
 
 
 class ClassesPerClient(Description, frozen=True):
-    """Each client holds samples of exactly this many classes; a class is cut into equal pieces for those who hold it.
+    """Each client holds samples of exactly this many classes; a class is cut into equal parts for its holders.
 
-    A class gets holders in proportion to its size, so that clients hold about as much as each other.
+    A class gets holders in proportion to its size, so that clients hold similar amounts.
     """
 
     classes: int = 2
@@ -101,7 +103,7 @@ class ClassesPerClient(Description, frozen=True):
         return [held[index] for index in torch.randperm(clients, generator=generator)]
 
     def _holders(self, counts: list[int], clients: int) -> list[int]:
-        """How many clients hold each class: the largest piece is halved, so to speak, until there are enough."""
+        """Return how many clients hold each class, by repeatedly splitting the class with the largest part."""
         pieces = clients * self.classes
         if self.classes > len(counts):
             raise ConfigError(f"classes_per_client({self.classes}) is not possible: there are {len(counts)} classes.")
@@ -136,11 +138,11 @@ class QuantitySkew(Description, frozen=True):
         logs = self.sigma * torch.randn(clients, generator=generator, dtype=torch.float64)
         cuts = (torch.softmax(logs, 0).cumsum(0) * len(dataset.y)).round().long()
         order = torch.randperm(len(dataset.y), generator=generator)
-        return _levelled(list(torch.tensor_split(order, cuts[:-1])), need)
+        return _with_minimum(list(torch.tensor_split(order, cuts[:-1])), need)
 
 
 class FeatureShift(Description, frozen=True):
-    """Equal shares, but each client's camera differs: brightness and rotation, drawn evenly from ± these.
+    """Equal shares, but each client's camera differs: brightness and rotation drawn uniformly from ± these.
 
     Brightness 0.5 draws factors from 0.5 to 1.5; rotation is in degrees.
     """
@@ -161,9 +163,9 @@ class FeatureShift(Description, frozen=True):
 
 
 class Natural(Description, frozen=True):
-    """By group: what belongs together stays together, with one client, and there in training or in test.
+    """Partition by group: a group stays with one client, and there entirely in training or in test.
 
-    Each group goes to whoever holds least so far. A client with one group has no local test.
+    Each group goes to the client with the fewest samples so far. A client with one group has no local test.
     """
 
     def parts(self, dataset: Dataset, clients: int, need: int, generator: torch.Generator) -> list[Tensor]:
@@ -194,15 +196,15 @@ def deal(
     test_share: float = 0.2,
     least: int = 1,
 ) -> list[Shard]:
-    """A shard for each client: every training sample of the data set in exactly one of them, once.
+    """Return a shard for each client; every training sample of the data set is in exactly one of them.
 
-    `test_share` of each client's samples become its local test; at least `least` stay for training.
+    `test_share` of each client's samples become its local test; at least `least` remain for training.
     """
     require(clients >= 1, "number of clients", clients, "at least 1")
     require(0 <= test_share < 1, "share of local tests", test_share, "from 0 to below 1")
     require(least >= 1, "least number of training samples", least, "at least 1")
     need = least
-    while need - _tests(need, test_share) < least:
+    while need - _test_count(need, test_share) < least:
         need += 1
     if clients * need > len(dataset.y):
         raise ConfigError(
@@ -223,7 +225,9 @@ def deal(
 
 
 def shard_tensors(dataset: Dataset, shard: Shard, part: Literal["train", "test"] = "train") -> tuple[Tensor, Tensor]:
-    """Samples as the client's model takes them, and labels; seen through the client's own camera."""
+    """Return a client's samples as model inputs, with its camera's brightness and rotation applied, and their
+    labels.
+    """
     index = shard.train if part == "train" else shard.test
     x, y = dataset.inputs(dataset.x[index]), dataset.y[index]
     if shard.brightness != 1:
@@ -231,14 +235,14 @@ def shard_tensors(dataset: Dataset, shard: Shard, part: Literal["train", "test"]
         x = x * shard.brightness
         x = x.clamp_(max=1) if bounded else x  # a pixel cannot be whiter than white
     if shard.rotation and len(x):
-        x = _rotated(x, shard.rotation)
+        x = _rotate(x, shard.rotation)
     return x, y
 
 
 def label_counts(
     shards: Sequence[Shard], y: Tensor, classes: int, part: Literal["train", "test", "all"] = "all"
 ) -> Tensor:
-    """How many samples of each class each client holds: [clients, classes]."""
+    """Return the number of samples of each class that each client holds, [clients, classes]."""
     choose: Callable[[Shard], Tensor] = {
         "train": lambda shard: shard.train,
         "test": lambda shard: shard.test,
@@ -247,8 +251,8 @@ def label_counts(
     return torch.stack([torch.bincount(y[choose(shard)], minlength=classes) for shard in shards])
 
 
-def _tests(held: int, share: float) -> int:
-    """Rounded to the nearest, but one sample is for training."""
+def _test_count(held: int, share: float) -> int:
+    """Return the number of test samples, rounded to the nearest, leaving at least one for training."""
     return min(round(held * share), held - 1)
 
 
@@ -256,17 +260,17 @@ def _shuffled(members: Tensor, generator: torch.Generator) -> Tensor:
     return members[torch.randperm(len(members), generator=generator)]
 
 
-def _levelled(parts: list[Tensor], need: int) -> list[Tensor]:
-    """The same parts, but nobody has fewer than `need`: the largest gives to the smallest."""
+def _with_minimum(parts: list[Tensor], need: int) -> list[Tensor]:
+    """Move samples from the largest parts to the smallest until each has at least `need`."""
     richest = [(-len(part), index) for index, part in enumerate(parts)]
     heapq.heapify(richest)
     for index in range(len(parts)):
         while len(parts[index]) < need:
             giver = heapq.heappop(richest)[1]
             # Half of what it can spare: whoever holds most stays among those who hold much.
-            given = max(1, min(need - len(parts[index]), (len(parts[giver]) - need) // 2))
-            parts[index] = torch.cat([parts[index], parts[giver][-given:]])
-            parts[giver] = parts[giver][:-given]
+            moved = max(1, min(need - len(parts[index]), (len(parts[giver]) - need) // 2))
+            parts[index] = torch.cat([parts[index], parts[giver][-moved:]])
+            parts[giver] = parts[giver][:-moved]
             heapq.heappush(richest, (-len(parts[giver]), giver))
     return parts
 
@@ -288,8 +292,8 @@ def _by_group(members: Tensor, groups: Tensor) -> list[Tensor]:
 def _split(
     held: Tensor, share: float, least: int, groups: Tensor | None, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Training and test, at random; by whole groups where those must not be split, as near to the share as can be."""
-    wanted = _tests(len(held), share)
+    """Split a client's samples at random into training and test, by whole groups where `groups` is given."""
+    wanted = _test_count(len(held), share)
     if groups is None:
         test = _shuffled(held, generator)[:wanted]
     else:
@@ -305,8 +309,8 @@ def _split(
     return train.sort().values, test.sort().values
 
 
-def _rotated(x: Tensor, degrees: float) -> Tensor:
-    """Around the middle, between the pixels linearly; what comes into the picture repeats its border."""
+def _rotate(x: Tensor, degrees: float) -> Tensor:
+    """Rotate images around the centre with linear interpolation, repeating the border."""
     angle, (height, width) = math.radians(degrees), x.shape[-2:]
     cosine, sine = math.cos(angle), math.sin(angle)
     turn = torch.tensor([[cosine, -sine * height / width, 0], [sine * width / height, cosine, 0]], dtype=x.dtype)

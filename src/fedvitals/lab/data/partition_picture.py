@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who holds what, as a picture for a terminal: a row for each client, a column for each class."""
+"""A partition as a heat map for the terminal: a row for each client, a column for each class."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SHADES = "·░▒▓█"
 LINES = 50  # more rows than this are folded: neighbours are drawn as one
 
 
-def picture(shards: Sequence[Shard], dataset: Dataset, width: int = 100) -> str:
-    """A heat map of clients × classes, training and test together, with each client's number of samples.
+def partition_heat_map(shards: Sequence[Shard], dataset: Dataset, width: int = 100) -> str:
+    """Return a heat map of clients × classes, training and test together, with each client's number of samples.
 
-    Clients stand side by side where the width allows it, and neighbours are summed where there are too many of them.
-    A dot is exactly none; the shades are quarters of the largest number.
+    Clients are placed side by side where the width allows it, and neighbours are summed where there are too many of
+    them. A dot means none; the shades are quarters of the largest number.
     """
     counts = label_counts(shards, dataset.y, dataset.classes)
     names, per_row = [f"c{index}" for index in range(len(shards))], 1
@@ -29,16 +29,16 @@ def picture(shards: Sequence[Shard], dataset: Dataset, width: int = 100) -> str:
         if lines <= LINES:
             break
         per_row *= 2
-        names, counts = _folded(len(shards), per_row), _summed(counts)
+        names, counts = _row_names(len(shards), per_row), _sum_neighbours(counts)
     side_by_side = [" │ ".join(rows[line::lines]).rstrip() for line in range(lines)]
     who = "one client" if per_row == 1 else f"{per_row} clients"
     title = f"{len(shards)} clients, {int(counts.sum())} samples of {dataset.name}; a row is {who}, a column a class"
     largest = int(counts.max())
-    legend = [f"{shade} ≤ {_quarter(largest, number)}" for number, shade in enumerate(SHADES) if number]
+    legend = [f"{shade} ≤ {_shade_threshold(largest, number)}" for number, shade in enumerate(SHADES) if number]
     return "\n".join([title, "  ".join([f"{SHADES[0]} none", *legend]), *side_by_side])
 
 
-def _quarter(largest: int, number: int) -> int:
+def _shade_threshold(largest: int, number: int) -> int:
     return -(-largest * number // 4)
 
 
@@ -52,10 +52,10 @@ def _rows(names: Sequence[str], counts: torch.Tensor) -> list[str]:
     ]
 
 
-def _folded(clients: int, per_row: int) -> list[str]:
+def _row_names(clients: int, per_row: int) -> list[str]:
     return [f"c{first}-{min(first + per_row, clients) - 1}" for first in range(0, clients, per_row)]
 
 
-def _summed(counts: torch.Tensor) -> torch.Tensor:
-    """Neighbouring rows added; an odd one stays alone."""
+def _sum_neighbours(counts: torch.Tensor) -> torch.Tensor:
+    """Add neighbouring rows; an odd last row stays alone."""
     return torch.stack([pair.sum(0) for pair in torch.split(counts, 2)])

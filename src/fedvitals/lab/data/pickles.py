@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CIFAR-10's official python batches, which are pickles, read without trusting them.
+"""Read CIFAR-10's official python batches, which are pickles, without trusting them.
 
-A pickle can call any function that it names. These files name three: numpy's `_reconstruct`, `ndarray` and `dtype`.
-The reader knows only those, and none of them as the real thing: stand-ins remember what they were given, and the array
-is made from that afterwards. Any other name is refused.
+A pickle can call any function that it names. These files name three: numpy's `_reconstruct`, `ndarray` and `dtype`. The
+reader replaces each with a stand-in that records its arguments, from which the array is built afterwards. Any other
+name is refused.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from fedvitals.errors import ConfigError
 PIXELS = 3072  # 3 colours of 32 × 32
 
 
-class _Remembered:
-    """Stands for the array: keeps the state that numpy would have been given."""
+class _ArrayStandIn:
+    """Stand-in for the array: keeps the state that numpy would have received."""
 
     state: Any = None
 
@@ -28,8 +28,8 @@ class _Remembered:
         self.state = state
 
 
-class _ElementType:
-    """Stands for `numpy.dtype`: keeps its name, such as u1."""
+class _DtypeStandIn:
+    """Stand-in for `numpy.dtype`: keeps its name, such as u1."""
 
     def __init__(self, name: Any = None, *_: Any) -> None:
         self.name = name
@@ -38,19 +38,19 @@ class _ElementType:
         """The byte order: one byte has none."""
 
 
-class _Array:
-    """Stands for `numpy.ndarray`, which is only named."""
+class _NdarrayStandIn:
+    """Stand-in for `numpy.ndarray`, which is only named."""
 
 
-def _reconstruct(*_: Any) -> _Remembered:
-    return _Remembered()
+def _reconstruct(*_: Any) -> _ArrayStandIn:
+    return _ArrayStandIn()
 
 
 ADMITTED: dict[tuple[str, str], Any] = {
     ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
     ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy", "ndarray"): _Array,
-    ("numpy", "dtype"): _ElementType,
+    ("numpy", "ndarray"): _NdarrayStandIn,
+    ("numpy", "dtype"): _DtypeStandIn,
 }
 
 
@@ -62,18 +62,18 @@ class _Reader(pickle.Unpickler):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no batch of CIFAR-10 needs") from None
 
 
-def batch(raw: bytes, name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Images [N, 3, 32, 32] and labels [N] of one batch."""
+def read_batch(raw: bytes, name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return the images [N, 3, 32, 32] and labels [N] of one batch."""
     try:
-        return _held(_Reader(io.BytesIO(raw), encoding="bytes").load())
+        return _images_and_labels(_Reader(io.BytesIO(raw), encoding="bytes").load())
     except Exception as error:  # a hostile or torn pickle can fail in any way: the user gets one answer
         raise ConfigError(f"CIFAR-10: {name} is not an official python batch: {error}. Get it anew.") from error
 
 
-def _held(found: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    held = {key.decode() if isinstance(key, bytes) else key: value for key, value in found.items()}
-    _, shape, element, _, data = held["data"].state
-    labels = np.asarray([int(label) for label in held["labels"]], np.int64)
+def _images_and_labels(content: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    batch = {key.decode() if isinstance(key, bytes) else key: value for key, value in content.items()}
+    _, shape, element, _, data = batch["data"].state
+    labels = np.asarray([int(label) for label in batch["labels"]], np.int64)
     if element.name not in ("u1", b"u1") or tuple(shape) != (len(labels), PIXELS) or not isinstance(data, bytes):
         raise ValueError(f"its data are {shape} of {element.name}, not [{len(labels)}, {PIXELS}] bytes")
     return np.frombuffer(data, np.uint8).reshape(len(labels), 3, 32, 32).copy(), labels

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets that need no files: digits, which ship inside scikit-learn, and synthetic ones, as hard as is wanted."""
+"""Data sets that need no files: the digits that ship with scikit-learn, and synthetic ones of any difficulty."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Digits(Description, frozen=True):
 
 
 def _digits_by_import() -> np.ndarray[Any, Any]:
-    """Where another version of scikit-learn keeps the file elsewhere."""
+    """Load the digits through scikit-learn, for versions that keep the file elsewhere."""
     from sklearn.datasets import load_digits  # noqa: PLC0415 - an extra, and slow
 
-    found = load_digits()
-    return np.column_stack([found.data, found.target]).astype(np.float32)
+    digits = load_digits()
+    return np.column_stack([digits.data, digits.target]).astype(np.float32)
 
 
 class Synthetic(Description, frozen=True):
-    """Classes as clouds in space: each a Gaussian of spread 1 around a centre at the distance `separation` from 0.
+    """Classes as Gaussian clouds of spread 1, each around a centre at the distance `separation` from 0.
 
-    With `sequence`, a sample is that many steps of `features` numbers, the class being told by the mean over the steps
+    With `sequence`, a sample is that many steps of `features` numbers, and the class determines the mean over the steps
     (each step is as noisy as a vector would be). With `vocabulary` as well, it is that many tokens, drawn from the
     class's own distribution, whose log-probabilities spread with `separation`. The test set is a fifth of `samples`.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where data sets lie, where they come from, and what to say when one is not there."""
+"""Where data sets are searched for and downloaded from, and the error when one is missing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VARIABLE = "FEDVITALS_DATA"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One file of a data set, where its makers publish it."""
+    """One file of a data set, as its authors publish it."""
 
     url: str
     file: str  # below the folder of data
@@ -30,28 +30,30 @@ class Source:
 
 
 def user_cache() -> Path:
-    """The folder of this user's that may be deleted at any time: XDG_CACHE_HOME/fedvitals."""
+    """Return the user's cache folder, XDG_CACHE_HOME/fedvitals; it may be deleted at any time."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedvitals"
 
 
 def download_folder() -> Path:
-    """Where a download goes if nobody names a folder; it is looked into, too."""
+    """Return the default folder for downloads, which is also searched."""
     return Path(os.environ.get(VARIABLE) or user_cache() / "data")
 
 
-def places(folder: str | os.PathLike[str] | None = None) -> list[Path]:
-    """The folders to look into. One that the user names is the only one, so that nothing else is taken for it."""
+def search_folders(folder: str | os.PathLike[str] | None = None) -> list[Path]:
+    """Return the folders to search. A folder that the user names is the only one."""
     if folder is not None:
         if not Path(folder).is_dir():
             raise ConfigError(f"The folder of data '{folder}' does not exist. Name one that does, or leave it out.")
         return [Path(folder)]
     named = os.environ.get(VARIABLE)
-    found = [Path(named)] if named else []
-    return [*found, Path.cwd().parent / "shared" / "data", user_cache() / "data"]
+    from_environment = [Path(named)] if named else []
+    return [*from_environment, Path.cwd().parent / "shared" / "data", user_cache() / "data"]
 
 
-def missing(name: str, page: str, files: str, looked: Sequence[Path], download: bool = True) -> ConfigError:
-    """The answer to a data set that is not there: where it was sought, where to get it, where to put it."""
+def missing_dataset_error(
+    name: str, page: str, files: str, looked: Sequence[Path], download: bool = True
+) -> ConfigError:
+    """Return the error for a missing data set: where it was searched for, where to get it, where to put it."""
     offer = " or let `fedvitals lab` fetch it with --download," if download else ""
     return ConfigError(
         f"The data set {name} was not found in {', '.join(map(str, looked))}. Get it from {page},{offer} and put "
@@ -60,7 +62,7 @@ def missing(name: str, page: str, files: str, looked: Sequence[Path], download: 
 
 
 def fetch(source: Source, folder: Path, progress: Progress | None = None) -> Path:
-    """The file, downloaded unless it is there, and in any case with the right checksum."""
+    """Return the path of a source's file, downloading it if needed; its checksum is verified in either case."""
     target = folder / source.file
     if target.exists():
         if _checksum(target, source.checksum) == source.checksum:

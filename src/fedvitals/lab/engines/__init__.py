@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who does the work of a round."""
+"""Engines: they train and evaluate the clients of a round."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who does the work: one of three engines, in this process or in several; or whatever else keeps the same promises.
+"""The three engines that train and evaluate for a federation, in this process or in several.
 
 | engine | how | for |
 | --- | --- | --- |
-| sequential | one client after the other, plain PyTorch | reading; the twin of the others |
-| reuse | models and optimisers made once, channels-last, fused; one process per core | convolutional and large models |
+| sequential | one client after the other, plain PyTorch | reading; the reference for the others |
+| reuse | models created once, channels-last, fused; one process per core | convolutional and large models |
 | stacked | clients as a batch dimension | small models; CUDA |
 
 The engine «flower» trains on Flower's nodes, as «sequential» would: `hosts/flower/lab/engine.py`.
@@ -23,24 +23,24 @@ import torch
 from torch import Tensor, nn
 
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.lab.engines.devices import check_precision, device_of
-from fedvitals.lab.engines.executor import ClientByClient, Desk, Examination
-from fedvitals.lab.engines.pool import Pool
+from fedvitals.lab.engines.devices import check_precision, resolve_device
+from fedvitals.lab.engines.executor import ClientByClientExecutor, EvaluationJob, Executor
+from fedvitals.lab.engines.pool import WorkerPool
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.engines.work import Task, Update
-from fedvitals.lab.stacked.steps import Stacked, stack_size, suits
+from fedvitals.lab.engines.tasks import Task, Update
+from fedvitals.lab.stacked.executor import StackedExecutor, can_stack, stack_size
 from fedvitals.protocols import NullObserver, Observer
 
 ENGINES = ("sequential", "reuse", "stacked")
 FLOWER = "flower"  # known by name, and started by the command line: it needs a Flower run around it
-TEST_ROWS = 2048  # of one examination: fixed, so that sums do not depend on the number of processes
-LOCAL_TESTS = 8  # clients in one examination
+TEST_ROWS = 2048  # of one job: fixed, so that sums do not depend on the number of processes
+LOCAL_TESTS = 8  # clients in one job
 MEASURED_SECONDS = 0.2  # of trying each engine
 SMALL, LARGE = 5e6, 20e6  # operations of a client's step: below, stacked is quicker for certain; above, reuse
 
 
 class AnyEngine(Protocol):
-    """What a federation needs of one; closed by leaving its `with`."""
+    """The interface of an engine; leaving its `with` block closes it."""
 
     name: str
     device: torch.device  # where states live: of the server, of tasks and of updates
@@ -49,9 +49,9 @@ class AnyEngine(Protocol):
         self, tasks: Sequence[Task], observer: Observer, absorb: Callable[[bytes], None] | None = None
     ) -> Iterator[list[Update]]: ...
 
-    def examine(self, state: Tensor) -> tuple[Tensor, Tensor]: ...
+    def evaluate(self, state: Tensor) -> tuple[Tensor, Tensor]: ...
 
-    def examine_locally(self, states: dict[str, Tensor]) -> tuple[Tensor, Tensor]: ...
+    def evaluate_locally(self, states: dict[str, Tensor]) -> tuple[Tensor, Tensor]: ...
 
     def __enter__(self) -> Self: ...
 
@@ -59,9 +59,9 @@ class AnyEngine(Protocol):
 
 
 class Engine:
-    """Trains and tests for a federation. `workers`: processes; 0 and 1 do the work in this one.
+    """Trains and evaluates for a federation. With 0 or 1 `workers` the work is done in this process.
 
-    `precision`: on CUDA, what products are computed in: «float32», or «tf32» or «bfloat16», quicker and coarser.
+    `precision` is what CUDA computes products in: «float32», or the faster and coarser «tf32» or «bfloat16».
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class Engine:
             )
         if name not in (*ENGINES, "auto"):
             raise ConfigError(unknown("engine", name, (*ENGINES, FLOWER, "auto")))
-        device = device_of(device)
+        device = resolve_device(device)
         check_precision(precision, device)
         self.fallback: str | None = None  # why it is not done as asked, and how instead
-        if device != "cpu" and name in ("auto", "stacked") and not suits(site):
+        if device != "cpu" and name in ("auto", "stacked") and not can_stack(site):
             self.fallback = (
                 f"The model '{type(site.experiment.model).__name__}' cannot be stacked (batch norm, a recurrent layer, "
                 "or a model of your own that does not say `stackable = True`): its clients are trained one by one on "
@@ -91,72 +91,77 @@ class Engine:
             name, device, precision = "reuse", "cpu", "float32"
         self.site, self.device, self.precision = site, torch.device(device), precision
         if name == "auto":
-            name = "stacked" if device != "cpu" else _quickest(site)
+            name = "stacked" if device != "cpu" else _fastest_engine(site)
         if device != "cpu" and name != "stacked":
             raise ConfigError(f"The engine '{name}' runs on a CPU only; on '{device}' use the engine 'stacked'.")
         self.name = name
-        self.workers = _workers(name, workers, device)
+        self.workers = _worker_count(name, workers, device)
         if site.experiment.local.keep_optimizer and (name != "stacked" or self.workers > 1):
             raise ConfigError(
                 "Optimisers that are kept over the rounds stay in one process: keep_optimizer needs engine='stacked' "
                 f"and workers=1; got engine='{name}' and workers={self.workers}."
             )
-        desk = desk_of(site, name, device, precision)
-        self._pool = Pool(desk, site.layout.size, site.experiment.clients, self.workers) if self.workers > 1 else None
-        self._desk = desk() if self._pool is None else None
+        executor = executor_factory(site, name, device, precision)
+        self._pool = (
+            WorkerPool(executor, site.layout.size, site.experiment.clients, self.workers) if self.workers > 1 else None
+        )
+        self._executor = executor() if self._pool is None else None
 
     def train(
         self, tasks: Sequence[Task], observer: Observer, absorb: Callable[[bytes], None] | None = None
     ) -> Iterator[list[Update]]:
-        """Updates in the order of the tasks' members, by batch; states are valid until the next batch is taken.
+        """Yield the updates by batch, in the order of the tasks' members; states are valid until the next batch is
+        taken.
 
-        `absorb` takes what was measured on the way, in the observer's place.
+        `absorb` receives the encoded measurements of the workers, in place of the observer.
         """
         watcher, absorb = observer.for_worker(), absorb or observer.absorb
         batches = [*self._batches(tasks)]
         if self._pool is not None:
             yield from self._pool.train(batches, watcher, absorb)
             return
-        assert self._desk is not None  # noqa: S101 - one of the two is there
+        assert self._executor is not None  # noqa: S101 - one of the two is there
         rows = max((sum(len(task.nodes) for task in batch) for batch in batches), default=0)
         out = torch.empty(rows, self.site.layout.size, device=self.device)
         for batch in batches:
-            with one_thread():
-                updates = self._desk.train(batch, watcher, out[: sum(len(task.nodes) for task in batch)])
+            with single_threaded():
+                updates = self._executor.train(batch, watcher, out[: sum(len(task.nodes) for task in batch)])
             absorb(watcher.payload())
             yield updates
 
-    def examine(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Each test sample's loss under a state, and whether it was classified rightly."""
+    def evaluate(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each test sample's loss under a state, and whether it was classified correctly."""
         total = len(self.site.dataset.test_y)
-        size = TEST_ROWS if self.device.type == "cpu" else total  # each examination waits for the device once
+        size = TEST_ROWS if self.device.type == "cpu" else total  # each job waits for the device once
         cuts = range(0, total, max(1, size))
-        return self._examine([Examination(state, (first, min(total, first + size))) for first in cuts])
+        return self._evaluate([EvaluationJob(state, (first, min(total, first + size))) for first in cuts])
 
-    def examine_locally(self, states: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The same on the clients' local tests: each client with the state that it was given."""
-        jobs: list[Examination] = []
+    def evaluate_locally(self, states: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the same for the clients' local tests, each client with its own state."""
+        jobs: list[EvaluationJob] = []
         for _, members in itertools.groupby(states, key=lambda node: id(states[node])):
             size = LOCAL_TESTS if self.device.type == "cpu" else len(states)
-            jobs += [Examination(states[part[0]], None, part) for part in _batched(members, size)]
-        return self._examine(jobs)
+            jobs += [EvaluationJob(states[part[0]], None, part) for part in _batched(members, size)]
+        return self._evaluate(jobs)
 
-    def _examine(self, jobs: list[Examination]) -> tuple[Tensor, Tensor]:
+    def _evaluate(self, jobs: list[EvaluationJob]) -> tuple[Tensor, Tensor]:
         if self._pool is not None:
-            found = self._pool.examine(jobs)
+            outcomes = self._pool.evaluate(jobs)
         else:
-            assert self._desk is not None  # noqa: S101
-            with one_thread():
-                found = [self._desk.examine(job) for job in jobs]
-        return torch.cat([losses for losses, _ in found]), torch.cat([hits for _, hits in found])
+            assert self._executor is not None  # noqa: S101
+            with single_threaded():
+                outcomes = [self._executor.evaluate(job) for job in jobs]
+        return torch.cat([losses for losses, _ in outcomes]), torch.cat([hits for _, hits in outcomes])
 
     def _batches(self, tasks: Sequence[Task]) -> Iterator[list[Task]]:
-        """Client by client one task is a batch; stacked, as many as make a stack. Never by the number of processes."""
+        """Split the tasks into batches: one task each, or one stack. The number of processes has no influence."""
         members = sum(len(task.nodes) for task in tasks)
         if self.name != "stacked":
             largest = 1
         else:
-            largest = self._desk.largest(members) if isinstance(self._desk, Stacked) else stack_size(members)
+            largest = (
+                self._executor.largest(members) if isinstance(self._executor, StackedExecutor) else stack_size(members)
+            )
         batch: list[Task] = []
         members = 0
         for task in tasks:
@@ -170,25 +175,27 @@ class Engine:
 
     @property
     def plan(self) -> str | None:
-        """How a stack's step is computed: see `stacked_plans`."""
-        return self._desk.plan.name if isinstance(self._desk, Stacked) else None
+        """The name of the plan that computes a stack's steps (`stacked/plans.py`), or None."""
+        return self._executor.plan.name if isinstance(self._executor, StackedExecutor) else None
 
     def optimizers(self) -> dict[str, Tensor]:
-        """The clients' own, where the experiment keeps them over the rounds: and of how many steps."""
-        kept = self._desk.kept if isinstance(self._desk, Stacked) else {}
-        found: dict[str, Tensor] = {}
+        """Return the clients' optimiser states and step counts by name, where the experiment keeps them between
+        rounds.
+        """
+        kept = self._executor.kept if isinstance(self._executor, StackedExecutor) else {}
+        tensors: dict[str, Tensor] = {}
         for node, (moments, steps) in kept.items():
-            found |= {f"{node}/{i}": moment for i, moment in enumerate(moments)}
-            found[f"{node}/steps"] = torch.tensor(steps, dtype=torch.float64)
-        return found
+            tensors |= {f"{node}/{i}": moment for i, moment in enumerate(moments)}
+            tensors[f"{node}/steps"] = torch.tensor(steps, dtype=torch.float64)
+        return tensors
 
     def restore_optimizers(self, saved: dict[str, Tensor]) -> None:
-        if not isinstance(self._desk, Stacked):
+        if not isinstance(self._executor, StackedExecutor):
             return
-        self._desk.kept = {}
+        self._executor.kept = {}
         for node in dict.fromkeys(name.rpartition("/")[0] for name in saved):
             moments = [saved[f"{node}/{i}"] for i in range(sum(name.startswith(f"{node}/") for name in saved) - 1)]
-            self._desk.kept[node] = (moments, float(saved[f"{node}/steps"]))
+            self._executor.kept[node] = (moments, float(saved[f"{node}/steps"]))
 
     def close(self) -> None:
         if self._pool is not None:
@@ -201,16 +208,16 @@ class Engine:
         self.close()
 
 
-def desk_of(site: Site, name: str, device: str = "cpu", precision: str = "float32") -> Callable[[], Desk]:
-    """What makes the desk of one process."""
+def executor_factory(site: Site, name: str, device: str = "cpu", precision: str = "float32") -> Callable[[], Executor]:
+    """Return the function that creates the executor of one process."""
     if name == "stacked":
-        return lambda: Stacked(site, device, precision)
-    return lambda: ClientByClient(site, fast=name == "reuse")
+        return lambda: StackedExecutor(site, device, precision)
+    return lambda: ClientByClientExecutor(site, fast=name == "reuse")
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """One thread for torch: the same sums whatever the machine, and no quarrel between processes."""
+def single_threaded() -> Iterator[None]:
+    """Limit torch to one thread: the same sums on every machine, and no contention between processes."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -219,7 +226,7 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _workers(name: str, wanted: int | None, device: str) -> int:
+def _worker_count(name: str, wanted: int | None, device: str) -> int:
     if device != "cpu" or name == "sequential":
         return 1
     if torch.cuda.is_initialized():  # a process that is forked now could not even ask an optimiser for a step
@@ -231,15 +238,15 @@ def _workers(name: str, wanted: int | None, device: str) -> int:
     return wanted if hasattr(os, "fork") else 1
 
 
-def _quickest(site: Site) -> str:
-    """The engine that trains more client-steps per second here.
+def _fastest_engine(site: Site) -> str:
+    """Return the engine that trains more client-steps per second here.
 
-    A step of few operations is all overhead, which stacking shares; one of many leaves the caches when it is stacked.
-    In between, both are tried for a moment on a few clients.
+    A step of few operations is mostly overhead, which stacking shares; one of many operations overflows the caches when
+    stacked. In between, both engines are timed briefly on a few clients.
     """
-    if not suits(site):
+    if not can_stack(site):
         return "reuse"
-    operations = _operations(site) * site.experiment.local.batch
+    operations = _estimate_operations(site) * site.experiment.local.batch
     if operations < SMALL:
         return "stacked"
     if operations > LARGE:
@@ -249,21 +256,23 @@ def _quickest(site: Site) -> str:
     tasks = [Task(0, (node,), state, iterations=2) for node in nodes]
     speed = {}
     for name in ("reuse", "stacked"):
-        desk = desk_of(site, name)()
+        executor = executor_factory(site, name)()
         out = torch.empty(len(tasks), site.layout.size)
         watcher = NullObserver()
-        with one_thread():
-            desk.train(tasks[:1], watcher, out[:1])
+        with single_threaded():
+            executor.train(tasks[:1], watcher, out[:1])
             began, steps = time.perf_counter(), 0
             while time.perf_counter() - began < MEASURED_SECONDS:
-                desk.train(tasks, watcher, out)
+                executor.train(tasks, watcher, out)
                 steps += 2 * len(tasks)
         speed[name] = steps / (time.perf_counter() - began)
     return max(speed, key=lambda name: speed[name])
 
 
-def _operations(site: Site) -> int:
-    """About how many one sample takes, forward and back: a glance, where `site.flops` counts (and takes a second)."""
+def _estimate_operations(site: Site) -> int:
+    """Estimate the operations per sample, forward and backward. Fast, whereas `site.flops` counts them and takes a
+    second.
+    """
     total = 0
 
     def count(layer: nn.Module, _inputs: object, output: object) -> None:

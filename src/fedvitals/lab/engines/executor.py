@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one process does for an engine: train groups of clients, and test states. No word about processes in here."""
+"""The work of one process for an engine: train groups of clients, and evaluate states."""
 
 from __future__ import annotations
 
@@ -14,56 +14,58 @@ from torch import Tensor
 from fedvitals.lab.data.partition import shard_tensors
 from fedvitals.lab.engines import training
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.engines.work import Node, Task, Update
-from fedvitals.lab.state import Layout
+from fedvitals.lab.engines.tasks import Node, Task, Update
+from fedvitals.lab.state import StateLayout
 from fedvitals.protocols import WorkerObserver
 
 TEST_BATCH = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Examination:
-    """Samples on which a state is tested: a stretch of the test set, or clients' local tests."""
+class EvaluationJob:
+    """A state and the samples to evaluate it on: a range of the test set, or clients' local tests."""
 
     state: Tensor  # [size]
     rows: tuple[int, int] | None = None
     nodes: tuple[Node, ...] = ()
 
 
-class Desk(Protocol):
-    layout: Layout
+class Executor(Protocol):
+    """Trains and evaluates within one process."""
+
+    layout: StateLayout
 
     def train(self, tasks: Sequence[Task], watcher: WorkerObserver, out: Tensor) -> list[Update]:
-        """The tasks' members in their order; their states are the rows of `out`."""
+        """Train the tasks' members in order and write their states into the rows of `out`."""
         ...
 
-    def examine(self, examination: Examination) -> tuple[Tensor, Tensor]:
-        """Each sample's loss, and whether it was classified rightly."""
+    def evaluate(self, job: EvaluationJob) -> tuple[Tensor, Tensor]:
+        """Return each sample's loss, and whether it was classified correctly."""
         ...
 
 
-class ClientByClient:
-    """Trains one client after the other, or a group in turns."""
+class ClientByClientExecutor:
+    """Trains one client after the other, or the members of a group in turns."""
 
     def __init__(self, site: Site, *, fast: bool) -> None:
         self.site, self.layout = site, site.layout
         self._replicas = training.Replicas(site, fast=fast)
-        self._examined = training.Replica(site, fast=fast)
+        self._evaluation_replica = training.Replica(site, fast=fast)
 
     def train(self, tasks: Sequence[Task], watcher: WorkerObserver, out: Tensor) -> list[Update]:
         updates: list[Update] = []
         for task in tasks:
             rows = out[len(updates) : len(updates) + len(task.nodes)]
-            updates += training.train(task, self._replicas, watcher, rows)
+            updates += training.train_task(task, self._replicas, watcher, rows)
         return updates
 
     @torch.no_grad()
-    def examine(self, examination: Examination) -> tuple[Tensor, Tensor]:
-        replica = self._examined
-        replica.load(examination.state)
+    def evaluate(self, job: EvaluationJob) -> tuple[Tensor, Tensor]:
+        replica = self._evaluation_replica
+        replica.load(job.state)
         replica.module.eval()
         losses, hits = [], []
-        for x, y in zip(*(part.split(TEST_BATCH) for part in examined(self.site, examination)), strict=True):
+        for x, y in zip(*(part.split(TEST_BATCH) for part in evaluation_samples(self.site, job)), strict=True):
             images = x.contiguous(memory_format=torch.channels_last) if replica.fast and x.dim() == 4 else x
             logits = replica.module(images)
             losses.append(F.cross_entropy(logits, y, reduction="none"))
@@ -71,10 +73,10 @@ class ClientByClient:
         return torch.cat(losses), torch.cat(hits)
 
 
-def examined(site: Site, examination: Examination) -> tuple[Tensor, Tensor]:
-    """The samples of an examination, as floats, and their labels."""
-    if examination.rows is not None:
-        chosen = slice(*examination.rows)
+def evaluation_samples(site: Site, job: EvaluationJob) -> tuple[Tensor, Tensor]:
+    """Return the samples of an evaluation job as model inputs, and their labels."""
+    if job.rows is not None:
+        chosen = slice(*job.rows)
         return site.dataset.inputs(site.dataset.test_x[chosen]), site.dataset.test_y[chosen]
-    parts = [shard_tensors(site.dataset, site.shards[node], "test") for node in examination.nodes]
+    parts = [shard_tensors(site.dataset, site.shards[node], "test") for node in job.nodes]
     return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every process of an experiment holds: the data, who has which of it, and the model to begin with."""
+"""What every process of an experiment holds: the data, its partition, and the initial model."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from torch import Tensor, nn
 from fedvitals.lab import models, streams
 from fedvitals.lab.data.datasets import Dataset, load
 from fedvitals.lab.data.partition import Shard, deal, label_counts, shard_tensors
-from fedvitals.lab.engines.work import Node
+from fedvitals.lab.engines.tasks import Node
 from fedvitals.lab.experiment import Experiment
-from fedvitals.lab.faults import table as ill
-from fedvitals.lab.state import Layout
+from fedvitals.lab.faults import table as fault_table
+from fedvitals.lab.state import StateLayout
 
 
 @dataclass(frozen=True)
 class Site:
+    """The data, partition and initial model of an experiment."""
+
     experiment: Experiment
     dataset: Dataset
     shards: dict[Node, Shard]
     module: nn.Module  # as initialised; nobody trains it
-    layout: Layout
+    layout: StateLayout
 
     @classmethod
     def of(cls, experiment: Experiment, data: str | os.PathLike[str] | None = None) -> Site:
-        """Everything that an experiment's description stands for, made from its seed."""
+        """Create everything that an experiment describes, from its seed."""
         dataset = load(experiment.dataset, data)
         dealt = deal(
             experiment.partition,
@@ -41,9 +43,9 @@ class Site:
         )
         stream = streams.stream(experiment.seed, "model")
         module = models.build(experiment.model, dataset, stream)
-        layout = Layout.of(module)
+        layout = StateLayout.of(module)
         state = layout.flat(module)
-        ill.apply_initial(experiment.faults, layout.views(state), experiment.seed)
+        fault_table.apply_initial(experiment.faults, layout.views(state), experiment.seed)
         layout.load(module, state)
         return cls(experiment, dataset, dict(zip(experiment.nodes, dealt, strict=True)), module, layout)
 
@@ -52,12 +54,12 @@ class Site:
 
     @functools.cached_property
     def flops(self) -> int:
-        """Of one sample's forward and backward pass."""
+        """The operations of one sample's forward and backward pass."""
         return self._flops(backward=True)
 
     @functools.cached_property
     def forward_flops(self) -> int:
-        """Of its forward pass alone."""
+        """The operations of one sample's forward pass."""
         return self._flops(backward=False)
 
     def _flops(self, *, backward: bool) -> int:
@@ -70,15 +72,17 @@ class Site:
         counts = label_counts([*self.shards.values()], self.dataset.y, self.dataset.classes, "train")
         return dict(zip(self.shards, counts, strict=True))
 
-    def tensors(self, node: Node, number: int) -> tuple[Tensor, Tensor]:
-        """What the client trains on in a round: its own samples, as floats, after whatever is wrong with them."""
+    def tensors(self, node: Node, round_index: int) -> tuple[Tensor, Tensor]:
+        """Return the samples and labels that a client trains on in a round, with faults of its data applied."""
         x, y = shard_tensors(self.dataset, self.shards[node])
         e = self.experiment
-        return ill.apply_data(e.faults, number, node, x, y, self.dataset.classes, e.seed)
+        return fault_table.apply_data(e.faults, round_index, node, x, y, self.dataset.classes, e.seed)
 
-    def order(self, node: Node, number: int, steps: int, batch: int, samples: int) -> Tensor:
-        """Which samples make up each mini-batch, [steps, batch]: one shuffled pass after the other, all full."""
-        stream = streams.stream(self.experiment.seed, "batches", number, node)
+    def order(self, node: Node, round_index: int, steps: int, batch: int, samples: int) -> Tensor:
+        """Return the sample indices of each mini-batch, [steps, batch]: consecutive shuffled passes, all batches
+        full.
+        """
+        stream = streams.stream(self.experiment.seed, "batches", round_index, node)
         passes = math.ceil(steps * batch / samples)
         order = torch.cat([torch.randperm(samples, generator=stream) for _ in range(passes)])
         return order[: steps * batch].view(steps, batch)

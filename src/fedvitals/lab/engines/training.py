@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local training, client by client: the readable twin of the stacked engine, and (with `fast`) the reuse engine's step.
+"""Local training client by client: the readable reference for the stacked engine, and with `fast` the reuse engine.
 
-What `fast` changes: modules and optimisers are made once per process instead of per client, images lie
-channels-last, optimisers are fused. Same mathematics; sums in another order, so results agree to rounding.
+With `fast`, modules and optimisers are created once per process instead of per client, images are channels-last and
+optimisers are fused. The mathematics is the same; sums are in another order, so results agree to rounding.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from fedvitals.lab import streams
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.engines.work import Node, Task, Update
-from fedvitals.lab.faults import table as ill
+from fedvitals.lab.engines.tasks import Node, Task, Update
+from fedvitals.lab.faults import table as fault_table
 from fedvitals.lab.local import SGD, Adam, Clip, Local
-from fedvitals.lab.state import tensors
+from fedvitals.lab.state import state_tensors
 from fedvitals.protocols import WorkerObserver
 
-Spoil = Callable[[Mapping[str, Tensor], int], None]
+GradientFault = Callable[[Mapping[str, Tensor], int], None]
 
 
 class Replica:
@@ -36,18 +36,18 @@ class Replica:
             self.module = self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.module.train()
         self.parameters = [*self.module.parameters()]
-        self.state = tensors(self.module)
+        self.state = state_tensors(self.module)
         self.optimizer: torch.optim.Optimizer | None = None
         self._made_for: Adam | SGD | None = None
 
     def begin(self, start: Tensor, settings: Local) -> None:
-        """As the client receives it: the server's model, and an optimiser without a past."""
+        """Load the state that the client received, and create a fresh optimiser."""
         self.load(start)
         self.settings = settings
         self.start = [p.detach().clone() for p in self.parameters] if settings.proximal else None
         if self.optimizer is None or self._made_for != settings.optimizer:
             self.optimizer, self._made_for = (
-                optimizer(settings.optimizer, self.parameters, fast=self.fast),
+                make_optimizer(settings.optimizer, self.parameters, fast=self.fast),
                 settings.optimizer,
             )
         self.optimizer.state.clear()
@@ -56,40 +56,40 @@ class Replica:
         self.site.layout.load(self.module, state)
 
     def save(self, into: Tensor) -> None:
-        """The state as a flat vector, into a vector that is there already."""
+        """Copy the state into an existing flat vector."""
         with torch.no_grad():
             for target, source in zip(self.site.layout.views(into).values(), self.state, strict=True):
                 target.copy_(source)
 
-    def step(self, x: Tensor, y: Tensor, step: int = 0, spoil: Spoil | None = None) -> Tensor:
-        """One mini-batch; gives its loss. `spoil` may change the gradients first: a fault."""
+    def step(self, x: Tensor, y: Tensor, step: int = 0, gradient_fault: GradientFault | None = None) -> Tensor:
+        """Train on one mini-batch and return its loss. `gradient_fault` may alter the gradients first."""
         assert self.optimizer is not None  # noqa: S101 - `begin` made it
         self.optimizer.zero_grad()
         loss = F.cross_entropy(self.module(x), y)
         loss.backward()
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        if spoil is not None:
-            spoil({name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}, step)
+        if gradient_fault is not None:
+            gradient_fault({name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}, step)
         if self.start is not None:
             with torch.no_grad():
                 for p, before in zip(self.parameters, self.start, strict=True):
                     if p.grad is not None:
                         p.grad.add_(p - before, alpha=self.settings.proximal)
         if self.settings.clip is not None:
-            clip(gradients, self.settings.clip)
+            clip_gradients(gradients, self.settings.clip)
         self.optimizer.step()
         return loss.detach()
 
 
-def optimizer(settings: Adam | SGD, parameters: Sequence[nn.Parameter], *, fast: bool) -> torch.optim.Optimizer:
+def make_optimizer(settings: Adam | SGD, parameters: Sequence[nn.Parameter], *, fast: bool) -> torch.optim.Optimizer:
     if isinstance(settings, SGD):
         return torch.optim.SGD(parameters, settings.learning_rate, settings.momentum, fused=fast)
     betas = (settings.beta1, settings.beta2)
     return torch.optim.Adam(parameters, settings.learning_rate, betas, settings.epsilon, fused=fast)
 
 
-def clip(gradients: list[Tensor], settings: Clip) -> None:
-    """In place. A gradient of norm 0 stays 0; one that is not finite stays what it is: others shall see it."""
+def clip_gradients(gradients: list[Tensor], settings: Clip) -> None:
+    """Clip gradients in place. Non-finite ones are left alone, so that detectors see them."""
     if settings.by == "value":
         torch._foreach_clamp_min_(gradients, -settings.limit)
         torch._foreach_clamp_max_(gradients, settings.limit)
@@ -113,7 +113,7 @@ class _Member:
         e = site.experiment
         self.node, self.replica, self.number = node, replica, task.round
         self.site, self.stop_at_nonfinite = site, task.stop_at_nonfinite
-        self.settings = ill.apply_local(e.faults, task.round, node, task.local or e.local)
+        self.settings = fault_table.apply_local(e.faults, task.round, node, task.local or e.local)
         self.x, self.y = site.tensors(node, task.round)
         if replica.fast and self.x.dim() == 4:
             self.x = self.x.contiguous(memory_format=torch.channels_last)
@@ -123,18 +123,18 @@ class _Member:
         self.error: BaseException | None = None
         self.seconds = 0.0
         replica.begin(task.start, self.settings)
-        self.spoil = ill.gradient_spoiler(e.faults, task.round, node, e.seed)
-        if ill.any_at("state", e.faults, task.round, node):
+        self.gradient_fault = fault_table.gradient_fault(e.faults, task.round, node, e.seed)
+        if fault_table.any_active("state", e.faults, task.round, node):
             state = task.start.clone()
-            ill.apply_state(e.faults, task.round, node, site.layout.views(state), e.seed)
+            fault_table.apply_state(e.faults, task.round, node, site.layout.views(state), e.seed)
             replica.load(state)
 
     def step(self, step: int) -> None:
         began = time.perf_counter()
         try:
-            ill.apply_step(self.site.experiment.faults, self.number, self.node, step)
+            fault_table.apply_step(self.site.experiment.faults, self.number, self.node, step)
             rows = self.order[step]
-            self.losses[step] = self.replica.step(self.x[rows], self.y[rows], step, self.spoil)
+            self.losses[step] = self.replica.step(self.x[rows], self.y[rows], step, self.gradient_fault)
             if self.stop_at_nonfinite:
                 stop_if_not_finite(self.losses[step], step)
         except Exception as error:  # noqa: BLE001 - a client that fails is the experiment's result, not its end
@@ -143,30 +143,30 @@ class _Member:
 
 
 class Replicas:
-    """The replicas of one process, made as they are needed: as many as the largest group has members."""
+    """The replicas of one process, created on demand: as many as the largest group has members."""
 
     def __init__(self, site: Site, *, fast: bool) -> None:
         self.site, self.fast = site, fast
-        self._made: list[Replica] = []
+        self._replicas: list[Replica] = []
 
     def __getitem__(self, index: int) -> Replica:
         if not self.fast:
             return Replica(self.site, fast=False)
-        while len(self._made) <= index:
-            self._made.append(Replica(self.site, fast=True))
-        return self._made[index]
+        while len(self._replicas) <= index:
+            self._replicas.append(Replica(self.site, fast=True))
+        return self._replicas[index]
 
 
-def train(task: Task, replicas: Replicas, watcher: WorkerObserver, out: Tensor) -> list[Update]:
-    """One group's local training; the members' states go into the rows of `out`."""
-    with streams.drawn(replicas.site.experiment.seed, "training", task.round, *task.nodes):
-        return _trained(task, replicas, watcher, out)
+def train_task(task: Task, replicas: Replicas, watcher: WorkerObserver, out: Tensor) -> list[Update]:
+    """Train one group locally and write the members' states into the rows of `out`; returns their updates."""
+    with streams.seeded_torch(replicas.site.experiment.seed, "training", task.round, *task.nodes):
+        return _train_members(task, replicas, watcher, out)
 
 
-def _trained(task: Task, replicas: Replicas, watcher: WorkerObserver, out: Tensor) -> list[Update]:
+def _train_members(task: Task, replicas: Replicas, watcher: WorkerObserver, out: Tensor) -> list[Update]:
     site = replicas.site
     members = [_Member(site, task, node, replicas[i]) for i, node in enumerate(task.nodes)]
-    watched = [m for m in members if not ill.silenced(site.experiment.faults, task.round, m.node)]
+    watched = [m for m in members if not fault_table.telemetry_is_lost(site.experiment.faults, task.round, m.node)]
     for m in watched:
         watcher.client_begin(
             m.node, m.replica.module, m.replica.optimizer, (m.x, m.y), task.group, loss=F.cross_entropy

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with a client's own samples. A fault draws the same for a client in every round."""
+"""Faults of a client's own samples. A fault draws the same random numbers for a client in every round."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.description import require
-from fedvitals.lab.faults.fault import Family, Fault, some, whole, within
+from fedvitals.lab.faults.fault import Family, Fault, require_some_nodes, require_whole_number, require_within
 
 
 def _chance(count: int, rate: float, stream: torch.Generator) -> Tensor:
-    """Which of `count` samples are struck."""
+    """Return a mask of the affected samples among `count`."""
     return torch.rand(count, generator=stream) < rate
 
 
@@ -26,7 +26,7 @@ def _check_labels(labels: tuple[int, ...], classes: int, kind: str) -> None:
 
 
 class LabelNoise(Fault, frozen=True):
-    """An annotator who guesses: a share of the labels is replaced, each by any of the other classes."""
+    """An annotator who guesses: a share of the labels is replaced, each by a random other class."""
 
     rate: float = 0.8
     family: ClassVar[Family] = "client"
@@ -34,7 +34,7 @@ class LabelNoise(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "rate", 0, 1, above=True)
+        require_within(self, "rate", 0, 1, above=True)
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:
         struck = _chance(len(y), self.rate, stream)
@@ -43,7 +43,7 @@ class LabelNoise(Fault, frozen=True):
 
 
 class LabelFlip(Fault, frozen=True):
-    """Two classes taken for one another in one direction: what is `source` is labelled `target`."""
+    """One class mistaken for another: samples of class `source` are labelled `target`."""
 
     source: int = 0
     target: int = 1
@@ -53,9 +53,9 @@ class LabelFlip(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self, "source", 0)
-        whole(self, "target", 0)
-        within(self, "rate", 0, 1, above=True)
+        require_whole_number(self, "source", 0)
+        require_whole_number(self, "target", 0)
+        require_within(self, "rate", 0, 1, above=True)
         require(self.source != self.target, "target of label_flip", self.target, "another class than its source")
 
     def check_classes(self, classes: int) -> None:
@@ -68,7 +68,7 @@ class LabelFlip(Fault, frozen=True):
 
 
 class MissingClasses(Fault, frozen=True):
-    """A site that never meets some classes: its samples of them are not there."""
+    """A client that never sees some classes: its samples of them are removed."""
 
     missing: tuple[int, ...] = (0,)
     family: ClassVar[Family] = "client"
@@ -95,7 +95,7 @@ class MissingClasses(Fault, frozen=True):
 
 
 class InputNoise(Fault, frozen=True):
-    """A bad sensor: noise on every input, `deviation` times as wide as the client's data themselves."""
+    """A bad sensor: noise on every input, `deviation` times the standard deviation of the client's data."""
 
     deviation: float = 1.0
     family: ClassVar[Family] = "client"
@@ -103,7 +103,7 @@ class InputNoise(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "deviation", 0, above=True)
+        require_within(self, "deviation", 0, above=True)
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         noise = torch.randn(x.shape, generator=stream, dtype=x.dtype)
@@ -111,7 +111,7 @@ class InputNoise(Fault, frozen=True):
 
 
 class InputScale(Fault, frozen=True):
-    """Pixels from 0 to 255 where the others send 0 to 1: every input times a factor."""
+    """Unnormalised inputs, such as pixels from 0 to 255 instead of 0 to 1: every input is multiplied by a factor."""
 
     factor: float = 255.0
     family: ClassVar[Family] = "client"
@@ -119,7 +119,7 @@ class InputScale(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "factor", 0, above=True)
+        require_within(self, "factor", 0, above=True)
         require(self.factor != 1, "factor of input_scale", self.factor, "another number than 1, which changes nothing")
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
@@ -127,9 +127,9 @@ class InputScale(Fault, frozen=True):
 
 
 class GroupLeftBehind(Fault, frozen=True):
-    """Sites whose cameras hang upside down: a group whose inputs are turned, which the average model serves worse.
+    """Clients whose cameras are mounted upside down: a group with rotated inputs, which the average model serves worse.
 
-    Images are turned by 180°, other inputs reversed; `share` of each client's samples.
+    Images are rotated by 180°, other inputs reversed, for a `share` of each client's samples.
     """
 
     share: float = 1.0
@@ -138,8 +138,8 @@ class GroupLeftBehind(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        some(self)
-        within(self, "share", 0, 1, above=True)
+        require_some_nodes(self)
+        require_within(self, "share", 0, 1, above=True)
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         turned = x.flip(-1) if x.dim() <= 2 else x.flip((-2, -1))
@@ -148,9 +148,9 @@ class GroupLeftBehind(Fault, frozen=True):
 
 
 class DominantClient(Fault, frozen=True):
-    """A site many times as large as the others: its samples, and honestly its count, are `factor` times as many.
+    """A client much larger than the others: its samples, and correctly its sample count, are `factor` times as many.
 
-    The same samples again: what counts is that an average weighted by samples is nearly this client's model.
+    The same samples are repeated; what matters is that an average weighted by samples is nearly this client's model.
     """
 
     factor: int = 20
@@ -159,8 +159,8 @@ class DominantClient(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        some(self)
-        whole(self, "factor", 2)
+        require_some_nodes(self)
+        require_whole_number(self, "factor", 2)
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         return x.repeat(self.factor, *[1] * (x.dim() - 1)), y.repeat(self.factor)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fault is: whom it strikes, in which rounds, how hard; and the places of a training at which it can act.
+"""The base class of faults: which nodes a fault affects, in which rounds, and the hooks of a training where it can act.
 
-A fault overrides one hook, seldom two; what it does not override does nothing and costs nothing (`faults.any_at`).
-It has no memory: all it knows comes in through its hook, so that a resumed run goes on as if it had never stopped.
+A fault overrides one hook, rarely two; a hook that is not overridden costs nothing (`table.any_active`). A fault has no
+state: all it knows is passed to its hook, so that a resumed run continues as if it had never stopped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.description import Description, kind_of, require
-from fedvitals.lab.engines.work import Node, Update
+from fedvitals.lab.engines.tasks import Node, Update
 
 if TYPE_CHECKING:
     from fedvitals.lab.experiment import Experiment
@@ -30,18 +30,18 @@ Layer = int | str
 """A tensor by the model's own name («0.weight»), or by its place among the weight tensors: 0 the first, -1 the last."""
 
 
-class Past(Protocol):
-    """What a client may remember of the federation: everybody has seen it."""
+class ModelHistory(Protocol):
+    """The server's recent models, which every client has received."""
 
     weights: int  # how much of a state is trained; the rest are buffers, which a fault in an update leaves alone
 
     def model(self, rounds_ago: int) -> Tensor | None:
-        """The server's model at the beginning of this round (0) or of an earlier one; None: before the first."""
+        """Return the server's model at the start of this round (0) or of an earlier one, or None before the first."""
         ...
 
 
 class Fault(Description, frozen=True, kw_only=True):
-    """Something that goes wrong on `nodes` (names, or "all") from round `since` to `until`, both included."""
+    """A fault that affects `nodes` (names, or "all") from round `since` to `until`, both included."""
 
     nodes: tuple[str, ...] | str
     since: int = 0
@@ -50,8 +50,8 @@ class Fault(Description, frozen=True, kw_only=True):
     family: ClassVar[Family]
     issue: ClassVar[str]  # the code in `diagnosis.issues.table`, in lower case, that a detector should name
     strikes: ClassVar[Literal["clients", "server", "run"]] = "clients"
-    silences: ClassVar[bool] = False  # whether what the monitor measures on the client gets lost
-    last: ClassVar[bool] = False  # whether it must come after all other faults of the same update
+    drops_telemetry: ClassVar[bool] = False  # whether what the monitor measures on the client gets lost
+    applied_last: ClassVar[bool] = False  # whether it must come after all other faults of the same update
 
     def __post_init__(self) -> None:
         name = kind_of(type(self).__name__)
@@ -62,20 +62,24 @@ class Fault(Description, frozen=True, kw_only=True):
         else:
             msgspec.structs.force_setattr(self, "nodes", tuple(self.nodes))
             require(bool(self.nodes), f"nodes of {name}", [], 'at least one name, or "all"')
-        require(_whole(self.since) and self.since >= 0, f"first round (since) of {name}", self.since, "0 or more")
-        good = self.until is None or (_whole(self.until) and self.until >= self.since)
+        require(
+            _is_whole_number(self.since) and self.since >= 0, f"first round (since) of {name}", self.since, "0 or more"
+        )
+        good = self.until is None or (_is_whole_number(self.until) and self.until >= self.since)
         require(good, f"last round (until) of {name}", self.until, f"{self.since} (since) or more, or left out")
 
     def active(self, round_index: int, node: Node) -> bool:
-        """Whether it strikes this node in this round."""
-        return self.lasts(round_index) and (self.nodes == "all" or node in self.nodes)
+        """Return whether it affects this node in this round."""
+        return self.active_in_round(round_index) and (self.nodes == "all" or node in self.nodes)
 
-    def lasts(self, round_index: int) -> bool:
-        """Whether it strikes anybody in this round."""
+    def active_in_round(self, round_index: int) -> bool:
+        """Return whether it affects any node in this round."""
         return self.since <= round_index and (self.until is None or round_index <= self.until)
 
     def truth(self, nodes: Sequence[Node] = ()) -> dict[str, Any]:
-        """What is wrong, for the record that trials compare detectors with; "all" as the names of the federation."""
+        """Return the ground truth against which detectors are scored; "all" becomes the names of the federation's
+        nodes.
+        """
         settings = msgspec.structs.asdict(self)
         struck = settings.pop("nodes")
         if struck == "all":
@@ -84,53 +88,59 @@ class Fault(Description, frozen=True, kw_only=True):
         return {**about, **settings, "nodes": list(struck)}
 
     @property
-    def remembers(self) -> int:
-        """How many rounds of the server's models it looks back on."""
+    def history_rounds(self) -> int:
+        """The number of earlier server models that it needs."""
         return 0
 
     # -- the hooks ----------------------------------------------------------------------------------------------------
 
     def experiment(self, experiment: Experiment) -> Experiment:
-        """The experiment with other settings: what is wrong is how the whole was set up."""
+        """Return the experiment with changed settings, for faults in the configuration of the whole run."""
         return experiment
 
     def initial(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> None:
-        """In place on the very first global model."""
+        """Change the initial global model in place."""
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """The samples that the client trains on instead of its own."""
+        """Return the samples and labels that the client trains on instead of its own."""
         return x, y
 
     def local(self, settings: Local) -> Local:
-        """The settings that the client trains with instead of the experiment's."""
+        """Return the settings that the client trains with instead of the experiment's."""
         return settings
 
     def state(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> None:
-        """In place on the state that the client begins from."""
+        """Change the state that the client starts from, in place."""
 
     def gradient(self, gradients: Mapping[str, Tensor], step: int, stream: torch.Generator) -> None:
-        """In place, after the backward pass and before clipping."""
+        """Change the gradients in place, after the backward pass and before clipping."""
 
     def step(self, step: int) -> None:
-        """Before a local iteration; may raise."""
+        """Act before a local iteration; may raise."""
 
-    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:
-        """On what leaves the client. Fields are set anew; the tensors in them belong to others."""
+    def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:
+        """Change the client's outgoing update by assigning its fields. The tensors in them are shared and must not be
+        modified.
+        """
 
-    def collude(self, updates: Sequence[Update], ill: Sequence[Node], past: Past, stream: torch.Generator) -> None:
-        """As `update`, with the whole cohort at hand: all updates of the round, and who of them is struck."""
+    def collude(
+        self, updates: Sequence[Update], affected: Sequence[Node], past: ModelHistory, stream: torch.Generator
+    ) -> None:
+        """Like `update`, but with all updates of the round at hand; `affected` names the nodes that this fault
+        controls.
+        """
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:  # noqa: ARG002
-        """What becomes of the client's way through the network."""
+        """Return the client's journey through the network with the fault applied."""
         return journey
 
     def server(self, before: Tensor, after: Tensor, weights: int) -> Tensor:  # noqa: ARG002
-        """The server's new model instead of `after`; the first `weights` numbers are trained."""
+        """Return the server's new model instead of `after`; the first `weights` numbers are trained."""
         return after
 
 
-class Setting(Fault, frozen=True, kw_only=True):
-    """A fault of how the whole was set up: there from the beginning to the end, and everywhere."""
+class RunFault(Fault, frozen=True, kw_only=True):
+    """Base class of faults in the configuration of the whole run: they affect all nodes in all rounds."""
 
     nodes: tuple[str, ...] | str = "all"
     strikes: ClassVar[Literal["clients", "server", "run"]] = "run"
@@ -143,12 +153,12 @@ class Setting(Fault, frozen=True, kw_only=True):
         require(self.until is None, f"last round (until) of {name}", self.until, "left out: it lasts the whole run")
 
 
-def _whole(value: object) -> bool:
+def _is_whole_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def within(fault: Fault, field: str, low: float, high: float = math.inf, *, above: bool = False) -> None:
-    """ConfigError unless the field is a number from `low` (or `above` it) up to `high`."""
+def require_within(fault: Fault, field: str, low: float, high: float = math.inf, *, above: bool = False) -> None:
+    """Raise ConfigError unless the field is a number from `low` (or `above` it) up to `high`."""
     value = getattr(fault, field)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     fits = number and (value > low if above else value >= low) and value <= high and not math.isinf(value)
@@ -157,34 +167,34 @@ def within(fault: Fault, field: str, low: float, high: float = math.inf, *, abov
     require(bool(fits), f"{field} of {kind_of(type(fault).__name__)}", value, f"a number, {allowed}")
 
 
-def whole(fault: Fault, field: str, low: int) -> None:
-    """ConfigError unless the field is a whole number, `low` or more."""
+def require_whole_number(fault: Fault, field: str, low: int) -> None:
+    """Raise ConfigError unless the field is an integer, `low` or more."""
     value = getattr(fault, field)
-    fits = _whole(value) and value >= low
+    fits = _is_whole_number(value) and value >= low
     require(fits, f"{field} of {kind_of(type(fault).__name__)}", value, f"a whole number, {low} or more")
 
 
-def some(fault: Fault) -> None:
-    """ConfigError when it strikes everybody: then there is nobody to copy, to hide among or to be set apart from."""
+def require_some_nodes(fault: Fault) -> None:
+    """Raise ConfigError if the fault affects all nodes, because it needs some that are unaffected."""
     name = kind_of(type(fault).__name__)
     require(fault.nodes != "all", f"nodes of {name}", fault.nodes, "a list of some of the clients")
 
 
 def weight_names(names: Sequence[str]) -> list[str]:
-    """The names of the weight tensors, first to last: those that an index counts."""
+    """Return the names of the weight tensors, first to last; layer indices refer to this list."""
     return [name for name in names if "weight" in name.rsplit(".", 1)[-1]]
 
 
 def layer_name(names: Sequence[str], layer: Layer) -> str | None:
-    """The tensor that is meant; None when there is none."""
+    """Return the name of the tensor that `layer` refers to, or None."""
     if isinstance(layer, str):
         return layer if layer in names else None
     weights = weight_names(names)
     return weights[layer] if -len(weights) <= layer < len(weights) else None
 
 
-def no_layer(layer: Layer, names: Sequence[str], kind: str) -> str:
-    """The sentence that answers a layer which does not exist."""
+def missing_layer_message(layer: Layer, names: Sequence[str], kind: str) -> str:
+    """Return the error message for a layer that does not exist."""
     weights = weight_names(names)
     if isinstance(layer, int):
         counted = ", ".join(f"{place} = {name}" for place, name in enumerate(weights))

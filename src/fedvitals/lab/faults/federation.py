@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with how the whole is set up, and with the server."""
+"""Faults in the configuration of the federation, and faults of the server."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from fedvitals.lab.data.partition import ClassesPerClient
 from fedvitals.lab.description import kind_of, require
-from fedvitals.lab.faults.fault import Family, Fault, Setting, whole, within
+from fedvitals.lab.faults.fault import Family, Fault, RunFault, require_whole_number, require_within
 
 if TYPE_CHECKING:
     from fedvitals.lab.experiment import Experiment
 
 
-class Overfitting(Setting, frozen=True):
-    """Far too much training on far too little: a client has `samples` samples and passes over them `epochs` times."""
+class Overfitting(RunFault, frozen=True):
+    """Too much training on too little data: a client has `samples` samples and trains on them for `epochs` epochs."""
 
     samples: int = 16
     epochs: int = 50
@@ -27,8 +27,8 @@ class Overfitting(Setting, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self, "samples", 1)
-        whole(self, "epochs", 1)
+        require_whole_number(self, "samples", 1)
+        require_whole_number(self, "epochs", 1)
 
     def experiment(self, experiment: Experiment) -> Experiment:
         local = msgspec.structs.replace(experiment.local, iterations=None, epochs=self.epochs)
@@ -39,8 +39,8 @@ class Overfitting(Setting, frozen=True):
         return x[kept], y[kept]
 
 
-class ClientDrift(Setting, frozen=True):
-    """Clients that pull apart: each knows few classes and trains long and fast before anybody averages."""
+class ClientDrift(RunFault, frozen=True):
+    """Clients that drift apart: each knows few classes and trains long with a high rate between two aggregations."""
 
     classes: int = 2
     iterations: int = 100
@@ -50,9 +50,9 @@ class ClientDrift(Setting, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self, "classes", 1)
-        whole(self, "iterations", 1)
-        within(self, "factor", 1)
+        require_whole_number(self, "classes", 1)
+        require_whole_number(self, "iterations", 1)
+        require_within(self, "factor", 1)
 
     def experiment(self, experiment: Experiment) -> Experiment:
         optimizer = experiment.local.optimizer
@@ -73,7 +73,7 @@ class _ServerRate(Fault, frozen=True, kw_only=True):
         super().__post_init__()
         kind = kind_of(type(self).__name__)
         require(self.nodes == ("server",), f"nodes of {kind}", self.nodes, '["server"], or left out')
-        within(self, "factor", 0, above=True)
+        require_within(self, "factor", 0, above=True)
 
     def server(self, before: Tensor, after: Tensor, weights: int) -> Tensor:
         step = (after[:weights] - before[:weights]) * self.factor
@@ -81,7 +81,7 @@ class _ServerRate(Fault, frozen=True, kw_only=True):
 
 
 class ServerRateTooHigh(_ServerRate, frozen=True):
-    """A server learning rate that was never tuned: the server steps `factor` times as far as its rule says."""
+    """An untuned server learning rate: the server's step is `factor` times too large."""
 
     factor: float = 3.0
     issue: ClassVar[str] = "divergence"
@@ -92,7 +92,7 @@ class ServerRateTooHigh(_ServerRate, frozen=True):
 
 
 class ServerRateTooLow(_ServerRate, frozen=True):
-    """A server learning rate that was never tuned: the server takes only `factor` of the step that its rule says."""
+    """An untuned server learning rate: the server takes only `factor` of its step."""
 
     factor: float = 0.05
     issue: ClassVar[str] = "plateau"

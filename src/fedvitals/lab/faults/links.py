@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong between a client and the server: the client's presence, its pace, its messages, its clock."""
+"""Faults between a client and the server: its availability, speed, messages and clock."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from fedvitals.lab.engines.work import Update
-from fedvitals.lab.faults.fault import Family, Fault, Past, within
+from fedvitals.lab.engines.tasks import Update
+from fedvitals.lab.faults.fault import Family, Fault, ModelHistory, require_within
 
 if TYPE_CHECKING:
     from fedvitals.lab.network.virtual_clock import Journey
@@ -20,7 +20,7 @@ def _happens(rate: float, stream: torch.Generator) -> bool:
 
 
 class DropOut(Fault, frozen=True):
-    """A phone that leaves its charger: the client is not there, in each round with this probability."""
+    """A client that is unavailable, in each round with this probability."""
 
     rate: float = 1.0
     family: ClassVar[Family] = "system"
@@ -28,14 +28,14 @@ class DropOut(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "rate", 0, 1, above=True)
+        require_within(self, "rate", 0, 1, above=True)
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:
         return dataclasses.replace(journey, available=journey.available and not _happens(self.rate, stream))
 
 
 class Straggler(Fault, frozen=True):
-    """An old or busy machine: the client computes `factor` times as long."""
+    """A slow or busy machine: the client computes `factor` times as long."""
 
     factor: float = 10.0
     family: ClassVar[Family] = "system"
@@ -43,16 +43,16 @@ class Straggler(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "factor", 1, above=True)
+        require_within(self, "factor", 1, above=True)
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:  # noqa: ARG002
         return dataclasses.replace(journey, compute=journey.compute * self.factor)
 
 
 class Timeout(Fault, frozen=True):
-    """A connection that hangs: the upload takes so many seconds more.
+    """A connection that hangs: the upload takes this many seconds longer.
 
-    It is late where the network has a deadline; a server without one waits.
+    The update is late if the network has a deadline; a server without one waits.
     """
 
     seconds: float = 3600.0
@@ -61,7 +61,7 @@ class Timeout(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "seconds", 0, above=True)
+        require_within(self, "seconds", 0, above=True)
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:  # noqa: ARG002
         return dataclasses.replace(journey, upload=journey.upload + self.seconds)
@@ -76,16 +76,16 @@ class LostMessage(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "rate", 0, 1, above=True)
+        require_within(self, "rate", 0, 1, above=True)
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:
         return dataclasses.replace(journey, lost=journey.lost or _happens(self.rate, stream))
 
 
 class CorruptedMessage(Fault, frozen=True):
-    """Bits that flip on the way: the receiver sees by a checksum that it cannot use the update, or (`silent`) does not.
+    """Flipped bits: a checksum tells the receiver that the update is unusable, or (`silent`) goes unnoticed.
 
-    Silently, one bit flips in a share of the numbers; a flip in the exponent may make a number huge, or no number.
+    If silent, one bit flips in a share of the numbers; a flip in the exponent may make a number huge or NaN.
     """
 
     rate: float = 1.0
@@ -96,15 +96,15 @@ class CorruptedMessage(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "rate", 0, 1, above=True)
-        within(self, "share", 0, 1, above=True)
+        require_within(self, "rate", 0, 1, above=True)
+        require_within(self, "share", 0, 1, above=True)
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:
         if self.silent:
             return journey
         return dataclasses.replace(journey, corrupted=journey.corrupted or _happens(self.rate, stream))
 
-    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:  # noqa: ARG002
+    def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
         if not self.silent or not _happens(self.rate, stream):
             return
         bits = update.state.to(torch.float32).clone().view(torch.int32)
@@ -116,7 +116,7 @@ class CorruptedMessage(Fault, frozen=True):
 
 
 class ClockSkew(Fault, frozen=True):
-    """A clock that is wrong: what the client tells bears another time, so many seconds later (or, below 0, earlier)."""
+    """A wrong clock: the client's timestamps are this many seconds late (or early, if negative)."""
 
     seconds: float = 3600.0
     family: ClassVar[Family] = "system"
@@ -124,15 +124,15 @@ class ClockSkew(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "seconds", -1e9, 1e9)
+        require_within(self, "seconds", -1e9, 1e9)
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:  # noqa: ARG002
         return dataclasses.replace(journey, clock_offset=journey.clock_offset + self.seconds)
 
 
 class TelemetryLost(Fault, frozen=True):
-    """A firewall that lets only models through: the client trains and sends, but what it measures does not arrive."""
+    """A firewall that only passes models: the client trains and sends its update, but its telemetry is lost."""
 
     family: ClassVar[Family] = "system"
     issue: ClassVar[str] = "telemetry_lost"
-    silences: ClassVar[bool] = True
+    drops_telemetry: ClassVar[bool] = True

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every fault there is, and how a training meets them: one line for each place at which one can act.
+"""The list of all faults, and one function for each hook of a training at which faults can act.
 
-Healthy clients pay a look at a short list (`any_at`). A fault's random numbers come from (seed, its kind and place in
-the list, round, node), those on data without the round: a client's wrong labels stay the same.
+For healthy clients the cost is a look at a short list (`any_active`). A fault's random numbers depend on (seed, its
+kind and position in the list, round, node); those of data faults do not depend on the round, so that a client's wrong
+labels stay the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.description import kind_of
-from fedvitals.lab.engines.work import Node, Update
+from fedvitals.lab.engines.tasks import Node, Update
 from fedvitals.lab.faults.data import (
     DominantClient,
     GroupLeftBehind,
@@ -27,7 +28,7 @@ from fedvitals.lab.faults.data import (
     LabelNoise,
     MissingClasses,
 )
-from fedvitals.lab.faults.fault import Fault, Past, layer_name, no_layer
+from fedvitals.lab.faults.fault import Fault, ModelHistory, layer_name, missing_layer_message
 from fedvitals.lab.faults.federation import ClientDrift, Overfitting, ServerRateTooHigh, ServerRateTooLow
 from fedvitals.lab.faults.links import (
     ClockSkew,
@@ -65,7 +66,7 @@ from fedvitals.lab.faults.updates import (
     WrongSampleCount,
     ZeroWeight,
 )
-from fedvitals.lab.state import Layout
+from fedvitals.lab.state import StateLayout
 from fedvitals.lab.streams import stream
 
 if TYPE_CHECKING:
@@ -93,8 +94,8 @@ def _overrides(kind: type[Fault], hook: str) -> bool:
     return getattr(kind, hook) is not getattr(Fault, hook)
 
 
-def acting(hook: str, faults: Faults, round_index: int, node: Node) -> list[tuple[int, Fault]]:
-    """The faults that act at this hook, with their places in the list."""
+def active_faults(hook: str, faults: Faults, round_index: int, node: Node) -> list[tuple[int, Fault]]:
+    """Return the faults that act at this hook on a node in a round, with their positions in the list."""
     return [
         (place, fault)
         for place, fault in enumerate(faults)
@@ -102,9 +103,9 @@ def acting(hook: str, faults: Faults, round_index: int, node: Node) -> list[tupl
     ]
 
 
-def any_at(hook: str, faults: Faults, round_index: int, node: Node) -> bool:
-    """Whether a fault acts at this hook on this client in this round."""
-    return bool(faults) and bool(acting(hook, faults, round_index, node))
+def any_active(hook: str, faults: Faults, round_index: int, node: Node) -> bool:
+    """Return whether a fault acts at this hook on this node in this round."""
+    return bool(faults) and bool(active_faults(hook, faults, round_index, node))
 
 
 def _stream(seed: int, place: int, fault: Fault, *coordinates: object) -> torch.Generator:
@@ -115,22 +116,22 @@ def _stream(seed: int, place: int, fault: Fault, *coordinates: object) -> torch.
 
 
 def apply_experiment(experiment: Experiment) -> Experiment:
-    """The experiment as its faults set it up."""
+    """Return the experiment with its configuration faults applied."""
     for fault in experiment.faults:
         experiment = fault.experiment(experiment)
     return experiment
 
 
 def apply_initial(faults: Faults, tensors: Mapping[str, Tensor], seed: int) -> None:
-    """In place on the very first global model."""
+    """Apply the faults of the initial global model, in place."""
     for place, fault in enumerate(faults):
         if _overrides(type(fault), "initial"):
             fault.initial(tensors, _stream(seed, place, fault))
 
 
-def remembers(faults: Faults) -> int:
-    """How many rounds of the server's models have to be kept."""
-    return max((fault.remembers for fault in faults), default=0)
+def history_length(faults: Faults) -> int:
+    """Return how many earlier server models must be kept for the faults."""
+    return max((fault.history_rounds for fault in faults), default=0)
 
 
 # -- a client's training ----------------------------------------------------------------------------------------------
@@ -145,90 +146,94 @@ def apply_data(
     classes: int,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
-    """What the client trains on. It changes only with the places of `acting("data", ...)`, by which it may be kept."""
-    for place, fault in acting("data", faults, round_index, node):
+    """Return a client's samples and labels with its data faults applied. They depend on `active_faults("data", ...)`
+    only.
+    """
+    for place, fault in active_faults("data", faults, round_index, node):
         x, y = fault.data(x, y, classes, _stream(seed, place, fault, node))
     return x, y
 
 
 def apply_local(faults: Faults, round_index: int, node: Node, settings: Local) -> Local:
-    """The settings that the client trains with."""
-    for _, fault in acting("local", faults, round_index, node):
+    """Return the settings that the client trains with."""
+    for _, fault in active_faults("local", faults, round_index, node):
         settings = fault.local(settings)
     return settings
 
 
 def apply_state(faults: Faults, round_index: int, node: Node, tensors: Mapping[str, Tensor], seed: int) -> None:
-    """In place on the state that the client begins from."""
-    for place, fault in acting("state", faults, round_index, node):
+    """Apply faults in place to the state that the client starts from."""
+    for place, fault in active_faults("state", faults, round_index, node):
         fault.state(tensors, _stream(seed, place, fault, round_index, node))
 
 
-def gradient_spoiler(
+def gradient_fault(
     faults: Faults,
     round_index: int,
     node: Node,
     seed: int,
 ) -> Callable[[Mapping[str, Tensor], int], None] | None:
-    """What to call with the gradients and the number of each step; None for a client whose gradients are its own."""
-    ill = acting("gradient", faults, round_index, node)
-    if not ill:
+    """Return the function to call with the gradients and the index of each step, or None if no fault alters them."""
+    gradient_faults = active_faults("gradient", faults, round_index, node)
+    if not gradient_faults:
         return None
 
     def spoil(gradients: Mapping[str, Tensor], step: int) -> None:
-        for place, fault in ill:
+        for place, fault in gradient_faults:
             fault.gradient(gradients, step, _stream(seed, place, fault, round_index, node, step))
 
     return spoil
 
 
 def apply_step(faults: Faults, round_index: int, node: Node, step: int) -> None:
-    """Before a local iteration: raises what the client's machine would."""
+    """Apply faults that act before a local iteration; may raise."""
     if faults:
-        for _, fault in acting("step", faults, round_index, node):
+        for _, fault in active_faults("step", faults, round_index, node):
             fault.step(step)
 
 
-def silenced(faults: Faults, round_index: int, node: Node) -> bool:
-    """Whether what is measured on this client does not arrive."""
-    return any(fault.silences and fault.active(round_index, node) for fault in faults)
+def telemetry_is_lost(faults: Faults, round_index: int, node: Node) -> bool:
+    """Return whether the telemetry of this client is lost."""
+    return any(fault.drops_telemetry and fault.active(round_index, node) for fault in faults)
 
 
 # -- what it sends ----------------------------------------------------------------------------------------------------
 
 
-def apply_update(faults: Faults, round_index: int, update: Update, past: Past, seed: int) -> None:
-    """On what leaves a client, unless it failed: then nothing does."""
+def apply_update(faults: Faults, round_index: int, update: Update, past: ModelHistory, seed: int) -> None:
+    """Apply faults to the update that a client sends, unless the client failed."""
     if not faults or update.error is not None:
         return
-    for place, fault in sorted(acting("update", faults, round_index, update.node), key=lambda entry: entry[1].last):
+    for place, fault in sorted(
+        active_faults("update", faults, round_index, update.node), key=lambda entry: entry[1].applied_last
+    ):
         fault.update(update, past, _stream(seed, place, fault, round_index, update.node))
 
 
-def colludes(faults: Faults, round_index: int) -> bool:
-    """Whether the updates of this round have to be held until all are there."""
-    return any(_overrides(type(fault), "collude") and fault.lasts(round_index) for fault in faults)
+def any_collusion(faults: Faults, round_index: int) -> bool:
+    """Return whether a fault needs all updates of this round at once."""
+    return any(_overrides(type(fault), "collude") and fault.active_in_round(round_index) for fault in faults)
 
 
-def apply_collusion(faults: Faults, round_index: int, updates: Sequence[Update], past: Past, seed: int) -> None:
-    """On the updates of a whole cohort, in its order, after `apply_update` on each of them."""
+def apply_collusion(faults: Faults, round_index: int, updates: Sequence[Update], past: ModelHistory, seed: int) -> None:
+    """Apply colluding faults to the updates of a whole cohort, after `apply_update` on each of them."""
     for place, fault in enumerate(faults):
         if _overrides(type(fault), "collude"):
-            ill = [update.node for update in updates if fault.active(round_index, update.node)]
-            if ill:
-                fault.collude(updates, ill, past, _stream(seed, place, fault, round_index))
+            affected = [update.node for update in updates if fault.active(round_index, update.node)]
+            if affected:
+                fault.collude(updates, affected, past, _stream(seed, place, fault, round_index))
 
 
 def apply_journey(faults: Faults, round_index: int, journey: Journey, seed: int) -> Journey:
-    """What becomes of a client's way through the network."""
-    for place, fault in acting("journey", faults, round_index, journey.node):
+    """Return a client's journey through the network with faults applied."""
+    for place, fault in active_faults("journey", faults, round_index, journey.node):
         journey = fault.journey(journey, _stream(seed, place, fault, round_index, journey.node))
     return journey
 
 
 def apply_server(faults: Faults, round_index: int, before: Tensor, after: Tensor, weights: int) -> Tensor:
-    """The server's new model."""
-    for _, fault in acting("server", faults, round_index, SERVER):
+    """Return the server's new model with faults applied."""
+    for _, fault in active_faults("server", faults, round_index, SERVER):
         after = fault.server(before, after, weights)
     return after
 
@@ -236,17 +241,17 @@ def apply_server(faults: Faults, round_index: int, before: Tensor, after: Tensor
 # -- whether it can be meant ------------------------------------------------------------------------------------------
 
 
-def check(
+def check_fault(
     fault: Fault,
     nodes: Sequence[Node],
-    layout: Layout,
+    layout: StateLayout,
     iterations: int | None,
     rounds: int,
     classes: int | None = None,
 ) -> None:
-    """ConfigError, with what exists, when a fault names what this run does not have.
+    """Raise ConfigError, with the valid choices, if a fault names something that this run does not have.
 
-    `nodes`: the clients; `layout`: the model's; `iterations`: of a client-round, where it is known.
+    `nodes` are the clients, `layout` is the model's, `iterations` those of a client-round, where known.
     """
     kind = kind_of(type(fault).__name__)
     trained = layout.names[: layout.trained]
@@ -263,7 +268,7 @@ def check(
         raise ConfigError(f"The fault {kind} waits for step {step}; a client-round has steps 0 to {iterations - 1}.")
     layer = getattr(fault, "layer", None)
     if layer is not None and layer_name(trained, layer) is None:
-        raise ConfigError(no_layer(layer, trained, kind))
+        raise ConfigError(missing_layer_message(layer, trained, kind))
     if hasattr(fault, "check_tensors"):
         fault.check_tensors(layout.names)
     if classes is not None and hasattr(fault, "check_classes"):

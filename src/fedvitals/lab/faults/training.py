@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with local training itself: its settings, its gradients, its state, its machine."""
+"""Faults of local training: its settings, gradients, state and machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,17 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.description import kind_of, require
-from fedvitals.lab.faults.fault import Family, Fault, Layer, Setting, layer_name, no_layer, weight_names, whole, within
+from fedvitals.lab.faults.fault import (
+    Family,
+    Fault,
+    Layer,
+    RunFault,
+    layer_name,
+    missing_layer_message,
+    require_whole_number,
+    require_within,
+    weight_names,
+)
 
 if TYPE_CHECKING:
     from fedvitals.lab.local import Local
@@ -23,7 +33,7 @@ MEGABYTE = 1 << 20
 
 
 class WrongLearningRate(Fault, frozen=True):
-    """A site with a configuration file of its own: its learning rate is `factor` times that of the others."""
+    """A client with its own configuration: its learning rate is `factor` times that of the others."""
 
     factor: float = 10.0
     family: ClassVar[Family] = "client"
@@ -31,7 +41,7 @@ class WrongLearningRate(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "factor", 0, above=True)
+        require_within(self, "factor", 0, above=True)
         require(self.factor != 1, "factor of wrong_learning_rate", self.factor, "another number than 1")
 
     def local(self, settings: Local) -> Local:
@@ -41,7 +51,7 @@ class WrongLearningRate(Fault, frozen=True):
 
 
 class FrozenLayer(Fault, frozen=True):
-    """A forgotten `requires_grad = False`: one layer gets no gradient, so it comes back as it went."""
+    """A forgotten `requires_grad = False`: one layer gets no gradient and stays unchanged."""
 
     layer: Layer = 0
     family: ClassVar[Family] = "client"
@@ -64,7 +74,7 @@ class NotFinite(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self, "at_step", 0)
+        require_whole_number(self, "at_step", 0)
         require(self.value in ("nan", "inf", "-inf"), "value of not_finite", self.value, '"nan", "inf" or "-inf"')
 
     def gradient(self, gradients: Mapping[str, Tensor], step: int, stream: torch.Generator) -> None:  # noqa: ARG002
@@ -75,9 +85,9 @@ class NotFinite(Fault, frozen=True):
 
 
 class BrokenBatchNorm(Fault, frozen=True):
-    """Statistics of other data: the running mean is shifted and the running variance too large, by `factor`.
+    """Wrong batch norm statistics: the running mean is shifted and the running variance too large, by `factor`.
 
-    Training in batches does not see it, so only who evaluates the average model does.
+    Training in batches does not use them, so only an evaluation of the averaged model reveals the fault.
     """
 
     factor: float = 1000.0
@@ -86,7 +96,7 @@ class BrokenBatchNorm(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "factor", 1, above=True)
+        require_within(self, "factor", 1, above=True)
 
     def check_tensors(self, names: tuple[str, ...]) -> None:
         if not any(name.endswith("running_var") for name in names):
@@ -107,7 +117,7 @@ class BrokenBatchNorm(Fault, frozen=True):
 
 
 class Crash(Fault, frozen=True):
-    """A bug in a site's own code: an exception in the midst of local training."""
+    """A bug in a client's own code: an exception during local training."""
 
     at_step: int = 0
     message: str = "an error on purpose, made by the lab"
@@ -116,7 +126,7 @@ class Crash(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self, "at_step", 0)
+        require_whole_number(self, "at_step", 0)
 
     def step(self, step: int) -> None:
         if step == self.at_step:
@@ -124,7 +134,9 @@ class Crash(Fault, frozen=True):
 
 
 class MemoryHog(Fault, frozen=True):
-    """A leak, or another program on the machine: so many megabytes are taken at a step, or (`fatal`) are not there."""
+    """A leak, or another program on the machine: this many megabytes are allocated at a step, or (`fatal`) cannot
+    be.
+    """
 
     megabytes: int = 256
     at_step: int = 0
@@ -134,8 +146,8 @@ class MemoryHog(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self, "megabytes", 1)
-        whole(self, "at_step", 0)
+        require_whole_number(self, "megabytes", 1)
+        require_whole_number(self, "at_step", 0)
 
     def step(self, step: int) -> None:
         if step != self.at_step:
@@ -146,7 +158,7 @@ class MemoryHog(Fault, frozen=True):
 
 
 class DiskFull(Fault, frozen=True):
-    """A site that cannot write its checkpoint: no space left on its disk."""
+    """A client that cannot write its checkpoint: no space left on its disk."""
 
     at_step: int = 0
     family: ClassVar[Family] = "system"
@@ -154,7 +166,7 @@ class DiskFull(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self, "at_step", 0)
+        require_whole_number(self, "at_step", 0)
 
     def step(self, step: int) -> None:
         if step == self.at_step:
@@ -165,12 +177,12 @@ class DiskFull(Fault, frozen=True):
 
 
 def _matrices(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """Weights of linear and convolutional layers: those of a norm are no initialisation to scale."""
+    """Return the weights of linear and convolutional layers; those of norms are left out."""
     return [tensors[name] for name in weight_names([*tensors]) if tensors[name].dim() >= 2]
 
 
-class ExplodingInitialisation(Setting, frozen=True):
-    """A wrong gain in the initialisation: every weight matrix of the first model is `factor` times too large."""
+class ExplodingInitialisation(RunFault, frozen=True):
+    """A wrong gain in the initialisation: every weight matrix of the initial model is `factor` times too large."""
 
     factor: float = 10.0
     family: ClassVar[Family] = "gradient"
@@ -178,15 +190,15 @@ class ExplodingInitialisation(Setting, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "factor", 1, above=True)
+        require_within(self, "factor", 1, above=True)
 
     def initial(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> None:  # noqa: ARG002
         for weight in _matrices(tensors):
             weight.mul_(self.factor)
 
 
-class VanishingInitialisation(Setting, frozen=True):
-    """A wrong gain in the initialisation: every weight matrix of the first model is `factor` of what it should be."""
+class VanishingInitialisation(RunFault, frozen=True):
+    """A wrong gain in the initialisation: every weight matrix of the initial model is scaled by `factor`, below 1."""
 
     factor: float = 0.01
     family: ClassVar[Family] = "gradient"
@@ -194,7 +206,7 @@ class VanishingInitialisation(Setting, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "factor", 0, above=True)
+        require_within(self, "factor", 0, above=True)
         require(self.factor < 1, "factor of vanishing_initialisation", self.factor, "below 1")
 
     def initial(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> None:  # noqa: ARG002
@@ -202,8 +214,8 @@ class VanishingInitialisation(Setting, frozen=True):
             weight.mul_(self.factor)
 
 
-class _Units(Setting, frozen=True):
-    """Units of one layer that begin where their activation has no slope."""
+class _Units(RunFault, frozen=True):
+    """Base class of faults in which units of one layer start where their activation has no slope."""
 
     share: float = 0.9
     layer: Layer = 0
@@ -212,13 +224,13 @@ class _Units(Setting, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "share", 0, 1, above=True)
-        within(self, "strength", 0, above=True)
+        require_within(self, "share", 0, 1, above=True)
+        require_within(self, "strength", 0, above=True)
 
     def check_tensors(self, names: tuple[str, ...]) -> None:
         name, kind = layer_name(names, self.layer), kind_of(type(self).__name__)
         if name is None:
-            raise ConfigError(no_layer(self.layer, names, kind))
+            raise ConfigError(missing_layer_message(self.layer, names, kind))
         if _bias(name) == name or _bias(name) not in names:
             known = [weight for weight in weight_names(names) if _bias(weight) in names]
             raise ConfigError(
@@ -226,7 +238,7 @@ class _Units(Setting, frozen=True):
             )
 
     def biases(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> tuple[Tensor, Tensor]:
-        """The layer's biases, and which of its units are struck."""
+        """Return the layer's biases, and the indices of the affected units."""
         self.check_tensors(tuple(tensors))
         bias = tensors[_bias(layer_name([*tensors], self.layer) or "")]
         return bias, torch.randperm(len(bias), generator=stream)[: max(1, round(self.share * len(bias)))]
@@ -238,9 +250,9 @@ def _bias(weight: str) -> str:
 
 
 class DeadUnits(_Units, frozen=True):
-    """ReLUs that a large step has killed: the biases of a share of a layer's units are far below 0.
+    """Dead ReLUs: the biases of a share of a layer's units are far below 0.
 
-    With LeakyReLU they still have a slope, and live.
+    With LeakyReLU such units still have a slope and recover.
     """
 
     issue: ClassVar[str] = "dead_units"
@@ -251,7 +263,9 @@ class DeadUnits(_Units, frozen=True):
 
 
 class SaturatedUnits(_Units, frozen=True):
-    """Sigmoid or tanh units at their end stops: the biases of a share of a layer's units are far from 0, up or down."""
+    """Saturated sigmoid or tanh units: the biases of a share of a layer's units are far from 0, positive or
+    negative.
+    """
 
     issue: ClassVar[str] = "saturated_units"
 

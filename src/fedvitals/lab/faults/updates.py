@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with what a client sends: by accident, out of laziness, or on purpose.
+"""Faults of the update that a client sends: by accident, by free riding, or by an attack.
 
-An update is what was trained minus what it was trained from. Faults act on the weights; buffers stay the client's own,
-since a mirrored variance would be negative and give the fault away. `update.state` is replaced, never written into.
+An update is the trained state minus the state it was trained from. Faults change the weights only: a mirrored variance
+in the buffers would be negative and reveal the fault. `update.state` is replaced, never modified.
 """
 
 from __future__ import annotations
@@ -16,33 +16,41 @@ import torch
 from torch import Tensor
 
 from fedvitals.lab.description import require
-from fedvitals.lab.engines.work import Node, Update
-from fedvitals.lab.faults.fault import Family, Fault, Past, Setting, some, whole, within
+from fedvitals.lab.engines.tasks import Node, Update
+from fedvitals.lab.faults.fault import (
+    Family,
+    Fault,
+    ModelHistory,
+    RunFault,
+    require_some_nodes,
+    require_whole_number,
+    require_within,
+)
 
 
 def _change(update: Update, weights: int) -> Tensor:
-    """What the client has learnt."""
+    """Return what the client has learnt: its trained weights minus those it started from."""
     return update.state[:weights] - update.start[:weights]
 
 
 def _send(update: Update, change: Tensor) -> None:
-    """Let the client send this change instead of its own."""
+    """Make the client send this change instead of its own."""
     weights = len(change)
     update.state = torch.cat((update.start[:weights] + change, update.state[weights:]))
 
 
 def _noise(like: Tensor, norm: Tensor | float, stream: torch.Generator) -> Tensor:
-    """Gaussian noise of about this norm: drawn on the CPU, so that it is the same wherever the update lies."""
+    """Return Gaussian noise of about this norm, drawn on the CPU so that it is the same on every device."""
     drawn = torch.randn(like.shape, generator=stream, dtype=like.dtype).to(like.device)
     return drawn * (norm / math.sqrt(max(len(like), 1)))
 
 
 class StaleUpdate(Fault, frozen=True):
-    """A client that has missed the last rounds: it adds what it learns to the server's model of `rounds` rounds ago.
+    """A client that missed the last rounds: it adds what it learns to the server's model of `rounds` rounds ago.
 
-    What it learns is learnt from today's model. A client that really trained on the old one would need a second
-    training, or to have kept its earlier updates; a run that goes on after a stop has neither. What a server sees of
-    a stale client, a model that pulls back towards where all have been, is the same.
+    What it learns is learnt from the current model: training on the old one would need a second training or kept
+    updates, and a resumed run has neither. To the server both look the same: a model that pulls back towards an earlier
+    one.
     """
 
     rounds: int = 3
@@ -51,13 +59,13 @@ class StaleUpdate(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self, "rounds", 1)
+        require_whole_number(self, "rounds", 1)
 
     @property
-    def remembers(self) -> int:
+    def history_rounds(self) -> int:
         return self.rounds
 
-    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:  # noqa: ARG002
+    def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
         # In the first rounds of a run it has what everybody began with.
         models = (past.model(rounds_ago) for rounds_ago in range(self.rounds, 0, -1))
         old = next((model for model in models if model is not None), None)
@@ -67,9 +75,9 @@ class StaleUpdate(Fault, frozen=True):
 
 
 class FreeRider(Fault, frozen=True):
-    """A client that wants the model and does not train: it sends the server's last step again, with a little noise.
+    """A client that wants the model without training: it repeats the server's last step, with a little noise.
 
-    In the first round there is no step to send again, and it returns what it got.
+    In the first round there is no step to repeat, and it returns the model unchanged.
     """
 
     noise: float = 0.05  # of the step's norm
@@ -78,13 +86,13 @@ class FreeRider(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "noise", 0)
+        require_within(self, "noise", 0)
 
     @property
-    def remembers(self) -> int:
+    def history_rounds(self) -> int:
         return 1
 
-    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:
+    def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:
         now, before = past.model(0), past.model(1)
         if now is None or before is None:
             update.state = update.start.clone()
@@ -103,14 +111,14 @@ class SignFlip(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "strength", 0, above=True)
+        require_within(self, "strength", 0, above=True)
 
-    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:  # noqa: ARG002
+    def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
         _send(update, _change(update, past.weights) * -self.strength)
 
 
 class Scaling(Fault, frozen=True):
-    """An attacker who wants to be heard, or a sum sent for a mean: the update times a factor."""
+    """An attacker who wants more influence, or a sum sent as a mean: the update times a factor."""
 
     factor: float = 10.0
     family: ClassVar[Family] = "client"
@@ -118,15 +126,17 @@ class Scaling(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "factor", 0)
+        require_within(self, "factor", 0)
         require(self.factor != 1, "factor of scaling", self.factor, "another number than 1, which changes nothing")
 
-    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:  # noqa: ARG002
+    def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
         _send(update, _change(update, past.weights) * self.factor)
 
 
 class Gaussian(Fault, frozen=True):
-    """An attacker without knowledge: noise of `strength` times the update's norm, in its place or (`add`) on top."""
+    """An attacker without knowledge: noise of `strength` times the update's norm, instead of it or (`add`) added to
+    it.
+    """
 
     strength: float = 2.0
     add: bool = False
@@ -135,16 +145,16 @@ class Gaussian(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "strength", 0, above=True)
+        require_within(self, "strength", 0, above=True)
 
-    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:
+    def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:
         change = _change(update, past.weights)
         noise = _noise(change, self.strength * change.norm(), stream)
         _send(update, change + noise if self.add else noise)
 
 
 class WrongSampleCount(Fault, frozen=True):
-    """A client that counts wrongly, or wants more weight: it claims `factor` times the samples that it has."""
+    """A client that counts wrongly, or wants more weight: it claims `factor` times its number of samples."""
 
     factor: float = 20.0
     family: ClassVar[Family] = "client"
@@ -152,76 +162,76 @@ class WrongSampleCount(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, "factor", 0)
+        require_within(self, "factor", 0)
         require(self.factor != 1, "factor of wrong_sample_count", self.factor, "another number than 1")
 
-    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:  # noqa: ARG002
+    def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
         update.samples = round(update.samples * self.factor)
 
 
-class ZeroWeight(Setting, frozen=True):
-    """A data set that was not mounted: every client says that it has no samples, and nothing can be averaged."""
+class ZeroWeight(RunFault, frozen=True):
+    """A data set that was not mounted: every client reports no samples, and nothing can be averaged."""
 
     family: ClassVar[Family] = "aggregation"
     issue: ClassVar[str] = "zero_total_weight"
 
-    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:  # noqa: ARG002
+    def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
         update.samples = 0
 
 
 class ShapeMismatch(Fault, frozen=True):
-    """A site with another version of the model: its update is `missing` numbers too short."""
+    """A client with another version of the model: its update is `missing` numbers too short."""
 
     missing: int = 1
     family: ClassVar[Family] = "aggregation"
     issue: ClassVar[str] = "shape_or_dtype_mismatch"
-    last: ClassVar[bool] = True
+    applied_last: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole(self, "missing", 1)
+        require_whole_number(self, "missing", 1)
 
-    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:  # noqa: ARG002
+    def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
         update.state = update.state[: max(0, len(update.state) - self.missing)].clone()
 
 
 class DtypeMismatch(Fault, frozen=True):
-    """A site that trains in another precision, and sends its numbers in it."""
+    """A client that trains in another precision and sends its numbers in it."""
 
     dtype: Literal["float64", "float16", "bfloat16"] = "float64"
     family: ClassVar[Family] = "aggregation"
     issue: ClassVar[str] = "shape_or_dtype_mismatch"
-    last: ClassVar[bool] = True
+    applied_last: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         known = ("float64", "float16", "bfloat16")
         require(self.dtype in known, "dtype of dtype_mismatch", self.dtype, f"one of {', '.join(known)}")
 
-    def update(self, update: Update, past: Past, stream: torch.Generator) -> None:  # noqa: ARG002
+    def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
         update.state = update.state.to(getattr(torch, self.dtype))
 
 
 # -- who knows what the others send -----------------------------------------------------------------------------------
 
 
-def _honest(updates: Sequence[Update], ill: Sequence[Node]) -> list[Update]:
-    """Those whose updates can be copied or added up."""
+def _honest(updates: Sequence[Update], affected: Sequence[Node]) -> list[Update]:
+    """Return the updates of unaffected clients that can be copied or averaged."""
     return [
         update
         for update in updates
-        if update.node not in ill
+        if update.node not in affected
         and update.error is None
         and (update.state.shape, update.state.dtype) == (update.start.shape, update.start.dtype)
     ]
 
 
-def _struck(updates: Sequence[Update], ill: Sequence[Node]) -> list[Update]:
-    return [update for update in updates if update.node in ill and update.error is None]
+def _struck(updates: Sequence[Update], affected: Sequence[Node]) -> list[Update]:
+    return [update for update in updates if update.node in affected and update.error is None]
 
 
 class Duplicate(Fault, frozen=True):
-    """A client that copies: it sends a peer's update (`of`, or one drawn anew in each round), with a little noise."""
+    """A client that copies: it sends a peer's update (`of`, or a random one in each round), with a little noise."""
 
     of: str | None = None
     noise: float = 0.0  # of the update's norm
@@ -230,13 +240,15 @@ class Duplicate(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        some(self)
-        within(self, "noise", 0)
+        require_some_nodes(self)
+        require_within(self, "noise", 0)
         require(self.of not in self.nodes, "peer (of) of duplicate", self.of, "another node than those that copy")
 
-    def collude(self, updates: Sequence[Update], ill: Sequence[Node], past: Past, stream: torch.Generator) -> None:
-        honest = [update for update in _honest(updates, ill) if self.of in (None, update.node)]
-        for update in _struck(updates, ill) if honest else ():
+    def collude(
+        self, updates: Sequence[Update], affected: Sequence[Node], past: ModelHistory, stream: torch.Generator
+    ) -> None:
+        honest = [update for update in _honest(updates, affected) if self.of in (None, update.node)]
+        for update in _struck(updates, affected) if honest else ():
             peer = honest[int(torch.randint(len(honest), (), generator=stream))]
             if peer.start is update.start or torch.equal(peer.start, update.start):
                 update.state = peer.state.clone()  # to the last bit, which a sum would not be
@@ -248,11 +260,11 @@ class Duplicate(Fault, frozen=True):
 
 
 class LittleIsEnough(Fault, frozen=True):
-    """Attackers who know the others: all send the mean minus `deviations` times the spread, inside of what is usual.
+    """Colluding attackers: all send the mean minus `deviations` standard deviations, within the usual range.
 
-    «A little is enough», Baruch, Baruch and Goldberg 2019. Without `deviations`, as many as the paper's formula gives
-    for the number of attackers and clients: then a majority is still nearer to them than to the mean. For few attackers
-    that is 0, and they send the mean, which harms nobody.
+    «A little is enough», Baruch, Baruch and Goldberg 2019. Without `deviations`, the paper's formula for the number of
+    attackers and clients is used: then a majority is still closer to them than to the mean. For few attackers that is
+    0, and they send the mean, which does no harm.
     """
 
     deviations: float | None = None
@@ -261,12 +273,18 @@ class LittleIsEnough(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        some(self)
+        require_some_nodes(self)
         if self.deviations is not None:
-            within(self, "deviations", 0, above=True)
+            require_within(self, "deviations", 0, above=True)
 
-    def collude(self, updates: Sequence[Update], ill: Sequence[Node], past: Past, stream: torch.Generator) -> None:  # noqa: ARG002
-        honest, struck = _honest(updates, ill), _struck(updates, ill)
+    def collude(
+        self,
+        updates: Sequence[Update],
+        affected: Sequence[Node],
+        past: ModelHistory,
+        stream: torch.Generator,  # noqa: ARG002
+    ) -> None:
+        honest, struck = _honest(updates, affected), _struck(updates, affected)
         if not honest or not struck:
             return
         changes = torch.stack([_change(update, past.weights) for update in honest])
@@ -284,9 +302,10 @@ class LittleIsEnough(Fault, frozen=True):
 
 
 class InnerProduct(Fault, frozen=True):
-    """Attackers who know the others: all send the mean of the honest updates backwards, `strength` times as long.
+    """Colluding attackers: all send the mean of the honest updates with reversed sign, `strength` times as long.
 
-    «Fall of empires», Xie, Koyejo and Gupta 2019: it makes the inner product of the average with the truth negative.
+    «Fall of empires», Xie, Koyejo and Gupta 2019: it makes the inner product of the aggregate with the true mean
+    negative.
     """
 
     strength: float = 0.5
@@ -295,12 +314,18 @@ class InnerProduct(Fault, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        some(self)
-        within(self, "strength", 0, above=True)
+        require_some_nodes(self)
+        require_within(self, "strength", 0, above=True)
 
-    def collude(self, updates: Sequence[Update], ill: Sequence[Node], past: Past, stream: torch.Generator) -> None:  # noqa: ARG002
-        honest = _honest(updates, ill)
+    def collude(
+        self,
+        updates: Sequence[Update],
+        affected: Sequence[Node],
+        past: ModelHistory,
+        stream: torch.Generator,  # noqa: ARG002
+    ) -> None:
+        honest = _honest(updates, affected)
         if honest:
             mean = torch.stack([_change(update, past.weights) for update in honest]).mean(0)
-            for update in _struck(updates, ill):
+            for update in _struck(updates, affected):
                 _send(update, mean * -self.strength)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The virtual clock: links, devices and waiting."""
+"""The virtual clock: links, devices, journeys and waiting."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What links and devices can do, by name. Each number has its source or reason beside it."""
+"""Named profiles of links and devices, each number with its source or reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedvitals.lab.description import Description, require
 
 
 class Link(Description, frozen=True):
-    """A node's connection to whom it talks to. Latency is one way."""
+    """A node's network connection. Latency is one way."""
 
     download_bits_per_second: float
     upload_bits_per_second: float
@@ -29,7 +29,7 @@ class Link(Description, frozen=True):
 
 
 class Device(Description, frozen=True):
-    """A node's computing: what it sustains in training, not what its maker states."""
+    """A node's computing power: what it sustains in training, not what its maker states."""
 
     flops_per_second: float
     memory_bytes: int

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long everything would have taken: a virtual clock from links, devices and chance, without any sleeping.
+"""The virtual clock: how long a round would take, from links, devices and random variation, without sleeping.
 
-A node's link and device are drawn once from (seed, node), a journey's chances from (seed, round, node): neither the
-number of processes nor the other clients change them. Times are whole ticks of 2⁻²⁰ s, so that sums of them are exact.
+A node's link and device are drawn once from (seed, node), a journey's variation from (seed, round, node): neither the
+number of processes nor the other clients change them. Times are whole ticks of 2⁻²⁰ s, so that their sums are exact.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.lab.description import Description, require
-from fedvitals.lab.engines.work import Node
+from fedvitals.lab.engines.tasks import Node
 from fedvitals.lab.network.profiles import DEVICES, LINKS, Device, Link
 from fedvitals.lab.streams import numpy_stream
 
@@ -26,10 +26,10 @@ Choice = str | dict[str, float]
 
 
 class Network(Description, frozen=True):
-    """Links and devices of the nodes, and how a round deals with the slow and the absent.
+    """The links and devices of the nodes, and how a round treats slow and absent ones.
 
     `links` and `devices` are one name, or shares of names from which each node draws: `{"4g": 0.7, "3g": 0.3}`.
-    `profiles` adds own ones by name; `overrides` gives single nodes theirs: `{"c3": ["lora", "phone"]}`.
+    `profiles` adds custom ones by name; `overrides` sets them for single nodes: `{"c3": ["lora", "phone"]}`.
     """
 
     links: Choice = "fibre"
@@ -60,11 +60,11 @@ class Network(Description, frozen=True):
         for name, profile in self.profiles.items():
             taken = LINKS if isinstance(profile, Device) else DEVICES
             require(name not in taken, "name of an own profile", name, "none of the other sort's names")
-        links, devices = links_of(self), devices_of(self)
-        checked_choice(self.links, links, "link")
-        checked_choice(self.links if self.edge_links is None else self.edge_links, links, "link")
-        checked_choice(self.devices, devices, "device")
-        checked_choice(self.server, devices, "device")
+        links, devices = known_links(self), known_devices(self)
+        check_choice(self.links, links, "link")
+        check_choice(self.links if self.edge_links is None else self.edge_links, links, "link")
+        check_choice(self.devices, devices, "device")
+        check_choice(self.server, devices, "device")
         overrides = {
             node: (names,) if isinstance(names, str) else tuple(names) for node, names in self.overrides.items()
         }
@@ -75,13 +75,13 @@ class Network(Description, frozen=True):
         msgspec.structs.force_setattr(self, "overrides", overrides)
 
     def selected(self, needed: int, clients: int) -> int:
-        """How many clients to ask in order to hear from `needed` of them."""
+        """Return how many clients to select in order to receive `needed` updates."""
         return min(clients, math.ceil(needed * self.over_selection - 1e-9))
 
 
 @dataclass(frozen=True, slots=True)
 class Journey:
-    """One client's round: the model comes, is trained, and goes back. Times in virtual seconds."""
+    """One client's round: it downloads the model, trains it, and uploads the update. Times in virtual seconds."""
 
     node: Node
     began: float = 0.0
@@ -115,8 +115,8 @@ class Journey:
 
 
 @dataclass(frozen=True, slots=True)
-class EdgeWay:
-    """An edge node's own way to the server and back, in virtual seconds."""
+class EdgeTransfer:
+    """An edge node's own transfers from and to the server, in virtual seconds."""
 
     queue: float = 0.0
     download: float = 0.0
@@ -124,11 +124,11 @@ class EdgeWay:
 
 
 def profile_of(network: Network, node: Node, seed: int) -> tuple[Link, Device]:
-    """The node's link and device, the same in every round."""
+    """Return the node's link and device, which are the same in every round."""
     chance = numpy_stream(seed, "network profile", node)
     link_draw, device_draw, *normals = [*chance.random(2), *chance.standard_normal(2)]
-    links, devices = links_of(network), devices_of(network)
-    link, device = links[drawn(network.links, link_draw)], devices[drawn(network.devices, device_draw)]
+    links, devices = known_links(network), known_devices(network)
+    link, device = links[draw_name(network.links, link_draw)], devices[draw_name(network.devices, device_draw)]
     for name in network.overrides.get(node, ()):
         link, device = links.get(name, link), devices.get(name, device)
     rate, speed = (math.exp(network.spread * normal) for normal in normals)
@@ -146,7 +146,7 @@ def profile_of(network: Network, node: Node, seed: int) -> tuple[Link, Device]:
     return link, device
 
 
-def journey(
+def plan_journey(
     network: Network,
     node: Node,
     round_index: int,
@@ -162,9 +162,10 @@ def journey(
     line: float | None = None,
     group: str | None = None,
 ) -> Journey:
-    """What the node's round takes. Bytes are totals of all `messages` each way, each of which pays the latency.
+    """Return the journey of a node in a round. Bytes are totals over all `messages` each way, each with its own
+    latency.
 
-    `samples` are read and prepared; `line`: bits per second of who sends the first message, if that can be too few.
+    `samples` is how many are read and prepared; `line` is the sender's bandwidth in bits per second, if it is limited.
     """
     link, device = profile_of(network, node, seed)
     # Drawn always and in this order, so that one setting does not shift the chances of another.
@@ -180,16 +181,16 @@ def journey(
         latency + 8 * bytes_up / (link.upload_bits_per_second * link.duty),
         0.0 if device.samples_per_second is None else samples / device.samples_per_second,
     )
-    times = [tick(float(mean * factor)) for mean, factor in zip(seconds, jitter, strict=True)]
+    times = [to_ticks(float(mean * factor)) for mean, factor in zip(seconds, jitter, strict=True)]
     return Journey(
         node,
-        began=tick(began),
+        began=to_ticks(began),
         available=bool(here < network.availability),
         download=times[0],
         compute=times[1],
         upload=times[2],
         lost=bool(loss < link.loss),
-        queue=tick(queue),
+        queue=to_ticks(queue),
         data=times[3],
         group=group,
         messages=messages,
@@ -197,53 +198,55 @@ def journey(
 
 
 def sending_seconds(network: Network, size: int, receivers: int) -> float:
-    """What the server's line takes to send so many bytes to so many receivers, one after the other."""
+    """Return the seconds that the server's line needs to send this many bytes to the receivers, one after the other."""
     line = network.server_bits_per_second
-    return 0.0 if line is None else tick(8 * size * receivers / line)
+    return 0.0 if line is None else to_ticks(8 * size * receivers / line)
 
 
-def edge_way(network: Network, edge: Node, round_index: int, size: int, seed: int, queue: float = 0.0) -> EdgeWay:
-    """How an edge node gets a model of `size` bytes from the server, and sends one back."""
-    links, line = links_of(network), network.server_bits_per_second or math.inf
+def edge_transfer(
+    network: Network, edge: Node, round_index: int, size: int, seed: int, queue: float = 0.0
+) -> EdgeTransfer:
+    """Return the times in which an edge node receives a model of `size` bytes from the server and sends one back."""
+    links, line = known_links(network), network.server_bits_per_second or math.inf
     own = any(name in links for name in network.overrides.get(edge, ()))
     if network.edge_links is None and not own:
-        return EdgeWay(queue, tick(8 * size / line), 0.0)
+        return EdgeTransfer(queue, to_ticks(8 * size / line), 0.0)
     choice = network.links if network.edge_links is None else network.edge_links
     link, _ = profile_of(msgspec.structs.replace(network, links=choice), edge, seed)
     normals = numpy_stream(seed, "network edge", round_index, edge).standard_normal(2)
     down, up = np.exp(network.jitter * normals - network.jitter**2 / 2).tolist()
     rates = min(link.download_bits_per_second * link.duty, line), link.upload_bits_per_second * link.duty
     there, back = (link.latency_seconds + 8 * size / rate for rate in rates)
-    return EdgeWay(queue, tick(there * down), tick(back * up))
+    return EdgeTransfer(queue, to_ticks(there * down), to_ticks(back * up))
 
 
 def evaluation_seconds(network: Network, samples: int, flops: float) -> float:
-    """What testing the model takes at the server, so many operations a sample."""
-    return tick(samples * flops / devices_of(network)[network.server].flops_per_second)
+    """Return the seconds that evaluating the model takes at the server."""
+    return to_ticks(samples * flops / known_devices(network)[network.server].flops_per_second)
 
 
 def aggregation_seconds(network: Network, updates: int, size: int) -> float:
-    """What averaging takes at the server: one multiplication and one addition for each value of each update."""
-    return tick(2 * updates * size / devices_of(network)[network.server].flops_per_second)
+    """Return the seconds of averaging at the server: a multiplication and an addition per value of each update."""
+    return to_ticks(2 * updates * size / known_devices(network)[network.server].flops_per_second)
 
 
-def tick(seconds: float) -> float:
-    """The nearest whole tick; what never ends stays so."""
+def to_ticks(seconds: float) -> float:
+    """Round seconds to the nearest whole tick; infinity stays infinite."""
     return seconds if math.isinf(seconds) else round(seconds * TICKS_PER_SECOND) / TICKS_PER_SECOND
 
 
-def links_of(network: Network) -> dict[str, Link]:
-    """All links by name: the ready-made, and the experiment's own, which come first."""
-    return {**LINKS, **{name: one for name, one in network.profiles.items() if isinstance(one, Link)}}
+def known_links(network: Network) -> dict[str, Link]:
+    """Return all links by name; the experiment's own take precedence over the built-in ones."""
+    return {**LINKS, **{name: profile for name, profile in network.profiles.items() if isinstance(profile, Link)}}
 
 
-def devices_of(network: Network) -> dict[str, Device]:
-    """All devices by name, in the same way."""
-    return {**DEVICES, **{name: one for name, one in network.profiles.items() if isinstance(one, Device)}}
+def known_devices(network: Network) -> dict[str, Device]:
+    """Return all devices by name; the experiment's own take precedence over the built-in ones."""
+    return {**DEVICES, **{name: profile for name, profile in network.profiles.items() if isinstance(profile, Device)}}
 
 
-def checked_choice(choice: Choice, known: Iterable[str], what: str) -> None:
-    """Refuses names that do not exist and shares that are none."""
+def check_choice(choice: Choice, known: Iterable[str], what: str) -> None:
+    """Raise ConfigError for unknown names and invalid shares."""
     for name in (choice,) if isinstance(choice, str) else choice:
         if name not in known:
             raise ConfigError(unknown(what, name, known))
@@ -253,8 +256,8 @@ def checked_choice(choice: Choice, known: Iterable[str], what: str) -> None:
         require(fine, f"{what}s of network", choice, "shares, 0 or more, that add up to 1")
 
 
-def drawn(choice: Choice, draw: float) -> str:
-    """The name at this place between 0 and 1; names in order, since equal descriptions must draw alike."""
+def draw_name(choice: Choice, draw: float) -> str:
+    """Return the name at this position between 0 and 1; names are sorted, so that equal descriptions draw alike."""
     if isinstance(choice, str):
         return choice
     names = sorted(name for name, share in choice.items() if share > 0)

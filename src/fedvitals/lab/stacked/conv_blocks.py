@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small CNNs of many clients, their convolutions by our own kernel: imported where there is Triton, so on CUDA."""
+"""Small CNNs of many clients, with convolutions by our own Triton kernel; importable only with Triton, so on CUDA."""
 
 from __future__ import annotations
 
@@ -7,34 +7,36 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from fedvitals.kernels.cuda.stacked_conv import LEAKY, LINEAR, TANH, Block, convolved
-from fedvitals.lab.stacked.plans import ByAutograd, Weights, dense_layer
+from fedvitals.kernels.cuda.stacked_conv import LEAKY, LINEAR, TANH, ConvBlock, conv_block
+from fedvitals.lab.stacked.plans import AutogradPlan, Weights, dense_layer
 
 # Three products of halves of the numbers give a product as exact as float32's own, several times as fast.
 _PRODUCTS = {"float32": "tf32x3", "tf32": "tf32", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
-class Blocks(ByAutograd):
-    """`blocks` by the name of their convolution, then dense layers by name, each with what follows it."""
+class ConvBlocks(AutogradPlan):
+    """A plan for CNNs: `blocks` by the name of their convolution, then dense layers by name, each with its
+    activation.
+    """
 
-    blocks: tuple[tuple[str, Block], ...]
+    blocks: tuple[tuple[str, ConvBlock], ...]
     dense: tuple[tuple[str, nn.Module | None], ...]
     precision: str
     name: str = "blocks"
 
     @classmethod
-    def of(cls, module: nn.Module, precision: str) -> Blocks | None:
-        """None where the module is something else."""
+    def of(cls, module: nn.Module, precision: str) -> ConvBlocks | None:
+        """Return the plan for a module, or None if the module has another structure."""
         if not isinstance(module, nn.Sequential):
             return None
         layers = [*module.named_children()]
-        blocks: list[tuple[str, Block]] = []
+        blocks: list[tuple[str, ConvBlock]] = []
         while layers and isinstance(layers[0][1], nn.Conv2d):
-            found = _block([layer for _, layer in layers[:3]])
-            if found is None:
+            block = _block([layer for _, layer in layers[:3]])
+            if block is None:
                 return None
-            blocks.append((layers[0][0], found))
+            blocks.append((layers[0][0], block))
             layers = layers[3:]
         if not blocks or not layers or not isinstance(layers[0][1], nn.Flatten):
             return None
@@ -51,7 +53,7 @@ class Blocks(ByAutograd):
     def outputs(self, weights: Weights, x: Tensor) -> Tensor:
         h = x.permute(0, 1, 3, 4, 2).contiguous()
         for name, block in self.blocks:
-            h = convolved(h, weights[f"{name}.weight"], weights[f"{name}.bias"], block, _PRODUCTS[self.precision])
+            h = conv_block(h, weights[f"{name}.weight"], weights[f"{name}.bias"], block, _PRODUCTS[self.precision])
         h = h.permute(0, 1, 4, 2, 3).flatten(2)
         for name, activation in self.dense:
             h = dense_layer(weights, name, h)
@@ -59,8 +61,11 @@ class Blocks(ByAutograd):
         return h
 
 
-def _block(layers: list[nn.Module]) -> Block | None:
-    """A convolution, and pooling and activation in either order: both rise, so the largest stays the largest."""
+def _block(layers: list[nn.Module]) -> ConvBlock | None:
+    """Return the fused block for a convolution with pooling and activation in either order, or None.
+
+    Both orders give the same result, since the activation is non-decreasing.
+    """
     if len(layers) < 3:
         return None
     convolution, pool, activation = layers[0], *sorted(layers[1:], key=lambda m: not isinstance(m, nn.MaxPool2d))
@@ -87,4 +92,4 @@ def _block(layers: list[nn.Module]) -> Block | None:
     known = {nn.Tanh: (TANH, 0.0), nn.ReLU: (LEAKY, 0.0), nn.Identity: (LINEAR, 0.0)}.get(type(activation))
     if isinstance(activation, nn.LeakyReLU) and activation.negative_slope >= 0:
         known = (LEAKY, activation.negative_slope)
-    return Block(side, int(padding[0]), *known) if plain and halves and known is not None else None
+    return ConvBlock(side, int(padding[0]), *known) if plain and halves and known is not None else None

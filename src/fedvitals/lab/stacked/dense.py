@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dense networks of many clients at once, by hand: forward, loss and gradients as batched products.
+"""Dense networks of many clients at once, differentiated by hand: forward, loss and gradients as batched products.
 
-The same as `vmap(grad_and_value(loss))` for a chain of dense layers with activations between them, without autograd: at
-this size its bookkeeping, and that of vmap, take more than the arithmetic.
+Equivalent to `vmap(grad_and_value(loss))` for a chain of dense layers with activations between them, without autograd:
+at this size its overhead, and that of vmap, exceeds the arithmetic.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ def _activation(layer: nn.Module) -> _Activation | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
-    """A chain of dense layers; `layers` are (weight's name, bias' name, what follows it)."""
+class DensePlan:
+    """A chain of dense layers; `layers` are (weight name, bias name, activation)."""
 
     layers: tuple[tuple[str, str, _Activation | None], ...]
     name: str = "dense"
 
     @classmethod
-    def of(cls, module: nn.Module) -> Dense | None:
-        """None where the module is something else."""
+    def of(cls, module: nn.Module) -> DensePlan | None:
+        """Return the plan for a module, or None if the module has another structure."""
         if not isinstance(module, nn.Sequential):
             return None
-        found: list[tuple[str, str, _Activation | None]] = []
+        layers: list[tuple[str, str, _Activation | None]] = []
         for name, layer in module.named_children():
             if isinstance(layer, nn.Linear) and layer.bias is not None:
-                found.append((f"{name}.weight", f"{name}.bias", None))
+                layers.append((f"{name}.weight", f"{name}.bias", None))
             elif isinstance(layer, nn.Flatten):
-                if found:
+                if layers:
                     return None
-            elif (known := _activation(layer)) is not None and found and found[-1][2] is None:
-                found[-1] = (*found[-1][:2], known)
+            elif (known := _activation(layer)) is not None and layers and layers[-1][2] is None:
+                layers[-1] = (*layers[-1][:2], known)
             else:
                 return None
-        return cls(tuple(found)) if found and found[-1][2] is None else None
+        return cls(tuple(layers)) if layers and layers[-1][2] is None else None
 
     def outputs(self, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
-        """Logits, [clients, n, classes]; autograd may follow."""
+        """Return the logits, [clients, n, classes]; differentiable by autograd."""
         h = x.flatten(2)
         for weight, bias, activation in self.layers:
             h = torch.baddbmm(weights[bias][:, None], h, weights[weight].mT)
@@ -65,7 +65,7 @@ class Dense:
         return h
 
     def gradients(self, weights: Mapping[str, Tensor], into: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        """Each client's mean loss; the gradients go `into` tensors that are there already."""
+        """Write the gradients `into` existing tensors, and return each client's mean loss."""
         inputs, h = [], x.flatten(2)
         for weight, bias, activation in self.layers:
             inputs.append(h)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to compute many clients' networks at once, each client with weights of its own: the same numbers, other speeds.
+"""Plans to compute many clients' networks at once, each client with its own weights: same numbers, different speeds.
 
 | plan | how | for |
 | --- | --- | --- |
-| mapped | `torch.func.vmap` of the module | whatever vmap takes; any device |
+| mapped | `torch.func.vmap` of the module | whatever vmap supports; any device |
 | dense | batched products, differentiated by hand (`dense.py`) | chains of dense layers; any device |
-| grouped | clients side by side as the groups of a convolution | networks for images, on CUDA |
+| grouped | clients as the groups of a convolution | networks for images, on CUDA |
 | blocks | convolution, pooling and activation as one kernel (`kernels/cuda/stacked_conv.py`) | small CNNs, on CUDA |
 
-On CUDA the quickest is chosen by measuring (`stacked_cuda.py`).
+On CUDA the fastest is chosen by measuring (`cuda_round.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from fedvitals.lab.model_blocks import Residual
-from fedvitals.lab.stacked.dense import Dense
+from fedvitals.lab.stacked.dense import DensePlan
 
 Weights = Mapping[str, Tensor]
 """Tensors by name, each with a leading axis of clients."""
@@ -30,20 +30,24 @@ Weights = Mapping[str, Tensor]
 PRECISIONS = ("float32", "tf32", "bfloat16")
 
 
-class Plan(Protocol):
+class StackPlan(Protocol):
+    """A way to compute the networks of a stack of clients."""
+
     @property
     def name(self) -> str: ...
 
     def outputs(self, weights: Weights, x: Tensor) -> Tensor:
-        """Logits, [clients, n, classes], of samples [clients, n, ...]; autograd may follow."""
+        """Return the logits, [clients, n, classes], of samples [clients, n, ...]; differentiable by autograd."""
         ...
 
     def gradients(self, weights: Weights, into: Weights, x: Tensor, y: Tensor) -> Tensor:
-        """Each client's mean loss; the gradients go `into` tensors that are there already."""
+        """Write the gradients `into` existing tensors, and return each client's mean loss."""
         ...
 
 
-class Mapped:
+class MappedPlan:
+    """The plan that maps the module over clients with `torch.func.vmap`."""
+
     name = "mapped"
 
     def __init__(self, module: nn.Module, precision: str = "float32") -> None:
@@ -69,8 +73,8 @@ class Mapped:
         return losses  # type: ignore[no-any-return]
 
 
-class ByAutograd:
-    """What plans share whose forward pass autograd can follow."""
+class AutogradPlan:
+    """Base class of plans whose forward pass is differentiated by autograd."""
 
     def outputs(self, weights: Weights, x: Tensor) -> Tensor:
         raise NotImplementedError
@@ -81,20 +85,20 @@ class ByAutograd:
             logits = self.outputs(leaves, x)
             each = F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="none")
             losses = each.view(y.shape).mean(1)
-            found = torch.autograd.grad(losses.sum(), [*leaves.values()])
-        torch._foreach_copy_([*into.values()], list(found))
+            gradients = torch.autograd.grad(losses.sum(), [*leaves.values()])
+        torch._foreach_copy_([*into.values()], list(gradients))
         return losses.detach()
 
 
 def dense_layer(weights: Weights, name: str, h: Tensor) -> Tensor:
-    """[clients, n, in] → [clients, n, out]."""
+    """Apply a dense layer per client: [clients, n, in] → [clients, n, out]."""
     bias = weights.get(f"{name}.bias")
     product = weights[f"{name}.weight"].mT
     return torch.bmm(h, product) if bias is None else torch.baddbmm(bias[:, None], h, product)
 
 
-class Grouped(ByAutograd):
-    """Images [n, clients × channels, height, width]: what a layer does per channel, it does per client."""
+class GroupedPlan(AutogradPlan):
+    """Images as [n, clients × channels, height, width]: a layer that works per channel works per client."""
 
     name = "grouped"
 
@@ -102,7 +106,7 @@ class Grouped(ByAutograd):
         self._module, self._half = module, precision == "bfloat16"
 
     @classmethod
-    def of(cls, module: nn.Module, precision: str) -> Grouped | None:
+    def of(cls, module: nn.Module, precision: str) -> GroupedPlan | None:
         if not isinstance(module, nn.Sequential) or not any(isinstance(m, nn.Conv2d) for m in module.modules()):
             return None
         return cls(module, precision) if all(_is_grouped(layer) for layer in module.children()) else None
@@ -155,20 +159,20 @@ def autocast(half: bool, x: Tensor) -> Any:
     return torch.autocast(x.device.type, torch.bfloat16, enabled=half)
 
 
-def plans(module: nn.Module, device: torch.device, precision: str = "float32") -> Sequence[Plan]:
-    """Those that can compute this module, the simplest last."""
-    found: list[Plan | None] = []
+def available_plans(module: nn.Module, device: torch.device, precision: str = "float32") -> Sequence[StackPlan]:
+    """Return the plans that can compute this module, the simplest last."""
+    candidates: list[StackPlan | None] = []
     half = precision == "bfloat16"
     if device.type == "cuda":
-        found += [_blocks(module, precision), Grouped.of(module, precision)]
+        candidates += [_blocks(module, precision), GroupedPlan.of(module, precision)]
     if not half:  # its products are written into given memory, which autocast does not follow
-        found.append(Dense.of(module))
-    return [plan for plan in (*found, Mapped(module, precision)) if plan is not None]
+        candidates.append(DensePlan.of(module))
+    return [plan for plan in (*candidates, MappedPlan(module, precision)) if plan is not None]
 
 
-def _blocks(module: nn.Module, precision: str) -> Plan | None:
+def _blocks(module: nn.Module, precision: str) -> StackPlan | None:
     try:
-        from fedvitals.lab.stacked.conv_blocks import Blocks  # noqa: PLC0415 - needs Triton, which only CUDA builds bring
+        from fedvitals.lab.stacked.conv_blocks import ConvBlocks  # noqa: PLC0415 - needs Triton, which only CUDA builds bring
     except ImportError:
         return None
-    return Blocks.of(module, precision)
+    return ConvBlocks.of(module, precision)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who averages with whom."""
+"""Topologies: who trains with whom, and who averages."""

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous, buffered (FedBuff, Nguyen et al. 2022): nobody waits for the slow; the server averages K at a time.
+"""Buffered asynchronous learning (FedBuff, Nguyen et al. 2022): nobody waits for slow clients.
 
-Runs on the virtual clock. A round is one aggregation. Clients train on, from the model that they were given when they
-began; one that began τ models ago counts 1 / (1 + τ)^exponent. When one is back, another is sent off at once.
+It runs on the virtual clock. A round is one aggregation of K updates. Clients train from the model that they received
+when they began; one that began τ models ago counts 1 / (1 + τ)^exponent. When a client finishes, another one starts at
+once.
 
-Where the paper leaves room: updates are weighted by their samples, too, as everywhere in the lab; a client brings at
-most one update into a buffer; one that is lost, or past the network's deadline, frees its place, and only that. The
-model is tested beside the aggregation, so that nobody waits for it: on the virtual clock it takes no time.
+Where the paper leaves it open: updates are also weighted by their samples, as everywhere in the lab; a client
+contributes at most one update to a buffer; one that is lost, or misses the network's deadline, only frees its place.
+The model is evaluated beside the aggregation, which takes no time on the virtual clock.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from torch import Tensor
 from fedvitals.errors import ConfigError
 from fedvitals.lab import streams
 from fedvitals.lab.description import Description, require
-from fedvitals.lab.engines.work import Node, Task, Update
+from fedvitals.lab.engines.tasks import Node, Task, Update
 from fedvitals.lab.network import virtual_clock
-from fedvitals.lab.network.spans import part_metrics, tell_journey
-from fedvitals.lab.network.timetable import journey_parts, times_told
+from fedvitals.lab.network.round_timing import journey_parts, time_metrics
+from fedvitals.lab.network.spans import part_metrics, record_journey_span
 from fedvitals.lab.network.virtual_clock import Journey
 from fedvitals.time_parts import ROUND, SERVER
 
@@ -37,6 +38,8 @@ NOTE, LINE = "flights", "line free"
 
 
 class Asynchronous(Description, frozen=True):
+    """The server averages `buffer` updates at a time, while the other clients continue."""
+
     buffer: int = 10  # K: updates in one aggregation
     concurrency: int | None = None  # clients that train at a time; by default the share that takes part
     exponent: float = 0.5  # how fast a late update loses its weight
@@ -60,25 +63,25 @@ class Asynchronous(Description, frozen=True):
 
     def round(self, federation: Federation) -> Tensor:
         server, number = federation.server, federation.round
-        server.memory[version(number)] = server.model
-        flights = Flights(federation, self._places(federation.experiment))
-        arrived = flights.land(self.buffer)
-        federation.journeys.made = {flight.node: flight.journey for flight in arrived}
+        server.memory[version_key(number)] = server.model
+        pending = PendingUpdates(federation, self._max_concurrency(federation.experiment))
+        arrived = pending.collect(self.buffer)
+        federation.journey_planner.journeys = {update.node: update.journey for update in arrived}
 
-        tasks = [Task(number, (flight.node,), server.memory[version(flight.began)]) for flight in arrived]
-        late = {flight.node: number - flight.began for flight in arrived}
+        tasks = [Task(number, (update.node,), server.memory[version_key(update.began)]) for update in arrived]
+        late = {update.node: number - update.began for update in arrived}
         updates = federation.train(tasks, timed=False)
         model = federation.aggregate(self._discounted(federation, late, updates), memory="aggregator/")
 
-        flights.tell(arrived)
-        flights.keep()
+        pending.record_spans(arrived)
+        pending.keep()
         return model
 
-    def _places(self, experiment: Experiment) -> int:
+    def _max_concurrency(self, experiment: Experiment) -> int:
         return self.concurrency or max(1, round(experiment.clients * experiment.participation))
 
     def _discounted(self, federation: Federation, late: dict[Node, int], updates: Iterable[Update]) -> Iterator[Update]:
-        """What each client changed, put on top of the present model, the less the later it comes."""
+        """Yield the updates as changes of the current model, discounted by their staleness."""
         model = federation.server.model
         for update in updates:
             models_ago = late[update.node]
@@ -89,8 +92,8 @@ class Asynchronous(Description, frozen=True):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Flight:
-    """One client under way, with the model of round `began`."""
+class PendingUpdate:
+    """A client that is training the model of round `began`."""
 
     began: int
     journey: Journey
@@ -102,115 +105,127 @@ class Flight:
 
     @property
     def ends(self) -> float:
-        """When the client is back, or given up."""
+        """The time at which the update arrives, or the client is given up."""
         return min(self.journey.ends, self.journey.began + self.deadline)
 
     @property
     def trouble(self) -> tuple[str, str] | None:
+        """The event and its message if the update will not be used, or None."""
         if not self.journey.usable:
             return "update.lost", "was lost or unreadable on the way"
         return ("update.late", "came after the deadline") if self.journey.total > self.deadline else None
 
 
-class Flights:
-    """Who is under way, kept from round to round; and the virtual clock, which goes from landing to landing."""
+class PendingUpdates:
+    """The clients in training, kept from round to round, and the virtual clock, which advances from arrival to
+    arrival.
+    """
 
-    def __init__(self, federation: Federation, places: int) -> None:
-        self.federation, self.places = federation, places
+    def __init__(self, federation: Federation, max_concurrency: int) -> None:
+        self.federation, self.max_concurrency = federation, max_concurrency
         settings = federation.experiment.network
         assert settings is not None  # noqa: S101 - `check` has seen it
         self.network = settings
-        self.deadline = math.inf if settings.deadline_seconds is None else virtual_clock.tick(settings.deadline_seconds)
+        self.deadline = (
+            math.inf if settings.deadline_seconds is None else virtual_clock.to_ticks(settings.deadline_seconds)
+        )
         saved: list[dict[str, Any]] = federation.server.notes.get(NOTE, [])
-        self.under_way = [Flight(one["began"], Journey(**one["journey"]), self.deadline) for one in saved]
+        self.in_progress = [
+            PendingUpdate(entry["began"], Journey(**entry["journey"]), self.deadline) for entry in saved
+        ]
         self.clock = federation.server.clock
         self.line_free: float = federation.server.notes.get(LINE, 0.0)  # when the server has sent what it is sending
-        self.given_up: list[Flight] = []
+        self.given_up: list[PendingUpdate] = []
         self.absent: list[Journey] = []
         e, number = federation.experiment, federation.round
         order = torch.randperm(e.clients, generator=streams.stream(e.seed, "flights", number)).tolist()
         self._queue = [e.nodes[place] for place in order]  # each is asked once in a round
 
-    def land(self, count: int) -> list[Flight]:
-        """The next `count` that bring something, in the order of the clients; their places are taken by others."""
-        landed: list[Flight] = []
-        self._send_off(landed)
-        while len(landed) < count and self.under_way:
-            flight = min(self.under_way, key=lambda one: (one.ends, one.node))
-            if math.isinf(flight.ends):
+    def collect(self, count: int) -> list[PendingUpdate]:
+        """Return the next `count` usable updates, sorted by client; other clients start in the free places."""
+        collected: list[PendingUpdate] = []
+        self._start_clients(collected)
+        while len(collected) < count and self.in_progress:
+            update = min(self.in_progress, key=lambda pending: (pending.ends, pending.node))
+            if math.isinf(update.ends):
                 break
-            self.under_way.remove(flight)
-            self.clock = flight.ends
-            if flight.trouble is None:
-                landed.append(flight)
+            self.in_progress.remove(update)
+            self.clock = update.ends
+            if update.trouble is None:
+                collected.append(update)
             else:
-                self.given_up.append(flight)
-                name, words = flight.trouble
-                message = f"{flight.node}'s update {words}."
-                self.federation.observer.event("warning", name, message, node=flight.node)
-            if len(landed) < count:
-                self._send_off(landed)
-        return sorted(landed, key=lambda one: self.federation.experiment.nodes.index(one.node))
+                self.given_up.append(update)
+                name, words = update.trouble
+                message = f"{update.node}'s update {words}."
+                self.federation.observer.event("warning", name, message, node=update.node)
+            if len(collected) < count:
+                self._start_clients(collected)
+        return sorted(collected, key=lambda pending: self.federation.experiment.nodes.index(pending.node))
 
-    def _send_off(self, landed: list[Flight]) -> None:
-        """Fill the free places with clients that are neither under way nor in the buffer."""
+    def _start_clients(self, collected: list[PendingUpdate]) -> None:
+        """Fill the free places with clients that are neither training nor in the buffer."""
         federation, number = self.federation, self.federation.round
-        busy = {flight.node for flight in (*self.under_way, *landed)}
+        busy = {update.node for update in (*self.in_progress, *collected)}
         for node in [node for node in self._queue if node not in busy]:
-            if len(self.under_way) >= self.places:
+            if len(self.in_progress) >= self.max_concurrency:
                 return
             self._queue.remove(node)
             task = Task(number, (node,), federation.server.model)
             queue = max(0.0, self.line_free - self.clock)
-            journey = federation.journeys.of(number, task, node, self.clock, queue)
+            journey = federation.journey_planner.journey_of(number, task, node, self.clock, queue)
             if journey.available:
-                self.under_way.append(Flight(number, journey, self.deadline))
-                self.line_free = self.clock + queue + federation.journeys.sending(1)
+                self.in_progress.append(PendingUpdate(number, journey, self.deadline))
+                self.line_free = self.clock + queue + federation.journey_planner.sending_seconds(1)
             else:
                 self.absent.append(journey)
                 message = f"{node} was asked and is not there."
                 federation.observer.event("warning", "client.dropped_out", message, node=node)
 
-    def tell(self, landed: list[Flight]) -> None:
-        """The spans of who has landed, or was given up, and of the server; the clock goes on to the aggregation's end.
+    def record_spans(self, collected: list[PendingUpdate]) -> None:
+        """Record the spans of collected and given-up updates and of the server, and advance the clock past the
+        aggregation.
 
-        A journey's span reaches from when the client was asked, maybe many rounds ago, to the end of this round.
+        A journey's span reaches from when the client was asked, possibly many rounds ago, to the end of this round.
         """
         server, observer = self.federation.server, self.federation.observer
-        averaging = virtual_clock.aggregation_seconds(self.network, len(landed), self.federation.site.layout.size)
+        averaging = virtual_clock.aggregation_seconds(self.network, len(collected), self.federation.site.layout.size)
         began, ends = server.clock, self.clock + averaging
-        whole = observer.span(None, ROUND, began, ends - began, clock="virtual")
-        last = max(landed, key=lambda flight: (flight.ends, flight.node)).node if landed else None
+        round_span = observer.span(None, ROUND, began, ends - began, clock="virtual")
+        last = max(collected, key=lambda update: (update.ends, update.node)).node if collected else None
         waits = {"wait": self.clock - began, "aggregate": averaging}
         parts = {name: seconds for name, seconds in waits.items() if seconds > 0}
         more = {} if last is None else {"waited_for": last}
-        observer.span("server", SERVER, began, ends - began, parent=whole, clock="virtual", parts=parts, **more)
-        for flight in (*landed, *self.given_up):
-            one, seconds = flight.journey, ends - flight.journey.began
-            parts = journey_parts(one, min(seconds, self.deadline), seconds)
-            trouble = {} if flight.trouble is None else {flight.trouble[0].removeprefix("update."): True}
-            tell_journey(observer, one, seconds, parts, whole, "server" if one.node == last else last, trouble)
-            if flight.trouble is None:
-                observer.log({**times_told(one), **part_metrics(parts)}, node=one.node)
-        for one in self.absent:
-            seconds = ends - one.began
-            tell_journey(observer, one, seconds, journey_parts(one, seconds, seconds), whole, None, {})
+        observer.span("server", SERVER, began, ends - began, parent=round_span, clock="virtual", parts=parts, **more)
+        for update in (*collected, *self.given_up):
+            journey, seconds = update.journey, ends - update.journey.began
+            parts = journey_parts(journey, min(seconds, self.deadline), seconds)
+            trouble = {} if update.trouble is None else {update.trouble[0].removeprefix("update."): True}
+            record_journey_span(
+                observer, journey, seconds, parts, round_span, "server" if journey.node == last else last, trouble
+            )
+            if update.trouble is None:
+                observer.log({**time_metrics(journey), **part_metrics(parts)}, node=journey.node)
+        for journey in self.absent:
+            seconds = ends - journey.began
+            record_journey_span(
+                observer, journey, seconds, journey_parts(journey, seconds, seconds), round_span, None, {}
+            )
         observer.log({"time.round_virtual": ends - began})
         server.clock = ends
 
     def keep(self) -> None:
-        """Who is under way, and the models that they were given; all others are forgotten."""
+        """Keep the clients in training and the models that they received; forget all others."""
         server = self.federation.server
         server.notes[NOTE] = [
-            {"began": flight.began, "journey": dataclasses.asdict(flight.journey)} for flight in self.under_way
+            {"began": update.began, "journey": dataclasses.asdict(update.journey)} for update in self.in_progress
         ]
         if self.network.server_bits_per_second is not None:
             server.notes[LINE] = self.line_free
-        needed = {version(flight.began) for flight in self.under_way}
-        for key in [key for key in server.memory if key.startswith(version("")) and key not in needed]:
+        needed = {version_key(update.began) for update in self.in_progress}
+        for key in [key for key in server.memory if key.startswith(version_key("")) and key not in needed]:
             del server.memory[key]
 
 
-def version(number: int | str) -> str:
-    """Where the model of the beginning of a round is kept."""
+def version_key(number: int | str) -> str:
+    """Return the key under which the model of a round's start is kept."""
     return f"version/{number}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from fedvitals.lab.description import Description
-from fedvitals.lab.engines.work import Task
+from fedvitals.lab.engines.tasks import Task
 
 if TYPE_CHECKING:
     from fedvitals.lab.experiment import Experiment
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 
 class Centralized(Description, frozen=True):
+    """All selected clients train the server's model, and the server averages."""
+
     def check(self, experiment: Experiment) -> None:
-        """Any experiment will do."""
+        """Accept any experiment."""
 
     def round(self, federation: Federation) -> Tensor:
         model = federation.server.model

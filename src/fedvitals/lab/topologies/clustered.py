@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Centralized with dynamic clusters: SR-FCA (Harshvardhan, Ghosh, Mazumdar 2022). Each cluster has its own model.
+"""Dynamic clusters, each with its own model: SR-FCA (Harshvardhan, Ghosh, Mazumdar 2022).
 
-Start: everybody trains alone, and who is within λ of each other is joined. Then each cluster trains its own model
-(*refine*), and every few rounds clients move to the nearest model (*recluster*) and near models become one (*merge*).
+At the start every client trains alone, and clients within λ of each other form a cluster. Then each cluster trains its
+own model (*refine*), and every few rounds clients move to the nearest model (*recluster*) and close models are merged.
 
-Where the paper leaves room:
+Where the paper leaves it open:
 - Distances are Euclidean, between trained weights; buffers, such as running means, do not count.
-- Joined is who is connected by steps of at most λ (the authors' code takes a random client and its neighbours, which
-  depends on chance). Clusters are merged by the same rule, their models weighted by samples.
-- Members of a group under `smallest` join the nearest cluster that is left; if none is large enough, all are one group.
+- Clients connected by steps of at most λ form one cluster (the authors' code takes a random client and its neighbours).
+  Clusters are merged by the same rule, their models weighted by samples.
+- Members of a group smaller than `smallest` join the nearest remaining cluster; if none is large enough, all form one.
 - A cluster's first model is the trimmed mean of its members' first models, so round 0 trains the federation, too.
-- A client's own model is what it has just trained, not what it trained in round 0: nothing is kept of clients.
-- Who was not there at the start trains the global model when first asked, and joins the nearest cluster with that.
+- A client's own model is the one it has just trained, not the one of round 0: nothing is kept of clients.
+- A client that was absent at the start trains the global model when first asked, and joins the nearest cluster.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from fedvitals.errors import ConfigError
-from fedvitals.lab.aggregators.averages import AggregationError, Averaging, FedAvg, checked
-from fedvitals.lab.aggregators.robust import gram, trimmed_mean
+from fedvitals.lab.aggregators.averages import AggregationError, FedAvg, MeanAccumulator, check_update
+from fedvitals.lab.aggregators.robust import trimmed_mean, update_gram_matrix
 from fedvitals.lab.description import Description, require
-from fedvitals.lab.engines.work import Node, Task
-from fedvitals.lab.faults import table as ill
+from fedvitals.lab.engines.tasks import Node, Task
+from fedvitals.lab.faults import table as fault_table
 
 if TYPE_CHECKING:
     from fedvitals.lab.experiment import Experiment
@@ -40,6 +40,8 @@ NOTE = "clusters"
 
 
 class Clustered(Description, frozen=True):
+    """Clients in clusters that follow the similarity of their models."""
+
     threshold: float = 5.0  # λ: models this near are of one kind
     smallest: int = 3  # t: the fewest members of a cluster
     trim: float = 0.1  # β: the share cut off at each end of every coordinate
@@ -62,7 +64,7 @@ class Clustered(Description, frozen=True):
 
     def round(self, federation: Federation) -> Tensor:
         clusters = Clusters.of(federation)
-        own = trained(federation, clusters)
+        own = train_cohort(federation, clusters)
         if not own:
             federation.observer.event("error", "aggregation.failed", "No update can be used. The models stay.")
             return federation.server.model.clone()
@@ -70,7 +72,7 @@ class Clustered(Description, frozen=True):
             self._start(clusters, own)
         else:
             self._refine(clusters, own)
-            clusters.move({node: state for node, state in own.items() if node not in clusters.home})
+            clusters.move({node: state for node, state in own.items() if node not in clusters.cluster_of})
             if federation.round % self.every == 0:
                 clusters.move(own)  # recluster
                 self._merge(clusters)
@@ -79,12 +81,12 @@ class Clustered(Description, frozen=True):
         return clusters.mean([*clusters.members])
 
     def models(self, federation: Federation) -> Mapping[Node, Tensor]:
-        """What each client would be given now; one that is in no cluster yet gets the global model."""
+        """Return the model that each client would receive now; clients in no cluster yet are left out."""
         clusters = Clusters.of(federation)
-        return {node: clusters.models[cluster] for node, cluster in clusters.home.items()}
+        return {node: clusters.models[cluster] for node, cluster in clusters.cluster_of.items()}
 
     def _start(self, clusters: Clusters, own: States) -> None:
-        groups = connected([*own], clusters.distances(own, own), self.threshold)
+        groups = connected_groups([*own], clusters.distances(own, own), self.threshold)
         large = [group for group in groups if len(group) >= self.smallest]
         if not large:
             message = f"No {self.smallest} clients are within {self.threshold:g} of each other: all are one cluster."
@@ -93,21 +95,21 @@ class Clustered(Description, frozen=True):
         for number, group in enumerate(large):
             clusters.members[f"cluster-{number}"] = group
             clusters.models[f"cluster-{number}"] = trimmed_mean([own[node] for node in group], self.trim)
-        clusters.move({node: state for node, state in own.items() if node not in clusters.home})
+        clusters.move({node: state for node, state in own.items() if node not in clusters.cluster_of})
 
     def _refine(self, clusters: Clusters, own: States) -> None:
-        """Each cluster's new model, from those of its members that were there."""
+        """Set each cluster's new model, from those of its members that took part."""
         federation = clusters.federation
         faults, weights = federation.experiment.faults, federation.site.layout.weights
         for cluster, members in clusters.members.items():
             states = [own[node] for node in members if node in own]
             if states:
                 before, after = clusters.models[cluster], trimmed_mean(states, self.trim)
-                clusters.models[cluster] = ill.apply_server(faults, federation.round, before, after, weights)
+                clusters.models[cluster] = fault_table.apply_server(faults, federation.round, before, after, weights)
 
     def _merge(self, clusters: Clusters) -> None:
         apart = clusters.distances(clusters.models, clusters.models)
-        for near in connected([*clusters.models], apart, self.threshold):
+        for near in connected_groups([*clusters.models], apart, self.threshold):
             if len(near) > 1:
                 message = f"{', '.join(near)} are within {self.threshold:g} of each other, and become {near[0]}."
                 clusters.federation.observer.event("info", "clusters.merged", message, data={"clusters": near})
@@ -125,8 +127,10 @@ class Clustered(Description, frozen=True):
             clusters.move({node: own.get(node, model) for node in clusters.members.pop(cluster)})
 
 
-def trained(federation: Federation, clusters: Clusters) -> States:
-    """What everybody who takes part has trained, from the model of its cluster, or the global one without a cluster."""
+def train_cohort(federation: Federation, clusters: Clusters) -> States:
+    """Return the trained state of each participant, from the model of its cluster, or the global one without a
+    cluster.
+    """
     server, number, cohort = federation.server, federation.round, federation.cohort()
     tasks = [
         Task(number, (node,), clusters.models[cluster], group=cluster)
@@ -134,11 +138,11 @@ def trained(federation: Federation, clusters: Clusters) -> States:
         for node in members
         if node in cohort
     ]
-    tasks += [Task(number, (node,), server.model) for node in cohort if node not in clusters.home]
+    tasks += [Task(number, (node,), server.model) for node in cohort if node not in clusters.cluster_of]
     own: States = {}
     for update in federation.train(tasks):
         try:
-            checked(update.state, float(update.samples), update.node, server.model)
+            check_update(update.state, float(update.samples), update.node, server.model)
         except AggregationError as error:
             federation.refused(update.node, error)
             continue
@@ -149,7 +153,7 @@ def trained(federation: Federation, clusters: Clusters) -> States:
 
 @dataclass
 class Clusters:
-    """Who is in which cluster, and the clusters' models, as they are kept from round to round."""
+    """The members and models of the clusters, kept from round to round."""
 
     federation: Federation
     members: dict[str, list[Node]]
@@ -170,26 +174,28 @@ class Clusters:
         self.federation.groups(self.members)
 
     @property
-    def home(self) -> dict[Node, str]:
+    def cluster_of(self) -> dict[Node, str]:
         return {node: cluster for cluster, members in self.members.items() for node in members}
 
     def move(self, states: States) -> None:
-        """Each of these clients to the nearest model; one whose state is not finite stays, or takes the first."""
+        """Move each of these clients to the nearest model; one with a non-finite state stays, or takes the first
+        cluster.
+        """
         if not states:
             return
-        home, clusters = self.home, [*self.models]
+        cluster_of, clusters = self.cluster_of, [*self.models]
         for node, away in zip(states, self.distances(states, self.models).tolist(), strict=True):
             known = [
                 (distance, cluster) for distance, cluster in zip(away, clusters, strict=True) if distance < math.inf
             ]
-            home[node] = min(known)[1] if known else home.get(node, clusters[0])
+            cluster_of[node] = min(known)[1] if known else cluster_of.get(node, clusters[0])
         order = self.federation.experiment.nodes
-        self.members = {cluster: [n for n in order if home.get(n) == cluster] for cluster in clusters}
+        self.members = {cluster: [n for n in order if cluster_of.get(n) == cluster] for cluster in clusters}
         for cluster in [cluster for cluster, members in self.members.items() if not members]:
             del self.members[cluster], self.models[cluster]
 
     def unite(self, clusters: Sequence[str]) -> None:
-        """The first of them takes all members, and the mean of the models."""
+        """Merge clusters into the first one, with the mean of their models."""
         first, *others = clusters
         self.models[first] = self.mean(clusters)
         for cluster in others:
@@ -198,24 +204,24 @@ class Clusters:
         self.members[first].sort(key=self.federation.experiment.nodes.index)
 
     def mean(self, clusters: Sequence[str]) -> Tensor:
-        """Of the clusters' models, weighted by their members' samples."""
-        total = Averaging(self.models[clusters[0]], lambda mean: mean)
+        """Return the mean of the clusters' models, weighted by their members' samples."""
+        total = MeanAccumulator(self.models[clusters[0]], lambda mean: mean)
         for cluster in clusters:
             samples = sum(self.federation.site.samples(node) for node in self.members[cluster])
             total.add(self.models[cluster], float(samples), cluster)
         return total.finish()
 
     def distances(self, rows: States, columns: States) -> Tensor:
-        """Euclidean, [rows, columns], in float64; NaN where a state is not finite."""
+        """Return Euclidean distances, [rows, columns], in float64; NaN where a state is not finite."""
         states = [*rows.values(), *columns.values()]
-        products = gram(states, states[0].new_zeros(len(states[0])), self.federation.site.layout.weights)
+        products = update_gram_matrix(states, states[0].new_zeros(len(states[0])), self.federation.site.layout.weights)
         lengths = products.diagonal()
         squared = lengths[:, None] + lengths[None, :] - 2 * products
         return squared.clamp(min=0).sqrt()[: len(rows), len(rows) :]
 
 
-def connected(names: Sequence[str], distances: Tensor, threshold: float) -> list[list[str]]:
-    """Groups whose members are linked by steps of at most `threshold`, each in the names' order."""
+def connected_groups(names: Sequence[str], distances: Tensor, threshold: float) -> list[list[str]]:
+    """Return groups whose members are linked by steps of at most `threshold`, each in the names' order."""
     near = (distances <= threshold).tolist()
     groups: list[list[int]] = []
     for place in range(len(names)):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What members of a group pass to each other between two local iterations: of one group, or of all groups at once.
+"""Exchanges between the members of a group between two local iterations: for one group, or for a whole stack.
 
-Group by group is what a CPU does. On a device each call costs more than what it computes, and there are as many calls
-as groups in every iteration; so there all groups of a stack are exchanged by a few operations, prepared once a round.
+A CPU works group by group. On a GPU each call costs more than its computation, and there would be as many calls as
+groups in every iteration; there all groups of a stack are exchanged by a few operations, prepared once a round.
 """
 
 from __future__ import annotations
@@ -13,47 +13,47 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fedvitals.lab.aggregators.averages import refuse_nothing, weighted_mean
-from fedvitals.lab.engines.work import Exchange
+from fedvitals.lab.aggregators.averages import require_positive_weight, weighted_mean
+from fedvitals.lab.engines.tasks import Exchange
 
-AT_ONCE = 1 << 28  # numbers in float64 of one mean: 2 GB
+MAX_NUMBERS = 1 << 28  # numbers in float64 of one mean: 2 GB
 
-Together = Callable[[Tensor], None]
+StackExchange = Callable[[Tensor], None]
 """Exchanges the states of a whole stack, [clients, size], in place. It never waits for the device."""
 
 
 def average(states: Tensor, samples: Tensor) -> Tensor:
-    """Everybody goes on from the members' mean, weighted by their samples."""
+    """Return the members' mean, weighted by their samples, for every member."""
     return weighted_mean(states, samples).expand_as(states)
 
 
-def pass_on(states: Tensor, samples: Tensor) -> Tensor:  # noqa: ARG001 - an exchange's signature
-    """Each member's model goes to the next one in the ring."""
+def pass_to_next(states: Tensor, samples: Tensor) -> Tensor:  # noqa: ARG001 - an exchange's signature
+    """Return the states with each member's model passed to the next member of the ring."""
     return states.roll(1, 0)
 
 
-def together(
+def exchange_for_stack(
     exchange: Exchange, groups: Sequence[slice], samples: Tensor, device: torch.device | str
-) -> Together | None:
-    """The same exchange in all groups at once; None for one that is not known here: call it group by group.
+) -> StackExchange | None:
+    """Return a function that performs the exchange in all groups at once, or None if it must be called group by group.
 
-    `groups`: the rows of a stack that belong together; the others stay as they are. `samples`: of all rows. Where it
-    lies does not matter: it is read now, and whatever the exchange needs later lies on the device.
+    `groups` are the rows of a stack that belong together; other rows stay unchanged. `samples` are those of all rows,
+    on any device: they are read now.
     """
     counts = [float(count) for count in samples.tolist()]
     rows = [range(*group.indices(len(counts))) for group in groups]
     rows = [members for members in rows if len(members)]
     if exchange is average and rows:
-        return _averaging(rows, counts, device)
-    if exchange is pass_on and rows:
-        return _passing(rows, device)
+        return _stack_average(rows, counts, device)
+    if exchange is pass_to_next and rows:
+        return _stack_pass(rows, device)
     return None
 
 
-def _averaging(groups: Sequence[range], counts: Sequence[float], device: torch.device | str) -> Together:
+def _stack_average(groups: Sequence[range], counts: Sequence[float], device: torch.device | str) -> StackExchange:
     heard = [[row for row in members if counts[row] > 0] for members in groups]  # weight 0: its NaN is not heard
     for members, own in zip(groups, heard, strict=True):
-        refuse_nothing(len(members), len(own))
+        require_positive_weight(len(members), len(own))
     widest = max(map(len, heard))
     # Short groups are filled up with a member of their own, of which nothing is taken: not even NaN.
     padded = [own + own[:1] * (widest - len(own)) for own in heard]
@@ -69,7 +69,7 @@ def _averaging(groups: Sequence[range], counts: Sequence[float], device: torch.d
     source = torch.tensor(group_of, dtype=torch.int64, device=device)
 
     def exchange(states: Tensor) -> None:
-        stretch = max(1, AT_ONCE // (len(groups) * widest))
+        stretch = max(1, MAX_NUMBERS // (len(groups) * widest))
         for part in states.split(stretch, dim=1):
             own = part[: len(places)] if in_order else part.index_select(0, places)
             weighted = own.unflatten(0, (len(groups), widest)) * share
@@ -84,7 +84,7 @@ def _averaging(groups: Sequence[range], counts: Sequence[float], device: torch.d
     return exchange
 
 
-def _passing(groups: Sequence[range], device: torch.device | str) -> Together:
+def _stack_pass(groups: Sequence[range], device: torch.device | str) -> StackExchange:
     receivers = torch.tensor([row for members in groups for row in members], dtype=torch.int64, device=device)
     senders = itertools.chain.from_iterable((members[-1], *members[:-1]) for members in groups)
     source = torch.tensor([*senders], dtype=torch.int64, device=device)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hierarchical: clients average at their edge node after each local iteration, the server averages the edges.
+"""Hierarchical learning: clients average at their edge node after each local iteration, the server averages the edges.
 
-After the paper (5 edges of 20 clients). Clients of similar label distribution are dealt out over the edges, so that
+After the paper (5 edges of 20 clients). Clients with similar label distributions are spread over the edges, so that
 each edge resembles the whole (after Mhaisen et al. 2022).
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedvitals.lab.description import Description, require
-from fedvitals.lab.engines.work import Node, Task, Update
+from fedvitals.lab.engines.tasks import Node, Task, Update
 from fedvitals.lab.topologies.exchanges import average
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 class Hierarchical(Description, frozen=True):
+    """Clients average at edge nodes after each local iteration, and the server averages the edges."""
+
     edges: int = 5
 
     def check(self, experiment: Experiment) -> None:
@@ -31,7 +33,7 @@ class Hierarchical(Description, frozen=True):
         require(1 <= self.edges <= experiment.clients, "number of edges", self.edges, allowed)
 
     def round(self, federation: Federation) -> Tensor:
-        edges = deal_out(federation.site.labels, self.edges)
+        edges = assign_to_edges(federation.site.labels, self.edges)
         there = set(federation.cohort())
         present = {edge: tuple(n for n in members if n in there) for edge, members in edges.items()}
         federation.groups(edges)
@@ -44,10 +46,10 @@ class Hierarchical(Description, frozen=True):
         return federation.aggregate(self._edges(federation, federation.train(tasks)))
 
     def _edges(self, federation: Federation, updates: Iterable[Update]) -> Iterable[Update]:
-        """Each edge's own average, as it is sent to the server."""
+        """Yield each edge's average, as it is sent to the server."""
         for edge, members in itertools.groupby(updates, key=lambda update: update.group):
             federation.passed("server", edge or "")
-            gathered = Mean(edge or "")
+            gathered = GroupMean(edge or "")
             for update in members:
                 gathered.add(update)
                 # All iterations but the last: that one was announced with the update itself.
@@ -57,8 +59,8 @@ class Hierarchical(Description, frozen=True):
             yield gathered.update()
 
 
-class Mean:
-    """A group's weighted mean, member by member."""
+class GroupMean:
+    """The weighted mean of a group, accumulated member by member."""
 
     def __init__(self, node: Node) -> None:
         self._node, self._samples = node, 0
@@ -76,8 +78,10 @@ class Mean:
         return Update(self._node, state, self._last.start, self._samples, self._node)
 
 
-def deal_out(labels: Mapping[Node, Tensor], edges: int) -> dict[str, tuple[Node, ...]]:
-    """Who belongs to which edge: the largest clients first, each to the edge that then looks most like the whole."""
+def assign_to_edges(labels: Mapping[Node, Tensor], edges: int) -> dict[str, tuple[Node, ...]]:
+    """Return the members of each edge: the largest clients first, each to the edge that then resembles the whole
+    most.
+    """
     whole = torch.stack([*labels.values()]).sum(0).double()
     room = -(-len(labels) // edges)
     totals = torch.zeros(edges, len(whole), dtype=torch.float64)

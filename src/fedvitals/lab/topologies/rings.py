@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hybrid STAR-rings (Tornadoes, Lee et al. 2020): models go round in small rings, then the server averages them all.
+"""Hybrid STAR-rings (Tornadoes, Lee et al. 2020): models circulate in small rings, then the server averages them all.
 
-In each local iteration every member trains the model it holds and passes it to the next one. Clients within a ring do
-not differ strongly: training in turns forgets where their distributions vary.
+In each local iteration every member trains the model it holds and passes it to the next one. Clients within a ring are
+similar, because sequential training forgets where their distributions vary.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fedvitals.lab import streams
 from fedvitals.lab.description import Description, require
-from fedvitals.lab.engines.work import Node, Task, Update
-from fedvitals.lab.topologies.exchanges import pass_on
+from fedvitals.lab.engines.tasks import Node, Task, Update
+from fedvitals.lab.topologies.exchanges import pass_to_next
 
 if TYPE_CHECKING:
     from fedvitals.lab.experiment import Experiment
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 
 class Rings(Description, frozen=True):
+    """Models circulate in rings of similar clients, and the server averages them all."""
+
     rings: int | None = None  # by default a third of the clients: the paper has 33 of 100
 
     def check(self, experiment: Experiment) -> None:
@@ -36,13 +38,13 @@ class Rings(Description, frozen=True):
 
     def round(self, federation: Federation) -> Tensor:
         e = federation.experiment
-        rings = close_rings(federation.site.labels, self._count(e), streams.stream(e.seed, "rings"))
+        rings = build_rings(federation.site.labels, self._count(e), streams.stream(e.seed, "rings"))
         there = set(federation.cohort())
         present = {ring: tuple(n for n in members if n in there) for ring, members in rings.items()}
         federation.groups(rings)
 
         model = federation.server.model
-        tasks = [Task(federation.round, m, model, group=ring, exchange=pass_on) for ring, m in present.items()]
+        tasks = [Task(federation.round, m, model, group=ring, exchange=pass_to_next) for ring, m in present.items()]
         return federation.aggregate(self._announced(federation, present, federation.train(tasks)))
 
     def _announced(
@@ -56,8 +58,8 @@ class Rings(Description, frozen=True):
             yield update
 
 
-def close_rings(labels: Mapping[Node, Tensor], rings: int, stream: torch.Generator) -> dict[str, tuple[Node, ...]]:
-    """Rings of differing length: a path from each client to the most similar one left, cut at random places."""
+def build_rings(labels: Mapping[Node, Tensor], rings: int, stream: torch.Generator) -> dict[str, tuple[Node, ...]]:
+    """Return rings of different lengths: a path from each client to the most similar one left, cut at random places."""
     nodes = [*labels]
     shares = torch.stack([labels[node] / labels[node].sum().clamp(min=1) for node in nodes]).double()
     left = set(range(1, len(nodes)))

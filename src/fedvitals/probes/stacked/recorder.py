@@ -18,7 +18,7 @@ from torch import Tensor
 from fedvitals.kernels import sums
 from fedvitals.kernels.cpu import jit
 from fedvitals.kernels.cuda.sums import MatrixSums, upload
-from fedvitals.kernels.exponents import counted
+from fedvitals.kernels.exponents import count_values
 from fedvitals.stats import EXPONENTS, LOWEST_EXPONENT, STATISTICS, Array
 
 _COLUMNS = len(STATISTICS)
@@ -43,7 +43,7 @@ class StackRecorder:
         self._odd: dict[int, Array | Tensor] = {}  # by place: steps that went the general way
         self._waiting: dict[int, Tensor] = {}  # by place: steps that are kept on a device, to be counted together
         self._on_device: MatrixSums | None = None
-        self._kernel = jit.loaded().kernel
+        self._kernel = jit.load_kernel().kernel
         self._address: tuple[int, int] | None = None  # of the matrix that the table is made for: where, and row length
         self._table = np.zeros((clients, len(self._sizes), 3), np.int64)
         self._call = array.array("q", [self._table.ctypes.data, clients * len(self._sizes), 0])
@@ -88,7 +88,7 @@ class StackRecorder:
         """
         if gradients.is_cuda and self._on_device is None:
             self._on_device = MatrixSums(self._sizes, self._trained, self._clients, gradients.device)
-        if self._on_device is not None and self._on_device.serves(gradients):
+        if self._on_device is not None and self._on_device.supports(gradients):
             shape = (self._clients, len(self._sizes), _COLUMNS)
             rows = self._odd[len(self.steps)] = torch.empty(shape, dtype=torch.float64, device=gradients.device)
             self._on_device.measure(gradients, rows)
@@ -179,7 +179,7 @@ class StackHistogram:
         head = (patterns >> _MANTISSA) & (2 * _FIELDS - 1)
         # Zeros share a field with the smallest numbers: they are counted with NaN and infinity, which is left out.
         head = head.where(patterns & _MAGNITUDE != 0, _FIELDS - 1)
-        found = counted((head + self._begin(head.device)).view(-1), self._shape[0] * self._shape[1] * 2 * _FIELDS)
+        found = count_values((head + self._begin(head.device)).view(-1), self._shape[0] * self._shape[1] * 2 * _FIELDS)
         self._counts = found if self._counts is None else self._counts + found
 
     def _begin(self, device: torch.device) -> Tensor:

@@ -13,12 +13,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from fedvitals.kernels.cuda.graphs import captured
 from fedvitals.probes.stacked.model import StackModel
 from fedvitals.probes.stacked.scale import measured, scale_samples
 from fedvitals.probes.stacked.signs import KeptSigns
 from fedvitals.probes.view import modes_kept
 
-_WARM_UP = 3
+_WARM_UPS = 3
 _MOST = 4  # graphs, each of which keeps memory for all its activations; other shapes go the ordinary way
 
 
@@ -46,11 +47,9 @@ class ScaleGraph:
         return recording.replay(model, x, seeds)
 
     def _record(self, model: StackModel, x: Tensor, *, exact: bool) -> _Recording | None:
-        stream = torch.cuda.current_stream(x.device)
         try:
             return _Recording(model, x, exact=exact)
-        except RuntimeError as error:  # an operation that waits, or no memory for a pool of its own
-            torch.cuda.set_stream(stream)  # a recording that breaks off leaves its own stream behind
+        except (RuntimeError, Warning) as error:  # an operation that waits, or no memory for a pool of its own
             self.failures.append(f"{tuple(x.shape)}: {error}")
             return None
 
@@ -61,30 +60,26 @@ class _Recording:
     def __init__(self, model: StackModel, x: Tensor, *, exact: bool) -> None:
         self._model, self._x = model.with_states(model.states.detach().clone()), x.detach().clone()
         self._signs = KeptSigns(x.device)
-        self._graph = torch.cuda.CUDAGraph()
+        self._exact = exact
+        self._samples: Tensor
         self._model.together(x.device)  # asked before, since the driver need not answer while it records
-        now, side = torch.cuda.current_stream(x.device), torch.cuda.Stream(x.device)
         with modes_kept(model.module):
-            side.wait_stream(now)
-            with torch.cuda.stream(side):
-                for _ in range(_WARM_UP):
-                    self._measure(exact=exact)
-                with _waiting_refused():
-                    self._measure(exact=exact)
-            now.wait_stream(side)
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._found = self._measure(exact=exact)
+            self._graph = captured(self._measure, [*[self._measure] * _WARM_UPS, self._rehearse], device=x.device)
 
-    def _measure(self, *, exact: bool) -> Tensor:
+    def _measure(self) -> None:
         self._signs.rewind()
-        return measured(self._model, self._x, self._signs, exact=exact)
+        self._samples = measured(self._model, self._x, self._signs, exact=self._exact)
+
+    def _rehearse(self) -> None:
+        with _waiting_refused():
+            self._measure()
 
     def replay(self, model: StackModel, x: Tensor, seeds: Sequence[int]) -> Tensor:
         self._model.states.copy_(model.states.detach())
         self._x.copy_(x.detach())
         self._signs.fill(seeds)
         self._graph.replay()
-        return self._found.clone()  # the next replay writes there again
+        return self._samples.clone()  # the next replay writes there again
 
 
 @contextmanager

@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvitals import protocols
 from fedvitals.catalog import CATALOG
 from fedvitals.kernels import sums
 from fedvitals.kernels.cuda.sums import upload
-from fedvitals.probes.fit import label_entropy, labels_of
+from fedvitals.probes.fit import label_entropy, labels_of, labels_remark
 from fedvitals.probes.full_gradient import full_gradient
 from fedvitals.probes.gradients import gradient_histogram, gradients, last_gradient, summarise
 from fedvitals.probes.instruments import Instruments
@@ -260,7 +259,7 @@ class StackSession:
         allowance, spent = self._kit.allowances[index], 0.0
         if (self._view.round or 0) % planned.rounds == 0 and allowance.due(None):
             started = time.perf_counter()
-            self._guarded(f"the probe '{name_of(planned)}'", functools.partial(self._run, planned))
+            self._guarded(f"the probe '{planned.name}'", functools.partial(self._run, planned))
             spent = time.perf_counter() - started
             self._kit.costs[index] += spent
         allowance.settle(spent, training)
@@ -362,9 +361,7 @@ class StackSession:
                 continue
             known[node] = histogram
             results.take({"label.entropy": label_entropy(histogram)})
-            text = ", ".join(f"{label}: {count}" for label, count in histogram.items())
-            data = {"histogram": {str(label): count for label, count in histogram.items()}}
-            results.remarks.append(("labels", text[:1000], data))
+            results.remarks.append(labels_remark(histogram))
 
     def _fit_after(self) -> None:
         started = time.perf_counter()
@@ -381,7 +378,7 @@ class StackSession:
 
 def unmeasured(kit: Instruments) -> list[str]:
     """The preset's probes that need a module of the client's own, by name: stacked clients do without them."""
-    return [name_of(planned) for planned in kit.preset.probes if not _measured(planned)]
+    return [planned.name for planned in kit.preset.probes if not _measured(planned)]
 
 
 def _measured(planned: Planned) -> bool:
@@ -391,10 +388,6 @@ def _measured(planned: Planned) -> bool:
     if isinstance(probe, nonlinearity):
         return probe.images != "all"
     return isinstance(probe, scale) or probe in (weights, last_gradient, full_gradient)
-
-
-def name_of(planned: Planned) -> str:
-    return protocols.name_of(planned.probe)
 
 
 def _home(rows: Array | Tensor) -> Array:

@@ -18,18 +18,18 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from fedvitals.errors import ConfigError
-from fedvitals.lab.actions import Ward
-from fedvitals.lab.engines.engine import one_thread
-from fedvitals.lab.federation import Federation, Server
-from fedvitals.lab.run import one_round
+from fedvitals.lab.corrections import CorrectionApplier
+from fedvitals.lab.engines.engine import single_threaded
+from fedvitals.lab.federation import Federation, ServerState
+from fedvitals.lab.run import run_round
 from fedvitals.protocols import History
 from fedvitals.records import Metric, Run, Where
 from fedvitals.replay.counterfactual.change import Change, check_restores
-from fedvitals.replay.counterfactual.evidence import Evidence, gather, log_loss
+from fedvitals.replay.counterfactual.evidence import ClientEvidence, gather_evidence, log_loss
 from fedvitals.replay.debugger.conditions import Condition
 from fedvitals.replay.player.player import Player
-from fedvitals.replay.player.reused_updates import Steering, copied
-from fedvitals.replay.tape.journal import spans
+from fedvitals.replay.player.reused_updates import ChangeObserver, copy_of_server
+from fedvitals.replay.tape.journal import round_ranges
 from fedvitals.store.in_memory import MemoryStore
 
 METRICS = ("loss", "accuracy")
@@ -42,11 +42,11 @@ NEAR = 0.3  # of the most suspicious one's: who is left out with it in the first
 LAST = 3  # rounds up to the bad one in which paths are compared: a single one may be well by chance
 BEFORE = 9  # rounds up to the good one that a client is compared with
 Metrics = dict[int, dict[str, float]]  # by round
-Levels = dict[tuple[int, str], float]  # by round and metric: the higher, the better
+MetricLevels = dict[tuple[int, str], float]  # by round and metric: the higher, the better
 
 
 @dataclass(frozen=True, slots=True)
-class Try:
+class RerunResult:
     """One re-run: without whom, from which round on, and what came of it. `value`: of the metric in the bad round."""
 
     without: tuple[str, ...]
@@ -55,7 +55,7 @@ class Try:
 
 
 @dataclass
-class Culprit:
+class BisectResult:
     """What was found. No `clients`: leaving out clients brings the good path back in no way that was tried."""
 
     run: str
@@ -71,12 +71,12 @@ class Culprit:
     unusual: dict[str, int] = field(default_factory=dict)  # the same of all who stand out, harmful or not
     reruns: int = 0
     allowed: float = 0.0  # 2·log2(rounds) + clients
-    tries: list[Try] = field(default_factory=list)
+    tries: list[RerunResult] = field(default_factory=list)
     seconds: float = 0.0
 
     def __str__(self) -> str:
         if not self.clients:
-            known = ", ".join(f"{node} (since round {number})" for node, number in self.unusual.items())
+            known = ", ".join(f"{node} (since round {round_index})" for node, round_index in self.unusual.items())
             return (
                 f"No set of clients was found whose removal after round {self.good} restores the {self.metric} of "
                 f"round {self.bad} ({self.recorded:.4g}): the cause may lie in the server or in the settings. "
@@ -98,7 +98,7 @@ def bisect(
     until: Condition | None = None,
     suspects: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _: None,
-) -> Culprit:
+) -> BisectResult:
     """The culprits of what went wrong after round `good`, seen in round `bad`.
 
     `metric`: «loss» or «accuracy»; by default both count, and the one that became worse is shown. `until`: what holds
@@ -109,20 +109,28 @@ def bisect(
     _check(player, good, bad, metric)
     check_restores(tape, good + 1, bad)
     judged = METRICS if metric is None else (metric,)
-    metric = _worse(player, good, bad) if metric is None else metric
+    metric = _worsened_metric(player, good, bad) if metric is None else metric
     began = time.perf_counter()
     search = _Search(player, good, bad, metric, judged, until, progress)
-    found = gather(player, _from(player, good), good, bad, lambda number: progress(f"recorded round {number}"))
+    evidence = gather_evidence(
+        player,
+        _first_evidence_round(player, good),
+        good,
+        bad,
+        lambda round_index: progress(f"recorded round {round_index}"),
+    )
     search.count("the recorded rounds, as they were")
-    culprit, order = search.culprit, _ordered(found, suspects)
-    culprit.unusual = {node: number for node, gain in order if gain >= CLEAR and (number := found.onset(node)[0])}
-    clients = search.smallest(order, [node for node in found.nodes if found.harm(node) > 0])
+    result, order = search.culprit, _ranked_suspects(evidence, suspects)
+    result.unusual = {
+        node: round_index for node, gain in order if gain >= CLEAR and (round_index := evidence.onset(node)[0])
+    }
+    clients = search.smallest(order, [node for node in evidence.nodes if evidence.harm(node) > 0])
     if clients:
-        culprit.clients = tuple(sorted(clients, key=found.nodes.index))
-        culprit.restored = search.shown(culprit.clients)
-        culprit.round = search.first(culprit.clients, found)
-    culprit.seconds = time.perf_counter() - began
-    return culprit
+        result.clients = tuple(sorted(clients, key=evidence.nodes.index))
+        result.restored = search.shown(result.clients)
+        result.round = search.first(result.clients, evidence)
+    result.seconds = time.perf_counter() - began
+    return result
 
 
 class _Search:
@@ -138,18 +146,24 @@ class _Search:
     ) -> None:
         self._player, self._good, self._bad, self._metric = player, good, bad, metric
         self._judged, self._until, self._progress = judged, until, progress
-        self._begins: dict[int, tuple[Server, dict[str, Tensor]]] = {}  # and the clients' optimisers, where they last
+        self._begins: dict[
+            int, tuple[ServerState, dict[str, Tensor]]
+        ] = {}  # and the clients' optimisers, where they last
         self._known: dict[tuple[frozenset[str], int], Metrics] = {}
-        recorded = {number: _finite(player.tape.entry(number).metrics) for number in player.tape.rounds}
+        recorded = {round_index: _finite(player.tape.entry(round_index).metrics) for round_index in player.tape.rounds}
         at_bad = recorded[bad].get(metric, math.nan)
         self._recorded = recorded
-        self._last = [number for number in recorded if max(good, bad - LAST) < number <= bad and recorded[number]]
+        self._last = [
+            round_index
+            for round_index in recorded
+            if max(good, bad - LAST) < round_index <= bad and recorded[round_index]
+        ]
         self._worst = self.levels(())
         marks = {name: [_level(recorded[r], name) for r in (good, bad)] for name in METRICS}
         self._least = {
             name: after + BACK * (before - after) for name, (before, after) in marks.items() if before > after + LEAST
         }
-        self.culprit = Culprit(player.tape.setting.run, good, bad, metric, self._criterion(), at_bad)
+        self.culprit = BisectResult(player.tape.setting.run, good, bad, metric, self._criterion(), at_bad)
         self.culprit.allowed = 2 * math.log2(max(2, bad - good)) + player.experiment.clients
 
     def _criterion(self) -> str:
@@ -175,7 +189,7 @@ class _Search:
         if key not in self._known:
             self._known[key] = self._rerun(tuple(without), first)
             value = self._known[key].get(self._bad, {}).get(self._metric, math.nan)
-            self.culprit.tries.append(Try(tuple(without), first, value))
+            self.culprit.tries.append(RerunResult(tuple(without), first, value))
             names = ", ".join(without) or "nobody"
             self.count(f"without {names} from round {first} on: {self._metric} {value:.4g} in round {self._bad}")
         return self._known[key]
@@ -188,44 +202,50 @@ class _Search:
             self._begins[first] = server, kept
         server, kept = self._begins[first]
         player.engine().restore_optimizers({name: tensor.clone() for name, tensor in kept.items()})
-        observer = Steering(player.tape, first, Change(drop=without))
-        federation = Federation(player.site, player.engine(), observer, copied(server))
-        ward, model = Ward(player.experiment, observer), copy.deepcopy(player.site.module)
+        observer = ChangeObserver(player.tape, first, Change(drop=without))
+        federation = Federation(player.site, player.engine(), observer, copy_of_server(server))
+        corrections, model = CorrectionApplier(player.experiment, observer), copy.deepcopy(player.site.module)
         metrics: Metrics = {}
-        for number in range(first, self._bad + 1):
-            with one_thread():
-                one_round(federation, ward, number, model, examined=False)
-            if number in self._last or self._until is not None:
-                losses, hits = player.engine().examine(federation.server.model)
-                metrics[number] = {"loss": float(losses.double().mean()), "accuracy": float(hits.double().mean())}
+        for round_index in range(first, self._bad + 1):
+            with single_threaded():
+                run_round(federation, corrections, round_index, model, evaluate=False)
+            if round_index in self._last or self._until is not None:
+                losses, hits = player.engine().evaluate(federation.server.model)
+                metrics[round_index] = {"loss": float(losses.double().mean()), "accuracy": float(hits.double().mean())}
         return metrics
 
     # -- judgement ----------------------------------------------------------------------------------------------------
 
-    def levels(self, without: Sequence[str], first: int | None = None) -> Levels:
+    def levels(self, without: Sequence[str], first: int | None = None) -> MetricLevels:
         """Of a path, in the last rounds up to the bad one; before a re-run begins, they are the recorded ones."""
-        path = self._recorded | self.run(without, first) if without else self._recorded
-        return {(number, name): _level(path[number], name) for number in self._last for name in self._judged}
+        metrics = self._recorded | self.run(without, first) if without else self._recorded
+        return {
+            (round_index, name): _level(metrics[round_index], name)
+            for round_index in self._last
+            for name in self._judged
+        }
 
     def shown(self, without: Sequence[str]) -> float:
         return self.run(without)[self._bad][self._metric]
 
-    def enough(self, without: Sequence[str], best: Levels, first: int | None = None) -> bool:
+    def enough(self, without: Sequence[str], best: MetricLevels, first: int | None = None) -> bool:
         """Something is won back, and in none of the last rounds, by no metric, much less than can be."""
         if not without:
             return False
         if self._until is not None:
             return self._until.holds(_history(self.run(without, first)), (), self._bad) is not None
-        there = self.run(without, first)[self._bad]
-        if any(_level(there, name) < least for name, least in self._least.items()):
+        at_bad = self.run(without, first)[self._bad]
+        if any(_level(at_bad, name) < least for name, least in self._least.items()):
             return False
-        got = self.levels(without, first)
-        won = max(got[self._bad, name] - self._worst[self._bad, name] for name in self._judged)
-        return won >= LEAST and not self._better(best, got)
+        levels = self.levels(without, first)
+        won = max(levels[self._bad, name] - self._worst[self._bad, name] for name in self._judged)
+        return won >= LEAST and not self._better(best, levels)
 
-    def _better(self, one: Levels, other: Levels) -> bool:
+    def _better(self, levels: MetricLevels, reference: MetricLevels) -> bool:
         """By more than chance, in some round and metric."""
-        return any(one[at] > other[at] + max(SHARE * (one[at] - self._worst[at]), LEAST) for at in one)
+        return any(
+            levels[key] > reference[key] + max(SHARE * (levels[key] - self._worst[key]), LEAST) for key in levels
+        )
 
     # -- the search ---------------------------------------------------------------------------------------------------
 
@@ -255,7 +275,7 @@ class _Search:
         """Everybody who may come back without harm does, the least suspicious first."""
         kept, best = list(clients), self.levels(clients)
         for node in reversed(clients):
-            rest = [one for one in kept if one != node]
+            rest = [other for other in kept if other != node]
             if rest and self.enough(rest, best):
                 kept, best = rest, _highest(best, self.levels(rest))
         return kept
@@ -271,17 +291,19 @@ class _Search:
                 kept.append(node)
         return kept
 
-    def first(self, clients: Sequence[str], found: Evidence) -> int:
+    def first(self, clients: Sequence[str], evidence: ClientEvidence) -> int:
         """The first round in which they did harm: since when they are others, if leaving them out from there is enough.
 
         If it is not, they did harm before: the last round from which on it is, by halves.
         """
-        self.culprit.onsets = {node: number for node in clients if (number := found.onset(node)[0]) is not None}
-        joint, best = found.onset_of_all(clients), self.levels(clients)
-        number = self._good + 1 if joint is None else joint
-        if number == self._good + 1 or self.enough(clients, best, number):
-            return number
-        low, high = self._good + 1, number  # enough from low on, not from high on
+        self.culprit.onsets = {
+            node: round_index for node in clients if (round_index := evidence.onset(node)[0]) is not None
+        }
+        joint, best = evidence.onset_of_all(clients), self.levels(clients)
+        round_index = self._good + 1 if joint is None else joint
+        if round_index == self._good + 1 or self.enough(clients, best, round_index):
+            return round_index
+        low, high = self._good + 1, round_index  # enough from low on, not from high on
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.enough(clients, best, middle) else (low, middle)
@@ -289,20 +311,22 @@ class _Search:
 
 
 def _check(player: Player, good: int, bad: int, metric: str | None) -> None:
-    for number in (good, bad):
-        player.tape.entry(number)  # an error that says which rounds there are
+    for round_index in (good, bad):
+        player.tape.entry(round_index)  # an error that says which rounds there are
     if good >= bad:
         raise ConfigError(f"The good round comes before the bad one; got good {good} and bad {bad}.")
-    for number in (good, bad):
-        if "loss" not in player.tape.entry(number).metrics:
+    for round_index in (good, bad):
+        if "loss" not in player.tape.entry(round_index).metrics:
             known = [r for r in player.tape.rounds if "loss" in player.tape.entry(r).metrics]
-            raise ConfigError(f"The model of round {number} was not tested. Rounds that were: {spans(known)}.")
+            raise ConfigError(
+                f"The model of round {round_index} was not tested. Rounds that were: {round_ranges(known)}."
+            )
     if metric not in (None, *METRICS):
         raise ConfigError(f"The metric is one of {', '.join(METRICS)}; got '{metric}'.")
 
 
-def _highest(one: Levels, other: Levels) -> Levels:
-    return {name: max(one[name], other[name]) for name in one}
+def _highest(first: MetricLevels, second: MetricLevels) -> MetricLevels:
+    return {name: max(first[name], second[name]) for name in first}
 
 
 def _level(metrics: Mapping[str, float], name: str) -> float:
@@ -310,27 +334,27 @@ def _level(metrics: Mapping[str, float], name: str) -> float:
     return -log_loss(metrics.get("loss")) if name == "loss" else metrics.get(name, 0.0)
 
 
-def _worse(player: Player, good: int, bad: int) -> str:
+def _worsened_metric(player: Player, good: int, bad: int) -> str:
     """Which metric tells of the trouble: the loss, unless it has fallen while the accuracy has, too."""
-    before, after = (_finite(player.tape.entry(number).metrics) for number in (good, bad))
+    before, after = (_finite(player.tape.entry(round_index).metrics) for round_index in (good, bad))
     if log_loss(after.get("loss")) > log_loss(before.get("loss")) + LEAST or "accuracy" not in after:
         return "loss"
     return "accuracy" if after["accuracy"] < before.get("accuracy", 0.0) - LEAST else "loss"
 
 
-def _from(player: Player, good: int) -> int:
+def _first_evidence_round(player: Player, good: int) -> int:
     """Where the evidence begins: some rounds before the good one, as far as they can be had."""
     rounds = [r for r in player.tape.rounds if good - BEFORE < r <= good]
     return next((r for r in rounds if player.tape.nearest(r) is not None), good)
 
 
-def _ordered(found: Evidence, suspects: Sequence[str]) -> list[tuple[str, float]]:
+def _ranked_suspects(evidence: ClientEvidence, suspects: Sequence[str]) -> list[tuple[str, float]]:
     """By how much they stand out; who does no harm counts less, and whom findings name counts more."""
     gains = {}
-    for node in found.nodes:
-        _, gain = found.onset(node)
-        gains[node] = gain * (1.0 if found.harm(node) > 0 else 0.25) * (2.0 if node in suspects else 1.0)
-    return sorted(gains.items(), key=lambda one: -one[1])
+    for node in evidence.nodes:
+        _, gain = evidence.onset(node)
+        gains[node] = gain * (1.0 if evidence.harm(node) > 0 else 0.25) * (2.0 if node in suspects else 1.0)
+    return sorted(gains.items(), key=lambda gain_of_node: -gain_of_node[1])
 
 
 def _history(metrics: Metrics) -> History:
@@ -339,8 +363,8 @@ def _history(metrics: Metrics) -> History:
     store.write([Run("bisect", "bisect", "lab")])
     store.write(
         [
-            Metric(Where("bisect", number), float(number), name, value)
-            for number, values in metrics.items()
+            Metric(Where("bisect", round_index), float(round_index), name, value)
+            for round_index, values in metrics.items()
             for name, value in values.items()
         ]
     )

@@ -54,7 +54,7 @@ class Change:
         object.__setattr__(self, "drop", (self.drop,) if isinstance(self.drop, str) else tuple(self.drop))
         if isinstance(self.aggregator, str):
             object.__setattr__(self, "aggregator", _aggregator(self.aggregator.split()))
-        object.__setattr__(self, "text", self.text or self._said())
+        object.__setattr__(self, "text", self.text or self._words())
 
     @property
     def nothing(self) -> bool:
@@ -77,84 +77,87 @@ class Change:
             fields["faults"] = ()
         return msgspec.structs.replace(experiment, **fields) if fields else experiment
 
-    def actions(self, number: int) -> list[Action]:
+    def actions(self, round_index: int) -> list[Action]:
         """The rest, as the lab's own corrections in force in a round."""
-        found: list[tuple[str, str | None, dict[str, Any]]] = [("quarantine", node, {}) for node in self.drop]
-        found += [("reweight", node, {"factor": float(factor)}) for node, factor in self.weights.items()]
+        corrections: list[tuple[str, str | None, dict[str, Any]]] = [("quarantine", node, {}) for node in self.drop]
+        corrections += [("reweight", node, {"factor": float(factor)}) for node, factor in self.weights.items()]
         if self.clip is not None:
-            found.append(("clip_updates", None, {"norm": float(self.clip)}))
+            corrections.append(("clip_updates", None, {"norm": float(self.clip)}))
         for kind in ("client_rate", "server_rate"):
             if (factor := getattr(self, kind)) != 1:
-                found.append((kind, None, {"factor": float(factor)}))
-        return [Action(Where("", number), 0.0, OURS, kind, target, told) for kind, target, told in found]
+                corrections.append((kind, None, {"factor": float(factor)}))
+        return [
+            Action(Where("", round_index), 0.0, CHANGE_FINDING, kind, target, arguments)
+            for kind, target, arguments in corrections
+        ]
 
-    def _said(self) -> str:
-        said = [f"drop {', '.join(self.drop)}"] if self.drop else []
-        said += [f"weight {node} {factor:g}" for node, factor in self.weights.items()]
-        said += [f"clip {self.clip:g}"] if self.clip is not None else []
-        said += [f"learning_rate * {self.client_rate:g}"] if self.client_rate != 1 else []
-        said += [f"server_rate * {self.server_rate:g}"] if self.server_rate != 1 else []
-        said += [f"aggregator {_named(self.aggregator)}"] if self.aggregator is not None else []
-        said += ["no faults"] if self.no_faults else []
-        return "; ".join(said) or "nothing"
+    def _words(self) -> str:
+        parts = [f"drop {', '.join(self.drop)}"] if self.drop else []
+        parts += [f"weight {node} {factor:g}" for node, factor in self.weights.items()]
+        parts += [f"clip {self.clip:g}"] if self.clip is not None else []
+        parts += [f"learning_rate * {self.client_rate:g}"] if self.client_rate != 1 else []
+        parts += [f"server_rate * {self.server_rate:g}"] if self.server_rate != 1 else []
+        parts += [f"aggregator {_rule_text(self.aggregator)}"] if self.aggregator is not None else []
+        parts += ["no faults"] if self.no_faults else []
+        return "; ".join(parts) or "nothing"
 
 
-OURS = "what if"  # in place of a finding: an action of a change
+CHANGE_FINDING = "what if"  # in place of a finding: an action of a change
 
 
 def parse(text: str) -> Change:
     """A change as it is said; several are set apart by «;» or «and»."""
     parts: dict[str, Any] = {"weights": {}, "drop": ()}
-    for said in re.split(r";|\band\b", text):
-        if said.strip():
-            _part(said.strip(), parts)
+    for part in re.split(r";|\band\b", text):
+        if part.strip():
+            _parse_part(part.strip(), parts)
     return Change(**parts)
 
 
-def change_of(said: str | Change | None = None, **parts: Any) -> Change:
+def change_from(change: str | Change | None = None, **parts: Any) -> Change:
     """From a sentence, from a change, or from its parts: change_of("drop c7"), change_of(drop=["c7"], clip=1.5)."""
-    if isinstance(said, Change):
-        return said
-    if said is not None:
-        return parse(said)
+    if isinstance(change, Change):
+        return change
+    if change is not None:
+        return parse(change)
     for name in parts:
         if name not in Change.__dataclass_fields__:
             raise ConfigError(unknown("change", name, [n for n in Change.__dataclass_fields__ if n != "text"]))
     return Change(**parts)
 
 
-def _part(said: str, parts: dict[str, Any]) -> None:
-    word, _, rest = said.partition(" ")
-    rate = RATE.fullmatch(said.lower())
+def _parse_part(part: str, parts: dict[str, Any]) -> None:
+    word, _, rest = part.partition(" ")
+    rate = RATE.fullmatch(part.lower())
     names = [name for name in re.split(r"[,\s]+", rest) if name]
     if rate is not None:
-        factor = _number(rate[3], said)
+        factor = _number(rate[3], part)
         key = "server_rate" if rate[1].startswith("server") else "client_rate"
-        _positive(said, factor)
+        _positive(part, factor)
         parts[key] = parts.get(key, 1.0) * (1 / factor if rate[2] in "/÷" else factor)
-    elif said.lower() in ("no fault", "no faults", "without fault", "without faults"):
+    elif part.lower() in ("no fault", "no faults", "without fault", "without faults"):
         parts["no_faults"] = True
     elif word in ("drop", "without") and names:
         parts["drop"] = (*parts["drop"], *(name for name in names if name not in parts["drop"]))
     elif word == "clip" and len(names) == 1:
-        parts["clip"] = _number(names[0], said)
+        parts["clip"] = _number(names[0], part)
     elif word == "weight" and len(names) == 2:
-        parts["weights"][names[0]] = _number(names[1].lstrip("*x×"), said)
+        parts["weights"][names[0]] = _number(names[1].lstrip("*x×"), part)
     elif word == "aggregator" and names:
         parts["aggregator"] = _aggregator(names)
-    elif said.lower() != "nothing":
-        raise ConfigError(f"«{said}» is no change that can be made here. Examples: {', '.join(EXAMPLES)}.")
+    elif part.lower() != "nothing":
+        raise ConfigError(f"«{part}» is no change that can be made here. Examples: {', '.join(EXAMPLES)}.")
 
 
 def _aggregator(words: Sequence[str]) -> Any:
     pairs = [word.partition("=") for word in words[1:]]
     if any(not equals for _, equals, _ in pairs):
         raise ConfigError(f"Settings of an aggregator are written name=value; got '{' '.join(words)}'.")
-    table = {name: toml.value_of(value) for name, _, value in pairs}
-    return toml.described("aggregator", {"kind": words[0], **table}, kinds_of(AGGREGATORS))
+    table = {name: toml.parse_value(value) for name, _, value in pairs}
+    return toml.decode_kind("aggregator", {"kind": words[0], **table}, kinds_of(AGGREGATORS))
 
 
-def _named(rule: Any) -> str:
+def _rule_text(rule: Any) -> str:
     kind = kind_of(type(rule).__name__)
     if not isinstance(rule, msgspec.Struct):
         return kind
@@ -163,11 +166,11 @@ def _named(rule: Any) -> str:
     return " ".join([kind, *(f"{name}={value}" for name, value in other.items())])
 
 
-def _number(text: str, said: str) -> float:
+def _number(text: str, part: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ConfigError(f"«{said}» needs a number; got '{text}'. Examples: {', '.join(EXAMPLES)}.") from None
+        raise ConfigError(f"«{part}» needs a number; got '{text}'. Examples: {', '.join(EXAMPLES)}.") from None
 
 
 def _positive(what: str, value: float) -> None:
@@ -178,47 +181,47 @@ def _positive(what: str, value: float) -> None:
 # -- what was in force at the time ------------------------------------------------------------------------------------
 
 
-def recorded_actions(tape: TapeReader, first: int, number: int) -> list[Action]:
+def recorded_actions(tape: TapeReader, first: int, round_index: int) -> list[Action]:
     """The corrections of a round, for one that begins at `first`: what went back before that, has gone back."""
-    if number not in tape.rounds:
+    if round_index not in tape.rounds:
         return []
-    told = tape.entry(number).notes.get("actions", ())
-    gone_back = _restored_before(tape, first) if any("restore" in one["arguments"] for one in told) else set()
-    found = []
-    for one in told:
-        arguments = dict(one["arguments"])
-        if _name(one) in gone_back:
+    recorded = tape.entry(round_index).notes.get("actions", ())
+    gone_back = _restored_before(tape, first) if any("restore" in action["arguments"] for action in recorded) else set()
+    actions = []
+    for action in recorded:
+        arguments = dict(action["arguments"])
+        if _action_key(action) in gone_back:
             arguments.pop("restore", None)
-        fields = {key: value for key, value in one.items() if key not in ("where", "arguments")}
-        found.append(Action(Where(**one["where"]), arguments=arguments, **fields))
-    return found
+        fields = {key: value for key, value in action.items() if key not in ("where", "arguments")}
+        actions.append(Action(Where(**action["where"]), arguments=arguments, **fields))
+    return actions
 
 
 def check_restores(tape: TapeReader, first: int, last: int) -> bool:
     """Whether the stretch goes back to an earlier state somewhere; a ConfigError where that lies before it."""
-    found = False
-    for number in [r for r in tape.rounds if first <= r <= last]:
-        for action in recorded_actions(tape, first, number):
+    goes_back = False
+    for round_index in [r for r in tape.rounds if first <= r <= last]:
+        for action in recorded_actions(tape, first, round_index):
             target = action.arguments.get("restore")
             if target is not None:
-                found = True
+                goes_back = True
                 if int(target) + 1 < first:
                     raise ConfigError(
-                        f"In round {number} the run went back to the state of round {target}, before round {first}: "
-                        f"begin at round {int(target) + 1} or earlier."
+                        f"In round {round_index} the run went back to the state of round {target}, before round "
+                        f"{first}: begin at round {int(target) + 1} or earlier."
                     )
-    return found
+    return goes_back
 
 
 def _restored_before(tape: TapeReader, first: int) -> set[str]:
     return {
-        _name(one)
-        for number in tape.rounds
-        if number < first
-        for one in tape.entry(number).notes.get("actions", ())
-        if "restore" in one["arguments"]
+        _action_key(action)
+        for round_index in tape.rounds
+        if round_index < first
+        for action in tape.entry(round_index).notes.get("actions", ())
+        if "restore" in action["arguments"]
     }
 
 
-def _name(told: Mapping[str, Any]) -> str:
-    return str(told["arguments"].get("id", told["at"]))
+def _action_key(action: Mapping[str, Any]) -> str:
+    return str(action["arguments"].get("id", action["at"]))

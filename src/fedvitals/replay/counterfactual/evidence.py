@@ -19,12 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedvitals.lab.federation import Server
+from fedvitals.lab.federation import ServerState
 from fedvitals.replay.counterfactual.change import Change
-from fedvitals.replay.counterfactual.reaggregate import Recorded
+from fedvitals.replay.counterfactual.reaggregate import RecordedRounds
 from fedvitals.replay.player.player import Player
-from fedvitals.replay.player.reused_updates import Answers, Reused, Steering, copied
-from fedvitals.replay.tape.journal import Entry
+from fedvitals.replay.player.reused_updates import ChangeObserver, RecordedUpdates, ReusingFederation, copy_of_server
+from fedvitals.replay.tape.journal import RoundEntry
 from fedvitals.replay.tape.retention import losses_of
 
 FEATURES = ("length", "direction", "loss", "weight", "harm")
@@ -38,7 +38,7 @@ Matrix = NDArray[np.float64]
 
 
 @dataclass
-class Evidence:
+class ClientEvidence:
     rounds: list[int]
     nodes: tuple[str, ...]
     good: int
@@ -47,14 +47,14 @@ class Evidence:
     @functools.cached_property
     def _deviations(self) -> Matrix:
         """In spreads, from what a client was up to the good round; [rounds, nodes, features]."""
-        usual = self.values[[place for place, number in enumerate(self.rounds) if number <= self.good]]
+        usual = self.values[[row for row, round_index in enumerate(self.rounds) if round_index <= self.good]]
         with np.errstate(all="ignore"), _quiet():
             middle = np.nanmedian(usual, axis=0)
             middle = np.where(np.isnan(middle), np.nanmedian(usual, axis=(0, 1)), middle)  # one that was never there
             middle = np.where(np.isnan(middle), 0.0, middle)
             spread = 1.5 * np.nanmedian(np.abs(usual - middle), axis=(0, 1))
-        found: Matrix = np.clip((self.values - middle) / np.fmax(FLOORS, np.nan_to_num(spread)), -CLIP, CLIP)
-        return found
+        deviations: Matrix = np.clip((self.values - middle) / np.fmax(FLOORS, np.nan_to_num(spread)), -CLIP, CLIP)
+        return deviations
 
     def onset(self, node: str) -> tuple[int | None, float]:
         """Since when the client is another one than before, and how clearly: half the squares that this explains."""
@@ -63,8 +63,8 @@ class Evidence:
 
     def onset_of_all(self, nodes: Sequence[str]) -> int | None:
         """Of those that became others first: they are taken together, since what struck them may be one thing."""
-        own = {node: number for node in nodes if (number := self.onset(node)[0]) is not None}
-        early = [node for node, number in own.items() if number <= min(own.values()) + TOGETHER]
+        own = {node: round_index for node in nodes if (round_index := self.onset(node)[0]) is not None}
+        early = [node for node, round_index in own.items() if round_index <= min(own.values()) + TOGETHER]
         return self._first(np.sum([self._filled(node) for node in early], axis=0)) if early else None
 
     def _filled(self, node: str) -> Matrix:
@@ -86,66 +86,72 @@ class Evidence:
         own = np.nan_to_num(self._deviations[:, place])
         own[:, -1] = np.minimum(own[:, -1], 0)  # who does more good than before is no suspect
         there = ~np.isnan(self.values[:, place, 0])
-        places = [i for i, number in enumerate(self.rounds) if number > self.good and there[i]]
-        found = np.zeros((len(self.rounds), len(FEATURES)))
+        places = [i for i, round_index in enumerate(self.rounds) if round_index > self.good and there[i]]
+        gains = np.zeros((len(self.rounds), len(FEATURES)))
         for i, first in enumerate(places):
             sums = np.cumsum(own[places[i:]], axis=0)
             explained = sums**2 / (2 * np.arange(1, len(sums) + 1)[:, None])
             explained[:-1] -= math.log(len(places) + 1)  # one that ends again has to be worth its end
-            found[first] = np.maximum(explained.max(0), 0.0)
-        return found
+            gains[first] = np.maximum(explained.max(0), 0.0)
+        return gains
 
     def harm(self, node: str) -> float:
         """Of the rounds since the good one: how much lower, by its logarithm, the loss would be without the client."""
-        later = [place for place, number in enumerate(self.rounds) if number > self.good]
+        later = [place for place, round_index in enumerate(self.rounds) if round_index > self.good]
         return -float(np.nansum(self.values[later, self.nodes.index(node), -1]))
 
 
-def gather(player: Player, first: int, good: int, bad: int, progress: Callable[[int], None]) -> Evidence:
+def gather_evidence(player: Player, first: int, good: int, bad: int, progress: Callable[[int], None]) -> ClientEvidence:
     """From the recorded rounds `first` to `bad`; where the tape has no updates any more, they are computed again."""
     nodes = player.experiment.nodes
     rows, numbers = [], []
-    for number, before, answers, after in Recorded(player, first, bad, player.server(first)):
-        rows.append(_observed(player, number, before, answers, after))
-        numbers.append(number)
-        progress(number)
-    return Evidence(numbers, nodes, good, np.array(rows).reshape(len(numbers), len(nodes), len(FEATURES)))
+    for round_index, before, answers, after in RecordedRounds(player, first, bad, player.server(first)):
+        rows.append(_round_features(player, round_index, before, answers, after))
+        numbers.append(round_index)
+        progress(round_index)
+    return ClientEvidence(numbers, nodes, good, np.array(rows).reshape(len(numbers), len(nodes), len(FEATURES)))
 
 
-def _observed(player: Player, number: int, before: Server, answers: Answers, after: Tensor) -> Matrix:
-    nodes, entry = player.experiment.nodes, player.tape.entry(number)
-    found = np.full((len(nodes), len(FEATURES)), np.nan)
+def _round_features(
+    player: Player, round_index: int, before: ServerState, answers: RecordedUpdates, after: Tensor
+) -> Matrix:
+    nodes, entry = player.experiment.nodes, player.tape.entry(round_index)
+    features = np.full((len(nodes), len(FEATURES)), np.nan)
     if not answers or not bool(torch.isfinite(before.model).all()):
-        return found  # from a model that is no model everybody sends the like
+        return features  # from a model that is no model everybody sends the like
     weights = player.site.layout.weights
     there = [node for node in nodes if node in answers]
     changes = torch.stack([(answers[n].state - answers[n].start)[:weights] for n in there])
     rows = [nodes.index(node) for node in there]
-    found[rows, 0] = _against(_log(torch.linalg.vector_norm(changes, dim=1, dtype=torch.float64).numpy()))
-    found[rows, 1] = _directions(changes)
-    found[rows, 2] = _against(np.array([_loss(entry, node) for node in there]))
-    found[rows, 3] = _against(_log(np.array([float(answers[node].samples) for node in there])))
-    found[rows, 4] = _harms(player, number, before, answers, after, found[rows])
-    return found
+    features[rows, 0] = _minus_median(_log(torch.linalg.vector_norm(changes, dim=1, dtype=torch.float64).numpy()))
+    features[rows, 1] = _directions(changes)
+    features[rows, 2] = _minus_median(np.array([_loss(entry, node) for node in there]))
+    features[rows, 3] = _minus_median(_log(np.array([float(answers[node].samples) for node in there])))
+    features[rows, 4] = _harms(player, round_index, before, answers, after, features[rows])
+    return features
 
 
-def _harms(player: Player, number: int, before: Server, answers: Answers, after: Tensor, seen: Matrix) -> Matrix:
+def _harms(
+    player: Player, round_index: int, before: ServerState, answers: RecordedUpdates, after: Tensor, seen: Matrix
+) -> Matrix:
     """log loss without the client − log loss with all; 0 for those of a large cohort who do not stand out."""
     there = [node for node in player.experiment.nodes if node in answers]
-    harms, whole = np.zeros(len(there)), _value(player, after)
-    if len(there) < 2 or any("restore" in a["arguments"] for a in player.tape.entry(number).notes.get("actions", ())):
+    harms, whole = np.zeros(len(there)), _log_loss_of_model(player, after)
+    if len(there) < 2 or any(
+        "restore" in a["arguments"] for a in player.tape.entry(round_index).notes.get("actions", ())
+    ):
         return harms
     apart = np.nan_to_num(np.abs(seen[:, :4])).sum(1)
     for place in sorted(range(len(there)), key=lambda i: -apart[i])[:TRIED]:
-        observer = Steering(player.tape, number, Change(drop=(there[place],)))
-        without = Reused(player.site, player.engine(), observer, copied(before))
-        without.play(number, answers, examined=False)
-        harms[place] = _value(player, without.server.model) - whole
+        observer = ChangeObserver(player.tape, round_index, Change(drop=(there[place],)))
+        without = ReusingFederation(player.site, player.engine(), observer, copy_of_server(before))
+        without.play(round_index, answers, examined=False)
+        harms[place] = _log_loss_of_model(player, without.server.model) - whole
     return harms
 
 
-def _value(player: Player, model: Tensor) -> float:
-    return log_loss(float(player.engine().examine(model)[0].double().mean()))
+def _log_loss_of_model(player: Player, model: Tensor) -> float:
+    return log_loss(float(player.engine().evaluate(model)[0].double().mean()))
 
 
 def log_loss(loss: float | None) -> float:
@@ -164,13 +170,13 @@ def _directions(changes: Tensor) -> Matrix:
         products += finite @ middle
         lengths += finite.square().sum(1)
         whole += float(middle @ middle)
-    found: Matrix = (products / (lengths * whole).sqrt().clamp(min=1e-30)).numpy()
-    return found
+    cosines: Matrix = (products / (lengths * whole).sqrt().clamp(min=1e-30)).numpy()
+    return cosines
 
 
-def _loss(entry: Entry, node: str) -> float:
+def _loss(entry: RoundEntry, node: str) -> float:
     """Of its first local steps, by its logarithm: how the model that it was given suits its data."""
-    came = entry.of(node)
+    came = entry.reply_of(node)
     losses = losses_of(came) if came is not None else np.empty(0)
     if not len(losses):
         return math.nan
@@ -184,12 +190,12 @@ def _quiet() -> warnings.catch_warnings[None]:
 
 def _log(values: Matrix) -> Matrix:
     with np.errstate(all="ignore"):
-        found: Matrix = np.clip(np.nan_to_num(np.log(values), nan=WORST, posinf=WORST, neginf=-WORST), -WORST, WORST)
-    return found
+        logs: Matrix = np.clip(np.nan_to_num(np.log(values), nan=WORST, posinf=WORST, neginf=-WORST), -WORST, WORST)
+    return logs
 
 
-def _against(values: Matrix) -> Matrix:
+def _minus_median(values: Matrix) -> Matrix:
     """Minus the cohort's median."""
     with _quiet():
-        found: Matrix = values - np.nanmedian(values)
-    return found
+        differences: Matrix = values - np.nanmedian(values)
+    return differences

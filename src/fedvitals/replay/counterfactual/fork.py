@@ -18,7 +18,7 @@ import msgspec
 from fedvitals.errors import ConfigError
 from fedvitals.lab.engines.engine import Engine
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.federation import Server
+from fedvitals.lab.federation import ServerState
 from fedvitals.lab.run import rounds
 from fedvitals.monitor.host import HostObserver
 from fedvitals.monitor.monitor import Monitor
@@ -26,14 +26,14 @@ from fedvitals.monitor.monitored_run import MonitoredRun
 from fedvitals.records import Action, Finding
 from fedvitals.replay.counterfactual.change import Change, check_restores
 from fedvitals.replay.player.player import Player
-from fedvitals.replay.player.reused_updates import Steering, groups_of
+from fedvitals.replay.player.reused_updates import ChangeObserver, groups_of_round
 from fedvitals.replay.tape.tape import Tape
 from fedvitals.store import open_reader
 from fedvitals.store.read import queries
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ForkFinding:
     """What a run's detectors said of a round or later: an issue, and of whom."""
 
     issue: str
@@ -49,9 +49,9 @@ class Fork:
     change: str
     recorded: dict[int, dict[str, float]] = field(default_factory=dict)  # metrics of the parent, by round
     forked: dict[int, dict[str, float]] = field(default_factory=dict)
-    gone: list[Found] = field(default_factory=list)  # findings that only the parent has
-    new: list[Found] = field(default_factory=list)  # and only the fork
-    both: list[Found] = field(default_factory=list)
+    gone: list[ForkFinding] = field(default_factory=list)  # findings that only the parent has
+    new: list[ForkFinding] = field(default_factory=list)  # and only the fork
+    both: list[ForkFinding] = field(default_factory=list)
     seconds: float = 0.0
 
     def differences(self, metric: str = "accuracy") -> dict[int, float]:
@@ -74,46 +74,48 @@ def fork(
 
     `progress` hears of every round and its metrics.
     """
-    tape, told = player.tape, player.tape.setting
+    tape, settings = player.tape, player.tape.setting
     tape.entry(at)
     last = player.experiment.rounds - 1 if until is None else until
     if not at <= last < player.experiment.rounds:
         raise ConfigError(f"A fork at round {at} ends in round {at} to {player.experiment.rounds - 1}; got {last}.")
-    change.check(player.experiment, groups_of(tape, at))
+    change.check(player.experiment, groups_of_round(tape, at))
     check_restores(tape, at, last)
     experiment = change.experiment(player.described)
     began, server = time.perf_counter(), player.server(at)
     kept = {key: tensor.clone() for key, tensor in player.engine().optimizers().items()}
 
     def engine(site: Site) -> Engine:
-        where = (str(told.told.get("device", "cpu")), str(told.told.get("precision", "float32")))
-        made = Engine(site, str(told.told["engine"]), player.workers, *where)
-        made.restore_optimizers(kept)
-        return made
+        where = (str(settings.told.get("device", "cpu")), str(settings.told.get("precision", "float32")))
+        restored = Engine(site, str(settings.told["engine"]), player.workers, *where)
+        restored.restore_optimizers(kept)
+        return restored
 
     done: dict[int, dict[str, float]] = {}
-    start: tuple[int, Server] | None = None if at == 0 and change.no_faults else (at, server)
+    start: tuple[int, ServerState] | None = None if at == 0 and change.no_faults else (at, server)
     with _monitor(player, at, change, store, name) as monitor:
-        observer = ForkObserver(monitor.host.monitored, Steering(tape, at, change))
+        observer = ForkObserver(monitor.host.monitored, ChangeObserver(tape, at, change))
         going = rounds(experiment, observer, engine=engine, data=player.data, start=start)
         with contextlib.closing(going):  # type: ignore[type-var]
-            for result in going:
-                one = result.rounds[-1]
-                done[one.number] = one.metrics
-                progress(one.number, one.metrics)
-                if one.number >= last:
+            for progressed in going:
+                latest = progressed.rounds[-1]
+                done[latest.number] = latest.metrics
+                progress(latest.number, latest.metrics)
+                if latest.number >= last:
                     break
-    found = Fork(monitor.run.id, told.run, at, change.text, forked=done)
-    found.recorded = {number: _recorded(player, number) for number in done if number in tape.rounds}
-    _compare_findings(found, store, last)
-    found.seconds = time.perf_counter() - began
-    return found
+    result = Fork(monitor.run.id, settings.run, at, change.text, forked=done)
+    result.recorded = {
+        round_index: _recorded(player, round_index) for round_index in done if round_index in tape.rounds
+    }
+    _compare_findings(result, store, last)
+    result.seconds = time.perf_counter() - began
+    return result
 
 
 class ForkObserver(HostObserver):
     """The observer of a forked run. It also prescribes what was in force at the time, and the change."""
 
-    def __init__(self, monitored: MonitoredRun, steering: Steering) -> None:
+    def __init__(self, monitored: MonitoredRun, steering: ChangeObserver) -> None:
         super().__init__(monitored)
         self._steering = steering
 
@@ -129,17 +131,17 @@ class ForkObserver(HostObserver):
 
 def _monitor(player: Player, at: int, change: Change, store: str | Path, name: str | None) -> Monitor:
     """Watching as the parent was watched, and taped as it was."""
-    told, experiment = player.tape.setting, player.described
-    parent = _config_of(store, told.run)
+    settings, experiment = player.tape.setting, player.described
+    parent = _config_of(store, settings.run)
     ours = parent.get("fedvitals", {})
-    config = {"parent": told.run, "forked_at": at, "change": change.text}
+    config = {"parent": settings.run, "forked_at": at, "change": change.text}
     with contextlib.suppress(ConfigError):  # objects of the user's own
         config["experiment"] = msgspec.structs.replace(change.experiment(experiment), faults=()).to_toml()
-    kept = {key: told.kept[key] for key in ("every", "updates", "budget", "durable") if key in told.kept}
+    kept = {key: settings.kept[key] for key in ("every", "updates", "budget", "durable") if key in settings.kept}
     preset = ours.get("probes")
     return Monitor(
         store,
-        run=name or f"{told.name} (fork)",
+        run=name or f"{settings.name} (fork)",
         probes=preset if preset in ("light", "standard", "deep") else "standard",
         privacy=ours.get("privacy"),
         host="lab",
@@ -157,26 +159,26 @@ def _config_of(store: str | Path, run: str) -> Mapping[str, Any]:
     return {}
 
 
-def _recorded(player: Player, number: int) -> dict[str, float]:
-    found = player.tape.entry(number).metrics
-    return {name: float("nan") if value is None else value for name, value in found.items()}
+def _recorded(player: Player, round_index: int) -> dict[str, float]:
+    metrics = player.tape.entry(round_index).metrics
+    return {name: float("nan") if value is None else value for name, value in metrics.items()}
 
 
-def _compare_findings(found: Fork, store: str | Path, last: int) -> None:
+def _compare_findings(result: Fork, store: str | Path, last: int) -> None:
     with open_reader(store) as reader:
-        parent = _findings(queries.records(reader, found.parent, Finding), found.at, last)
-        child = _findings(queries.records(reader, found.run, Finding), found.at, last)
-    found.gone = [one for key, one in parent.items() if key not in child]
-    found.new = [one for key, one in child.items() if key not in parent]
-    found.both = [one for key, one in child.items() if key in parent]
+        parent = _findings(queries.records(reader, result.parent, Finding), result.at, last)
+        child = _findings(queries.records(reader, result.run, Finding), result.at, last)
+    result.gone = [finding for key, finding in parent.items() if key not in child]
+    result.new = [finding for key, finding in child.items() if key not in parent]
+    result.both = [finding for key, finding in child.items() if key in parent]
 
 
-def _findings(told: Sequence[Finding], first: int, last: int) -> dict[tuple[str, str | None], Found]:
+def _findings(findings: Sequence[Finding], first: int, last: int) -> dict[tuple[str, str | None], ForkFinding]:
     """Each trouble once, from the round of the fork on."""
-    kept: dict[tuple[str, str | None], Found] = {}
-    for finding in told:
-        number = finding.where.round
-        if number is None or first <= number <= last:
+    kept: dict[tuple[str, str | None], ForkFinding] = {}
+    for finding in findings:
+        round_index = finding.where.round
+        if round_index is None or first <= round_index <= last:
             key = finding.issue, finding.where.node or finding.where.group
-            kept.setdefault(key, Found(finding.issue, key[1], number))
+            kept.setdefault(key, ForkFinding(finding.issue, key[1], round_index))
     return kept

@@ -15,28 +15,28 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.federation import Server
+from fedvitals.lab.federation import ServerState
 from fedvitals.lab.topologies.hierarchical import Hierarchical
 from fedvitals.lab.topologies.rings import Rings
 from fedvitals.replay.counterfactual.change import Change, check_restores
-from fedvitals.replay.player.drift import Drift
+from fedvitals.replay.player.drift import DriftEstimate
 from fedvitals.replay.player.player import Player, flattened
 from fedvitals.replay.player.reused_updates import (
-    Answer,
-    Answers,
-    Reused,
-    Steering,
-    answers_of,
-    copied,
-    groups_of,
-    start_of,
+    ChangeObserver,
+    RecordedUpdate,
+    RecordedUpdates,
+    ReusingFederation,
+    copy_of_server,
+    groups_of_round,
+    recorded_updates_of,
+    start_tensor,
 )
-from fedvitals.replay.tape.digests import mark_of
+from fedvitals.replay.tape.digests import state_digest_of
 from fedvitals.replay.tape.reader import TapeReader
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class WhatIfRound:
     """One round, as it was recorded and as it would have been. `error`: how far the model may be off, as a distance;
 
     `relative`: the same, as a share of how far the change has moved the model.
@@ -56,7 +56,7 @@ class WhatIf:
     change: str
     first: int
     last: int
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[WhatIfRound] = field(default_factory=list)
     read: int = 0  # updates that were on the tape
     executed: int = 0  # updates that had to be computed again
     seconds: float = 0.0
@@ -77,77 +77,77 @@ def reaggregate(
 ) -> WhatIf:
     """Rounds `first` to `last` once more, with a change; nobody trains, but where the tape has no updates any more."""
     tape = player.tape
-    for number in (first, last):
-        tape.entry(number)  # an error that says which rounds there are
+    for round_index in (first, last):
+        tape.entry(round_index)  # an error that says which rounds there are
     if last < first:
         raise ConfigError(f"The last round, {last}, lies before the first, {first}.")
     site = _changed_site(player.site, change)
-    _refuse(player, change, first, last)
+    _refuse_unknowable(player, change, first, last)
     began = time.perf_counter()
-    found = WhatIf(tape.setting.run, change.text, first, last, note=_note(change))
+    result = WhatIf(tape.setting.run, change.text, first, last, note=_note(change))
     start = player.server(first)
-    changed = Reused(site, player.engine(), Steering(tape, first, change), copied(start))
+    changed = ReusingFederation(site, player.engine(), ChangeObserver(tape, first, change), copy_of_server(start))
     changed.factor = change.client_rate
-    drift = Drift(site.layout.weights)
-    for number, before, answers, after in Recorded(player, first, last, start, found):
+    drift = DriftEstimate(site.layout.weights)
+    for round_index, before, answers, after in RecordedRounds(player, first, last, start, result):
         stood = changed.server.model
-        metrics = changed.play(number, answers, examined=True).metrics
+        metrics = changed.play(round_index, answers, examined=True).metrics
         drift.add(before.model, after, stood, changed.server.model)
-        kept = tape.entry(number).metrics
+        kept = tape.entry(round_index).metrics
         recorded = {name: float("nan") if value is None else value for name, value in kept.items()}
-        found.turns.append(Turn(number, recorded, metrics, drift.moved, drift.error, drift.relative))
-        progress(number)
-    found.seconds = time.perf_counter() - began
-    return found
+        result.turns.append(WhatIfRound(round_index, recorded, metrics, drift.moved, drift.error, drift.relative))
+        progress(round_index)
+    result.seconds = time.perf_counter() - began
+    return result
 
 
-class Recorded:
+class RecordedRounds:
     """The recorded path, round by round: what the server knew, what clients sent, the model that came of it."""
 
-    def __init__(self, player: Player, first: int, last: int, server: Server, count: WhatIf | None = None) -> None:
+    def __init__(self, player: Player, first: int, last: int, server: ServerState, count: WhatIf | None = None) -> None:
         self._player, self._tape, self._first, self._last = player, player.tape, first, last
         self._server, self._count = server, WhatIf("", "", first, last) if count is None else count
-        self._path = Reused(player.site, player.engine(), Steering(player.tape, first), server)
+        self._path = ReusingFederation(player.site, player.engine(), ChangeObserver(player.tape, first), server)
         # What the clients' engine, or a checkpoint, remembers from one round to the next is only there if all are run.
         self._whole = player.experiment.local.keep_optimizer or check_restores(player.tape, first, last)
 
-    def __iter__(self) -> Iterator[tuple[int, Server, Answers, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[int, ServerState, RecordedUpdates, Tensor]]:
         if self._whole:
             yield from self._executed(self._first, self._last)
             return
-        for number in range(self._first, self._last + 1):
-            read = _on_tape(self._tape, number, self._server)
+        for round_index in range(self._first, self._last + 1):
+            read = _updates_on_tape(self._tape, round_index, self._server)
             if read is None:
-                yield from self._executed(number, number)
+                yield from self._executed(round_index, round_index)
                 continue
-            before = copied(self._server)
-            self._path.play(number, read, examined=False)
-            self._check(number)
+            before = copy_of_server(self._server)
+            self._path.play(round_index, read, examined=False)
+            self._check(round_index)
             self._count.read += len(read)
-            yield number, before, read, self._server.model
+            yield round_index, before, read, self._server.model
 
-    def _executed(self, first: int, last: int) -> Iterator[tuple[int, Server, Answers, Tensor]]:
-        before = copied(self._server)
+    def _executed(self, first: int, last: int) -> Iterator[tuple[int, ServerState, RecordedUpdates, Tensor]]:
+        before = copy_of_server(self._server)
         for played in self._player.rounds(first, last, self._server, examined=False):
-            answers = answers_of(played.messages, before)
+            answers = recorded_updates_of(played.messages, before)
             self._count.executed += len(played.messages)
             yield played.number, before, answers, self._server.model
-            before = copied(self._server)
+            before = copy_of_server(self._server)
 
-    def _check(self, number: int) -> None:
+    def _check(self, round_index: int) -> None:
         """What was read must give what was recorded, to the last bit."""
-        recorded = self._tape.entry(number).after.get("model")
-        got = mark_of(self._player.site.layout.views(self._server.model))
+        recorded = self._tape.entry(round_index).after.get("model")
+        got = state_digest_of(self._player.site.layout.views(self._server.model))
         if recorded is not None and recorded.digest != got.digest:
             raise ConfigError(
-                f"The recorded updates of round {number} do not give the recorded model: this tape was made by "
+                f"The recorded updates of round {round_index} do not give the recorded model: this tape was made by "
                 "another version, or on a machine that sums in another order. `fedvitals replay RUN --verify` tells."
             )
 
 
-def _on_tape(tape: TapeReader, number: int, server: Server) -> dict[str, Answer] | None:
+def _updates_on_tape(tape: TapeReader, round_index: int, server: ServerState) -> dict[str, RecordedUpdate] | None:
     """Every update that was aggregated in a round; None where one is not there any more."""
-    entry, found = tape.entry(number), dict[str, Answer]()
+    entry, updates = tape.entry(round_index), dict[str, RecordedUpdate]()
     if entry.lost:
         return None
     for came in entry.came:
@@ -155,9 +155,9 @@ def _on_tape(tape: TapeReader, number: int, server: Server) -> dict[str, Answer]
             continue
         if not tape.has(came.mark.digest):
             return None
-        state, start = flattened(tape.tensors(came.mark.digest)), start_of(server, came.start)
-        found[came.node] = Answer(came.node, state, start, int(came.weight), came.group)
-    return found
+        state, start = flattened(tape.tensors(came.mark.digest)), start_tensor(server, came.start)
+        updates[came.node] = RecordedUpdate(came.node, state, start, int(came.weight), came.group)
+    return updates
 
 
 def _changed_site(site: Site, change: Change) -> Site:
@@ -165,10 +165,10 @@ def _changed_site(site: Site, change: Change) -> Site:
     return Site(change.experiment(site.experiment), site.dataset, site.shards, site.module, site.layout)
 
 
-def _refuse(player: Player, change: Change, first: int, last: int) -> None:
+def _refuse_unknowable(player: Player, change: Change, first: int, last: int) -> None:
     """What cannot be known without training."""
     experiment, entry = player.experiment, player.tape.entry(first)
-    groups = sorted({*groups_of(player.tape, first), *groups_of(player.tape, last)})
+    groups = sorted({*groups_of_round(player.tape, first), *groups_of_round(player.tape, last)})
     change.check(experiment, groups)
     if change.no_faults and any(fault.strikes != "server" for fault in experiment.faults):
         raise ConfigError(

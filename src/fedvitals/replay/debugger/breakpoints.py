@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from fedvitals.errors import ConfigError
 from fedvitals.protocols import History
 from fedvitals.records import Finding
-from fedvitals.replay.debugger.cached_history import Remembered
+from fedvitals.replay.debugger.cached_history import CachedHistory
 from fedvitals.replay.debugger.conditions import Condition, parse, parse_quantity
 from fedvitals.replay.debugger.quantities import Quantity
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class Breakpoint:
     """A breakpoint, which stops, or a watchpoint, which only tells."""
 
     number: int
@@ -53,7 +53,7 @@ class Breakpoints:
     """Those of one session."""
 
     def __init__(self, *texts: str) -> None:
-        self._points: dict[int, Point] = {}
+        self._points: dict[int, Breakpoint] = {}
         self._next = 1
         self._lock = threading.Lock()  # a live run is looked at from another thread
         for text in texts:
@@ -90,11 +90,11 @@ class Breakpoints:
         with self._lock:
             self._points.clear()
 
-    def list(self) -> tuple[Point, ...]:
+    def list(self) -> tuple[Breakpoint, ...]:
         with self._lock:
             return tuple(self._points.values())
 
-    def __iter__(self) -> Iterator[Point]:
+    def __iter__(self) -> Iterator[Breakpoint]:
         return iter(self.list())
 
     def __len__(self) -> int:
@@ -109,8 +109,10 @@ class Breakpoints:
         but: Collection[int] = (),
     ) -> Hits:
         """What is to be said of this round, in the order of the numbers; `but`: of these, it was said already."""
-        found = (_hit(point, history, findings, round_index) for point in self.list() if point.number not in but)
-        hits = [hit for hit in found if hit is not None]
+        hits_or_none = (
+            _hit_of(point, history, findings, round_index) for point in self.list() if point.number not in but
+        )
+        hits = [hit for hit in hits_or_none if hit is not None]
         with self._lock:
             for hit in hits:
                 if hit.number in self._points:
@@ -120,13 +122,13 @@ class Breakpoints:
 
     def first(self, history: History, findings: Sequence[Finding], rounds: Iterable[int]) -> Hit | None:
         """The first breakpoint that is hit in any of these rounds of a run that has ended, in their order."""
-        known, by_round = Remembered(history), dict[int | None, list[Finding]]()
+        known, by_round = CachedHistory(history), dict[int | None, list[Finding]]()
         for finding in findings:
             by_round.setdefault(finding.where.round, []).append(finding)
         stopping = [point for point in self.list() if point.stops]
-        for number in rounds:
+        for round_index in rounds:
             for point in stopping:
-                hit = _hit(point, known, by_round.get(number, ()), number)
+                hit = _hit_of(point, known, by_round.get(round_index, ()), round_index)
                 if hit is not None:
                     return hit
         return None
@@ -134,40 +136,42 @@ class Breakpoints:
     def _put(self, what: Condition | Quantity, *, stops: bool) -> int:
         with self._lock:
             number, self._next = self._next, self._next + 1
-            self._points[number] = Point(number, what, stops)
+            self._points[number] = Breakpoint(number, what, stops)
         return number
 
 
-def _hit(point: Point, history: History, findings: Sequence[Finding], round_: int) -> Hit | None:
+def _hit_of(point: Breakpoint, history: History, findings: Sequence[Finding], round_index: int) -> Hit | None:
     if point.stops and isinstance(point.what, Condition):
-        said = point.what.holds(history, findings, round_)
+        words = point.what.holds(history, findings, round_index)
     elif isinstance(point.what, Condition):
-        said = _turned(point.what, history, findings, round_)
+        words = _condition_changes(point.what, history, findings, round_index)
     else:
-        said = _changed(point.what, history, round_)
-    return None if said is None else Hit(point.number, round_, str(point.what), said, point.stops)
+        words = _quantity_changes(point.what, history, round_index)
+    return None if words is None else Hit(point.number, round_index, str(point.what), words, point.stops)
 
 
-def _turned(condition: Condition, history: History, findings: Sequence[Finding], round_: int) -> str | None:
+def _condition_changes(
+    condition: Condition, history: History, findings: Sequence[Finding], round_index: int
+) -> str | None:
     """Whether it holds and did not in the round before, or the other way round."""
-    before = max((r for r in history.rounds() if r < round_), default=None)
-    now = condition.holds(history, findings, round_)
+    before = max((r for r in history.rounds() if r < round_index), default=None)
+    now = condition.holds(history, findings, round_index)
     was = None if before is None else condition.holds(history, findings, before)
     if (now is None) == (was is None):
         return None
     return now if now is not None else f"no longer: {condition}"
 
 
-def _changed(quantity: Quantity, history: History, round_: int) -> str | None:
-    told = []
-    for reading in quantity.readings(history, round_):
+def _quantity_changes(quantity: Quantity, history: History, round_index: int) -> str | None:
+    words = []
+    for reading in quantity.readings(history, round_index):
         past = reading.past()
         if not past:
-            told.append(f"{reading.label} is {reading.value:.6g}")
-        elif not _same(past[-1][1], reading.value):
-            told.append(f"{reading.label} is {reading.value:.6g}, was {past[-1][1]:.6g} in round {past[-1][0]}")
-    return "; ".join(told) or None
+            words.append(f"{reading.label} is {reading.value:.6g}")
+        elif not _same_value(past[-1][1], reading.value):
+            words.append(f"{reading.label} is {reading.value:.6g}, was {past[-1][1]:.6g} in round {past[-1][0]}")
+    return "; ".join(words) or None
 
 
-def _same(one: float, other: float) -> bool:
-    return one == other or (math.isnan(one) and math.isnan(other))
+def _same_value(first: float, second: float) -> bool:
+    return first == second or (math.isnan(first) and math.isnan(second))

@@ -11,48 +11,48 @@ from fedvitals.records import Event
 from fedvitals.stats import Array
 
 
-class Remembered:
+class CachedHistory:
     """A `protocols.History` in front of another."""
 
     def __init__(self, history: History) -> None:
         self._history = history
         self._known: dict[tuple[Any, ...], Any] = {}
 
-    def _once(self, what: str, *arguments: Any) -> Any:
-        key = (what, *arguments)
+    def _once(self, method: str, *arguments: Any) -> Any:
+        key = (method, *arguments)
         if key not in self._known:
-            self._known[key] = getattr(self._history, what)(*arguments)
+            self._known[key] = getattr(self._history, method)(*arguments)
         return self._known[key]
 
     def rounds(self) -> list[int]:
-        found: list[int] = self._once("rounds")
-        return found
+        rounds: list[int] = self._once("rounds")
+        return rounds
 
     def nodes(self) -> list[Node]:
-        found: list[Node] = self._once("nodes")
-        return found
+        nodes: list[Node] = self._once("nodes")
+        return nodes
 
     def layers(self, family: str) -> tuple[str, ...]:
-        found: tuple[str, ...] = self._once("layers", family)
-        return found
+        layers: tuple[str, ...] = self._once("layers", family)
+        return layers
 
     def latest(self, name: str, round_index: int) -> Mapping[Node, float]:
-        found: Mapping[Node, float] = self._once("latest", name, round_index)
-        return found
+        values: Mapping[Node, float] = self._once("latest", name, round_index)
+        return values
 
     def series(self, name: str, node: Node | None) -> tuple[list[int], list[float]]:
-        found: tuple[list[int], list[float]] = self._once("series", name, node)
-        return found
+        series: tuple[list[int], list[float]] = self._once("series", name, node)
+        return series
 
     def matrix(self, family: str, statistic: str, layer: str) -> tuple[list[int], list[Node], Array]:
-        found: tuple[list[int], list[Node], Array] = self._once("matrix", family, statistic, layer)
-        return found
+        matrix: tuple[list[int], list[Node], Array] = self._once("matrix", family, statistic, layer)
+        return matrix
 
     def across(self, family: str, statistics: Sequence[str], round_index: int) -> tuple[list[Node], Array]:
         return self._history.across(family, statistics, round_index)  # large, and each is asked for once
 
     def events(self, name: str | None = None, since: int | None = None) -> Sequence[Event]:
-        found: Sequence[Event] = self._once("events", name)
+        events: Sequence[Event] = self._once("events", name)
         if since is None:
-            return found
-        return [event for event in found if event.where.round is not None and event.where.round >= since]
+            return events
+        return [event for event in events if event.where.round is not None and event.where.round >= since]

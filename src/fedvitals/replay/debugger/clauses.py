@@ -12,7 +12,7 @@ from typing import Protocol
 
 from fedvitals.protocols import History
 from fedvitals.records import FAILURES, Finding
-from fedvitals.replay.debugger.quantities import ANY, Past, Quantity, Reading, finite, quoted
+from fedvitals.replay.debugger.quantities import ANY, PastValues, Quantity, Reading, finite_values, quoted
 
 OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
@@ -22,7 +22,7 @@ OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
     "=": operator.eq,
     "!=": operator.ne,
 }
-SAID = {">": "over", "<": "under", ">=": "at least", "<=": "at most", "=": "just", "!=": "not"}
+SIGN_WORDS = {">": "over", "<": "under", ">=": "at least", "<=": "at most", "=": "just", "!=": "not"}
 TENSORS = ("gradient", "weight", "update", "activation", "buffer")  # families that count NaN and infinite values
 SCALARS = (*("loss", "accuracy", "fit.loss_before", "fit.loss_after"),
            *("gradient.norm", "gradient.norm_max", "update.norm", "weight.norm"))  # fmt: skip
@@ -38,7 +38,7 @@ class Clause(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparisonClause:
     """«update.norm of c7 > 5 × its median», «accuracy < 0.5»."""
 
     quantity: Quantity
@@ -59,24 +59,24 @@ class Compared:
             if base is None or not OPERATORS[self.sign](reading.value, self.number * base):
                 continue
             right = f"{self.number:g} × {self.to} {base:.4g}" if self.to else f"{self.number:g}"
-            return f"{reading.label} is {reading.value:.4g}, {SAID[self.sign]} {right}"
+            return f"{reading.label} is {reading.value:.4g}, {SIGN_WORDS[self.sign]} {right}"
         return None
 
-    def _base(self, history: History, reading: Reading, round_: int) -> float | None:
+    def _base(self, history: History, reading: Reading, round_index: int) -> float | None:
         if not self.to:
             return 1.0
         if self.to == "the cohort's median":
-            others = Quantity(self.quantity.name, ANY, self.quantity.layer).readings(history, round_)
+            others = Quantity(self.quantity.name, ANY, self.quantity.layer).readings(history, round_index)
             values = [r.value for r in others if r.node != reading.node and math.isfinite(r.value)]
             return median(values) if values else None
-        values = finite(reading.past())
+        values = finite_values(reading.past())
         if not values:
             return None
         return median(values) if self.to == "its median" else fmean(values)
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class ChangeClause:
     """«accuracy drops by 3 points», «loss rises by 20 % in 5 rounds»; against the last value, or the best of some."""
 
     quantity: Quantity
@@ -109,16 +109,16 @@ class Moved:
                 return f"{reading.label} {word} by {moved:.3g}{unit}, {to}"
         return None
 
-    def _earlier(self, past: Past, round_: int) -> tuple[int, float] | None:
+    def _earlier(self, past: PastValues, round_index: int) -> tuple[int, float] | None:
         """The round and value that is compared with; the lowest or highest of several."""
         if self.rounds is not None:
-            past = [one for one in past if one[0] >= round_ - self.rounds]
-        past = [one for one in past if math.isfinite(one[1])]
+            past = [entry for entry in past if entry[0] >= round_index - self.rounds]
+        past = [entry for entry in past if math.isfinite(entry[1])]
         if self.rounds is None and not self.from_best:
             past = past[-1:]
         if not past:
             return None
-        return min(past, key=lambda one: one[1]) if self.up else max(past, key=lambda one: one[1])
+        return min(past, key=lambda entry: entry[1]) if self.up else max(past, key=lambda entry: entry[1])
 
     def _moved(self, before: float, now: float) -> float:
         by = now - before if self.up else before - now
@@ -130,7 +130,7 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class NotFinite:
+class NonfiniteClause:
     """«any NaN», «NaN in c7», «loss is NaN»: in losses, norms, and every tensor that was measured."""
 
     what: str  # «NaN», «infinity», «NaN or infinity»
@@ -147,17 +147,17 @@ class NotFinite:
 
     def seen(self, history: History, _: Sequence[Finding], round_index: int) -> str | None:
         if self.quantity is not None:
-            found = (r for r in self.quantity.readings(history, round_index) if self._is(r.value))
-            return next((f"{reading.label} is {reading.value}" for reading in found), None)
+            odd = (r for r in self.quantity.readings(history, round_index) if self._is(r.value))
+            return next((f"{reading.label} is {reading.value}" for reading in odd), None)
         return self._in_tensors(history, round_index) or self._in_scalars(history, round_index)
 
     def _is(self, value: float) -> bool:
         return ("NaN" in self.what and math.isnan(value)) or ("infinity" in self.what and math.isinf(value))
 
-    def _in_tensors(self, history: History, round_: int) -> str | None:
+    def _in_tensors(self, history: History, round_index: int) -> str | None:
         columns = [name for name, word in (("nans", "NaN"), ("infs", "infinity")) if word in self.what]
         for family in TENSORS:
-            nodes, values = history.across(family, columns, round_)
+            nodes, values = history.across(family, columns, round_index)
             for place, node in enumerate(nodes):
                 if self.node not in (None, node):
                     continue
@@ -167,22 +167,22 @@ class NotFinite:
                         return f"{family} of {layer} in {node} has {self.what}: {count:g} values"
         return None
 
-    def _in_scalars(self, history: History, round_: int) -> str | None:
+    def _in_scalars(self, history: History, round_index: int) -> str | None:
         for name in SCALARS:
             wanted = [Quantity(name, self.node)] if self.node else [Quantity(name), Quantity(name, ANY)]
             for quantity in wanted:
-                for reading in quantity.readings(history, round_):
+                for reading in quantity.readings(history, round_index):
                     if self._is(reading.value):
                         return f"{reading.label} is {reading.value}"
         for name in () if history.layers("gradient") else COUNTS:
-            for reading in Quantity(name, self.node or ANY).readings(history, round_):
+            for reading in Quantity(name, self.node or ANY).readings(history, round_index):
                 if reading.value > 0:
                     return f"{reading.label} is {reading.value:g} (values that are NaN or infinity)"
         return None
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FindingClause:
     """«finding BYZANTINE of c7», «critical finding», «any finding»."""
 
     issue: str | None = None
@@ -216,7 +216,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Happened:
+class EventClause:
     """«event client.failed of c7», «any failure»: whatever keeps a client's part from coming."""
 
     name: str | None = None
@@ -240,7 +240,7 @@ class Happened:
 
 
 @dataclass(frozen=True, slots=True)
-class AtRound:
+class RoundClause:
     """«round 12», «round > 3»."""
 
     sign: str

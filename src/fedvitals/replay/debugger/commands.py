@@ -9,37 +9,37 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.replay.debugger import answers, conditions, shown
+from fedvitals.replay.debugger import conditions, debugger_output, result_output
+from fedvitals.replay.debugger.debugger_output import DebuggerOutput
 from fedvitals.replay.debugger.exporting import TENSORS
 from fedvitals.replay.debugger.printing import NOUNS
 from fedvitals.replay.debugger.session import Session
-from fedvitals.replay.debugger.shown import Shown
 
-Result = Shown | str
+CommandOutput = DebuggerOutput | str
 PICTURES, NO_PICTURES = (".png", ".svg", ".pdf", ".html"), (".jpg", ".jpeg", ".gif", ".webp", ".eps")
-CHANGING = ("whatif", "fork")
-CHANGES = ("drop", "without", "learning_rate", "learning", "client_rate", "client", "server_rate", "server",
+CHANGE_COMMANDS = ("whatif", "fork")
+CHANGE_WORDS = ("drop", "without", "learning_rate", "learning", "client_rate", "client", "server_rate", "server",
            "aggregator", "clip", "weight", "no", "nothing")  # with what a change begins; none is a command  # fmt: skip
-Draw = Callable[[Shown, Path], object]
+DrawFunction = Callable[[DebuggerOutput, Path], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class DebuggerCommand:
     """`does`: gets the words after the name. `offers`: what may come next, by kind."""
 
     usage: str
     help: str
-    does: Callable[[Interpreter, list[str]], Result]
+    does: Callable[[Interpreter, list[str]], CommandOutput]
     offers: tuple[str, ...] = ()
 
 
 class Interpreter:
     """`draw`: what makes a picture of something shown; without it, `plot` cannot."""
 
-    def __init__(self, session: Session, draw: Draw | None = None) -> None:
+    def __init__(self, session: Session, draw: DrawFunction | None = None) -> None:
         self.session, self.draw = session, draw
 
-    def do(self, line: str) -> Result:
+    def do(self, line: str) -> CommandOutput:
         """One command; an empty line, or one that begins with #, is none."""
         words = _tokens(line)
         if not words:
@@ -58,8 +58,8 @@ class Interpreter:
         command = COMMANDS.get(ALIASES.get(before[0], before[0]))
         if command is None:
             return []
-        found = [word for kind in command.offers for word in self._offered(kind, before)]
-        return [word for word in dict.fromkeys(found) if word.startswith(text)]
+        offered = [word for kind in command.offers for word in self._offered(kind, before)]
+        return [word for word in dict.fromkeys(offered) if word.startswith(text)]
 
     def _offered(self, kind: str, before: Sequence[str]) -> list[str]:
         session, first = self.session, len(before) == 1
@@ -85,7 +85,7 @@ def _tokens(line: str, punctuation: str = "") -> list[str]:
         raise ConfigError(f"There is a quotation mark without its other half in: {line}") from None
 
 
-def split(text: str) -> list[str]:
+def split_commands(text: str) -> list[str]:
     """Several commands of one line: «goto 12; into c7». In double quotes, «;» belongs to what is said."""
     parts: list[list[str]] = [[]]
     for token in _tokens(text, ";"):
@@ -93,28 +93,30 @@ def split(text: str) -> list[str]:
             parts.append([])
         else:
             parts[-1].append(f'"{token}"' if ";" in token or " " in token else token)
-    said: list[str] = []
+    commands: list[str] = []
     for part in (" ".join(part) for part in parts if part):
-        changes = said and said[-1].partition(" ")[0] in CHANGING and part.partition(" ")[0] in CHANGES
+        changes = (
+            commands and commands[-1].partition(" ")[0] in CHANGE_COMMANDS and part.partition(" ")[0] in CHANGE_WORDS
+        )
         if changes:  # «whatif drop c7; clip 1.5» is one what-if
-            said[-1] = f"{said[-1]}; {part}"
+            commands[-1] = f"{commands[-1]}; {part}"
         else:
-            said.append(part)
-    return said
+            commands.append(part)
+    return commands
 
 
-def _none(words: Sequence[str], name: str) -> None:
+def _no_words(words: Sequence[str], name: str) -> None:
     if words:
         raise ConfigError(f"'{name}' stands alone; got '{' '.join(words)}' after it.")
 
 
-def _plain(name: str) -> Callable[[Interpreter, list[str]], Result]:
+def _session_method(name: str) -> Callable[[Interpreter, list[str]], CommandOutput]:
     """A command that is a method of the session without arguments."""
 
-    def does(interpreter: Interpreter, words: list[str]) -> Result:
-        _none(words, name)
-        found: Shown = getattr(interpreter.session, name)()
-        return found
+    def does(interpreter: Interpreter, words: list[str]) -> CommandOutput:
+        _no_words(words, name)
+        output: DebuggerOutput = getattr(interpreter.session, name)()
+        return output
 
     return does
 
@@ -132,18 +134,18 @@ def _got(words: Sequence[str]) -> str:
     return f"'{' '.join(words)}'" if words else "nothing after it"
 
 
-def _goto(interpreter: Interpreter, words: list[str]) -> Result:
+def _goto(interpreter: Interpreter, words: list[str]) -> CommandOutput:
     words = words[1:] if words[:1] == ["round"] else words
     return interpreter.session.goto(_number(words, "goto 12"))
 
 
-def _into(interpreter: Interpreter, words: list[str]) -> Result:
+def _into(interpreter: Interpreter, words: list[str]) -> CommandOutput:
     if len(words) != 1:
         raise ConfigError(f"Into which client?  into c7. Here are: {', '.join(interpreter.session.nodes)}.")
     return interpreter.session.into(words[0])
 
 
-def _step(interpreter: Interpreter, words: list[str]) -> Result:
+def _step(interpreter: Interpreter, words: list[str]) -> CommandOutput:
     sign = 1
     if words[:1] in (["back"], ["in"], ["out"]):
         if words[0] == "out":
@@ -153,11 +155,11 @@ def _step(interpreter: Interpreter, words: list[str]) -> Result:
     return interpreter.session.step(sign * (_number(words, "step 5, step back") if words else 1))
 
 
-def _print(interpreter: Interpreter, words: list[str]) -> Result:
+def _print(interpreter: Interpreter, words: list[str]) -> CommandOutput:
     return interpreter.session.show(*words)
 
 
-def _plot(interpreter: Interpreter, words: list[str]) -> Result:
+def _plot(interpreter: Interpreter, words: list[str]) -> CommandOutput:
     """Of what is named, else of what was shown last; into a file, if one is named."""
     session = interpreter.session
     path = Path(words.pop()) if words and words[-1].endswith(PICTURES) else None
@@ -165,29 +167,29 @@ def _plot(interpreter: Interpreter, words: list[str]) -> Result:
         raise ConfigError(f"A picture is a file that ends in {', '.join(PICTURES)}; got '{words[-1]}'.")
     if not words and session.last is None:
         raise ConfigError("Plot what? As  print:  plot loss c7, plot gradient conv1 gradient.png.")
-    one = _pictured(interpreter, words) if words else session.last
-    assert one is not None  # noqa: S101 - asked above
+    output = _shown_by(interpreter, words) if words else session.last
+    assert output is not None  # noqa: S101 - asked above
     if interpreter.draw is None:
         raise ConfigError("There is nothing here that draws: `fedvitals replay` has, and fv.plot in Python.")
     if path is None:
-        stem = "".join(c if c.isalnum() else "-" for c in one.title.lower()).strip("-")
+        stem = "".join(c if c.isalnum() else "-" for c in output.title.lower()).strip("-")
         path = Path(f"{stem[:60]}.png")
     try:
-        interpreter.draw(one, path)
+        interpreter.draw(output, path)
     except OSError as error:
         raise ConfigError(f"'{path}' cannot be written: {error.strerror or error}.") from error
-    return f"{path}: {one.title}"
+    return f"{path}: {output.title}"
 
 
-def _pictured(interpreter: Interpreter, words: list[str]) -> Shown:
-    if words[0] in SHOWING:
-        found = COMMANDS[words[0]].does(interpreter, words[1:])
-        assert isinstance(found, Shown)  # noqa: S101 - these all give one
-        return found
+def _shown_by(interpreter: Interpreter, words: list[str]) -> DebuggerOutput:
+    if words[0] in TABLE_COMMANDS:
+        output = COMMANDS[words[0]].does(interpreter, words[1:])
+        assert isinstance(output, DebuggerOutput)  # noqa: S101 - these all give one
+        return output
     return interpreter.session.show(*words)
 
 
-def _diff(interpreter: Interpreter, words: list[str]) -> Result:
+def _diff(interpreter: Interpreter, words: list[str]) -> CommandOutput:
     session = interpreter.session
     if len(words) == 2 and all(word.isdecimal() and word not in session.nodes for word in words):
         words = ["round", *words]
@@ -200,24 +202,24 @@ def _diff(interpreter: Interpreter, words: list[str]) -> Result:
     raise ConfigError(f"The command is  diff c7 cohort, diff c7 c3, or diff round 11 12; got {_got(words)}.")
 
 
-def _break(interpreter: Interpreter, words: list[str]) -> Result:
+def _break(interpreter: Interpreter, words: list[str]) -> CommandOutput:
     points = interpreter.session.breakpoints
     if not words:
         return "\n".join(map(str, points)) or "No breakpoints. For example:  break any NaN."
-    return _pointed(interpreter, interpreter.session.break_(" ".join(words)))
+    return _breakpoint_text(interpreter, interpreter.session.break_(" ".join(words)))
 
 
-def _watch(interpreter: Interpreter, words: list[str]) -> Result:
+def _watch(interpreter: Interpreter, words: list[str]) -> CommandOutput:
     if not words:
         return _break(interpreter, words)
-    return _pointed(interpreter, interpreter.session.watch(" ".join(words)))
+    return _breakpoint_text(interpreter, interpreter.session.watch(" ".join(words)))
 
 
-def _pointed(interpreter: Interpreter, number: int) -> str:
+def _breakpoint_text(interpreter: Interpreter, number: int) -> str:
     return next(str(point) for point in interpreter.session.breakpoints if point.number == number)
 
 
-def _delete(interpreter: Interpreter, words: list[str]) -> Result:
+def _delete(interpreter: Interpreter, words: list[str]) -> CommandOutput:
     points = interpreter.session.breakpoints
     if words in ([], ["all"]):
         points.clear()
@@ -226,14 +228,14 @@ def _delete(interpreter: Interpreter, words: list[str]) -> Result:
     return f"{words[0]} is gone."
 
 
-def _run(interpreter: Interpreter, words: list[str]) -> Result:
+def _run(interpreter: Interpreter, words: list[str]) -> CommandOutput:
     words = words[1:] if words[:1] == ["until"] else words
     session = interpreter.session
     hit = session.run_until(" ".join(words) or None)
-    seen = [str(one) for one in session.told]
+    seen = [str(line) for line in session.told]
     seen.append("Nothing was hit up to the last round." if hit is None else _hit(hit.number, str(hit), hit.said))
     here = session.where()
-    return shown.said(here.title, "\n".join([*(f"  {one}" for one in seen), here.text]), here.note)
+    return debugger_output.text_output(here.title, "\n".join([*(f"  {line}" for line in seen), here.text]), here.note)
 
 
 def _hit(number: int, text: str, seen: str) -> str:
@@ -242,31 +244,31 @@ def _hit(number: int, text: str, seen: str) -> str:
     return text if number else first.rstrip(".") + "."
 
 
-def _findings(interpreter: Interpreter, words: list[str]) -> Result:
-    _none(words, "findings")
+def _findings(interpreter: Interpreter, words: list[str]) -> CommandOutput:
+    _no_words(words, "findings")
     return interpreter.session.findings()
 
 
-def _verify(interpreter: Interpreter, words: list[str]) -> Result:
+def _verify(interpreter: Interpreter, words: list[str]) -> CommandOutput:
     """All, one round, a stretch, one client: verify, verify 12, verify 3-9 c7."""
     first = last = node = None
     for word in words:
         if word in interpreter.session.nodes:
             node = word
         elif word[:1].isdecimal():
-            first, last = stretch(word)
+            first, last = parse_rounds(word)
         elif word not in ("round", "rounds"):
             raise ConfigError(
                 unknown("client", word, interpreter.session.nodes) + " Rounds are  verify 12, verify 3-9."
             )
-    return answers.of_proof(interpreter.session.verify(first, last, node=node), node)
+    return result_output.show_proof(interpreter.session.verify(first, last, node=node), node)
 
 
-def stretch(text: str) -> tuple[int, int]:
+def parse_rounds(text: str) -> tuple[int, int]:
     """«3-9», «12»."""
-    one, dash, other = text.replace("–", "-").partition("-")
+    begin, dash, end = text.replace("–", "-").partition("-")
     try:
-        first, last = int(one), int(other if dash else one)
+        first, last = int(begin), int(end if dash else begin)
     except ValueError:
         raise ConfigError(f"Rounds are a number or two: 12, 3-9; got '{text}'.") from None
     if first > last:
@@ -274,53 +276,55 @@ def stretch(text: str) -> tuple[int, int]:
     return first, last
 
 
-def _whatif(interpreter: Interpreter, words: list[str]) -> Result:
-    first, last, rest = _stretched(words)
+def _whatif(interpreter: Interpreter, words: list[str]) -> CommandOutput:
+    first, last, rest = _split_rounds(words)
     if not rest:
         raise ConfigError("What if what?  whatif drop c7, whatif aggregator median, whatif clip 1.5 rounds 5-9.")
-    return interpreter.session.kept(answers.of_whatif(interpreter.session.whatif(rest, first=first, last=last)))
+    return interpreter.session.kept(result_output.show_whatif(interpreter.session.whatif(rest, first=first, last=last)))
 
 
-def _fork(interpreter: Interpreter, words: list[str]) -> Result:
-    first, last, rest = _stretched(words)
+def _fork(interpreter: Interpreter, words: list[str]) -> CommandOutput:
+    first, last, rest = _split_rounds(words)
     if not rest:
         raise ConfigError("Fork with which change?  fork drop c7, fork learning_rate / 10, fork nothing.")
     if first not in (None, interpreter.session.round):
         here = interpreter.session.round
         raise ConfigError(f"A fork begins where the session is, at round {here}; got {first}:  goto {first}  first.")
-    return interpreter.session.kept(answers.of_fork(interpreter.session.fork(rest, until=last)))
+    return interpreter.session.kept(result_output.show_fork(interpreter.session.fork(rest, until=last)))
 
 
-def _stretched(words: list[str]) -> tuple[int | None, int | None, str]:
+def _split_rounds(words: list[str]) -> tuple[int | None, int | None, str]:
     if len(words) >= 2 and words[-2] in ("round", "rounds"):
-        return *stretch(words[-1]), " ".join(words[:-2])
+        return *parse_rounds(words[-1]), " ".join(words[:-2])
     return None, None, " ".join(words)
 
 
-def _bisect(interpreter: Interpreter, words: list[str]) -> Result:
+def _bisect(interpreter: Interpreter, words: list[str]) -> CommandOutput:
     if len(words) < 2:
         raise ConfigError("The command is  bisect 8 20: a round that was still good, and one that was not.")
     good, bad = (_number([word], "bisect 8 20") for word in words[:2])
     until = " ".join(words[3:] if words[2:3] == ["until"] else words[2:])
-    return interpreter.session.kept(answers.of_culprit(interpreter.session.bisect(good, bad, until or None)))
+    return interpreter.session.kept(result_output.show_bisect(interpreter.session.bisect(good, bad, until or None)))
 
 
-def _export(interpreter: Interpreter, words: list[str]) -> Result:
+def _export(interpreter: Interpreter, words: list[str]) -> CommandOutput:
     if not words:
         raise ConfigError(
             "Export what, and whereto?  export state s.safetensors, export update c7 u.csv, export t.json."
         )
-    if words[0] in SHOWING and not words[-1].endswith(TENSORS):
-        _pictured(interpreter, words[:-1])
+    if words[0] in TABLE_COMMANDS and not words[-1].endswith(TENSORS):
+        _shown_by(interpreter, words[:-1])
         words = words[-1:]  # what was shown last is this now
     path = interpreter.session.export(words[-1], *words[:-1])
     return f"{path}: {path.stat().st_size} bytes"
 
 
-def _help(_: Interpreter, words: list[str]) -> Result:
+def _help(_: Interpreter, words: list[str]) -> CommandOutput:
     if not words:
         rows = [(command.usage, command.help) for command in COMMANDS.values()]
-        return shown.table("commands", ("command", "what it does"), rows, "`help print`: one of them. Tab completes.")
+        return debugger_output.table_output(
+            "commands", ("command", "what it does"), rows, "`help print`: one of them. Tab completes."
+        )
     name = ALIASES.get(words[0], words[0])
     if name not in COMMANDS:
         raise ConfigError(unknown("command", name, COMMANDS))
@@ -329,50 +333,88 @@ def _help(_: Interpreter, words: list[str]) -> Result:
     notes = [f"Also: {', '.join(short)}."] if short else []
     if name in ("break", "run"):
         notes.append(f"Conditions: {', '.join(conditions.EXAMPLES)}; `and` joins them.")
-    if name in CHANGING:
+    if name in CHANGE_COMMANDS:
         from fedvitals.replay.counterfactual.change import EXAMPLES  # noqa: PLC0415 - it loads the lab
 
         notes.append(f"Changes: {', '.join(EXAMPLES)}; several with «;».")
-    return shown.said(command.usage, f"  {command.help}", "\n".join(notes))
+    return debugger_output.text_output(command.usage, f"  {command.help}", "\n".join(notes))
 
 
-COMMANDS: Mapping[str, Command] = {
-    "rounds": Command("rounds", "The rounds on the tape, and how each can be replayed.", _plain("rounds")),
-    "clients": Command("clients", "Who took part in this round, and what came of it.", _plain("clients")),
-    "goto": Command("goto 12", "To the beginning of a round.", _goto, ("numbers",)),
-    "next": Command("next", "To the next round.", _plain("next")),
-    "back": Command("back", "To the round before.", _plain("back")),
-    "into": Command("into c7", "Into a client's local training: run again, step by step.", _into, ("nodes",)),
-    "step": Command("step, step 5, step back", "On, or back, in a client's local training.", _step, ("back",)),
-    "out": Command("out", "Out of the client, back to its round.", _plain("out")),
-    "where": Command("where", "Where the session is.", _plain("where")),
-    "print": Command("print gradient conv1, print update c7", f"Show one of {', '.join(NOUNS)}: of a layer, a client.",
-                     _print, ("nouns", "nodes", "layers", "metrics")),
-    "plot": Command("plot loss c7 loss.png, plot diff c7 cohort", "The same as a picture; alone: what was shown last.",
-                    _plot, ("nouns", "nodes", "layers", "metrics", *("rounds", "clients", "diff", "findings"))),
-    "diff": Command("diff c7 cohort, diff c7 c3, diff round 11 12", "Two clients' updates, or two rounds' models.",
-                    _diff, ("nodes", "cohort", "round")),
-    "findings": Command("findings", "What had been found wrong by the end of this round.", _findings),
-    "break": Command("break any NaN", "Stop `run` where a condition holds; alone: list them.", _break),
-    "watch": Command("watch update.norm of c7", "Tell when a value changes while `run` goes on.", _watch),
-    "delete": Command("delete 2, delete all", "Remove a breakpoint or watchpoint.", _delete),
-    "run": Command("run, run until accuracy < 0.5", "On to the next breakpoint, or to where a condition holds.",
-                   _run, ("until",)),
-    "pause": Command("pause", "Of a run that is still running: hold it after its round; `run` lets it go on.",
-                     _plain("pause")),
-    "whatif": Command("whatif drop c7, whatif clip 1.5 rounds 5-9", "Aggregate again with a change; nobody trains.",
-                      _whatif, ("drop", "aggregator", "clip", "weight", "learning_rate", "server_rate", "nodes")),
-    "fork": Command("fork drop c7, fork no faults", "Truly run on from here with a change, as a new run.",
-                    _fork, ("drop", "aggregator", "clip", "weight", "learning_rate", "server_rate", "no", "nodes")),
-    "bisect": Command("bisect 8 20", "The first bad round, and whose updates made it so.", _bisect, ("numbers",)),
-    "verify": Command("verify, verify 3-9, verify 12 c7", "Run rounds again, and prove that all bits are the same.",
-                      _verify, ("numbers", "nodes")),
-    "export": Command("export update c7 u.safetensors", "A state, update or table to .safetensors, .csv or .json.",
-                      _export, ("nouns", "nodes", "layers", "table")),
-    "help": Command("help, help print", "This list, or one command.", _help, ("commands",)),
-}  # fmt: skip
+COMMANDS: Mapping[str, DebuggerCommand] = {
+    "rounds": DebuggerCommand(
+        "rounds", "The rounds on the tape, and how each can be replayed.", _session_method("rounds")
+    ),
+    "clients": DebuggerCommand(
+        "clients", "Who took part in this round, and what came of it.", _session_method("clients")
+    ),
+    "goto": DebuggerCommand("goto 12", "To the beginning of a round.", _goto, ("numbers",)),
+    "next": DebuggerCommand("next", "To the next round.", _session_method("next")),
+    "back": DebuggerCommand("back", "To the round before.", _session_method("back")),
+    "into": DebuggerCommand("into c7", "Into a client's local training: run again, step by step.", _into, ("nodes",)),
+    "step": DebuggerCommand("step, step 5, step back", "On, or back, in a client's local training.", _step, ("back",)),
+    "out": DebuggerCommand("out", "Out of the client, back to its round.", _session_method("out")),
+    "where": DebuggerCommand("where", "Where the session is.", _session_method("where")),
+    "print": DebuggerCommand(
+        "print gradient conv1, print update c7",
+        f"Show one of {', '.join(NOUNS)}: of a layer, a client.",
+        _print,
+        ("nouns", "nodes", "layers", "metrics"),
+    ),
+    "plot": DebuggerCommand(
+        "plot loss c7 loss.png, plot diff c7 cohort",
+        "The same as a picture; alone: what was shown last.",
+        _plot,
+        ("nouns", "nodes", "layers", "metrics", *("rounds", "clients", "diff", "findings")),
+    ),
+    "diff": DebuggerCommand(
+        "diff c7 cohort, diff c7 c3, diff round 11 12",
+        "Two clients' updates, or two rounds' models.",
+        _diff,
+        ("nodes", "cohort", "round"),
+    ),
+    "findings": DebuggerCommand("findings", "What had been found wrong by the end of this round.", _findings),
+    "break": DebuggerCommand("break any NaN", "Stop `run` where a condition holds; alone: list them.", _break),
+    "watch": DebuggerCommand("watch update.norm of c7", "Tell when a value changes while `run` goes on.", _watch),
+    "delete": DebuggerCommand("delete 2, delete all", "Remove a breakpoint or watchpoint.", _delete),
+    "run": DebuggerCommand(
+        "run, run until accuracy < 0.5", "On to the next breakpoint, or to where a condition holds.", _run, ("until",)
+    ),
+    "pause": DebuggerCommand(
+        "pause",
+        "Of a run that is still running: hold it after its round; `run` lets it go on.",
+        _session_method("pause"),
+    ),
+    "whatif": DebuggerCommand(
+        "whatif drop c7, whatif clip 1.5 rounds 5-9",
+        "Aggregate again with a change; nobody trains.",
+        _whatif,
+        ("drop", "aggregator", "clip", "weight", "learning_rate", "server_rate", "nodes"),
+    ),
+    "fork": DebuggerCommand(
+        "fork drop c7, fork no faults",
+        "Truly run on from here with a change, as a new run.",
+        _fork,
+        ("drop", "aggregator", "clip", "weight", "learning_rate", "server_rate", "no", "nodes"),
+    ),
+    "bisect": DebuggerCommand(
+        "bisect 8 20", "The first bad round, and whose updates made it so.", _bisect, ("numbers",)
+    ),
+    "verify": DebuggerCommand(
+        "verify, verify 3-9, verify 12 c7",
+        "Run rounds again, and prove that all bits are the same.",
+        _verify,
+        ("numbers", "nodes"),
+    ),
+    "export": DebuggerCommand(
+        "export update c7 u.safetensors",
+        "A state, update or table to .safetensors, .csv or .json.",
+        _export,
+        ("nouns", "nodes", "layers", "table"),
+    ),
+    "help": DebuggerCommand("help, help print", "This list, or one command.", _help, ("commands",)),
+}
 
-SHOWING = ("rounds", "clients", "diff", "findings", "whatif")  # what `plot` takes besides the nouns
+TABLE_COMMANDS = ("rounds", "clients", "diff", "findings", "whatif")  # what `plot` takes besides the nouns
 
 ALIASES: Mapping[str, str] = {
     "p": "print", "n": "next", "b": "break", "s": "step", "w": "where", "ls": "clients", "bt": "where", "up": "out",

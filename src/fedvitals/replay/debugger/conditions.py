@@ -15,7 +15,15 @@ from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE, SEVERITIES
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.protocols import History
 from fedvitals.records import Finding
-from fedvitals.replay.debugger.clauses import AtRound, Clause, Compared, Found, Happened, Moved, NotFinite
+from fedvitals.replay.debugger.clauses import (
+    ChangeClause,
+    Clause,
+    ComparisonClause,
+    EventClause,
+    FindingClause,
+    NonfiniteClause,
+    RoundClause,
+)
 from fedvitals.replay.debugger.quantities import ANY, Quantity, quantity_of
 
 EXAMPLES = (
@@ -31,7 +39,7 @@ EXAMPLES = (
     "round 12",
 )
 
-LONGEST = 500
+LONGEST_SENTENCE = 500
 
 _NODE = r"""(?:"[^"]+"|'[^']+'|[^\s<>=≤≥!"']+)"""
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?"
@@ -99,10 +107,10 @@ class Condition:
         """None, or a sentence that says what was seen: «update.norm of c7 is 8.1, over 5 × its median 1.2»."""
         seen: list[str] = []
         for clause in self.clauses:
-            said = clause.seen(history, findings, round_index)
-            if said is None:
+            words = clause.seen(history, findings, round_index)
+            if words is None:
                 return None
-            seen.append(said)
+            seen.append(words)
         return "; ".join(seen)
 
     def check(self, history: History) -> None:
@@ -115,86 +123,91 @@ def parse(text: str) -> Condition:
     """The condition that a sentence says; ConfigError, with examples, for what is none."""
     if not isinstance(text, str) or not text.strip(" «»."):
         raise ConfigError(f"A condition is a sentence, such as {_examples()}; got {text!r}.")
-    if len(text) > LONGEST:
+    if len(text) > LONGEST_SENTENCE:
         raise ConfigError(f"A condition is one short sentence; got {len(text)} characters.")
-    parts = re.split(r"\s+and\s+|\s*&&\s*", _plain(text), flags=re.IGNORECASE)
+    parts = re.split(r"\s+and\s+|\s*&&\s*", _normalised(text), flags=re.IGNORECASE)
     return Condition(tuple(_clause(part, text) for part in parts))
 
 
 def parse_quantity(text: str) -> Quantity:
     """A number by its name, «update.norm of c7»: what can be compared, and what can be watched."""
-    said = _plain(text)
-    owned = _OWNED.fullmatch(said)
+    sentence = _normalised(text)
+    owned = _OWNED.fullmatch(sentence)
     if owned is not None:
-        return quantity_of(owned["name"], _node(owned["node"]))
-    said = re.sub(r"\b(of|in|at)\s+(?:any|each|every)(?:\s+client)?\b", r"\1 *", said, flags=re.IGNORECASE)
-    found = _NAMED.fullmatch(said)
-    if found is None:
+        return quantity_of(owned["name"], _node_name(owned["node"]))
+    sentence = re.sub(r"\b(of|in|at)\s+(?:any|each|every)(?:\s+client)?\b", r"\1 *", sentence, flags=re.IGNORECASE)
+    match = _NAMED.fullmatch(sentence)
+    if match is None:
         raise ConfigError(f"'{text}' names no metric. Write its name, and whose: «update.norm of c7», «accuracy».")
-    layer = found["layer"] or found["alone"]
-    node = found["inside"] or found["node"]
-    return quantity_of(found["name"], _node(node), None if layer is None else layer.strip("\"'"))
+    layer = match["layer"] or match["alone"]
+    node = match["inside"] or match["node"]
+    return quantity_of(match["name"], _node_name(node), None if layer is None else layer.strip("\"'"))
 
 
-def _plain(text: str) -> str:
+def _normalised(text: str) -> str:
     return " ".join(text.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'").split()).strip(" «».;")
 
 
-def _node(said: str | None) -> str | None:
-    if said is None:
+def _node_name(word: str | None) -> str | None:
+    if word is None:
         return None
-    return ANY if said == "*" else said.strip("\"'")
+    return ANY if word == "*" else word.strip("\"'")
 
 
-def _clause(said: str, whole: str) -> Clause:
-    found = _ROUND.fullmatch(said)
-    if found is not None:
-        after = said.lower().startswith("after")
-        return AtRound((found["sign"] or (">" if after else "=")).replace("==", "="), int(found["number"]))
-    for pattern, make in ((_NOT_FINITE, _not_finite), (_FINDING, _found), (_EVENT, _event), (_FAILURE, _event)):
-        found = pattern.fullmatch(said)
-        if found is not None:
-            return make(found)
-    for pattern, make in ((_IS, _is), (_MOVED, _moved), (_COMPARED, _compared)):
-        found = pattern.fullmatch(said)
-        if found is not None:
-            return make(found)
+def _clause(sentence: str, whole: str) -> Clause:
+    match = _ROUND.fullmatch(sentence)
+    if match is not None:
+        after = sentence.lower().startswith("after")
+        return RoundClause((match["sign"] or (">" if after else "=")).replace("==", "="), int(match["number"]))
+    for pattern, make in (
+        (_NOT_FINITE, _nonfinite_clause),
+        (_FINDING, _finding_clause),
+        (_EVENT, _event_clause),
+        (_FAILURE, _event_clause),
+    ):
+        match = pattern.fullmatch(sentence)
+        if match is not None:
+            return make(match)
+    for pattern, make in ((_IS, _nonfinite_quantity_clause), (_MOVED, _change_clause), (_COMPARED, _comparison_clause)):
+        match = pattern.fullmatch(sentence)
+        if match is not None:
+            return make(match)
     raise ConfigError(f"'{whole}' is no condition that is understood here. Examples: {_examples()}.")
 
 
-def _not_finite(found: re.Match[str]) -> Clause:
-    return NotFinite(_kind(found["what"]), _node(found["node"]))
+def _nonfinite_clause(match: re.Match[str]) -> Clause:
+    return NonfiniteClause(_nonfinite_kind(match["what"]), _node_name(match["node"]))
 
 
-def _is(found: re.Match[str]) -> Clause:
-    return NotFinite(_kind(found["what"]), quantity=parse_quantity(found["left"]))
+def _nonfinite_quantity_clause(match: re.Match[str]) -> Clause:
+    return NonfiniteClause(_nonfinite_kind(match["what"]), quantity=parse_quantity(match["left"]))
 
 
-def _kind(said: str) -> str:
-    said = said.lower()
-    if " or " in said or said.startswith("non"):
+def _nonfinite_kind(word: str) -> str:
+    word = word.lower()
+    if " or " in word or word.startswith("non"):
         return "NaN or infinity"
-    return "NaN" if said.startswith("nan") else "infinity"
+    return "NaN" if word.startswith("nan") else "infinity"
 
 
-def _found(found: re.Match[str]) -> Clause:
-    issue = found["issue"]
+def _finding_clause(match: re.Match[str]) -> Clause:
+    issue = match["issue"]
     if issue is not None:
         issue = re.sub(r"[\s-]+", "_", issue).upper()
         if issue not in ISSUES_BY_CODE:
             raise ConfigError(unknown("issue", issue, ISSUES_BY_CODE))
-    severity = found["severity"]
-    return Found(issue, _node(found["node"]), None if severity is None else severity.lower())
+    severity = match["severity"]
+    return FindingClause(issue, _node_name(match["node"]), None if severity is None else severity.lower())
 
 
-def _event(found: re.Match[str]) -> Clause:
-    return Happened(found.groupdict().get("name"), _node(found["node"]))
+def _event_clause(match: re.Match[str]) -> Clause:
+    return EventClause(match.groupdict().get("name"), _node_name(match["node"]))
 
 
-def _moved(found: re.Match[str]) -> Clause:
-    quantity, amount = parse_quantity(found["left"]), _number(found["amount"])
-    said = (found["unit"] or "").lower().replace(" ", "")
-    unit = "" if not said else "%" if said in ("%", "percent") else "points"
+def _change_clause(match: re.Match[str]) -> Clause:
+    quantity, amount = parse_quantity(match["left"]), _number(match["amount"])
+    unit_word = (match["unit"] or "").lower().replace(" ", "")
+    unit = "" if not unit_word else "%" if unit_word in ("%", "percent") else "points"
     if unit == "points" and not quantity.is_share:
         raise ConfigError(
             f"Points are of a share, as accuracy is one; '{quantity}' is none: give a number, or per cent."
@@ -202,34 +215,34 @@ def _moved(found: re.Match[str]) -> Clause:
     if not unit and amount >= 1 and quantity.name.endswith("accuracy"):
         raise ConfigError(f"'{quantity}' lies between 0 and 1: write {amount:g} points, or {amount / 100:g}.")
     if amount <= 0:
-        raise ConfigError(f"'{found[0]}': by how much is a number over 0; got {amount:g}.")
-    rounds = None if found["rounds"] is None else int(found["rounds"])
-    return Moved(quantity, bool(found["up"]), amount, unit, rounds, bool(found["best"]))
+        raise ConfigError(f"'{match[0]}': by how much is a number over 0; got {amount:g}.")
+    rounds = None if match["rounds"] is None else int(match["rounds"])
+    return ChangeClause(quantity, bool(match["up"]), amount, unit, rounds, bool(match["best"]))
 
 
-def _compared(found: re.Match[str]) -> Clause:
-    quantity = parse_quantity(found["left"])
-    sign = next(sign for i, sign in enumerate(_SIGNS) if found[f"s{i}"] is not None)
-    if found["number"] is None and found["to"] is None:
-        raise ConfigError(f"'{found[0]}' compares with nothing: give a number, or «5 × its median».")
-    number = 1.0 if found["number"] is None else _number(found["number"])
+def _comparison_clause(match: re.Match[str]) -> Clause:
+    quantity = parse_quantity(match["left"])
+    sign = next(sign for i, sign in enumerate(_SIGNS) if match[f"s{i}"] is not None)
+    if match["number"] is None and match["to"] is None:
+        raise ConfigError(f"'{match[0]}' compares with nothing: give a number, or «5 × its median».")
+    number = 1.0 if match["number"] is None else _number(match["number"])
     to = ""
-    if found["to"] is not None:
-        own = (found["own"] or "").lower().replace("average", "mean")
+    if match["to"] is not None:
+        own = (match["own"] or "").lower().replace("average", "mean")
         to = f"its {own}" if own else "the cohort's median"
-    if found["percent"]:
+    if match["percent"]:
         if not to and not quantity.is_share:
             raise ConfigError(f"'{quantity}' is no share: per cent of what? As in «{quantity} > 150 % of its median».")
         number /= 100
     elif not to and abs(number) > 1 and quantity.name.endswith("accuracy"):
         raise ConfigError(f"'{quantity}' lies between 0 and 1: write {number:g} %, or {number / 100:g}.")
-    return Compared(quantity, sign, number, to)
+    return ComparisonClause(quantity, sign, number, to)
 
 
-def _number(said: str) -> float:
-    if not math.isfinite(float(said)):
-        raise ConfigError(f"{said} is more than a number can be. For what is not finite, say «loss is infinite».")
-    return float(said)
+def _number(text: str) -> float:
+    if not math.isfinite(float(text)):
+        raise ConfigError(f"{text} is more than a number can be. For what is not finite, say «loss is infinite».")
+    return float(text)
 
 
 def _examples() -> str:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fedvitals.errors import ConfigError
-from fedvitals.replay.debugger import shown
-from fedvitals.replay.debugger.shown import Shown
+from fedvitals.replay.debugger import debugger_output
+from fedvitals.replay.debugger.debugger_output import DebuggerOutput
 from fedvitals.replay.tape.digests import Tensors, first_difference
 from fedvitals.replay.tape.retention import losses_of
 
@@ -22,27 +22,34 @@ COHORT = "cohort"
 WHOLE = "(all)"
 
 
-def of_clients(session: Session, one: str, other: str) -> Shown:
+def compare_clients(session: Session, first_node: str, second_node: str) -> DebuggerOutput:
     """Of the round at hand. `other` may be «cohort»: all the others, of which the mean and the median are taken."""
-    number = session.round
-    if one == other:
-        raise ConfigError(f"{one} does not differ from itself. Name two clients, or:  diff {one} cohort.")
-    if COHORT in (one, other):
-        return _with_cohort(session, number, one if other == COHORT else other)
-    first, second = (_update(session, number, node) for node in (one, other))
+    round_index = session.round
+    if first_node == second_node:
+        raise ConfigError(f"{first_node} does not differ from itself. Name two clients, or:  diff {first_node} cohort.")
+    if COHORT in (first_node, second_node):
+        return _compare_with_cohort(session, round_index, first_node if second_node == COHORT else second_node)
+    first, second = (_update(session, round_index, node) for node in (first_node, second_node))
     rows = []
     for name, a, b in _pairs(first, second):
         rows.append((name, _norm(a), _norm(b), _norm(a - b), _cosine(a, b)))
-    columns = ("layer", f"norm {one}", f"norm {other}", "distance", "cosine")
-    return shown.table(f"updates of {one} and {other}, round {number}", columns, rows, _words(session, one, other))
+    columns = ("layer", f"norm {first_node}", f"norm {second_node}", "distance", "cosine")
+    return debugger_output.table_output(
+        f"updates of {first_node} and {second_node}, round {round_index}",
+        columns,
+        rows,
+        _reply_words(session, first_node, second_node),
+    )
 
 
-def _with_cohort(session: Session, number: int, node: str) -> Shown:
-    own = _update(session, number, node)
-    came = [one for one in session.tape.entry(number).came if one.node != node and one.used and one.mark is not None]
-    others = [_update(session, number, one.node) for one in came]
+def _compare_with_cohort(session: Session, round_index: int, node: str) -> DebuggerOutput:
+    own = _update(session, round_index, node)
+    replies = [
+        one for one in session.tape.entry(round_index).came if one.node != node and one.used and one.mark is not None
+    ]
+    others = [_update(session, round_index, one.node) for one in replies]
     if not others:
-        raise ConfigError(f"Nothing came from anybody but {node} in round {number}: there is no cohort.")
+        raise ConfigError(f"Nothing came from anybody but {node} in round {round_index}: there is no cohort.")
     rows = []
     for name in (*own, WHOLE):
         mine, theirs = _flat(own, name), [_flat(one, name) for one in others]
@@ -52,12 +59,12 @@ def _with_cohort(session: Session, number: int, node: str) -> Shown:
         rows.append((name, _norm(mine), median, ratio, _cosine(mine, mean)))
     columns = ("layer", f"norm {node}", "cohort's median", "ratio", "cosine to mean")
     note = f"The cohort: the {len(others)} others whose updates were used."
-    return shown.table(f"update of {node} and of its cohort, round {number}", columns, rows, note)
+    return debugger_output.table_output(f"update of {node} and of its cohort, round {round_index}", columns, rows, note)
 
 
-def of_rounds(session: Session, first: int, second: int) -> Shown:
+def compare_rounds(session: Session, first: int, second: int) -> DebuggerOutput:
     """The global models at the beginnings of two rounds; one after the last is the run's end."""
-    before, after = session.material.model(first), session.material.model(second)
+    before, after = session.states.model(first), session.states.model(second)
     rows = []
     for name, a, b in _pairs(before, after):
         norm = _norm(a)
@@ -65,37 +72,45 @@ def of_rounds(session: Session, first: int, second: int) -> Shown:
     columns = ("layer", f"norm {first}", f"norm {second}", "distance", "relative", "cosine")
     apart = first_difference(before, after)
     note = "They are the same to the last bit." if apart is None else _metrics(session, first, second)
-    return shown.table(f"model at the beginnings of rounds {first} and {second}", columns, rows, note)
+    return debugger_output.table_output(f"model at the beginnings of rounds {first} and {second}", columns, rows, note)
 
 
 def _metrics(session: Session, first: int, second: int) -> str:
     """Of these very models, tested at the ends of the rounds before; and who took part in one round only."""
     known, parts = session.tape.rounds, []
     if first - 1 in known and second - 1 in known:
-        a, b = (session.tape.entry(number - 1).metrics for number in (first, second))
-        parts = [f"{name} {shown.figure(a[name])} → {shown.figure(b[name])}" for name in a if name in b]
+        a, b = (session.tape.entry(round_index - 1).metrics for round_index in (first, second))
+        parts = [
+            f"{name} {debugger_output.format_cell(a[name])} → {debugger_output.format_cell(b[name])}"
+            for name in a
+            if name in b
+        ]
     if first in known and second in known:
-        asked = [{came.node for came in session.tape.entry(number).came} for number in (first, second)]
+        asked = [{came.node for came in session.tape.entry(round_index).came} for round_index in (first, second)]
         only = zip((first, second), (asked[0] - asked[1], asked[1] - asked[0]), strict=True)
-        parts += [f"only in round {number}: {', '.join(sorted(nodes))}" for number, nodes in only if nodes]
+        parts += [f"only in round {round_index}: {', '.join(sorted(nodes))}" for round_index, nodes in only if nodes]
     return "; ".join(parts)
 
 
-def _words(session: Session, one: str, other: str) -> str:
+def _reply_words(session: Session, first_node: str, second_node: str) -> str:
     parts = []
-    for node in (one, other):
-        came = session.material.came(session.round, node)
+    for node in (first_node, second_node):
+        came = session.states.reply_of(session.round, node)
         losses = losses_of(came)
-        course = f", loss {shown.figure(float(losses[0]))} → {shown.figure(float(losses[-1]))}" if len(losses) else ""
+        course = (
+            f", loss {debugger_output.format_cell(float(losses[0]))} → {debugger_output.format_cell(float(losses[-1]))}"
+            if len(losses)
+            else ""
+        )
         parts.append(f"{node}: weight {came.weight:g}{course}{'' if came.used else ', left out'}")
     return "; ".join(parts)
 
 
-def _update(session: Session, number: int, node: str) -> Tensors:
-    found = session.material.update(number, node)
-    if found is None:
-        raise ConfigError(f"Nothing of use came from {node} in round {number}:  clients  says why.")
-    return found
+def _update(session: Session, round_index: int, node: str) -> Tensors:
+    tensors = session.states.update(round_index, node)
+    if tensors is None:
+        raise ConfigError(f"Nothing of use came from {node} in round {round_index}:  clients  says why.")
+    return tensors
 
 
 def _pairs(first: Tensors, second: Tensors) -> list[tuple[str, Tensor, Tensor]]:

@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 
+from fedvitals import plain_json
 from fedvitals.errors import ConfigError
-from fedvitals.replay.debugger.printing import matching, printed, wanted
+from fedvitals.replay.debugger.printing import matching_layers, parse_request, print_words
 from fedvitals.replay.tape.digests import Tensors
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 TENSORS, TABLES = (".safetensors",), (".csv", ".json")
 
 
-def write(session: Session, path: Path, words: Sequence[str]) -> Path:
+def export_file(session: Session, path: Path, words: Sequence[str]) -> Path:
     if path.suffix not in (*TENSORS, *TABLES):
         known = ", ".join((*TENSORS, *TABLES))
         raise ConfigError(f"A file to export to ends in one of {known}; got '{path.name}'.")
@@ -38,53 +38,41 @@ def write(session: Session, path: Path, words: Sequence[str]) -> Path:
 
 
 def _text(session: Session, words: Sequence[str], suffix: str) -> str:
-    one = printed(session, words) if words and words != ["table"] else session.last
-    if one is None:
+    output = print_words(session, words) if words and words != ["table"] else session.last
+    if output is None:
         raise ConfigError("Nothing has been shown yet. Say what:  export update c7 update.csv.")
     if suffix == ".csv":
-        return one.as_csv()
-    return json.dumps(_plain(one.as_json()), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        return output.as_csv()
+    return json.dumps(plain_json.shown(output.as_json()), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _tensors(session: Session, words: Sequence[str]) -> dict[str, Any]:
     """By name: all of them, or a layer's."""
-    asked = wanted(session, words[1:], free=False)
-    found = _found(session, words[0], asked.node)
-    names = found if asked.layer is None else matching(asked.layer, found)
+    request = parse_request(session, words[1:], free=False)
+    tensors = _tensors_of(session, words[0], request.node)
+    names = tensors if request.layer is None else matching_layers(request.layer, tensors)
     if not names:
-        raise ConfigError(f"There is nothing of '{asked.layer}' here. There is: {', '.join(found)}.")
+        raise ConfigError(f"There is nothing of '{request.layer}' here. There is: {', '.join(tensors)}.")
     # safetensors refuses tensors that share memory, and such as have holes
-    return {name.strip("/"): found[name].detach().cpu().contiguous().clone() for name in names}
+    return {name.strip("/"): tensors[name].detach().cpu().contiguous().clone() for name in names}
 
 
-def _found(session: Session, noun: str, node: str | None) -> Tensors:
+def _tensors_of(session: Session, noun: str, node: str | None) -> Tensors:
     """All parts of a state, each under its own name; else the tensors of a model, an update, a gradient."""
     if noun == "state":
-        parts = session.material.state(session.round)
+        parts = session.states.state(session.round)
         return {f"{part}/{name}": t for part, held in parts.items() for name, t in held.items()}
     if noun == "weight" and node is None:
-        return session.material.model(session.round)
+        return session.states.model(session.round)
     if node is None:
         raise ConfigError(f"Whose {noun}? Name a client:  export {noun} c7 FILE.safetensors.")
     if noun == "update":
-        found = session.material.update(session.round, node)
+        tensors = session.states.update(session.round, node)
     elif noun in ("weight", "gradient"):
-        one = session.at(node)
-        found = dict((one.weights if noun == "weight" else one.gradients) or {})
+        step = session.at(node)
+        tensors = dict((step.weights if noun == "weight" else step.gradients) or {})
     else:
         raise ConfigError(f"A {noun} is no tensor. To .safetensors go: state, weight, update, gradient.")
-    if found is None:
+    if tensors is None:
         raise ConfigError(f"Nothing of use came from {node} in round {session.round}.")
-    return found
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN."""
-    match value:
-        case float():
-            return value if math.isfinite(value) else None
-        case dict():
-            return {key: _plain(one) for key, one in value.items()}
-        case list() | tuple():
-            return [_plain(one) for one in value]
-    return value
+    return tensors

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from fedvitals.diagnosis.cases import cases
 from fedvitals.protocols import History
 from fedvitals.records import Finding, Run
-from fedvitals.replay.debugger import shown
-from fedvitals.replay.debugger.shown import Cell, Shown, figure, summary
-from fedvitals.replay.tape.journal import Came, spans
+from fedvitals.replay.debugger import debugger_output
+from fedvitals.replay.debugger.debugger_output import Cell, DebuggerOutput, format_cell, summarize
+from fedvitals.replay.tape.journal import ClientReply, round_ranges
 from fedvitals.replay.tape.reader import TapeReader
 from fedvitals.replay.tape.retention import losses_of
 
@@ -24,19 +24,26 @@ SHOWN_METRICS = ("accuracy", "loss")
 TROUBLES = 3  # rounds that cannot be read, each with a sentence
 
 
-def of_run(run: Run, tape: TapeReader, findings: Sequence[Finding] = ()) -> Shown:
+def show_run(run: Run, tape: TapeReader, findings: Sequence[Finding] = ()) -> DebuggerOutput:
     """What can be replayed, and how: stretches of rounds of the same kind."""
     rows: list[tuple[Cell, ...]] = []
     coverage = tape.coverage()
-    for how, stretch in itertools.groupby(coverage, key=lambda one: one.how):
-        found = [*stretch]
-        numbers = [one.round for one in found]
-        rows.append((spans(numbers), how, sum(one.updates for one in found), sum(one.answers for one in found)))
-    told = tape.setting.told
-    what = [f"host {tape.setting.host}", f"{len(tape.rounds)} rounds", f"tape of {size(tape.bytes)}"]
-    what += [f"engine {told['engine']}"] if "engine" in told else []
+    for how, stretch in itertools.groupby(coverage, key=lambda round_coverage: round_coverage.how):
+        stretch_rounds = [*stretch]
+        numbers = [round_coverage.round for round_coverage in stretch_rounds]
+        rows.append(
+            (
+                round_ranges(numbers),
+                how,
+                sum(round_coverage.updates for round_coverage in stretch_rounds),
+                sum(round_coverage.answers for round_coverage in stretch_rounds),
+            )
+        )
+    settings = tape.setting.told
+    what = [f"host {tape.setting.host}", f"{len(tape.rounds)} rounds", f"tape of {size_words(tape.bytes)}"]
+    what += [f"engine {settings['engine']}"] if "engine" in settings else []
     columns = ("rounds", "their state", "updates kept", "of")
-    notes = [_can(tape), *[covered.trouble for covered in coverage if covered.trouble is not None][:TROUBLES]]
+    notes = [_replay_note(tape), *[covered.trouble for covered in coverage if covered.trouble is not None][:TROUBLES]]
     if run.finished is None:
         notes.append("The run has not ended: where it still trains, `pause` holds it after its round.")
     troubles = cases(findings)
@@ -45,16 +52,16 @@ def of_run(run: Run, tape: TapeReader, findings: Sequence[Finding] = ()) -> Show
         notes.append(
             f"Found: {worst.issue} of {worst.place} in round {worst.first}{others}:  goto {worst.first}; findings."
         )
-    return shown.table(f"{run.name} ({run.id}): {', '.join(what)}", columns, rows, "\n".join(notes))
+    return debugger_output.table_output(f"{run.name} ({run.id}): {', '.join(what)}", columns, rows, "\n".join(notes))
 
 
-def _can(tape: TapeReader) -> str:
+def _replay_note(tape: TapeReader) -> str:
     if tape.setting.host == "lab":
         return "Every round with a state before it can be run again to the last bit: --verify proves it."
-    return how_again(tape)
+    return replay_instructions(tape)
 
 
-def how_again(tape: TapeReader) -> str:
+def replay_instructions(tape: TapeReader) -> str:
     """Of a run that is not the lab's: what can be run again, and how."""
     name = tape.setting.name or tape.setting.run
     if tape.setting.host == "flower":
@@ -68,38 +75,47 @@ def how_again(tape: TapeReader) -> str:
     )
 
 
-def of_rounds(tape: TapeReader, findings: Sequence[Finding], here: int) -> Shown:
-    told = Counter(finding.where.round for finding in findings)
+def show_rounds(tape: TapeReader, findings: Sequence[Finding], here: int) -> DebuggerOutput:
+    findings_by_round = Counter(finding.where.round for finding in findings)
     rows: list[tuple[Cell, ...]] = []
     for covered in tape.coverage():
         if covered.trouble is not None:
             rows.append(("", covered.round, None, *(None for _ in SHOWN_METRICS), None, covered.how, None))
             continue
         entry = tape.entry(covered.round)
-        came = sum(one.mark is not None for one in entry.came)
+        came = sum(reply.mark is not None for reply in entry.came)
         numbers = [entry.metrics.get(name) for name in SHOWN_METRICS]
         mark = "→" if covered.round == here else ""
         kept = f"{covered.updates} of {covered.answers}"
-        rows.append((mark, covered.round, f"{came} of {len(entry.came)}", *numbers, told[covered.round] or None,
-                     covered.how, kept))  # fmt: skip
+        rows.append(
+            (
+                mark,
+                covered.round,
+                f"{came} of {len(entry.came)}",
+                *numbers,
+                findings_by_round[covered.round] or None,
+                covered.how,
+                kept,
+            )
+        )
     columns = ("", "round", "answers", *SHOWN_METRICS, "findings", "state", "updates kept")
-    return shown.table(f"rounds on the tape: {spans(tape.rounds)}", columns, rows)
+    return debugger_output.table_output(f"rounds on the tape: {round_ranges(tape.rounds)}", columns, rows)
 
 
-def of_clients(tape: TapeReader, history: History, number: int) -> Shown:
-    norms = history.latest("update.norm", number)
+def show_clients(tape: TapeReader, history: History, round_index: int) -> DebuggerOutput:
+    norms = history.latest("update.norm", round_index)
     rows: list[tuple[Cell, ...]] = []
-    for came in tape.entry(number).came:
+    for came in tape.entry(round_index).came:
         losses = losses_of(came)
         ends = (float(losses[0]), float(losses[-1])) if len(losses) else (None, None)
         kept = "stored" if came.mark is not None and tape.has(came.mark.digest) else "run again"
         rows.append((came.node, came.group, came.weight, len(losses), *ends, norms.get(came.node),
                      _outcome(came) or ("" if came.mark is None else kept)))  # fmt: skip
     columns = ("client", "group", "samples", "steps", "first loss", "last loss", "update.norm", "update")
-    return shown.table(f"clients of round {number}", columns, rows)
+    return debugger_output.table_output(f"clients of round {round_index}", columns, rows)
 
 
-def _outcome(came: Came) -> str:
+def _outcome(came: ClientReply) -> str:
     if came.error is not None:
         return came.error
     if came.mark is None:
@@ -107,35 +123,39 @@ def _outcome(came: Came) -> str:
     return "" if came.used else "left out"
 
 
-def of_place(session: Session) -> Shown:
-    tape, number = session.tape, session.round
-    known = spans(tape.rounds)
+def show_place(session: Session) -> DebuggerOutput:
+    tape, round_index = session.tape, session.round
+    known = round_ranges(tape.rounds)
     if session.node is None:
-        entry = tape.entry(number)
-        metrics = "".join(f", {name} {figure(value)}" for name, value in entry.metrics.items())
+        entry = tape.entry(round_index)
+        metrics = "".join(f", {name} {format_cell(value)}" for name, value in entry.metrics.items())
         lost = sum(came.mark is None for came in entry.came)
         failed = f", {lost} of them without an answer" if lost else ""
-        found = sum(finding.where.round == number for finding in session.found())
+        finding_count = sum(finding.where.round == round_index for finding in session.findings_until())
         text = f"  {len(entry.came)} clients{failed}{metrics}" + (
-            f", {found} finding{'s' * (found != 1)}" if found else ""
+            f", {finding_count} finding{'s' * (finding_count != 1)}" if finding_count else ""
         )
-        actions = [str(told.get("kind")) for told in entry.notes.get("actions", ()) if told.get("kind") != "checkpoint"]
+        actions = [
+            str(action.get("kind")) for action in entry.notes.get("actions", ()) if action.get("kind") != "checkpoint"
+        ]
         text += f"\n  in force: {', '.join(actions)}" if actions else ""
-        return shown.said(f"round {number} of {known}", text, f"Its state: {session.how(number)}")
-    found_ = session.material.trace(number, session.node, session.step_number)
-    if not found_.steps:
-        told = f"  It took no step: {found_.error or 'it has nothing to train on'}"
-        return shown.said(f"round {number}, in {session.node}", told)
-    step = found_.steps[session.step_number]
-    norm = sum(summary(t, bins=1).norm ** 2 for t in (step.gradients or {}).values()) ** 0.5
-    title = f"round {number}, in {session.node}, step {step.number} of {len(found_.steps)}"
-    text = f"  loss {figure(step.loss)}, gradient norm {figure(float(norm))}, batch of {len(step.rows)}"
-    if found_.error is not None and step.number == len(found_.steps) - 1:
-        text += f"\n  Here it failed: {found_.error}"
-    return shown.said(title, text, session.exactness(session.node))
+        return debugger_output.text_output(
+            f"round {round_index} of {known}", text, f"Its state: {session.how(round_index)}"
+        )
+    trace = session.states.trace(round_index, session.node, session.step_number)
+    if not trace.steps:
+        action = f"  It took no step: {trace.error or 'it has nothing to train on'}"
+        return debugger_output.text_output(f"round {round_index}, in {session.node}", action)
+    step = trace.steps[session.step_number]
+    norm = sum(summarize(t, bins=1).norm ** 2 for t in (step.gradients or {}).values()) ** 0.5
+    title = f"round {round_index}, in {session.node}, step {step.number} of {len(trace.steps)}"
+    text = f"  loss {format_cell(step.loss)}, gradient norm {format_cell(float(norm))}, batch of {len(step.rows)}"
+    if trace.error is not None and step.number == len(trace.steps) - 1:
+        text += f"\n  Here it failed: {trace.error}"
+    return debugger_output.text_output(title, text, session.exactness(session.node))
 
 
-def size(count: int) -> str:
+def size_words(count: int) -> str:
     """Bytes as people read them."""
     value, unit = float(count), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):  # noqa: B007 - the last one is used

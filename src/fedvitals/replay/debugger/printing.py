@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.replay.debugger import shown
-from fedvitals.replay.debugger.shown import Shown, summary
+from fedvitals.replay.debugger import debugger_output
+from fedvitals.replay.debugger.debugger_output import DebuggerOutput, summarize
 from fedvitals.replay.tape import gradients
 from fedvitals.replay.tape.digests import Tensors
-from fedvitals.replay.tape.journal import spans
+from fedvitals.replay.tape.journal import round_ranges
 from fedvitals.replay.tape.retention import losses_of
 
 if TYPE_CHECKING:
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 LAYER_COLUMNS = ("layer", "shape", "norm", "mean", "std", "min", "max", "NaN", "Inf", "zeros")
 
-FEW = 12  # samples of a batch that are named
+SAMPLES_NAMED = 12  # samples of a batch that are named
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PrintRequest:
     """What a person wants to see, with the session's place filled in."""
 
     round: int
@@ -39,236 +39,248 @@ class Asked:
     rest: tuple[str, ...] = ()
 
 
-def printed(session: Session, words: Sequence[str]) -> Shown:
+def print_words(session: Session, words: Sequence[str]) -> DebuggerOutput:
     if not words:
         raise ConfigError(f"Print what? {', '.join(NOUNS)}; for example:  print weight, print update c7.")
     noun, *rest = words
     singular = noun if noun in NOUNS else noun.removesuffix("es" if noun == "batches" else "s")
     if singular in NOUNS:
-        return NOUNS[singular](session, wanted(session, rest, free=singular in ("metric", "state")))
+        return NOUNS[singular](session, parse_request(session, rest, free=singular in ("metric", "state")))
     if noun in session.layers or any(name.startswith(f"{noun}.") for name in session.layers):
         raise ConfigError(f"'{noun}' is a layer. Of what?  print weight {noun}, print gradient {noun}.")
     raise ConfigError(unknown("thing to print", noun, NOUNS))
 
 
-def wanted(session: Session, words: Sequence[str], *, free: bool) -> Asked:
+def parse_request(session: Session, words: Sequence[str], *, free: bool) -> PrintRequest:
     node, layer, rest = session.node, None, []
     nodes = session.nodes
     for word in words:
         if word in nodes:
             node = word
-        elif matching(word, session.layers):
+        elif matching_layers(word, session.layers):
             layer = word
         elif free:
             rest.append(word)
         else:
             raise ConfigError(unknown("layer or client", word, [*session.layers, *nodes]))
-    return Asked(session.round, node, layer, tuple(rest))
+    return PrintRequest(session.round, node, layer, tuple(rest))
 
 
-def matching(word: str, layers: Iterable[str]) -> list[str]:
+def matching_layers(word: str, layers: Iterable[str]) -> list[str]:
     """A layer by its name, or all tensors of a module by the module's."""
     names, module = [*layers], word.rstrip(".")
     return [word] if word in names else [name for name in names if name.startswith(f"{module}.")]
 
 
-def _tensors(title: str, tensors: Tensors, layer: str | None, note: str = "") -> Shown:
+def _tensors(title: str, tensors: Tensors, layer: str | None, note: str = "") -> DebuggerOutput:
     """One layer as a tensor, all of them as a table."""
     if layer is None:
         rows = []
         for name, tensor in tensors.items():
-            s = summary(tensor, bins=1)
+            s = summarize(tensor, bins=1)
             shape = "×".join(map(str, s.shape))
             rows.append((name, shape, s.norm, s.mean, s.std, s.min, s.max, s.nan, s.inf, s.zeros))
-        return shown.table(title, LAYER_COLUMNS, rows, note)
-    names = matching(layer, tensors)
+        return debugger_output.table_output(title, LAYER_COLUMNS, rows, note)
+    names = matching_layers(layer, tensors)
     if not names:
         raise ConfigError(f"There is nothing of '{layer}' here. There is: {', '.join(tensors)}.")
     if len(names) > 1:
         note = " ".join([note, f"Also: {', '.join(names[1:])}."]).strip()
-    return shown.tensor(f"{title}, {names[0]}", tensors[names[0]], note)
+    return debugger_output.tensor_output(f"{title}, {names[0]}", tensors[names[0]], note)
 
 
-def _client(asked: Asked, what: str) -> str:
-    if asked.node is None:
+def _client(request: PrintRequest, what: str) -> str:
+    if request.node is None:
         raise ConfigError(f"A {what} is a client's: name one (print {what} c7), or go into it first (into c7).")
-    return asked.node
+    return request.node
 
 
-def gradient(session: Session, asked: Asked) -> Shown:
+def gradient(session: Session, request: PrintRequest) -> DebuggerOutput:
     """Of a client's step, as its optimiser gets it."""
-    node = _client(asked, "gradient")
+    node = _client(request, "gradient")
     if session.tape.setting.host != "lab":
-        return _recorded_gradient(session, asked, node)
+        return _recorded_gradient(session, request, node)
     step, note = session.at(node), session.exactness(node)
-    title = f"gradient of {node}, round {asked.round}, step {step.number}"
-    return _tensors(title, step.gradients or {}, asked.layer, note)
+    title = f"gradient of {node}, round {request.round}, step {step.number}"
+    return _tensors(title, step.gradients or {}, request.layer, note)
 
 
-def _recorded_gradient(session: Session, asked: Asked, node: str) -> Shown:
+def _recorded_gradient(session: Session, request: PrintRequest, node: str) -> DebuggerOutput:
     """Of a host whose steps cannot be run again here: what the tape was told to keep."""
     folder = session.tape.folder
-    steps = [one.step for one in gradients.kept(folder) if (one.round, one.node) == (asked.round, node)]
+    steps = [
+        gradient.step
+        for gradient in gradients.recorded_gradients(folder)
+        if (gradient.round, gradient.node) == (request.round, node)
+    ]
     if not steps:
         raise ConfigError(
-            f"The tape has no gradients of {node} in round {asked.round}. They are kept on request: "
+            f"The tape has no gradients of {node} in round {request.round}. They are kept on request: "
             "fv.Tape().gradients(nodes=[...]) among the probes, at privacy level 4."
         )
-    found = gradients.read(folder, asked.round, node, steps[0]) or {}
-    note = f"From the tape, which has steps {spans(steps)}."
-    return _tensors(f"gradient of {node}, round {asked.round}, step {steps[0]}", found, asked.layer, note)
+    tensors = gradients.read_gradient(folder, request.round, node, steps[0]) or {}
+    note = f"From the tape, which has steps {round_ranges(steps)}."
+    return _tensors(f"gradient of {node}, round {request.round}, step {steps[0]}", tensors, request.layer, note)
 
 
-def weight(session: Session, asked: Asked) -> Shown:
+def weight(session: Session, request: PrintRequest) -> DebuggerOutput:
     """In a client: its own, before the step. Else the global model's, at the round's beginning."""
-    if asked.node is not None and session.node == asked.node:
-        step = session.at(asked.node)
-        title = f"weights of {asked.node}, round {asked.round}, before step {step.number}"
-        return _tensors(title, step.weights or {}, asked.layer, session.exactness(asked.node))
-    if asked.node is not None:
-        sent = session.material.sent(asked.round, asked.node)
-        return _tensors(f"weights that {asked.node} sent in round {asked.round}", _there(sent, asked), asked.layer)
+    if request.node is not None and session.node == request.node:
+        step = session.at(request.node)
+        title = f"weights of {request.node}, round {request.round}, before step {step.number}"
+        return _tensors(title, step.weights or {}, request.layer, session.exactness(request.node))
+    if request.node is not None:
+        sent = session.states.sent(request.round, request.node)
+        return _tensors(
+            f"weights that {request.node} sent in round {request.round}", _required(sent, request), request.layer
+        )
     return _tensors(
-        f"weights at the beginning of round {asked.round}", session.material.model(asked.round), asked.layer
+        f"weights at the beginning of round {request.round}", session.states.model(request.round), request.layer
     )
 
 
-def update(session: Session, asked: Asked) -> Shown:
+def update(session: Session, request: PrintRequest) -> DebuggerOutput:
     """What a client changed; without one, of all clients in the round."""
-    if asked.node is not None:
-        found = session.material.update(asked.round, asked.node)
+    if request.node is not None:
+        tensors_of_node = session.states.update(request.round, request.node)
         note = "What it sent, less what it was given."
-        return _tensors(f"update of {asked.node}, round {asked.round}", _there(found, asked), asked.layer, note)
-    rows: list[tuple[shown.Cell, ...]] = []
-    for came in session.tape.entry(asked.round).came:
-        tensors = session.material.update(asked.round, came.node)
+        return _tensors(
+            f"update of {request.node}, round {request.round}", _required(tensors_of_node, request), request.layer, note
+        )
+    rows: list[tuple[debugger_output.Cell, ...]] = []
+    for came in session.tape.entry(request.round).came:
+        tensors = session.states.update(request.round, came.node)
         if tensors is None:
             rows.append((came.node, None, None, None, None, None, came.error or "nothing came"))
             continue
-        chosen = matching(asked.layer, tensors) if asked.layer is not None else [*tensors]
-        s = summary(torch.cat([tensors[name].reshape(-1).float() for name in chosen]), bins=1)
+        chosen = matching_layers(request.layer, tensors) if request.layer is not None else [*tensors]
+        s = summarize(torch.cat([tensors[name].reshape(-1).float() for name in chosen]), bins=1)
         rows.append((came.node, s.norm, s.min, s.max, s.nan, s.inf, "" if came.used else "left out"))
-    where = "" if asked.layer is None else f", {asked.layer}"
+    where = "" if request.layer is None else f", {request.layer}"
     columns = ("client", "norm", "min", "max", "NaN", "Inf", "")
-    return shown.table(f"updates of round {asked.round}{where}", columns, rows)
+    return debugger_output.table_output(f"updates of round {request.round}{where}", columns, rows)
 
 
-def _there(found: Tensors | None, asked: Asked) -> Tensors:
-    if found is None:
-        raise ConfigError(f"Nothing of use came from {asked.node} in round {asked.round}:  clients  says why.")
-    return found
+def _required(tensors: Tensors | None, request: PrintRequest) -> Tensors:
+    if tensors is None:
+        raise ConfigError(f"Nothing of use came from {request.node} in round {request.round}:  clients  says why.")
+    return tensors
 
 
-def loss(session: Session, asked: Asked) -> Shown:
+def loss(session: Session, request: PrintRequest) -> DebuggerOutput:
     """Of a client's local steps, as recorded; else of the global model, over the rounds."""
-    if asked.node is None:
-        return metric(session, replace(asked, rest=("loss",)))
-    losses = losses_of(session.material.came(asked.round, asked.node)).tolist()
+    if request.node is None:
+        return metric(session, replace(request, rest=("loss",)))
+    losses = losses_of(session.states.reply_of(request.round, request.node)).tolist()
     if not losses:
-        raise ConfigError(f"The tape has no losses of {asked.node} in round {asked.round}.")
-    title = f"loss of {asked.node}, round {asked.round}"
+        raise ConfigError(f"The tape has no losses of {request.node} in round {request.round}.")
+    title = f"loss of {request.node}, round {request.round}"
     note = ""
-    if session.node == asked.node:
-        step = session.step_of(asked.node)
+    if session.node == request.node:
+        step = session.step_of(request.node)
         note = f"Step {step}: {losses[step]!r}." if step < len(losses) else ""
-    return shown.series(title, range(len(losses)), {"loss": losses}, x_name="local step", y_name="loss", note=note)
+    return debugger_output.series_output(
+        title, range(len(losses)), {"loss": losses}, x_name="local step", y_name="loss", note=note
+    )
 
 
-def metric(session: Session, asked: Asked) -> Shown:
+def metric(session: Session, request: PrintRequest) -> DebuggerOutput:
     """One over the rounds, from the store or the tape; without a name, all of this round."""
-    recorded = {number: session.tape.entry(number).metrics for number in session.tape.rounds}
-    if not asked.rest:
-        values = _of_round(session, asked)
-        return shown.table(_title("metrics", asked), ("metric", "value"), sorted(values.items()))
-    name = asked.rest[0]
-    rounds, values_of = session.history.series(name, asked.node)
-    if not rounds and asked.node is None:
-        rounds = [number for number, told in recorded.items() if name in told]
-        values_of = [_number(recorded[number][name]) for number in rounds]
+    recorded = {round_index: session.tape.entry(round_index).metrics for round_index in session.tape.rounds}
+    if not request.rest:
+        values = _metrics_of_round(session, request)
+        return debugger_output.table_output(_title("metrics", request), ("metric", "value"), sorted(values.items()))
+    name = request.rest[0]
+    rounds, values_of = session.history.series(name, request.node)
+    if not rounds and request.node is None:
+        rounds = [round_index for round_index, metrics in recorded.items() if name in metrics]
+        values_of = [_number(recorded[round_index][name]) for round_index in rounds]
     if not rounds:
-        everyone = _everyone(session, name)
-        if everyone is not None and asked.node is None:
+        everyone = _metric_of_each_client(session, name)
+        if everyone is not None and request.node is None:
             return everyone
-        known = {*_of_round(session, asked), *(n for told in recorded.values() for n in told)}
-        whose = f"metric of {asked.node}" if asked.node else "metric"
+        known = {*_metrics_of_round(session, request), *(n for metrics in recorded.values() for n in metrics)}
+        whose = f"metric of {request.node}" if request.node else "metric"
         raise ConfigError(unknown(whose, name, known))
-    title = f"{name} of {asked.node}" if asked.node else name
-    return shown.series(title, rounds, {asked.node or name: values_of}, y_name=name)
+    title = f"{name} of {request.node}" if request.node else name
+    return debugger_output.series_output(title, rounds, {request.node or name: values_of}, y_name=name)
 
 
-def _everyone(session: Session, name: str) -> Shown | None:
+def _metric_of_each_client(session: Session, name: str) -> DebuggerOutput | None:
     """A metric that only clients have: a line for each."""
-    found = {node: session.history.series(name, node) for node in session.nodes}
-    rounds = sorted({number for numbers, _ in found.values() for number in numbers})
+    series_by_node = {node: session.history.series(name, node) for node in session.nodes}
+    rounds = sorted({round_index for numbers, _ in series_by_node.values() for round_index in numbers})
     if not rounds:
         return None
     lines = {}
-    for node, (numbers, values) in found.items():
+    for node, (numbers, values) in series_by_node.items():
         by_round = dict(zip(numbers, values, strict=True))
         if by_round:
-            lines[node] = [by_round.get(number) for number in rounds]
-    return shown.series(f"{name} of each client", rounds, lines, y_name=name)
+            lines[node] = [by_round.get(round_index) for round_index in rounds]
+    return debugger_output.series_output(f"{name} of each client", rounds, lines, y_name=name)
 
 
-def _of_round(session: Session, asked: Asked) -> dict[str, float | None]:
+def _metrics_of_round(session: Session, request: PrintRequest) -> dict[str, float | None]:
     values: dict[str, float | None] = {}
     for name in session.metric_names():
-        found = dict(zip(*session.history.series(name, asked.node), strict=True))
-        if asked.round in found:
-            values[name] = found[asked.round]
-    if asked.node is None:
-        values |= session.tape.entry(asked.round).metrics
+        by_round = dict(zip(*session.history.series(name, request.node), strict=True))
+        if request.round in by_round:
+            values[name] = by_round[request.round]
+    if request.node is None:
+        values |= session.tape.entry(request.round).metrics
     return values
 
 
-def _title(what: str, asked: Asked) -> str:
-    return f"{what} of round {asked.round}" + (f", {asked.node}" if asked.node else "")
+def _title(what: str, request: PrintRequest) -> str:
+    return f"{what} of round {request.round}" + (f", {request.node}" if request.node else "")
 
 
 def _number(value: float | None) -> float:
     return float("nan") if value is None else value
 
 
-def batch(session: Session, asked: Asked) -> Shown:
+def batch(session: Session, request: PrintRequest) -> DebuggerOutput:
     """The samples of a client's step: which of its own they are, and their labels."""
-    node = _client(asked, "batch")
+    node = _client(request, "batch")
     step = session.at(node)
-    x, y = session.material.trace(asked.round, node, step.number).batch(step.number)
-    s = summary(x, bins=1)
+    x, y = session.states.trace(request.round, node, step.number).batch(step.number)
+    s = summarize(x, bins=1)
     counts = Counter(int(label) for label in y.reshape(-1))
     rows = [(label, count, count / max(1, y.numel())) for label, count in sorted(counts.items())]
     odd = f", NaN {s.nan}, Inf {s.inf}" if s.nan or s.inf else ""
-    own = " ".join(str(int(row)) for row in step.rows[:FEW]) + (" ..." if len(y) > FEW else "")
+    own = " ".join(str(int(row)) for row in step.rows[:SAMPLES_NAMED]) + (" ..." if len(y) > SAMPLES_NAMED else "")
     note = (
-        f"{len(y)} samples of shape {'×'.join(map(str, s.shape[1:]))}, values {shown.figure(s.min)} to "
-        f"{shown.figure(s.max)}{odd}. Of its own samples, these: {own}"
+        f"{len(y)} samples of shape {'×'.join(map(str, s.shape[1:]))}, values {debugger_output.format_cell(s.min)} to "
+        f"{debugger_output.format_cell(s.max)}{odd}. Of its own samples, these: {own}"
     )
-    return shown.table(
-        f"batch of {node}, round {asked.round}, step {step.number}", ("label", "samples", "share"), rows, note
+    return debugger_output.table_output(
+        f"batch of {node}, round {request.round}, step {step.number}", ("label", "samples", "share"), rows, note
     )
 
 
-def state(session: Session, asked: Asked) -> Shown:
+def state(session: Session, request: PrintRequest) -> DebuggerOutput:
     """All that is known before the round: the model, and what the server remembers besides."""
-    held = session.material.state(asked.round)
-    title = f"state at the beginning of round {asked.round}"
-    if asked.rest:
-        name = asked.rest[0]
+    held = session.states.state(request.round)
+    title = f"state at the beginning of round {request.round}"
+    if request.rest:
+        name = request.rest[0]
         if name not in held:
             raise ConfigError(unknown("part of the state", name, held))
-        return _tensors(f"{title}, {name}", held[name], asked.layer)
-    if asked.layer is not None:
-        return _tensors(title, held["model"], asked.layer)
-    marks = session.tape.marks(asked.round)
-    rows: list[tuple[shown.Cell, ...]] = []
+        return _tensors(f"{title}, {name}", held[name], request.layer)
+    if request.layer is not None:
+        return _tensors(title, held["model"], request.layer)
+    marks = session.tape.marks(request.round)
+    rows: list[tuple[debugger_output.Cell, ...]] = []
     for name, tensors in held.items():
         count = sum(t.numel() for t in tensors.values())
-        norm = float(sum(summary(t, bins=1).norm ** 2 for t in tensors.values()) ** 0.5)
+        norm = float(sum(summarize(t, bins=1).norm ** 2 for t in tensors.values()) ** 0.5)
         rows.append((name, len(tensors), count, norm, marks[name].digest if name in marks else None))
-    return shown.table(title, ("part", "tensors", "values", "norm", "digest"), rows, session.how(asked.round))
+    return debugger_output.table_output(
+        title, ("part", "tensors", "values", "norm", "digest"), rows, session.how(request.round)
+    )
 
 
-NOUNS: Mapping[str, Callable[[Session, Asked], Shown]] = {
+NOUNS: Mapping[str, Callable[[Session, PrintRequest], DebuggerOutput]] = {
     "gradient": gradient,
     "weight": weight,
     "update": update,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ from fedvitals.records import is_client
 from fedvitals.stats import FAMILIES, statistics_of
 
 ANY = "any client"
-ALIKE = {"norm": "l2"}  # what people say, and what the statistic is called
+STATISTIC_ALIASES = {"norm": "l2"}  # what people say, and what the statistic is called
 QUALITY = ("accuracy", "loss", "local.accuracy", "local.loss")  # of a federation, also where only clients told it
-Past = list[tuple[int, float]]
+PastValues = list[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Reading:
     label: str
     node: str | None
     value: float
-    past: Callable[[], Past]
+    past: Callable[[], PastValues]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +56,16 @@ class Quantity:
         if self.node not in (None, ANY) and nodes and self.node not in nodes:
             family = self.name.rpartition(".")[0]
             layers = history.layers(family) if family in FAMILIES else ()
-            hint = f" For a layer, write «{self.name} of layer {self.node}»." if _find(layers, str(self.node)) else ""
+            hint = (
+                f" For a layer, write «{self.name} of layer {self.node}»."
+                if _layer_named(layers, str(self.node))
+                else ""
+            )
             raise ConfigError(unknown("node", str(self.node), nodes) + hint)
         if self.layer is not None:
             family, _ = _statistic(self.name)
             layers = history.layers(family)
-            if layers and _find(layers, self.layer) is None:
+            if layers and _layer_named(layers, self.layer) is None:
                 raise ConfigError(unknown(f"layer of family '{family}'", self.layer, layers))
 
     def readings(self, history: History, round_index: int) -> Iterator[Reading]:
@@ -72,69 +77,75 @@ class Quantity:
         else:
             yield from self._of_all(history, round_index)
 
-    def _of_node(self, history: History, node: str | None, round_: int) -> Iterator[Reading]:
+    def _of_node(self, history: History, node: str | None, round_index: int) -> Iterator[Reading]:
         rounds, values = history.series(self.name, node)
-        if round_ in rounds:
+        if round_index in rounds:
             label = f"{self.name} of {node}" if node else self.name
-            past = [(r, v) for r, v in zip(rounds, values, strict=True) if r < round_]
-            yield Reading(label, node, values[rounds.index(round_)], lambda: past)
+            past = [(r, v) for r, v in zip(rounds, values, strict=True) if r < round_index]
+            yield Reading(label, node, values[rounds.index(round_index)], lambda: past)
 
-    def _of_all(self, history: History, round_: int) -> Iterator[Reading]:
+    def _of_all(self, history: History, round_index: int) -> Iterator[Reading]:
         """The federation's own, else its server's; else a median for what says how good it is, or each client's."""
         for whole in (None, "server") if self.node is None else ():
             if history.series(self.name, whole)[0]:
-                yield from self._of_node(history, whole, round_)
+                yield from self._of_node(history, whole, round_index)
                 return
-        clients = {node: value for node, value in history.latest(self.name, round_).items() if is_client(node)}
+        clients = {node: value for node, value in history.latest(self.name, round_index).items() if is_client(node)}
         if self.node is None and self.name in QUALITY:
             if clients:
-                earlier = [r for r in history.rounds() if r < round_]
+                earlier = [r for r in history.rounds() if r < round_index]
                 label = f"{self.name} (median of the clients)"
-                yield Reading(label, None, _middle(clients.values()), lambda: self._medians(history, earlier))
+                yield Reading(label, None, _median(clients.values()), lambda: self._medians(history, earlier))
             return
         for node, value in clients.items():
-            yield Reading(f"{self.name} of {node}", node, value, lambda node=node: self._before(history, node, round_))  # type: ignore[misc]
+            past = functools.partial(self._before, history, node, round_index)
+            yield Reading(f"{self.name} of {node}", node, value, past)
 
-    def _before(self, history: History, node: str, round_: int) -> Past:
-        return [(r, v) for r, v in zip(*history.series(self.name, node), strict=True) if r < round_]
+    def _before(self, history: History, node: str, round_index: int) -> PastValues:
+        return [(r, v) for r, v in zip(*history.series(self.name, node), strict=True) if r < round_index]
 
-    def _medians(self, history: History, rounds: Sequence[int]) -> Past:
-        told = ((r, [v for n, v in history.latest(self.name, r).items() if is_client(n)]) for r in rounds)
-        return [(r, _middle(values)) for r, values in told if values]
+    def _medians(self, history: History, rounds: Sequence[int]) -> PastValues:
+        values_by_round = ((r, [v for n, v in history.latest(self.name, r).items() if is_client(n)]) for r in rounds)
+        return [(r, _median(values)) for r, values in values_by_round if values]
 
-    def _of_layer(self, history: History, round_: int) -> Iterator[Reading]:
+    def _of_layer(self, history: History, round_index: int) -> Iterator[Reading]:
         family, statistic = _statistic(self.name)
-        layer = _find(history.layers(family), str(self.layer))
+        layer = _layer_named(history.layers(family), str(self.layer))
         if layer is None:
             return
         rounds, nodes, values = history.matrix(family, statistic, layer)
-        if round_ not in rounds:
+        if round_index not in rounds:
             return
-        row = rounds.index(round_)
+        row = rounds.index(round_index)
         for column, node in enumerate(nodes):
             if node != self.node if self.node not in (None, ANY) else not is_client(node):
                 continue
             value = float(values[row, column])
             if not math.isnan(value):  # it took no part
-                past = [(r, float(values[i, column])) for i, r in enumerate(rounds) if r < round_]
+                past = [(r, float(values[i, column])) for i, r in enumerate(rounds) if r < round_index]
                 yield Reading(f"{self.name} of {layer} in {node}", node, value, lambda past=past: past)  # type: ignore[misc]
 
 
 def quantity_of(name: str, node: str | None = None, layer: str | None = None) -> Quantity:
     """As it was said; ConfigError, with what was probably meant, for a name that nothing has."""
-    said = " ".join(name.lower().split())
-    spellings = (said, said.replace(" ", "."), said.replace(" ", "_"), said.replace(" ", ".", 1).replace(" ", "_"))
+    spelling = " ".join(name.lower().split())
+    spellings = (
+        spelling,
+        spelling.replace(" ", "."),
+        spelling.replace(" ", "_"),
+        spelling.replace(" ", ".", 1).replace(" ", "_"),
+    )
     if layer is not None:
-        found = next((one for one in spellings if _is_statistic(one)), None)
-        if found is None:
-            raise ConfigError(_unknown_statistic(said))
-        return Quantity(found, node, layer)
-    found = next((one for one in spellings if one in CATALOG), None)
-    if found is None and said.startswith("user."):
-        found = name.strip()
-    if found is None:
-        raise ConfigError(_unknown_metric(said))
-    return Quantity(found, node)
+        known_name = next((candidate for candidate in spellings if _is_statistic(candidate)), None)
+        if known_name is None:
+            raise ConfigError(_unknown_statistic(spelling))
+        return Quantity(known_name, node, layer)
+    known_name = next((candidate for candidate in spellings if candidate in CATALOG), None)
+    if known_name is None and spelling.startswith("user."):
+        known_name = name.strip()
+    if known_name is None:
+        raise ConfigError(_unknown_metric(spelling))
+    return Quantity(known_name, node)
 
 
 def quoted(name: str) -> str:
@@ -142,43 +153,45 @@ def quoted(name: str) -> str:
     return f'"{name}"' if " " in name and name != ANY else name
 
 
-def finite(past: Past) -> list[float]:
+def finite_values(past: PastValues) -> list[float]:
     return [value for _, value in past if math.isfinite(value)]
 
 
-def _middle(values: object) -> float:
+def _median(values: object) -> float:
     kept = [value for value in values if math.isfinite(value)]  # type: ignore[attr-defined]
     return median(kept) if kept else math.nan
 
 
 def _is_statistic(name: str) -> bool:
     family, _, statistic = name.rpartition(".")
-    return family in FAMILIES and ALIKE.get(statistic, statistic) in statistics_of(family)
+    return family in FAMILIES and STATISTIC_ALIASES.get(statistic, statistic) in statistics_of(family)
 
 
 def _statistic(name: str) -> tuple[str, str]:
     family, _, statistic = name.rpartition(".")
-    return family, ALIKE.get(statistic, statistic)
+    return family, STATISTIC_ALIASES.get(statistic, statistic)
 
 
-def _find(layers: Sequence[str], said: str) -> str | None:
+def _layer_named(layers: Sequence[str], word: str) -> str | None:
     """The layer of that name; of a module's name, its weight, else its first parameter."""
-    if said in layers:
-        return said
-    inside = [layer for layer in layers if layer.startswith(f"{said}.")]
-    return next((layer for layer in inside if layer == f"{said}.weight"), inside[0] if inside else None)
+    if word in layers:
+        return word
+    inside = [layer for layer in layers if layer.startswith(f"{word}.")]
+    return next((layer for layer in inside if layer == f"{word}.weight"), inside[0] if inside else None)
 
 
-def _unknown_metric(said: str) -> str:
-    if _is_statistic(said):
-        return f"'{said}' is a statistic of layers: name one, as in «{said} of layer conv1 in c7»."
-    close = difflib.get_close_matches(said, CATALOG, n=3, cutoff=0.5)
+def _unknown_metric(word: str) -> str:
+    if _is_statistic(word):
+        return f"'{word}' is a statistic of layers: name one, as in «{word} of layer conv1 in c7»."
+    close = difflib.get_close_matches(word, CATALOG, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(repr(name) for name in close)}?" if close else ""
-    return f"Unknown metric '{said}'.{hint} docs/metrics.md has them all; what you logged yourself is 'user.{said}'."
+    return f"Unknown metric '{word}'.{hint} docs/metrics.md has them all; what you logged yourself is 'user.{word}'."
 
 
-def _unknown_statistic(said: str) -> str:
-    family = said.rpartition(".")[0]
+def _unknown_statistic(word: str) -> str:
+    family = word.rpartition(".")[0]
     if family in FAMILIES:
-        return unknown(f"statistic of family '{family}'", said.rpartition(".")[2], [*statistics_of(family), *ALIKE])
-    return unknown("family of layer statistics", family or said, FAMILIES)
+        return unknown(
+            f"statistic of family '{family}'", word.rpartition(".")[2], [*statistics_of(family), *STATISTIC_ALIASES]
+        )
+    return unknown("family of layer statistics", family or word, FAMILIES)

@@ -22,27 +22,27 @@ from fedvitals.diagnosis.cases import cases
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.protocols import History, Replayable
 from fedvitals.records import Finding, Run
-from fedvitals.replay.debugger import differences, overview, shown
+from fedvitals.replay.debugger import debugger_output, differences, overview
 from fedvitals.replay.debugger.breakpoints import Breakpoints, Hit
-from fedvitals.replay.debugger.cached_history import Remembered
+from fedvitals.replay.debugger.cached_history import CachedHistory
 from fedvitals.replay.debugger.conditions import Condition, parse
-from fedvitals.replay.debugger.exporting import write
-from fedvitals.replay.debugger.printing import printed
-from fedvitals.replay.debugger.running import Running
-from fedvitals.replay.debugger.shown import Shown
+from fedvitals.replay.debugger.debugger_output import DebuggerOutput
+from fedvitals.replay.debugger.exporting import export_file
+from fedvitals.replay.debugger.held_run import HeldRun
+from fedvitals.replay.debugger.printing import print_words
 from fedvitals.replay.player import proof
-from fedvitals.replay.player.loops import LoopPlayer, loop_player
+from fedvitals.replay.player.loop_player import LoopPlayer, loop_player
 from fedvitals.replay.player.player import Player
-from fedvitals.replay.player.states import Material, Progress
-from fedvitals.replay.player.trace import Step
-from fedvitals.replay.tape.journal import spans
+from fedvitals.replay.player.states import Progress, ReplayStates
+from fedvitals.replay.player.trace import TracedStep
+from fedvitals.replay.tape.journal import round_ranges
 from fedvitals.replay.tape.reader import TapeReader, open_tape
 from fedvitals.store import Reader, Target, open_reader, store_target
 from fedvitals.store.read import queries
 
 if TYPE_CHECKING:
     from fedvitals.lab.experiment import Experiment
-    from fedvitals.replay.counterfactual.bisect import Culprit
+    from fedvitals.replay.counterfactual.bisect import BisectResult
     from fedvitals.replay.counterfactual.fork import Fork
     from fedvitals.replay.counterfactual.reaggregate import WhatIf
 
@@ -75,7 +75,7 @@ def open_replay(
         if loop is not None:
             return loop_player(tape, loop)
         if tape.setting.host != "lab":
-            raise ConfigError(overview.how_again(tape))
+            raise ConfigError(overview.replay_instructions(tape))
         return Player(tape, experiment=experiment, data=data, workers=workers)
 
     return Session(described, tape, reader, make, store)
@@ -96,12 +96,12 @@ class Session:
             raise ConfigError(f"The tape of '{run.name}' has no finished round yet: there is nothing to replay.")
         self.run, self.tape, self.store, self._reader = run, tape, store, reader
         self.progress: Progress = lambda *_: None
-        self.material = Material(tape, player, self._told_of)
-        self.breakpoints, self.running = Breakpoints(), Running(self)
+        self.states = ReplayStates(tape, player, self._report_progress)
+        self.breakpoints, self.running = Breakpoints(), HeldRun(self)
         self.round: int = tape.rounds[0]
         self.node: str | None = None
         self.step_number = 0
-        self.last: Shown | None = None  # what was shown last
+        self.last: DebuggerOutput | None = None  # what was shown last
         self.told: list[Hit] = []  # by watchpoints, when it last ran on
 
     def __enter__(self) -> Self:
@@ -112,17 +112,17 @@ class Session:
 
     def close(self) -> None:
         self.running.close()
-        self.material.close()
+        self.states.close()
         self._reader.close()
 
-    def _told_of(self, number: int, first: int, last: int) -> None:
-        self.progress(number, first, last)
+    def _report_progress(self, round_index: int, first: int, last: int) -> None:
+        self.progress(round_index, first, last)
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
     @property
     def player(self) -> Any:
-        return self.material.player
+        return self.states.player
 
     @property
     def history(self) -> History:
@@ -135,9 +135,9 @@ class Session:
     @property
     def nodes(self) -> list[str]:
         """All clients of the run, as far as the tape knows them."""
-        told = self.tape.setting.told.get("nodes")
+        recorded = self.tape.setting.told.get("nodes")
         here = [came.node for came in self.tape.entry(self.round).came]
-        return list(dict.fromkeys([*(told or ()), *here]))
+        return list(dict.fromkeys([*(recorded or ()), *here]))
 
     def described(self) -> Run:
         """The run as it is now: it may end meanwhile."""
@@ -147,70 +147,77 @@ class Session:
     def metric_names(self) -> list[str]:
         return queries.metric_names(self._reader, self.run.id)
 
-    def found(self, number: int | None = None) -> list[Finding]:
+    def findings_until(self, round_index: int | None = None) -> list[Finding]:
         """What the detectors said, up to a round."""
         all_of_it = queries.records(self._reader, self.run.id, Finding)
-        return [f for f in all_of_it if number is None or (f.where.round is not None and f.where.round <= number)]
+        return [
+            f for f in all_of_it if round_index is None or (f.where.round is not None and f.where.round <= round_index)
+        ]
 
-    def suspects(self, number: int) -> list[str]:
+    def suspects(self, round_index: int) -> list[str]:
         """Whom the findings up to a round name."""
-        found = self.found(number)
-        named = [f.where.node for f in found] + [one.node for f in found for one in f.suspects]
+        findings = self.findings_until(round_index)
+        named = [f.where.node for f in findings] + [suspect.node for f in findings for suspect in f.suspects]
         return [node for node in dict.fromkeys(named) if node in self.nodes]
 
-    def overview(self) -> Shown:
+    def overview(self) -> DebuggerOutput:
         """What can be replayed, and how."""
-        return self.kept(overview.of_run(self.described(), self.tape, self.found()))
+        return self.kept(overview.show_run(self.described(), self.tape, self.findings_until()))
 
-    def rounds(self) -> Shown:
+    def rounds(self) -> DebuggerOutput:
         """The rounds on the tape."""
-        return self.kept(overview.of_rounds(self.tape, self.found(), self.round))
+        return self.kept(overview.show_rounds(self.tape, self.findings_until(), self.round))
 
-    def clients(self) -> Shown:
+    def clients(self) -> DebuggerOutput:
         """Who took part in this round."""
-        return self.kept(overview.of_clients(self.tape, self.history, self.round))
+        return self.kept(overview.show_clients(self.tape, self.history, self.round))
 
-    def findings(self) -> Shown:
+    def findings(self) -> DebuggerOutput:
         """What had been found by the end of this round, worst first."""
-        attended = queries.attendance(self._reader, self.run.id, {f.where.node for f in self.found(self.round)})
-        attended = {who: [number for number in rounds if number <= self.round] for who, rounds in attended.items()}
+        attended = queries.attendance(
+            self._reader, self.run.id, {f.where.node for f in self.findings_until(self.round)}
+        )
+        attended = {
+            who: [round_index for round_index in rounds if round_index <= self.round]
+            for who, rounds in attended.items()
+        }
         rows = [
-            (case.severity, case.issue, case.place, case.course, case.newest.message)
-            for case in cases(self.found(self.round), attended)
+            (case.severity, case.issue, case.place, case.timeline, case.newest.message)
+            for case in cases(self.findings_until(self.round), attended)
         ]
         columns = ("severity", "issue", "where", "since", "what")
-        return self.kept(shown.table(f"findings up to round {self.round}", columns, rows))
+        return self.kept(debugger_output.table_output(f"findings up to round {self.round}", columns, rows))
 
-    def how(self, number: int) -> str:
+    def how(self, round_index: int) -> str:
         """How the state of a round is had."""
-        if self.tape.has_state(number):
+        if self.tape.has_state(round_index):
             return "Read from the tape."
-        since = self.tape.nearest(number)
-        if since == number:  # of a run that goes on, it may have come just now
+        since = self.tape.nearest(round_index)
+        if since == round_index:  # of a run that goes on, it may have come just now
             return "Read from the tape."
         return "Digests only." if since is None else f"Run again from round {since}."
 
     # -- where it is --------------------------------------------------------------------------------------------------
 
-    def where(self) -> Shown:
+    def where(self) -> DebuggerOutput:
         """Where the session is, and what is there."""
-        return self.kept(overview.of_place(self))
+        return self.kept(overview.show_place(self))
 
-    def goto(self, number: int) -> Shown:
-        if number not in self.tape.rounds:
-            raise ConfigError(f"Round {number} is not on the tape. It has: {spans(self.tape.rounds)}.")
-        self.round, self.node, self.step_number = number, None, 0
+    def goto(self, round_index: int) -> DebuggerOutput:
+        if round_index not in self.tape.rounds:
+            raise ConfigError(f"Round {round_index} is not on the tape. It has: {round_ranges(self.tape.rounds)}.")
+        self.round, self.node, self.step_number = round_index, None, 0
         return self.where()
 
-    def next(self) -> Shown:
+    def next(self) -> DebuggerOutput:
         """To the next round; of a run that is held, the one that it does now."""
-        return self._beside(1)
+        return self._neighbour(1)
 
-    def back(self) -> Shown:
+    def back(self) -> DebuggerOutput:
         """To the round before."""
-        return self._beside(-1)
+        return self._neighbour(-1)
 
-    def _beside(self, by: int) -> Shown:
+    def _neighbour(self, by: int) -> DebuggerOutput:
         others = [n for n in self.tape.rounds if (n > self.round if by > 0 else n < self.round)]
         if not others and by > 0 and self.running.held is not None:
             self.running.one_more()
@@ -219,28 +226,28 @@ class Session:
             raise ConfigError(f"Round {self.round} is the {'last' if by > 0 else 'first'} one on the tape.")
         return self.goto(others[0] if by > 0 else others[-1])
 
-    def into(self, node: str) -> Shown:
+    def into(self, node: str) -> DebuggerOutput:
         """Into a client's local training of this round: it is run again, and watched."""
         if node not in self.nodes:
             raise ConfigError(unknown("client", node, self.nodes))
-        self.material.trace(self.round, node)
+        self.states.trace(self.round, node)
         self.node, self.step_number = node, 0
         return self.where()
 
-    def step(self, count: int = 1) -> Shown:
+    def step(self, count: int = 1) -> DebuggerOutput:
         """Forward in a client's local training, or back where `count` is negative; it stops at the ends."""
         if self.node is None:
             raise ConfigError("Steps are a client's: go into one first (into c7).  next  goes to the next round.")
-        last = len(self.material.trace(self.round, self.node).steps) - 1
+        last = len(self.states.trace(self.round, self.node).steps) - 1
         wanted = self.step_number + count
         self.step_number = max(0, min(last, wanted))
-        told = self.where()
+        output = self.where()
         if wanted > last:
-            text = f"{told.text}\n  That was its last step: it has sent its update (print update; out)."
-            return self.kept(shown.said(told.title, text, told.note))
-        return told
+            text = f"{output.text}\n  That was its last step: it has sent its update (print update; out)."
+            return self.kept(debugger_output.text_output(output.title, text, output.note))
+        return output
 
-    def out(self) -> Shown:
+    def out(self) -> DebuggerOutput:
         """Out of a client, back to its round."""
         if self.node is None:
             raise ConfigError(f"The session is in no client, but at round {self.round}.")
@@ -250,44 +257,46 @@ class Session:
     def step_of(self, node: str) -> int:
         return self.step_number if node == self.node else 0
 
-    def at(self, node: str) -> Step:
+    def at(self, node: str) -> TracedStep:
         """The client's step that the session is at, with its tensors; of a client that it is not in, the first."""
-        number = self.step_of(node)
-        found = self.material.trace(self.round, node, number)
-        if not found.steps:
-            raise ConfigError(f"{node} took no step in round {self.round}: {found.error or 'it was asked for none'}.")
-        return found.steps[number]
+        step_number = self.step_of(node)
+        client_trace = self.states.trace(self.round, node, step_number)
+        if not client_trace.steps:
+            raise ConfigError(
+                f"{node} took no step in round {self.round}: {client_trace.error or 'it was asked for none'}."
+            )
+        return client_trace.steps[step_number]
 
     def exactness(self, node: str) -> str:
         """Whether a client's steps, as they are shown, are what happened."""
-        exact = self.material.trace(self.round, node, self.step_of(node)).exact
+        exact = self.states.trace(self.round, node, self.step_of(node)).exact
         if exact is None:
             return ""
         return "Bit for bit as recorded." if exact else "Run again, it sent other bits than recorded: see  verify."
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
-    def show(self, *what: str) -> Shown:
+    def show(self, *what: str) -> DebuggerOutput:
         """One of gradient, weight, update, loss, metric, batch, state; of a layer, client or metric: "update c7"."""
-        return self.kept(printed(self, " ".join(what).split()))
+        return self.kept(print_words(self, " ".join(what).split()))
 
-    def diff(self, one: str | int, other: str | int) -> Shown:
+    def diff(self, first: str | int, second: str | int) -> DebuggerOutput:
         """Of two clients, of a client and its «cohort», or of the models at the beginnings of two rounds."""
-        if isinstance(one, int) and isinstance(other, int):
-            return self.kept(differences.of_rounds(self, one, other))
-        for name in (one, other):
+        if isinstance(first, int) and isinstance(second, int):
+            return self.kept(differences.compare_rounds(self, first, second))
+        for name in (first, second):
             if name != differences.COHORT and name not in self.nodes:
                 raise ConfigError(unknown("client", str(name), [*self.nodes, differences.COHORT]))
-        return self.kept(differences.of_clients(self, str(one), str(other)))
+        return self.kept(differences.compare_clients(self, str(first), str(second)))
 
     def export(self, path: str | Path, *what: str) -> Path:
         """To .safetensors (a state, update, gradient), .csv or .json (what is named; else what was shown last)."""
-        return write(self, Path(path), " ".join(what).split())
+        return export_file(self, Path(path), " ".join(what).split())
 
-    def kept(self, one: Shown) -> Shown:
+    def kept(self, output: DebuggerOutput) -> DebuggerOutput:
         """As what was shown last."""
-        self.last = one
-        return one
+        self.last = output
+        return output
 
     # -- stopping -----------------------------------------------------------------------------------------------------
 
@@ -317,7 +326,7 @@ class Session:
             wanted.check(self.history)
         if goes_on:
             self.running.attach()  # before the tape is read: no round is missed between the two
-        ahead = [number for number in self.tape.rounds if number > self.round]
+        ahead = [round_index for round_index in self.tape.rounds if round_index > self.round]
         if not ahead and not goes_on:
             first = self.tape.rounds[0]
             raise ConfigError(f"Round {self.round} is the last one on the tape: go back first (goto {first}).")
@@ -330,28 +339,28 @@ class Session:
         return hit
 
     def _on(self, text: str | None, timeout: float | None) -> Hit | None:
-        number = None if text is None else self.breakpoints.add(text)
+        breakpoint_number = None if text is None else self.breakpoints.add(text)
         try:
             hit = self.running.until_hit(timeout)
-            return replace(hit, number=0) if hit is not None and hit.number == number else hit
+            return replace(hit, number=0) if hit is not None and hit.number == breakpoint_number else hit
         finally:
-            if number is not None:
-                self.breakpoints.remove(number)
+            if breakpoint_number is not None:
+                self.breakpoints.remove(breakpoint_number)
 
     def _first(self, wanted: Condition | None, rounds: list[int]) -> Hit | None:
-        known, findings = Remembered(self.history), self.found()
-        for number in rounds:
-            hits = self.breakpoints.check(known, findings, number)
+        known, findings = CachedHistory(self.history), self.findings_until()
+        for round_index in rounds:
+            hits = self.breakpoints.check(known, findings, round_index)
             self.told += [hit for hit in hits if not hit.stops]
-            seen = None if wanted is None else wanted.holds(known, findings, number)
+            seen = None if wanted is None else wanted.holds(known, findings, round_index)
             if seen is not None:
-                return Hit(0, number, str(wanted), seen)
+                return Hit(0, round_index, str(wanted), seen)
             stopping = [hit for hit in hits if hit.stops]
             if stopping:
                 return stopping[0]
         return None
 
-    def pause(self, *, timeout: float | None = None) -> Shown:
+    def pause(self, *, timeout: float | None = None) -> DebuggerOutput:
         """Hold a run that is still running after the round that it is in, and go there."""
         hit = self.running.pause(timeout)
         known = self.tape.rounds
@@ -365,11 +374,15 @@ class Session:
         if first is not None and last is not None and first > last:
             raise ConfigError(f"The last round, {last}, lies before the first, {first}.")
         if node is not None and numbers:  # else nothing would be compared, and nothing would differ
-            asked = {came.node for number in numbers for came in self.tape.entry(number).came}
+            asked = {came.node for round_index in numbers for came in self.tape.entry(round_index).came}
             if node not in asked:
-                raise ConfigError(f"{unknown('client', node, asked)} These took part in rounds {spans(numbers)}.")
+                raise ConfigError(
+                    f"{unknown('client', node, asked)} These took part in rounds {round_ranges(numbers)}."
+                )
         ends = (numbers[0], numbers[-1]) if numbers else (self.round, self.round)
-        return proof.verify(self.player, first, last, node=node, progress=lambda number: self.progress(number, *ends))
+        return proof.verify(
+            self.player, first, last, node=node, progress=lambda round_index: self.progress(round_index, *ends)
+        )
 
     def whatif(
         self, text: str | None = None, *, first: int | None = None, last: int | None = None, **change: Any
@@ -378,33 +391,36 @@ class Session:
 
         In words ("drop c7"), or as `whatif(drop=("c7",), clip=1.5)`.
         """
-        from fedvitals.replay.counterfactual.change import change_of  # noqa: PLC0415 - what a session seldom needs
+        from fedvitals.replay.counterfactual.change import change_from  # noqa: PLC0415 - what a session seldom needs
         from fedvitals.replay.counterfactual.reaggregate import reaggregate  # noqa: PLC0415
 
         ends = self.round if first is None else first, self.tape.rounds[-1] if last is None else last
         return reaggregate(
-            self.player, *ends, change_of(text, **change), progress=lambda number: self.progress(number, *ends)
+            self.player,
+            *ends,
+            change_from(text, **change),
+            progress=lambda round_index: self.progress(round_index, *ends),
         )
 
     def fork(
         self, text: str | None = None, *, until: int | None = None, name: str | None = None, **change: Any
     ) -> Fork:
         """Truly run on from this round with a change, as a new run in the store."""
-        from fedvitals.replay.counterfactual.change import change_of  # noqa: PLC0415
+        from fedvitals.replay.counterfactual.change import change_from  # noqa: PLC0415
         from fedvitals.replay.counterfactual.fork import fork  # noqa: PLC0415
 
         last = self.tape.rounds[-1] if until is None else until
         return fork(
             self.player,
             self.round,
-            change_of(text, **change),
+            change_from(text, **change),
             store=store_target(self.store),
             until=until,
             name=name,
-            progress=lambda number, _: self.progress(number, self.round, last),
+            progress=lambda round_index, _: self.progress(round_index, self.round, last),
         )
 
-    def bisect(self, good: int, bad: int, until: str | None = None) -> Culprit:
+    def bisect(self, good: int, bad: int, until: str | None = None) -> BisectResult:
         """The first bad round between two, and the smallest set of clients whose removal restores the good path."""
         from fedvitals.replay.counterfactual.bisect import bisect  # noqa: PLC0415
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedvitals.replay.tape.digests import Mark
-from fedvitals.replay.tape.journal import Came, Entry
+from fedvitals.replay.tape.digests import StateDigest
+from fedvitals.replay.tape.journal import ClientReply, RoundEntry
 from fedvitals.replay.tape.retention import losses_of
 
 
@@ -44,66 +44,70 @@ class Mismatch:
         return text
 
 
-def first_mismatch(recorded: Entry, replayed: Entry, layers: Sequence[str]) -> Mismatch | None:
+def first_mismatch(recorded: RoundEntry, replayed: RoundEntry, layers: Sequence[str]) -> Mismatch | None:
     """None: all digests are equal, so all bits are."""
-    number = recorded.round
-    before = _states(number, "state before", recorded.state, replayed.state, layers)
+    round_index = recorded.round
+    before = _state_mismatch(round_index, "state before", recorded.state, replayed.state, layers)
     if before is not None:
         return before
     asked, again = [came.node for came in recorded.came], [came.node for came in replayed.came]
     if asked != again:
-        return Mismatch(number, "cohort", recorded=" ".join(asked), replayed=" ".join(again))
+        return Mismatch(round_index, "cohort", recorded=" ".join(asked), replayed=" ".join(again))
     return (
-        _updates(number, recorded.came, replayed.came, layers)
-        or _states(number, "state after", recorded.after, replayed.after, layers)
-        or _metrics(recorded, replayed)
+        _first_update_mismatch(round_index, recorded.came, replayed.came, layers)
+        or _state_mismatch(round_index, "state after", recorded.after, replayed.after, layers)
+        or _metric_mismatch(recorded, replayed)
     )
 
 
-def _updates(number: int, recorded: Sequence[Came], replayed: Sequence[Came], layers: Sequence[str]) -> Mismatch | None:
+def _first_update_mismatch(
+    round_index: int, recorded: Sequence[ClientReply], replayed: Sequence[ClientReply], layers: Sequence[str]
+) -> Mismatch | None:
     """Of the clients that differ, the one that does so first: where groups exchange, it takes others along."""
-    found: list[tuple[float, int, Mismatch]] = []
+    mismatches: list[tuple[float, int, Mismatch]] = []
     for place, (before, after) in enumerate(zip(recorded, replayed, strict=True)):
-        if _same(before, after):
+        if _same_reply(before, after):
             continue
-        found.append((*_when(place, before, after), _update(number, before, after, layers)))
-    return min(found, key=lambda one: one[:2])[2] if found else None
+        mismatches.append(
+            (*_first_step_and_place(place, before, after), _update_mismatch(round_index, before, after, layers))
+        )
+    return min(mismatches, key=lambda entry: entry[:2])[2] if mismatches else None
 
 
-def _same(before: Came, after: Came) -> bool:
+def _same_reply(before: ClientReply, after: ClientReply) -> bool:
     """Norms are for people; bits are in the digests."""
-    marks = [None if one.mark is None else one.mark.digest for one in (before, after)]
-    told = [(one.weight, one.used, one.losses, one.error) for one in (before, after)]
-    return marks[0] == marks[1] and told[0] == told[1]
+    marks = [None if reply.mark is None else reply.mark.digest for reply in (before, after)]
+    outcomes = [(reply.weight, reply.used, reply.losses, reply.error) for reply in (before, after)]
+    return marks[0] == marks[1] and outcomes[0] == outcomes[1]
 
 
-def _when(place: int, before: Came, after: Came) -> tuple[float, int]:
-    step = _step(before, after)
+def _first_step_and_place(place: int, before: ClientReply, after: ClientReply) -> tuple[float, int]:
+    step = _first_differing_step(before, after)
     return (float("inf") if step is None else step), place
 
 
-def _update(number: int, before: Came, after: Came, layers: Sequence[str]) -> Mismatch:
-    step, loss = _step(before, after), None
+def _update_mismatch(round_index: int, before: ClientReply, after: ClientReply, layers: Sequence[str]) -> Mismatch:
+    step, loss = _first_differing_step(before, after), None
     if step is not None and step < min(len(losses_of(before)), len(losses_of(after))):
         loss = float(losses_of(before)[step]), float(losses_of(after)[step])
     if before.mark is None or after.mark is None or before.mark.digest == after.mark.digest:
-        said = [_outcome(one) for one in (before, after)]
-        what = "weight" if said[0] == said[1] and before.weight != after.weight else "update"
-        values = [before.weight, after.weight] if what == "weight" else said
-        return Mismatch(number, what, before.node, step, None, values[0], values[1], loss=loss)
-    layer, was, now = _layer(before.mark, after.mark, layers)
-    return Mismatch(number, "update", before.node, step, layer, was, now, loss=loss)
+        outcomes = [_outcome(reply) for reply in (before, after)]
+        what = "weight" if outcomes[0] == outcomes[1] and before.weight != after.weight else "update"
+        values = [before.weight, after.weight] if what == "weight" else outcomes
+        return Mismatch(round_index, what, before.node, step, None, values[0], values[1], loss=loss)
+    layer, was, now = _first_differing_layer(before.mark, after.mark, layers)
+    return Mismatch(round_index, "update", before.node, step, layer, was, now, loss=loss)
 
 
-def _outcome(came: Came) -> str:
+def _outcome(came: ClientReply) -> str:
     if came.error is not None:
         return came.error
     return ("an update" if came.mark is not None else "nothing") + ("" if came.used else ", left out")
 
 
-def _step(before: Came, after: Came) -> int | None:
+def _first_differing_step(before: ClientReply, after: ClientReply) -> int | None:
     """The first local step whose loss has other bits."""
-    old, new = (losses_of(one).view(np.uint32) for one in (before, after))
+    old, new = (losses_of(reply).view(np.uint32) for reply in (before, after))
     shared = min(len(old), len(new))
     apart = np.flatnonzero(old[:shared] != new[:shared])
     if len(apart):
@@ -111,22 +115,28 @@ def _step(before: Came, after: Came) -> int | None:
     return shared if len(old) != len(new) else None
 
 
-def _states(
-    number: int, what: str, recorded: dict[str, Mark], replayed: dict[str, Mark], layers: Sequence[str]
+def _state_mismatch(
+    round_index: int,
+    what: str,
+    recorded: dict[str, StateDigest],
+    replayed: dict[str, StateDigest],
+    layers: Sequence[str],
 ) -> Mismatch | None:
     for name in dict.fromkeys((*recorded, *replayed)):
         before, after = recorded.get(name), replayed.get(name)
         if before is None or after is None:
-            there = ["there" if one is not None else "not there" for one in (before, after)]
-            return Mismatch(number, f"{what} ({name})", recorded=there[0], replayed=there[1])
+            there = ["there" if digest is not None else "not there" for digest in (before, after)]
+            return Mismatch(round_index, f"{what} ({name})", recorded=there[0], replayed=there[1])
         if before.digest != after.digest:
-            layer, was, now = _layer(before, after, layers)
+            layer, was, now = _first_differing_layer(before, after, layers)
             shown = what if name == "model" else f"{what} ({name})"
-            return Mismatch(number, shown, None, None, layer, was, now)
+            return Mismatch(round_index, shown, None, None, layer, was, now)
     return None
 
 
-def _layer(before: Mark, after: Mark, layers: Sequence[str]) -> tuple[str | None, float | None, float | None]:
+def _first_differing_layer(
+    before: StateDigest, after: StateDigest, layers: Sequence[str]
+) -> tuple[str | None, float | None, float | None]:
     for place, (old, new) in enumerate(zip(before.layers, after.layers, strict=False)):
         if old != new:
             name = layers[place] if len(before.layers) <= len(layers) else f"tensor {place}"
@@ -134,19 +144,21 @@ def _layer(before: Mark, after: Mark, layers: Sequence[str]) -> tuple[str | None
     return None, None, None
 
 
-def _metrics(recorded: Entry, replayed: Entry) -> Mismatch | None:
+def _metric_mismatch(recorded: RoundEntry, replayed: RoundEntry) -> Mismatch | None:
     for name, value in recorded.metrics.items():
         if name in replayed.metrics and replayed.metrics[name] != value:
             return Mismatch(recorded.round, f"metric {name}", recorded=value, replayed=replayed.metrics[name])
     return None
 
 
-def deviation(recorded: Entry, replayed: Entry) -> float:
+def deviation(recorded: RoundEntry, replayed: RoundEntry) -> float:
     """The largest difference of a layer's norm in any state or update of the round, relative to the whole state's.
 
     Relative to the layer's own, a bias that is nearly 0 would decide.
     """
-    pairs: list[tuple[Mark | None, Mark | None]] = [(recorded.state.get(k), m) for k, m in replayed.state.items()]
+    pairs: list[tuple[StateDigest | None, StateDigest | None]] = [
+        (recorded.state.get(k), m) for k, m in replayed.state.items()
+    ]
     pairs += [(recorded.after.get(k), m) for k, m in replayed.after.items()]
     pairs += [(came.mark, other.mark) for came, other in zip(recorded.came, replayed.came, strict=False)]
     worst = 0.0

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 
-class Drift:
+class DriftEstimate:
     """Fed round by round. `weights`: how much of a state is trained; buffers do not count."""
 
     def __init__(self, weights: int) -> None:

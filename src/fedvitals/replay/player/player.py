@@ -18,23 +18,23 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError, StoreError
 from fedvitals.lab import experiment as lab_experiment
-from fedvitals.lab.actions import Ward
-from fedvitals.lab.engines.engine import FLOWER, Engine, one_thread
+from fedvitals.lab.corrections import CorrectionApplier
+from fedvitals.lab.engines.engine import FLOWER, Engine, single_threaded
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.experiment import Experiment
-from fedvitals.lab.federation import Federation, Server
-from fedvitals.lab.run import one_round, prepared
-from fedvitals.lab.taped import OPTIMIZER
+from fedvitals.lab.federation import Federation, ServerState
+from fedvitals.lab.run import prepare_site, run_round
+from fedvitals.lab.tape_recording import OPTIMIZER
 from fedvitals.protocols import Message, NullObserver, WorkerObserver
 from fedvitals.records import Action, Where
-from fedvitals.replay.tape.digests import Tensors, mark_of
-from fedvitals.replay.tape.journal import Entry
+from fedvitals.replay.tape.digests import Tensors, state_digest_of
+from fedvitals.replay.tape.journal import RoundEntry
 from fedvitals.replay.tape.reader import TapeReader
-from fedvitals.replay.tape.retention import came_of, finite
+from fedvitals.replay.tape.retention import finite_or_none, reply_entry_of
 
 
 @dataclass
-class Played:
+class ReplayedRound:
     """A round that was run again."""
 
     number: int
@@ -46,38 +46,38 @@ class Played:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def message(self, node: str) -> Message | None:
-        return next((one for one in self.messages if one.node == node), None)
+        return next((message for message in self.messages if message.node == node), None)
 
-    def entry(self) -> Entry:
+    def entry(self) -> RoundEntry:
         """As the tape would have recorded it."""
-        came = [came_of(m, None if m.tensors is None else mark_of(m.tensors)) for m in self.messages]
-        before = {name: mark_of(tensors) for name, tensors in self.before.items()}
-        after = {name: mark_of(tensors) for name, tensors in self.after.items()}
+        came = [reply_entry_of(m, None if m.tensors is None else state_digest_of(m.tensors)) for m in self.messages]
+        before = {name: state_digest_of(tensors) for name, tensors in self.before.items()}
+        after = {name: state_digest_of(tensors) for name, tensors in self.after.items()}
         notes = (self.notes, self.after_notes)
-        return Entry(self.number, before, notes[0], tuple(came), after, notes[1], finite(self.metrics))
+        return RoundEntry(self.number, before, notes[0], tuple(came), after, notes[1], finite_or_none(self.metrics))
 
 
-class Playback(NullObserver):
+class PlaybackObserver(NullObserver):
     """An observer that answers as the monitor did, and hears what a tape would."""
 
     def __init__(self, tape: TapeReader | None, watcher: WorkerObserver | None = None) -> None:
         self._tape, self._watcher = tape, watcher
         self.recorder = self
-        self.played = Played(-1)
+        self.played = ReplayedRound(-1)
         self._left_out: tuple[int, frozenset[str]] = -1, frozenset()
 
-    def prescribed(self, number: int) -> Sequence[Action]:
-        if self._tape is None or number not in self._tape.rounds:
+    def prescribed(self, round_index: int) -> Sequence[Action]:
+        if self._tape is None or round_index not in self._tape.rounds:
             return ()
-        return [action_of(told) for told in self._tape.entry(number).notes.get("actions", ())]
+        return [action_of(action) for action in self._tape.entry(round_index).notes.get("actions", ())]
 
-    def updates(self, number: int, updates: Mapping[str, Any]) -> Sequence[Action]:
-        if self._left_out[0] != number:  # asked for each batch of updates, and read once
-            known = self._tape is not None and number in self._tape.rounds
-            came = self._tape.entry(number).came if self._tape is not None and known else ()
-            self._left_out = number, frozenset(one.node for one in came if not one.used)
+    def updates(self, round_index: int, updates: Mapping[str, Any]) -> Sequence[Action]:
+        if self._left_out[0] != round_index:  # asked for each batch of updates, and read once
+            known = self._tape is not None and round_index in self._tape.rounds
+            came = self._tape.entry(round_index).came if self._tape is not None and known else ()
+            self._left_out = round_index, frozenset(reply.node for reply in came if not reply.used)
         out = self._left_out[1]
-        return [Action(Where("", number), 0.0, "", "exclude", node) for node in updates if node in out]
+        return [Action(Where("", round_index), 0.0, "", "exclude", node) for node in updates if node in out]
 
     def for_worker(self) -> WorkerObserver:
         return NullObserver() if self._watcher is None else self._watcher  # not this one: it holds all that was played
@@ -87,11 +87,11 @@ class Playback(NullObserver):
     def describe(self, *_: Any) -> None: ...
     def gate(self, *_: Any) -> None: ...
 
-    def begin(self, number: int, state: Mapping[str, Tensors], notes: Mapping[str, Any]) -> None:
-        self.played = Played(number, dict(state), dict(notes))
+    def begin(self, round_index: int, state: Mapping[str, Tensors], notes: Mapping[str, Any]) -> None:
+        self.played = ReplayedRound(round_index, dict(state), dict(notes))
 
     def messages(self, _: int, messages: Sequence[Message]) -> None:
-        self.played.messages += [_kept(message) for message in messages]
+        self.played.messages += [_without_notes(message) for message in messages]
 
     def end(self, _: int, state: Mapping[str, Tensors], notes: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         self.played.after, self.played.after_notes, self.played.metrics = dict(state), dict(notes), dict(metrics)
@@ -115,15 +115,15 @@ class Player:
         site: Site | None = None,
     ) -> None:
         self.tape = tape
-        told = tape.setting.told
-        if tape.setting.host != "lab" or "engine" not in told:
+        settings = tape.setting.told
+        if tape.setting.host != "lab" or "engine" not in settings:
             raise ConfigError(
                 f"The run '{tape.setting.run}' is of host '{tape.setting.host or 'unknown'}': only runs of the lab can "
                 "be run again here."
             )
         self.described = experiment_of(tape, experiment)  # as it was written: before its faults set it up
-        self.data = data if data is not None else told.get("data")
-        self.site = prepared(self.described, self.data) if site is None else site
+        self.data = data if data is not None else settings.get("data")
+        self.site = prepare_site(self.described, self.data) if site is None else site
         self.experiment = self.site.experiment
         self._device = device
         self.workers, self._engines = workers, dict[int | None, Engine]()
@@ -142,44 +142,46 @@ class Player:
     def engine(self, workers: int | None = None) -> Engine:
         wanted = self.workers if workers is None else workers
         if wanted not in self._engines:
-            told = self.tape.setting.told
-            device = self._device or str(told.get("device", "cpu"))
-            name = "sequential" if told["engine"] == FLOWER else str(told["engine"])  # by the promise of that engine
-            precision = "float32" if device == "cpu" else str(told.get("precision", "float32"))
+            settings = self.tape.setting.told
+            device = self._device or str(settings.get("device", "cpu"))
+            name = (
+                "sequential" if settings["engine"] == FLOWER else str(settings["engine"])
+            )  # by the promise of that engine
+            precision = "float32" if device == "cpu" else str(settings.get("precision", "float32"))
             self._engines[wanted] = Engine(self.site, name, wanted, device, precision)
         return self._engines[wanted]
 
-    def server(self, number: int) -> Server:
+    def server(self, round_index: int) -> ServerState:
         """All that was known before a round: read, or run again from the nearest state that can be."""
-        start = self.start(number)
+        start = self.start(round_index)
         server = self.stored(start)
-        for played in self.rounds(start, number - 1, server, examined=False):
+        for played in self.rounds(start, round_index - 1, server, examined=False):
             del played
         return server
 
-    def start(self, number: int) -> int:
-        start = self.tape.nearest(number)
+    def start(self, round_index: int) -> int:
+        start = self.tape.nearest(round_index)
         if start is None:
             raise StoreError(
-                f"Round {number} cannot be run again: no whole state before it is on the tape any more. A larger "
+                f"Round {round_index} cannot be run again: no whole state before it is on the tape any more. A larger "
                 "budget keeps more: fv.Tape(budget=...)."
             )
         return start
 
-    def stored(self, number: int) -> Server:
+    def stored(self, round_index: int) -> ServerState:
         """From the tape, as it is; the first one of all from the seed."""
-        if number == 0 and self.tape.begins_from_seed:
+        if round_index == 0 and self.tape.begins_from_seed:
             self.engine().restore_optimizers({})
-            return Server(self.site.layout.flat(self.site.module))
-        return self.restored(self.tape.state(number), self.tape.notes(number))
+            return ServerState(self.site.layout.flat(self.site.module))
+        return self.restored(self.tape.state(round_index), self.tape.notes(round_index))
 
-    def restored(self, state: Mapping[str, Tensors], notes: Mapping[str, Any]) -> Server:
+    def restored(self, state: Mapping[str, Tensors], notes: Mapping[str, Any]) -> ServerState:
         """Of a round's beginning as a tape has it, or as `Played` does."""
         flat = {name: flattened(tensors) for name, tensors in state.items()}
         kept = {name.removeprefix(OPTIMIZER): t for name, t in flat.items() if name.startswith(OPTIMIZER)}
         self.engine().restore_optimizers(kept)
         past = sorted((name for name in flat if name.startswith("past/")), key=lambda name: int(name[5:]))
-        return Server(
+        return ServerState(
             flat["model"],
             {name.removeprefix("memory/"): t for name, t in flat.items() if name.startswith("memory/")},
             copy.deepcopy(dict(notes.get("notes", {}))),
@@ -191,37 +193,39 @@ class Player:
         self,
         first: int,
         last: int,
-        server: Server,
+        server: ServerState,
         *,
         examined: bool = True,
-        observer: Playback | None = None,
+        observer: PlaybackObserver | None = None,
         workers: int | None = None,
-    ) -> Iterator[Played]:
+    ) -> Iterator[ReplayedRound]:
         """Run them again from a server that is at the beginning of the first; it is moved along."""
-        watching = Playback(self.tape) if observer is None else observer
+        watching = PlaybackObserver(self.tape) if observer is None else observer
         federation = Federation(self.site, self.engine(workers), watching, server)
-        ward, model = Ward(self.experiment, watching), copy.deepcopy(self.site.module)
-        for number in range(first, last + 1):
-            with one_thread():
-                one_round(federation, ward, number, model, examined=examined)
+        corrections, model = CorrectionApplier(self.experiment, watching), copy.deepcopy(self.site.module)
+        for round_index in range(first, last + 1):
+            with single_threaded():
+                run_round(federation, corrections, round_index, model, evaluate=examined)
             yield watching.played
 
-    def round(self, number: int, *, examined: bool = False, observer: Playback | None = None) -> Played:
+    def round(
+        self, round_index: int, *, examined: bool = False, observer: PlaybackObserver | None = None
+    ) -> ReplayedRound:
         """One round, from its own beginning."""
         with contextlib.closing(
-            self.rounds(number, number, self.server(number), examined=examined, observer=observer)
+            self.rounds(round_index, round_index, self.server(round_index), examined=examined, observer=observer)
         ) as rounds:  # type: ignore[type-var]
             return next(rounds)
 
 
-def experiment_of(tape: TapeReader, given: Experiment | None) -> Experiment:
+def experiment_of(tape: TapeReader, experiment: Experiment | None) -> Experiment:
     """The experiment on the tape; or the one that is given, if it is the same."""
-    told = tape.setting.told
-    if given is not None:
-        if given.digest() != told.get("digest"):
+    settings = tape.setting.told
+    if experiment is not None:
+        if experiment.digest() != settings.get("digest"):
             raise ConfigError("The experiment that was given is not the one that was recorded: their digests differ.")
-        return given
-    text = told.get("experiment")
+        return experiment
+    text = settings.get("experiment")
     if text is None:
         raise ConfigError(
             "Parts of this experiment are objects of the user's own (a model, data), which no tape can hold: give it "
@@ -230,9 +234,9 @@ def experiment_of(tape: TapeReader, given: Experiment | None) -> Experiment:
     return lab_experiment.read(text)
 
 
-def action_of(told: Mapping[str, Any]) -> Action:
-    fields = {key: value for key, value in told.items() if key != "where"}
-    return Action(Where(**told["where"]), **fields)
+def action_of(action: Mapping[str, Any]) -> Action:
+    fields = {key: value for key, value in action.items() if key != "where"}
+    return Action(Where(**action["where"]), **fields)
 
 
 def flattened(tensors: Tensors) -> Tensor:
@@ -241,7 +245,7 @@ def flattened(tensors: Tensors) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
 
 
-def _kept(message: Message) -> Message:
+def _without_notes(message: Message) -> Message:
     losses = None if message.losses is None else message.losses.clone()
     return Message(
         message.node, message.tensors, message.weight, message.used, message.group, message.start, losses, message.error

@@ -13,12 +13,12 @@ from typing import Any
 
 from fedvitals.errors import ConfigError
 from fedvitals.replay.player.comparison import Mismatch, deviation, first_mismatch
-from fedvitals.replay.player.loops import LoopPlayer
-from fedvitals.replay.player.player import Played, Player
+from fedvitals.replay.player.loop_player import LoopPlayer
+from fedvitals.replay.player.player import Player, ReplayedRound
 from fedvitals.replay.tape.digests import first_difference
-from fedvitals.replay.tape.journal import Entry
+from fedvitals.replay.tape.journal import RoundEntry
 from fedvitals.replay.tape.reader import TapeReader
-from fedvitals.replay.tape.tape import machine
+from fedvitals.replay.tape.tape import machine_description
 
 TOLERANCE = 1e-3
 """Relative, of a layer's norm: where bits cannot be the same. One round from equal states; see docs/replay.md."""
@@ -63,8 +63,8 @@ def verify(
     if not rounds:
         raise ConfigError(f"The tape of '{tape.setting.run}' has no finished round yet: there is nothing to prove.")
     first, last = rounds[0] if first is None else first, rounds[-1] if last is None else last
-    for number in (first, last):
-        tape.entry(number)  # an error that says which rounds there are
+    for round_index in (first, last):
+        tape.entry(round_index)  # an error that says which rounds there are
     begins = player.start(first)
     why = _why_not_exact(tape)
     proof = Proof(tape.setting.run, first, last, begins, why is None, why, tolerance=0.0 if why is None else tolerance)
@@ -77,12 +77,14 @@ def verify(
         for played in player.rounds(begins, last, server, **alone):
             if played.number < first:
                 continue
-            entry = _of(tape.entry(played.number) if played.number in tape.rounds else Entry(played.number, {}), node)
+            entry = _only_node(
+                tape.entry(played.number) if played.number in tape.rounds else RoundEntry(played.number, {}), node
+            )
             if played.number not in tape.rounds or entry.lost or not (entry.after or node):
                 proof.unrecorded.append(played.number)
                 wrong = None
                 continue
-            wrong = _judged(proof, entry, _of(played.entry(), node), tape)
+            wrong = _mismatch_of(proof, entry, _only_node(played.entry(), node), tape)
             progress(played.number)
             if wrong is not None:
                 break
@@ -94,13 +96,13 @@ def verify(
     return proof
 
 
-def _of(entry: Entry, node: str | None) -> Entry:
+def _only_node(entry: RoundEntry, node: str | None) -> RoundEntry:
     if node is None:
         return entry
-    return Entry(entry.round, {}, came=tuple(came for came in entry.came if came.node == node), lost=entry.lost)
+    return RoundEntry(entry.round, {}, came=tuple(came for came in entry.came if came.node == node), lost=entry.lost)
 
 
-def _judged(proof: Proof, recorded: Entry, replayed: Entry, tape: TapeReader) -> Mismatch | None:
+def _mismatch_of(proof: Proof, recorded: RoundEntry, replayed: RoundEntry, tape: TapeReader) -> Mismatch | None:
     wrong = first_mismatch(recorded, replayed, tape.setting.layers)
     if proof.exact or wrong is None:
         return wrong
@@ -112,14 +114,14 @@ def _why_not_exact(tape: TapeReader) -> str | None:
     """What the bits depend on, and is another one here."""
     if tape.setting.told.get("device", "cpu") != "cpu":
         return "it was computed on CUDA, whose sums may come in another order"
-    here = machine()
+    here = machine_description()
     for name, was in tape.setting.machine.items():
         if here.get(name) != was:
             return f"it was recorded with {name} {was}, and this is {here.get(name)}"
     return None
 
 
-def _with_values(wrong: Mismatch, tape: TapeReader, played: Played) -> Mismatch:
+def _with_values(wrong: Mismatch, tape: TapeReader, played: ReplayedRound) -> Mismatch:
     """The first element that differs, where the tape has the recorded tensors."""
     if wrong.layer is None:
         return wrong
@@ -128,13 +130,19 @@ def _with_values(wrong: Mismatch, tape: TapeReader, played: Played) -> Mismatch:
         replayed = None if message is None else message.tensors
     else:
         after = wrong.what.startswith("state after")
-        number = wrong.round + 1 if after else wrong.round
-        known = tape.has_state(number)
-        recorded = tape.state(number)["model"] if known else None
+        round_index = wrong.round + 1 if after else wrong.round
+        known = tape.has_state(round_index)
+        recorded = tape.state(round_index)["model"] if known else None
         replayed = (played.after if after else played.before).get("model")
     if recorded is None or replayed is None or recorded.keys() != replayed.keys():
         return wrong
-    found = first_difference(recorded, replayed)
-    if found is None:
+    difference = first_difference(recorded, replayed)
+    if difference is None:
         return wrong
-    return replace(wrong, layer=found.tensor, index=found.index, recorded=found.recorded, replayed=found.replayed)
+    return replace(
+        wrong,
+        layer=difference.tensor,
+        index=difference.index,
+        recorded=difference.recorded,
+        replayed=difference.replayed,
+    )

@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 from fedvitals.errors import ConfigError
-from fedvitals.lab.actions import Ward
-from fedvitals.lab.engines.engine import AnyEngine, one_thread
+from fedvitals.lab.corrections import CorrectionApplier
+from fedvitals.lab.engines.engine import AnyEngine, single_threaded
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.engines.work import Node, Task, Update
-from fedvitals.lab.federation import Federation, Server
-from fedvitals.lab.run import Round, one_round
+from fedvitals.lab.engines.tasks import Node, Task, Update
+from fedvitals.lab.federation import Federation, ServerState
+from fedvitals.lab.run import Round, run_round
 from fedvitals.protocols import Message, NullObserver
 from fedvitals.records import Action, Where
-from fedvitals.replay.counterfactual.change import OURS, Change, recorded_actions
+from fedvitals.replay.counterfactual.change import CHANGE_FINDING, Change, recorded_actions
 from fedvitals.replay.player.player import flattened
 from fedvitals.replay.tape.reader import TapeReader
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RecordedUpdate:
     """What a client sent in a recorded round, and what it was trained from; both flat, on the CPU."""
 
     node: Node
@@ -48,87 +48,87 @@ class Answer:
         return start + change
 
 
-Answers = Mapping[Node, Answer]
+RecordedUpdates = Mapping[Node, RecordedUpdate]
 
 
-def answers_of(messages: Sequence[Message], server: Server) -> dict[Node, Answer]:
+def recorded_updates_of(messages: Sequence[Message], server: ServerState) -> dict[Node, RecordedUpdate]:
     """Of those that were aggregated. `server`: as it was before the round."""
-    found = {}
+    updates = {}
     for message in messages:
         if message.tensors is not None and message.used:
-            found[message.node] = Answer(
+            updates[message.node] = RecordedUpdate(
                 message.node,
                 flattened(message.tensors),
-                start_of(server, message.start),
+                start_tensor(server, message.start),
                 int(message.weight),
                 message.group,
             )
-    return found
+    return updates
 
 
-def start_of(server: Server, name: str) -> Tensor:
+def start_tensor(server: ServerState, name: str) -> Tensor:
     start = server.model if name == "model" else server.memory[name.removeprefix("memory/")]
     return start.cpu()
 
 
-def copied(server: Server) -> Server:
+def copy_of_server(server: ServerState) -> ServerState:
     """One that can be moved along by itself: tensors are replaced in there, or changed in memory alone."""
     memory = {name: tensor.clone() for name, tensor in server.memory.items()}
-    return Server(server.model, memory, copy.deepcopy(server.notes), server.clock, [*server.past])
+    return ServerState(server.model, memory, copy.deepcopy(server.notes), server.clock, [*server.past])
 
 
-def groups_of(tape: TapeReader, number: int) -> list[str]:
+def groups_of_round(tape: TapeReader, round_index: int) -> list[str]:
     """Edges, rings or clusters that took part in a round."""
-    return sorted({came.group for came in tape.entry(number).came if came.group is not None})
+    return sorted({came.group for came in tape.entry(round_index).came if came.group is not None})
 
 
-class Steering(NullObserver):
+class ChangeObserver(NullObserver):
     """An observer that prescribes what was in force at the time, and a change besides."""
 
     def __init__(self, tape: TapeReader, first: int, change: Change | None = None) -> None:
         self._tape, self._first, self.change = tape, first, Change() if change is None else change
 
-    def prescribed(self, number: int) -> Sequence[Action]:
-        answered = () if self.change.no_faults else recorded_actions(self._tape, self._first, number)
-        return [*answered, *self.change.actions(number)]
+    def prescribed(self, round_index: int) -> Sequence[Action]:
+        answered = () if self.change.no_faults else recorded_actions(self._tape, self._first, round_index)
+        return [*answered, *self.change.actions(round_index)]
 
-    def updates(self, number: int, updates: Mapping[Node, object]) -> Sequence[Action]:
+    def updates(self, round_index: int, updates: Mapping[Node, object]) -> Sequence[Action]:
         """Whom the monitor left out at the time: unless what was wrong with them is not there any more."""
-        if self.change.no_faults or number not in self._tape.rounds:
+        if self.change.no_faults or round_index not in self._tape.rounds:
             return ()
-        out = {came.node for came in self._tape.entry(number).came if not came.used}
-        return [Action(Where("", number), 0.0, "", "exclude", node) for node in updates if node in out]
+        out = {came.node for came in self._tape.entry(round_index).came if not came.used}
+        return [Action(Where("", round_index), 0.0, "", "exclude", node) for node in updates if node in out]
 
     def refused(self, action: Action, why: str) -> None:
-        if action.finding == OURS:
+        if action.finding == CHANGE_FINDING:
             raise ConfigError(f"«{self.change.text}» cannot be done here: {why}")
 
 
-class Reused(Federation):
+class ReusingFederation(Federation):
     """`answers`: of the round that is next. `factor`: of each client's change: a learning rate, in first order."""
 
-    def __init__(self, site: Site, engine: AnyEngine, observer: NullObserver, server: Server) -> None:
+    def __init__(self, site: Site, engine: AnyEngine, observer: NullObserver, server: ServerState) -> None:
         super().__init__(site, engine, observer, server)
-        self.answers: Answers = {}
+        self.answers: RecordedUpdates = {}
         self.factor = 1.0
-        self._ward, self._model = Ward(site.experiment, observer), copy.deepcopy(site.module)
+        self._corrections, self._model = CorrectionApplier(site.experiment, observer), copy.deepcopy(site.module)
 
     def train(self, tasks: Iterable[Task], *, timed: bool = True) -> Iterator[Update]:
-        orders, weights = self.orders, self.site.layout.weights
-        tasks = [task for task in map(orders.task, tasks) if task.nodes]
-        if timed and self.journeys.network is not None:
-            self.server.clock = self.journeys.plan(self.round, tasks, self.server.clock).ends
+        corrections, weights = self.corrections, self.site.layout.weights
+        tasks = [task for task in map(corrections.adjust_task, tasks) if task.nodes]
+        if timed and self.journey_planner.network is not None:
+            self.server.clock = self.journey_planner.plan_round(self.round, tasks, self.server.clock).ends
         for task in tasks:
             for node in task.nodes:
                 answer = self.answers.get(node)
-                if answer is None or orders.shut_out(node, task.group):
+                if answer is None or corrections.is_quarantined(node, task.group):
                     continue
                 state = answer.on(task.start, weights, self.factor)
                 update = Update(node, state, task.start, answer.samples, task.group, steps=1)
-                yield orders.update(update, task.start, weights)
+                yield corrections.adjust_update(update, task.start, weights)
 
-    def play(self, number: int, answers: Answers, *, examined: bool) -> Round:
+    def play(self, round_index: int, answers: RecordedUpdates, *, examined: bool) -> Round:
         """One round, by what came in it at the time."""
         self.answers = answers
-        with one_thread():
-            return one_round(self, self._ward, number, self._model, examined=examined)
+        with single_threaded():
+            return run_round(self, self._corrections, round_index, self._model, evaluate=examined)

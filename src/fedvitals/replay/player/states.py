@@ -11,11 +11,11 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError, StoreError
 from fedvitals.loop_tape import DELTA
-from fedvitals.replay.player.loops import LoopPlayer
-from fedvitals.replay.player.player import Played, Player
-from fedvitals.replay.player.trace import Trace, trace
+from fedvitals.replay.player.loop_player import LoopPlayer
+from fedvitals.replay.player.player import Player, ReplayedRound
+from fedvitals.replay.player.trace import ClientTrace, trace_client
 from fedvitals.replay.tape.digests import Tensors
-from fedvitals.replay.tape.journal import Came
+from fedvitals.replay.tape.journal import ClientReply
 from fedvitals.replay.tape.reader import TapeReader
 
 MEMORY = 1 << 30  # bytes of rounds that were run again
@@ -25,13 +25,13 @@ Progress = Callable[[int, int, int], None]
 """A round that was run again, the first and the last of those that are."""
 
 
-class Material:
+class ReplayStates:
     def __init__(self, tape: TapeReader, player: Callable[[], Player | LoopPlayer], progress: Progress) -> None:
         self.tape, self._make, self.progress = tape, player, progress
         self._player: Player | LoopPlayer | None = None
-        self._played: OrderedDict[int, Played] = OrderedDict()
-        self._traces: OrderedDict[tuple[int, str], Trace] = OrderedDict()
-        self.again = 0  # rounds that were run again so far
+        self._played: OrderedDict[int, ReplayedRound] = OrderedDict()
+        self._traces: OrderedDict[tuple[int, str], ClientTrace] = OrderedDict()
+        self.rerun_rounds = 0  # rounds that were run again so far
 
     @property
     def player(self) -> Player | LoopPlayer:
@@ -47,99 +47,101 @@ class Material:
         self._played.clear()
         self._traces.clear()
 
-    def state(self, number: int) -> Mapping[str, Tensors]:
+    def state(self, round_index: int) -> Mapping[str, Tensors]:
         """All that was known before a round; of one round after the last, too."""
-        if number in self._played:
-            return self._played[number].before
-        if self.tape.has_state(number):
-            return self.tape.state(number)
-        if number - 1 in self.tape.rounds and not self._goes_back(number):
-            return self.play(number - 1).after
-        return self.play(number).before
+        if round_index in self._played:
+            return self._played[round_index].before
+        if self.tape.has_state(round_index):
+            return self.tape.state(round_index)
+        if round_index - 1 in self.tape.rounds and not self._goes_back(round_index):
+            return self.play(round_index - 1).after
+        return self.play(round_index).before
 
-    def model(self, number: int) -> Tensors:
-        return self.state(number)["model"]
+    def model(self, round_index: int) -> Tensors:
+        return self.state(round_index)["model"]
 
-    def sent(self, number: int, node: str) -> Tensors | None:
+    def sent(self, round_index: int, node: str) -> Tensors | None:
         """A client's whole model as it arrived; None where nothing did."""
-        if self.came(number, node).mark is None:
+        if self.reply_of(round_index, node).mark is None:
             return None
-        if number not in self._played:
-            found = self.tape.update(number, node)
-            if found is not None:
-                return found
-        message = self.play(number).message(node)
+        if round_index not in self._played:
+            recorded = self.tape.update(round_index, node)
+            if recorded is not None:
+                return recorded
+        message = self.play(round_index).message(node)
         return None if message is None else message.tensors
 
-    def update(self, number: int, node: str) -> dict[str, Tensor] | None:
+    def update(self, round_index: int, node: str) -> dict[str, Tensor] | None:
         """What a client changed: what it sent, less what it was given."""
-        sent = self.sent(number, node)
+        sent = self.sent(round_index, node)
         if sent is None:
             return None
-        if self.came(number, node).said.get("kind") == DELTA:  # a loop that sends changes
+        if self.reply_of(round_index, node).said.get("kind") == DELTA:  # a loop that sends changes
             return dict(sent)
-        state = self.state(number)
-        given = state.get(self.came(number, node).start, state["model"])
-        if any(name not in given or given[name].shape != tensor.shape for name, tensor in sent.items()):
-            raise StoreError(f"The update of {node} in round {number} does not fit the model that it was trained from.")
-        return {name: tensor - given[name] for name, tensor in sent.items()}
+        state = self.state(round_index)
+        start = state.get(self.reply_of(round_index, node).start, state["model"])
+        if any(name not in start or start[name].shape != tensor.shape for name, tensor in sent.items()):
+            raise StoreError(
+                f"The update of {node} in round {round_index} does not fit the model that it was trained from."
+            )
+        return {name: tensor - start[name] for name, tensor in sent.items()}
 
-    def came(self, number: int, node: str) -> Came:
-        entry = self.tape.entry(number)
-        found = entry.of(node)
-        if found is None:
+    def reply_of(self, round_index: int, node: str) -> ClientReply:
+        entry = self.tape.entry(round_index)
+        reply = entry.reply_of(node)
+        if reply is None:
             asked = ", ".join(came.node for came in entry.came) or "nobody"
-            raise ConfigError(f"{node} took no part in round {number}. These did: {asked}.")
-        return found
+            raise ConfigError(f"{node} took no part in round {round_index}. These did: {asked}.")
+        return reply
 
-    def play(self, number: int) -> Played:
+    def play(self, round_index: int) -> ReplayedRound:
         """A round, run again; those between the nearest known state and it are, too."""
-        if number in self._played:
-            self._played.move_to_end(number)
-            return self._played[number]
-        self.tape.entry(number)  # an error that says which rounds there are
-        first, server = self.begin(number)
-        for played in self.player.rounds(first, number, server, examined=False):
-            self.again += 1
-            self.progress(played.number, first, number)
+        if round_index in self._played:
+            self._played.move_to_end(round_index)
+            return self._played[round_index]
+        self.tape.entry(round_index)  # an error that says which rounds there are
+        first, server = self.begin(round_index)
+        for played in self.player.rounds(first, round_index, server, examined=False):
+            self.rerun_rounds += 1
+            self.progress(played.number, first, round_index)
             self._keep(played)
-        return self._played[number]
+        return self._played[round_index]
 
-    def begin(self, number: int) -> tuple[int, Any]:
+    def begin(self, round_index: int) -> tuple[int, Any]:
         """The nearest round up to this one from whose beginning it can be run again, and that beginning."""
-        near = self._at_hand(number)
-        if near is None or not isinstance(self.player, Player) or not self._is_nearest(near[0], number):
-            start = self.player.start(number)
+        near = self._at_hand(round_index)
+        if near is None or not isinstance(self.player, Player) or not self._is_nearest(near[0], round_index):
+            start = self.player.start(round_index)
             return start, self.player.stored(start)
         return near[0], self.player.restored(near[1], near[2])
 
-    def trace(self, number: int, node: str, step: int = 0) -> Trace:
+    def trace(self, round_index: int, node: str, step: int = 0) -> ClientTrace:
         """A client's steps; the one that is asked for with its tensors."""
-        self.came(number, node)
+        self.reply_of(round_index, node)
         player = self.player
         if not isinstance(player, Player):
             raise ConfigError(
                 "The steps of a plain loop are your own code's: look at them with Python's debugger, "
-                f"`fedvitals replay RUN --round {number} --node {node} --loop module:name --pdb`."
+                f"`fedvitals replay RUN --round {round_index} --node {node} --loop module:name --pdb`."
             )
-        known = self._traces.get((number, node))
+        known = self._traces.get((round_index, node))
         if known is None or (step not in known.kept and step < len(known.steps)):
             first = 0 if known is None else step
-            known = trace(player, number, node, first=first, begin=self.begin(number))
-            self._traces[number, node] = known
-        self._traces.move_to_end((number, node))
+            known = trace_client(player, round_index, node, first=first, begin=self.begin(round_index))
+            self._traces[round_index, node] = known
+        self._traces.move_to_end((round_index, node))
         while len(self._traces) > TRACES:
             self._traces.popitem(last=False)
         return known
 
-    def _is_nearest(self, near: int, number: int) -> bool:
+    def _is_nearest(self, near: int, round_index: int) -> bool:
         try:
-            return near >= self.player.start(number)
+            return near >= self.player.start(round_index)
         except StoreError:  # thinned away: what is at hand is all there is
             return True
 
-    def _at_hand(self, number: int) -> tuple[int, Mapping[str, Tensors], Mapping[str, Any]] | None:
-        for near in range(number, -1, -1):
+    def _at_hand(self, round_index: int) -> tuple[int, Mapping[str, Tensors], Mapping[str, Any]] | None:
+        for near in range(round_index, -1, -1):
             if near in self._played:
                 return near, self._played[near].before, self._played[near].notes
             before = self._played.get(near - 1)
@@ -147,19 +149,19 @@ class Material:
                 return near, before.after, before.after_notes
         return None
 
-    def _goes_back(self, number: int) -> bool:
+    def _goes_back(self, round_index: int) -> bool:
         """Whether a correction took the run back before this round: then it does not begin where the last one ended."""
-        if number not in self.tape.rounds:
+        if round_index not in self.tape.rounds:
             return False
-        return any("restore" in a.get("arguments", {}) for a in self.tape.entry(number).notes.get("actions", ()))
+        return any("restore" in a.get("arguments", {}) for a in self.tape.entry(round_index).notes.get("actions", ()))
 
-    def _keep(self, played: Played) -> None:
+    def _keep(self, played: ReplayedRound) -> None:
         self._played[played.number] = played
         self._played.move_to_end(played.number)
         while len(self._played) > 1 and sum(map(_bytes, self._played.values())) > MEMORY:
             self._played.popitem(last=False)
 
 
-def _bytes(played: Played) -> int:
+def _bytes(played: ReplayedRound) -> int:
     held = [*played.before.values(), *played.after.values(), *(m.tensors or {} for m in played.messages)]
     return sum(t.numel() * t.element_size() for tensors in held for t in tensors.values())

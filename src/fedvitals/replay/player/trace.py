@@ -17,17 +17,17 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.federation import Server
+from fedvitals.lab.federation import ServerState
 from fedvitals.protocols import Message, NullObserver, Stack, WorkerObserver
-from fedvitals.replay.player.player import Playback, Player
-from fedvitals.replay.tape.digests import Tensors, mark_of
+from fedvitals.replay.player.player import PlaybackObserver, Player
+from fedvitals.replay.tape.digests import Tensors, state_digest_of
 from fedvitals.replay.tape.reader import TapeReader
 
 MEMORY = 512 << 20  # bytes of weights and gradients
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TracedStep:
     """`weights`: before it. `gradients`: what the optimiser is given, clipped and spoiled as they may be.
 
     Both are None where they were not kept. `rows`: which of the client's own samples make up the batch.
@@ -41,10 +41,10 @@ class Step:
 
 
 @dataclass
-class Trace:
+class ClientTrace:
     node: str
     round: int
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TracedStep] = field(default_factory=list)
     start: Tensors | None = None  # the model as it was handed out
     message: Message | None = None  # what arrived in the end
     exact: bool | None = None  # whether that has the recorded bits; None: there is nothing to compare with
@@ -67,32 +67,32 @@ class Trace:
         return self.samples[0][rows], self.samples[1][rows]
 
 
-def trace(
+def trace_client(
     player: Player,
     round_index: int,
     node: str,
     *,
     first: int = 0,
     memory: int = MEMORY,
-    begin: tuple[int, Server] | None = None,
+    begin: tuple[int, ServerState] | None = None,
     on_step: Callable[[int], None] | None = None,
-) -> Trace:
+) -> ClientTrace:
     """Tensors are kept from the step `first` on, for as long as they fit into `memory`: at least of one.
 
     `begin`: an earlier round, and all that is known before it, if the caller has it already. `on_step` is called before
     each of the client's optimiser steps: for a debugger.
     """
-    came = player.tape.entry(round_index).of(node)
+    came = player.tape.entry(round_index).reply_of(node)
     if came is None:
-        asked = ", ".join(one.node for one in player.tape.entry(round_index).came) or "nobody"
+        asked = ", ".join(reply.node for reply in player.tape.entry(round_index).came) or "nobody"
         raise ConfigError(f"{node} took no part in round {round_index}. These did: {asked}.")
-    number, server = begin if begin is not None else (player.start(round_index), None)
-    server = player.stored(number) if server is None else server
+    first_round, server = begin if begin is not None else (player.start(round_index), None)
+    server = player.stored(first_round) if server is None else server
     room = max(1, memory // max(1, 8 * player.site.layout.size))  # two vectors of float32 for each step
-    watcher = _Watcher(player.site, node, range(first, first + room), on_step)
-    playback = _UntilSent(player.tape, watcher, round_index, node)
-    with contextlib.suppress(_Sent):
-        for _ in player.rounds(number, round_index, server, examined=False, observer=playback, workers=1):
+    watcher = _StepWatcher(player.site, node, range(first, first + room), on_step)
+    playback = _PlaybackUntilUpdate(player.tape, watcher, round_index, node)
+    with contextlib.suppress(_UpdateSent):
+        for _ in player.rounds(first_round, round_index, server, examined=False, observer=playback, workers=1):
             pass
     message = playback.sent
     if message is None:
@@ -107,62 +107,62 @@ def trace(
     return _assembled(player, watcher, message, came.mark)
 
 
-def _assembled(player: Player, watcher: _Watcher, message: Message, recorded: Any) -> Trace:
-    site, node, number = player.site, watcher.node, watcher.round
-    found = Trace(node, number, start=watcher.start, message=message)
+def _assembled(player: Player, watcher: _StepWatcher, message: Message, recorded: Any) -> ClientTrace:
+    site, node, round_index = player.site, watcher.node, watcher.round
+    client_trace = ClientTrace(node, round_index, start=watcher.start, message=message)
     if recorded is not None and message.tensors is not None:
-        found.exact = mark_of(message.tensors).digest == recorded.digest
-    found.samples = site.tensors(node, number)
+        client_trace.exact = state_digest_of(message.tensors).digest == recorded.digest
+    client_trace.samples = site.tensors(node, round_index)
     losses = [] if message.losses is None else [float(loss) for loss in message.losses]
-    order = site.order(node, number, max(1, watcher.count), watcher.batch, len(found.samples[1]))
+    order = site.order(node, round_index, max(1, watcher.count), watcher.batch, len(client_trace.samples[1]))
     for step in range(watcher.count):
         weights, gradients = watcher.kept.get(step, (None, None))
         loss = losses[step] if step < len(losses) else None
-        found.steps.append(Step(step, loss, weights, gradients, order[step]))
+        client_trace.steps.append(TracedStep(step, loss, weights, gradients, order[step]))
     if message.error is not None:
-        _cut_rest(found)
-    return found
+        _drop_idle_steps(client_trace)
+    return client_trace
 
 
-def _cut_rest(found: Trace) -> None:
+def _drop_idle_steps(client_trace: ClientTrace) -> None:
     """A client that failed rests while the others of its stack go on: steps after which nothing changes are not its."""
-    while len(found.steps) > 1:
-        before, last = found.steps[-2].weights, found.steps[-1].weights
+    while len(client_trace.steps) > 1:
+        before, last = client_trace.steps[-2].weights, client_trace.steps[-1].weights
         if before is None or last is None or any(not torch.equal(before[k], last[k]) for k in last):
             return
-        found.steps.pop()
+        client_trace.steps.pop()
 
 
-class _Sent(BaseException):
+class _UpdateSent(BaseException):
     """The client has sent its update: the rest of the round is of no interest."""
 
 
-class _UntilSent(Playback):
+class _PlaybackUntilUpdate(PlaybackObserver):
     """Plays up to a client's update of one round."""
 
-    def __init__(self, tape: TapeReader, watcher: _Watcher, number: int, node: str) -> None:
+    def __init__(self, tape: TapeReader, watcher: _StepWatcher, round_index: int, node: str) -> None:
         super().__init__(tape, watcher)
-        self._number, self._node, self._silent = number, node, NullObserver()
+        self._number, self._node, self._silent = round_index, node, NullObserver()
         self.sent: Message | None = None
 
     def for_worker(self) -> WorkerObserver:
         """In the rounds before, nobody is watched."""
         return super().for_worker() if self.played.number == self._number else self._silent
 
-    def messages(self, number: int, messages: Sequence[Message]) -> None:
-        super().messages(number, messages)
-        if number == self._number:
+    def messages(self, round_index: int, messages: Sequence[Message]) -> None:
+        super().messages(round_index, messages)
+        if round_index == self._number:
             self.sent = self.played.message(self._node)
             if self.sent is not None:
-                raise _Sent
+                raise _UpdateSent
 
-    def begin(self, number: int, state: Mapping[str, Tensors], notes: Mapping[str, Any]) -> None:
-        super().begin(number, state, notes)
-        if isinstance(self._watcher, _Watcher):
-            self._watcher.round = number
+    def begin(self, round_index: int, state: Mapping[str, Tensors], notes: Mapping[str, Any]) -> None:
+        super().begin(round_index, state, notes)
+        if isinstance(self._watcher, _StepWatcher):
+            self._watcher.round = round_index
 
 
-class _Watcher(NullObserver):
+class _StepWatcher(NullObserver):
     """Copies a client's weights and gradients before each of its steps, whichever engine takes them."""
 
     def __init__(self, site: Site, node: str, wanted: range, on_step: Callable[[int], None] | None) -> None:

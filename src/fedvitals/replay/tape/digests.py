@@ -22,11 +22,11 @@ from torch import Tensor
 from fedvitals.errors import MissingExtraError
 
 Tensors = Mapping[str, Tensor]
-LENGTH = 16  # bytes of a state's digest
-SHORT = 8  # of a tensor's, which only has to differ from the one that was recorded in its place
+DIGEST_BYTES = 16  # bytes of a state's digest
+TENSOR_DIGEST_BYTES = 8  # of a tensor's, which only has to differ from the one that was recorded in its place
 
 
-class Mark(msgspec.Struct, frozen=True, array_like=True):
+class StateDigest(msgspec.Struct, frozen=True, array_like=True):
     """A state as the journal knows it: which bits, and about how large. The tensors are in the order of their names."""
 
     digest: str
@@ -35,50 +35,50 @@ class Mark(msgspec.Struct, frozen=True, array_like=True):
 
 
 @np.errstate(over="ignore", invalid="ignore")  # of norms: a client may send anything
-def mark_of(tensors: Tensors) -> Mark:
+def state_digest_of(tensors: Tensors) -> StateDigest:
     blake3 = _blake3()
     parts: list[bytes] = []
     layers, norms = [], []
-    for head, array, dtype in _pieces(tensors):
-        digest = blake3(array.data.cast("B") if array.size else b"").digest(LENGTH)
+    for head, array, dtype in _tensor_bytes(tensors):
+        digest = blake3(array.data.cast("B") if array.size else b"").digest(DIGEST_BYTES)
         parts += (head, digest)
-        layers.append(digest[:SHORT].hex())
+        layers.append(digest[:TENSOR_DIGEST_BYTES].hex())
         norms.append(_norm(array, dtype))
-    return Mark(blake3(b"".join(parts)).digest(LENGTH).hex(), tuple(layers), tuple(norms))
+    return StateDigest(blake3(b"".join(parts)).digest(DIGEST_BYTES).hex(), tuple(layers), tuple(norms))
 
 
-def _pieces(tensors: Tensors) -> Iterator[tuple[bytes, NDArray[Any], torch.dtype]]:
+def _tensor_bytes(tensors: Tensors) -> Iterator[tuple[bytes, NDArray[Any], torch.dtype]]:
     """What each tensor is called, its bytes (as float32 where it is that), its type."""
     flat = getattr(tensors, "flat", None)  # of the lab: a slice of an array costs a tenth of a view of a tensor
     if isinstance(flat, Tensor) and flat.dtype is torch.float32:
         array = flat.numpy()
-        for head, first, last in _cuts(tensors.layout):  # type: ignore[attr-defined]
+        for head, first, last in _layout_slices(tensors.layout):  # type: ignore[attr-defined]
             if last <= len(array):
                 yield head, array[first:last], flat.dtype
         return
     for name, tensor in tensors.items():
         own = tensor.detach().cpu().contiguous()
         whole = own.reshape(-1) if own.dtype is torch.float32 else own.reshape(-1).view(torch.uint8)
-        yield _head(name, own.dtype, own.shape), whole.numpy(), own.dtype
+        yield _tensor_header(name, own.dtype, own.shape), whole.numpy(), own.dtype
 
 
 @functools.lru_cache(maxsize=64)
-def _cuts(layout: Any) -> tuple[tuple[bytes, int, int], ...]:
-    found, first = [], 0
+def _layout_slices(layout: Any) -> tuple[tuple[bytes, int, int], ...]:
+    slices, first = [], 0
     for name, shape in zip(layout.names, layout.shapes, strict=True):
         last = first + math.prod(shape)
-        found.append((_head(name, torch.float32, shape), first, last))
+        slices.append((_tensor_header(name, torch.float32, shape), first, last))
         first = last
-    return tuple(found)
+    return tuple(slices)
 
 
 @functools.lru_cache(maxsize=4096)
-def _head(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+def _tensor_header(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     return f"{name} {dtype} {tuple(shape)} ".encode()
 
 
 def digest_of(tensors: Tensors) -> str:
-    return mark_of(tensors).digest
+    return state_digest_of(tensors).digest
 
 
 def bytes_of(*states: Mapping[str, Any]) -> int:
@@ -88,7 +88,7 @@ def bytes_of(*states: Mapping[str, Any]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TensorDifference:
     """The first element in which two states differ."""
 
     tensor: str
@@ -97,7 +97,7 @@ class Difference:
     replayed: float
 
 
-def first_difference(recorded: Tensors, replayed: Tensors) -> Difference | None:
+def first_difference(recorded: Tensors, replayed: Tensors) -> TensorDifference | None:
     """Bit by bit: 0 and -0 differ, a NaN equals itself. None where all bits are the same."""
     for name, before in recorded.items():
         after = replayed[name]
@@ -106,7 +106,7 @@ def first_difference(recorded: Tensors, replayed: Tensors) -> Difference | None:
         if len(apart):
             place = int(apart[0])
             index = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), tuple(before.shape) or (1,)))
-            return Difference(name, index, float(flat[place]), float(other[place]))
+            return TensorDifference(name, index, float(flat[place]), float(other[place]))
     return None
 
 

@@ -19,15 +19,15 @@ import msgspec
 
 from fedvitals.protocols import Moment
 from fedvitals.replay.tape.digests import Tensors, digest_of
-from fedvitals.replay.tape.objects import Objects, replace_file
+from fedvitals.replay.tape.objects import StateFiles, replace_file
 from fedvitals.replay.tape.unpack_limits import read_note
 
-LEVEL = 4  # of privacy: tensors, on the site where they were made
+PRIVACY_LEVEL = 4  # of privacy: tensors, on the site where they were made
 FOLDER = "gradients"
 
 
 @dataclass
-class Place:
+class GradientFolder:
     """Where the tape lies, once it is open; goes along to worker processes."""
 
     folder: str | None = None
@@ -38,11 +38,11 @@ class Place:
 class GradientTape:
     """The probe; its schedule is `wants`, with `steps` inside."""
 
-    place: Place
+    place: GradientFolder
     nodes: Collection[str] | None  # None: all
     rounds: int  # every so many
     steps: Callable[[Moment], bool]
-    _objects: Objects | None = field(default=None, repr=False)
+    _objects: StateFiles | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_objects": None}
@@ -59,19 +59,19 @@ class GradientTape:
             return {}
         folder = Path(self.place.folder)
         if self._objects is None:
-            self._objects = Objects(folder / "objects")
+            self._objects = StateFiles(folder / "objects")
         if self._objects.bytes < self.place.budget:
             digest = digest_of(tensors)
             self._objects.put(digest, tensors)
             index = folder / FOLDER
             index.mkdir(exist_ok=True)
-            told = {"round": view.round, "node": view.node, "step": view.step, "digest": digest}
-            replace_file(index / f"{digest}-{view.round}-{view.step}.json", msgspec.json.encode(told))
+            note = {"round": view.round, "node": view.node, "step": view.step, "digest": digest}
+            replace_file(index / f"{digest}-{view.round}-{view.step}.json", msgspec.json.encode(note))
         return {}
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class RecordedGradient:
     """One gradient on the tape."""
 
     round: int
@@ -80,20 +80,20 @@ class Kept:
     digest: str
 
 
-def kept(folder: Path) -> list[Kept]:
+def recorded_gradients(folder: Path) -> list[RecordedGradient]:
     """What the tape has, in order."""
-    found = []
+    gradients = []
     for file in (folder / FOLDER).glob("*.json"):
         try:
-            found.append(msgspec.json.decode(read_note(file), type=Kept))
+            gradients.append(msgspec.json.decode(read_note(file), type=RecordedGradient))
         except (OSError, ValueError, msgspec.MsgspecError):  # half written, or not ours
             continue
-    return sorted(found, key=lambda one: (one.round, one.node, one.step))
+    return sorted(gradients, key=lambda gradient: (gradient.round, gradient.node, gradient.step))
 
 
-def read(folder: Path, round_index: int, node: str, step: int) -> Tensors | None:
+def read_gradient(folder: Path, round_index: int, node: str, step: int) -> Tensors | None:
     """The gradients of one client's local step, if the tape has them."""
-    for one in kept(folder):
-        if (one.round, one.node, one.step) == (round_index, node, step):
-            return Objects(folder / "objects").get(one.digest)
+    for gradient in recorded_gradients(folder):
+        if (gradient.round, gradient.node, gradient.step) == (round_index, node, step):
+            return StateFiles(folder / "objects").get(gradient.digest)
     return None

@@ -29,11 +29,11 @@ try:
 except ModuleNotFoundError as error:  # pragma: no cover - the extra
     raise MissingExtraError(error.name or "zstandard", "replay", "The replay tape") from error
 
-LEVEL = 1  # of zstd: higher ones take three times as long for a hundredth
+ZSTD_LEVEL = 1  # of zstd: higher ones take three times as long for a hundredth
 NAME = re.compile(r"[0-9a-f]{32}")
 
 
-class Objects:
+class StateFiles:
     """The states in one folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -121,14 +121,14 @@ def replace_file(path: Path, content: bytes) -> None:
 def pack(tensors: Tensors) -> bytes:
     """One byte that says how wide the numbers are (0: of several kinds), then zstd of sorted safetensors."""
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    written = safetensors.torch.save(_apart(held), {"order": "\n".join(held)})
+    written = safetensors.torch.save(_copied(held), {"order": "\n".join(held)})
     widths = {tensor.element_size() for tensor in held.values()}
     width = widths.pop() if len(widths) == 1 else 0
     if width > 1:
         head = 8 + int.from_bytes(written[:8], "little")
         body = np.frombuffer(written, np.uint8, offset=head).reshape(-1, width)
         written = written[:head] + body.T.tobytes()
-    return bytes([width]) + zstandard.ZstdCompressor(level=LEVEL).compress(written)
+    return bytes([width]) + zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(written)
 
 
 def unpack(file: IO[bytes], limit: int) -> dict[str, Tensor]:
@@ -143,7 +143,7 @@ def unpack(file: IO[bytes], limit: int) -> dict[str, Tensor]:
     if not width or len(length) < 8 or size > unpack_limits.HEADER_BYTES:
         raise StoreError(f"its header is missing, or has more than {unpack_limits.HEADER_BYTES} bytes")
     header = unpacked.read(size)
-    body_bytes, order = _described(header)
+    body_bytes, order = _header_contents(header)
     if 8 + size + body_bytes > limit:
         raise StoreError(unpack_limits.too_large(8 + size + body_bytes, limit))
     body = unpacked.read(body_bytes)
@@ -151,11 +151,11 @@ def unpack(file: IO[bytes], limit: int) -> dict[str, Tensor]:
         raise StoreError("it does not hold as many bytes as its header says")
     if width[0] > 1:
         body = np.frombuffer(body, np.uint8).reshape(width[0], -1).T.tobytes()
-    found = safetensors.torch.load(b"".join((length, header, body)))
-    return {name: found[name] for name in order} if sorted(order) == sorted(found) else found
+    tensors = safetensors.torch.load(b"".join((length, header, body)))
+    return {name: tensors[name] for name in order} if sorted(order) == sorted(tensors) else tensors
 
 
-def _described(header: bytes) -> tuple[int, list[str]]:
+def _header_contents(header: bytes) -> tuple[int, list[str]]:
     """What a safetensors header says: how many bytes follow it, and the names in the model's order.
 
     safetensors sorts tensors by its own rule; a state has them in the model's order.
@@ -168,6 +168,6 @@ def _described(header: bytes) -> tuple[int, list[str]]:
     return max(ends, default=0), noted.split("\n") if noted else []
 
 
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """safetensors refuses tensors that share memory, as views of one flat vector do unless they are its own pieces."""
     return {name: tensor.clone() for name, tensor in tensors.items()}

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedvitals.errors import StoreError
-from fedvitals.replay.tape.digests import Mark, Tensors, bytes_of
-from fedvitals.replay.tape.journal import Entry, Journal, Setting, spans
-from fedvitals.replay.tape.objects import Objects
+from fedvitals.replay.tape.digests import StateDigest, Tensors, bytes_of
+from fedvitals.replay.tape.journal import RoundEntry, RoundJournal, TapeSettings, round_ranges
+from fedvitals.replay.tape.objects import StateFiles
 from fedvitals.replay.tape.unpack_limits import SMALL_ROUND, too_large
 from fedvitals.store import Target
 from fedvitals.store.tapes import tape_folder
 
 
 @dataclass(frozen=True, slots=True)
-class Coverage:
+class RoundCoverage:
     """What can be done with one round. `stored`: its state is on the tape; `since`: from where it is run again."""
 
     round: int
@@ -42,10 +42,10 @@ class Coverage:
 class TapeReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.journal, self._objects = Journal(folder), Objects(folder / "objects")
-        self.setting: Setting = self.journal.setting()
+        self.journal, self._objects = RoundJournal(folder), StateFiles(folder / "objects")
+        self.setting: TapeSettings = self.journal.setting()
         self._sealed: frozenset[str] = frozenset()
-        self._entries: dict[int, tuple[int | None, Entry]] = {}
+        self._entries: dict[int, tuple[int | None, RoundEntry]] = {}
 
     @property
     def rounds(self) -> list[int]:
@@ -53,14 +53,14 @@ class TapeReader:
 
     @property
     def bytes(self) -> int:
-        return Objects(self.folder / "objects").bytes + self.journal.bytes()
+        return StateFiles(self.folder / "objects").bytes + self.journal.bytes()
 
-    def entry(self, number: int) -> Entry:
+    def entry(self, round_index: int) -> RoundEntry:
         """Kept once it was read: it changes only when its run goes on from an earlier round, and is written anew."""
-        written = self.journal.written(number)
-        if number not in self._entries or self._entries[number][0] != written:
-            self._entries[number] = (written, self.journal.read(number))
-        return self._entries[number][1]
+        written = self.journal.written(round_index)
+        if round_index not in self._entries or self._entries[round_index][0] != written:
+            self._entries[round_index] = (written, self.journal.read(round_index))
+        return self._entries[round_index][1]
 
     @property
     def begins_from_seed(self) -> bool:
@@ -69,7 +69,7 @@ class TapeReader:
 
     def whole(self) -> frozenset[str]:
         """All states and updates that are stored at this moment, by their digests."""
-        return frozenset(Objects(self.folder / "objects"))
+        return frozenset(StateFiles(self.folder / "objects"))
 
     def has(self, digest: str) -> bool:
         return digest in self._objects and digest not in self._sealed
@@ -83,63 +83,65 @@ class TapeReader:
             raise StoreError(f"The state {digest} is under test, and out of reach while it is proved.")
         return self._objects.get(digest)
 
-    def has_state(self, number: int) -> bool:
+    def has_state(self, round_index: int) -> bool:
         """Whether all of a round's beginning is stored; of one round after the last, too."""
-        return self._stored(self.marks(number))
+        return self._stored(self.marks(round_index))
 
-    def state(self, number: int) -> dict[str, Tensors]:
+    def state(self, round_index: int) -> dict[str, Tensors]:
         """All tensors of a round's beginning. Equal states share their tensors.
 
         Raises StoreError where together they would unpack to more than is plausible on this tape.
         """
         total, limit = 0, SMALL_ROUND
-        found: dict[str, Tensors] = {}
+        state: dict[str, Tensors] = {}
         by_digest: dict[str, Tensors] = {}
-        for name, mark in self.marks(number).items():
+        for name, mark in self.marks(round_index).items():
             if mark.digest not in by_digest:
                 by_digest[mark.digest] = self.tensors(mark.digest)
-            found[name] = by_digest[mark.digest]
-            total += bytes_of(found[name])
+            state[name] = by_digest[mark.digest]
+            total += bytes_of(state[name])
             if total > limit:
-                limit = Objects(self.folder / "objects").limit_together()  # a run that still trains adds to them
+                limit = StateFiles(self.folder / "objects").limit_together()  # a run that still trains adds to them
             if total > limit:
-                raise StoreError(f"The state of round {number} cannot be read: {too_large(total, limit)}.")
-        return found
+                raise StoreError(f"The state of round {round_index} cannot be read: {too_large(total, limit)}.")
+        return state
 
-    def notes(self, number: int) -> dict[str, object]:
-        return self.entry(number).notes if number in self.rounds else self.entry(number - 1).after_notes
+    def notes(self, round_index: int) -> dict[str, object]:
+        return self.entry(round_index).notes if round_index in self.rounds else self.entry(round_index - 1).after_notes
 
-    def update(self, number: int, node: str) -> Tensors | None:
+    def update(self, round_index: int, node: str) -> Tensors | None:
         """A client's whole update, where the tape has it."""
-        came = self.entry(number).of(node)
+        came = self.entry(round_index).reply_of(node)
         if came is None or came.mark is None or not self.has(came.mark.digest):
             return None
         return self.tensors(came.mark.digest)
 
-    def nearest(self, number: int) -> int | None:
+    def nearest(self, round_index: int) -> int | None:
         """The latest round up to this one from whose beginning everything can be run again."""
-        known = [r for r in self.rounds if r <= number]
-        if number - 1 in self.rounds and number not in self.rounds and self.has_state(number):
-            return number
+        known = [r for r in self.rounds if r <= round_index]
+        if round_index - 1 in self.rounds and round_index not in self.rounds and self.has_state(round_index):
+            return round_index
         start = next((r for r in reversed(known) if self.has_state(r)), None)
         if start is None:
             return 0 if self.begins_from_seed and known[:1] == [0] else None
-        return self._before_restores(start, number)
+        return self._before_restores(start, round_index)
 
-    def coverage(self) -> list[Coverage]:
+    def coverage(self) -> list[RoundCoverage]:
         """In one pass, for runs of many rounds; a correction that went back costs a second look.
 
         A round that cannot be read says why in `trouble`; those after it are run again from the next stored state.
         """
-        found: list[Coverage] = []
+        coverage: list[RoundCoverage] = []
         since = 0 if self.begins_from_seed else None
         back = False
-        for number in self.journal.rounds():
+        for round_index in self.journal.rounds():
             try:
-                entry = self.journal.read(number)
+                entry = self.journal.read(round_index)
             except StoreError as error:
                 since = None
-                found.append(Coverage(number, stored=False, since=None, updates=0, answers=0, trouble=str(error)))
+                coverage.append(
+                    RoundCoverage(round_index, stored=False, since=None, updates=0, answers=0, trouble=str(error))
+                )
                 continue
             stored = self._stored(entry.state)
             since = entry.round if stored else since
@@ -147,10 +149,10 @@ class TapeReader:
             marks = [came.mark for came in entry.came if came.mark is not None]
             here = sum(self.has(mark.digest) for mark in marks)
             start = self.nearest(entry.round) if back else since
-            found.append(Coverage(entry.round, stored, start, here, len(entry.came)))
-        return found
+            coverage.append(RoundCoverage(entry.round, stored, start, here, len(entry.came)))
+        return coverage
 
-    def _stored(self, marks: Mapping[str, Mark]) -> bool:
+    def _stored(self, marks: Mapping[str, StateDigest]) -> bool:
         return bool(marks) and all(self.has(mark.digest) for mark in marks.values())
 
     @contextlib.contextmanager
@@ -161,9 +163,9 @@ class TapeReader:
         """
         before = set() if first == 0 and self.begins_from_seed else self._digests_of_state(first)
         within: set[str] = set()
-        for number in self.rounds:
-            if first <= number <= last:
-                entry = self.entry(number)
+        for round_index in self.rounds:
+            if first <= round_index <= last:
+                entry = self.entry(round_index)
                 within |= {mark.digest for mark in (*entry.state.values(), *entry.after.values())}
                 within |= {came.mark.digest for came in entry.came if came.mark is not None}
         self._sealed = frozenset(within - before)
@@ -172,9 +174,9 @@ class TapeReader:
         finally:
             self._sealed = frozenset()
 
-    def _before_restores(self, start: int, number: int) -> int:
+    def _before_restores(self, start: int, round_index: int) -> int:
         """A round that went back to an earlier state needs that one to be passed again."""
-        for later in [r for r in self.rounds if start <= r <= number]:
+        for later in [r for r in self.rounds if start <= r <= round_index]:
             for action in self.entry(later).notes.get("actions", ()):
                 target = action.get("arguments", {}).get("restore")
                 if target is not None and later > start and int(target) + 1 < start:
@@ -182,16 +184,16 @@ class TapeReader:
                     return start if earlier is None else earlier
         return start
 
-    def _digests_of_state(self, number: int) -> set[str]:
-        return {mark.digest for mark in self.marks(number).values()}
+    def _digests_of_state(self, round_index: int) -> set[str]:
+        return {mark.digest for mark in self.marks(round_index).values()}
 
-    def marks(self, number: int) -> dict[str, Mark]:
+    def marks(self, round_index: int) -> dict[str, StateDigest]:
         rounds = self.rounds
-        if number in rounds:
-            return self.entry(number).state
-        if number - 1 in rounds:
-            return self.entry(number - 1).after
-        raise StoreError(f"Round {number} is not on the tape. It has: {spans(rounds)}.")
+        if round_index in rounds:
+            return self.entry(round_index).state
+        if round_index - 1 in rounds:
+            return self.entry(round_index - 1).after
+        raise StoreError(f"Round {round_index} is not on the tape. It has: {round_ranges(rounds)}.")
 
 
 def open_tape(store: Target, run: str) -> TapeReader:

@@ -15,42 +15,44 @@ import torch
 
 from fedvitals.protocols import Message
 from fedvitals.records import Finding, Snapshot, Where
-from fedvitals.replay.tape.digests import Mark, Tensors, bytes_of, mark_of
-from fedvitals.replay.tape.journal import Came, Entry, Journal, Setting
-from fedvitals.replay.tape.objects import Objects
+from fedvitals.replay.tape.digests import StateDigest, Tensors, bytes_of, state_digest_of
+from fedvitals.replay.tape.journal import ClientReply, RoundEntry, RoundJournal, TapeSettings
+from fedvitals.replay.tape.objects import StateFiles
 
 if TYPE_CHECKING:
     from fedvitals.replay.tape.tape import Tape
 
 STATE, UPDATE = "state", "update"
 KINDS = {"model": "global"}  # what the store's list calls it
-ROUNDS_OF_GRACE = 3  # findings come a little later than the rounds that they speak of
+GRACE_ROUNDS = 3  # findings come a little later than the rounds that they speak of
 
 
 @dataclass
-class _Open:
+class _OpenRound:
     """A round that is being recorded."""
 
     number: int
-    state: dict[str, Mark]
+    state: dict[str, StateDigest]
     notes: dict[str, Any]
-    came: list[Came] = field(default_factory=list)
+    came: list[ClientReply] = field(default_factory=list)
     lost: int = 0
 
 
-class Keeper:
+class TapeWriter:
     def __init__(
         self,
-        journal: Journal,
-        setting: Setting,
+        journal: RoundJournal,
+        setting: TapeSettings,
         tape: Tape,
         tell: Callable[[str, str, str], None],
         file: Callable[[Snapshot], None],
     ) -> None:
         self.journal, self.setting, self._tape, self._tell, self._file = journal, setting, tape, tell, file
-        self.objects = Objects(journal.folder / "objects")
-        self._open: _Open | None = None
-        self._recent: OrderedDict[tuple[int, str, str], tuple[Mark, Tensors]] = OrderedDict()  # not on disk (yet)
+        self.objects = StateFiles(journal.folder / "objects")
+        self._open: _OpenRound | None = None
+        self._recent: OrderedDict[tuple[int, str, str], tuple[StateDigest, Tensors]] = (
+            OrderedDict()
+        )  # not on disk (yet)
         self._recent_bytes = 0
         self._uses: dict[str, set[tuple[str, int]]] = defaultdict(set)  # digest → (state or update, round)
         self.flagged: set[int] = set()  # rounds that a finding speaks of
@@ -63,26 +65,26 @@ class Keeper:
 
     # -- what the tape hands over -------------------------------------------------------------------------------------
 
-    def describe(self, told: dict[str, Any]) -> None:
-        self.setting.told, self.setting.host = told, str(told.get("host", self.setting.host))
+    def describe(self, description: dict[str, Any]) -> None:
+        self.setting.told, self.setting.host = description, str(description.get("host", self.setting.host))
         self.journal.set(self.setting)
 
-    def begin(self, number: int, state: Mapping[str, Tensors], notes: Mapping[str, Any]) -> None:
-        if number <= self._last():
-            self.journal.forget_from(number)
-            self._known = [known for known in self._known if known < number]
-        marks = {name: mark_of(tensors) for name, tensors in state.items()}
+    def begin(self, round_index: int, state: Mapping[str, Tensors], notes: Mapping[str, Any]) -> None:
+        if round_index <= self._last():
+            self.journal.forget_from(round_index)
+            self._known = [known for known in self._known if known < round_index]
+        marks = {name: state_digest_of(tensors) for name, tensors in state.items()}
         if not self.setting.layers and "model" in state:
             self.setting.layers = tuple(state["model"])
             self.journal.set(self.setting)
         self._tell_optimizers(state)
-        self._open = _Open(number, marks, dict(notes))
-        whole = self._whole(number)
+        self._open = _OpenRound(round_index, marks, dict(notes))
+        whole = self._whole(round_index)
         for name, tensors in state.items():
             if whole:
-                self._write(marks[name], tensors, STATE, number, name)
+                self._write(marks[name], tensors, STATE, round_index, name)
             else:
-                self._hold(number, STATE, name, marks[name], tensors)
+                self._hold(round_index, STATE, name, marks[name], tensors)
 
     def _tell_optimizers(self, state: Mapping[str, Tensors]) -> None:
         """Once: what it costs that clients keep their optimisers from round to round."""
@@ -97,58 +99,65 @@ class Keeper:
                 f"{whole:.1f} MB. Tape(every=...) says how often one is kept.",
             )
 
-    def messages(self, number: int, messages: Sequence[Message]) -> None:
-        opened = self._of(number)
+    def messages(self, round_index: int, messages: Sequence[Message]) -> None:
+        opened = self._of(round_index)
         for message in messages:
-            mark = None if message.tensors is None else mark_of(message.tensors)
+            mark = None if message.tensors is None else state_digest_of(message.tensors)
             if mark is not None and message.tensors is not None:
-                if self._wanted(message.node, number) or (self._tape.durable and self._tape.updates):
-                    self._write(mark, message.tensors, UPDATE, number, message.node)
+                if self._wanted(message.node, round_index) or (self._tape.durable and self._tape.updates):
+                    self._write(mark, message.tensors, UPDATE, round_index, message.node)
                 elif self._tape.updates:
-                    self._hold(number, UPDATE, message.node, mark, message.tensors)
-            opened.came.append(came_of(message, mark))
+                    self._hold(round_index, UPDATE, message.node, mark, message.tensors)
+            opened.came.append(reply_entry_of(message, mark))
 
-    def _wanted(self, node: str, number: int) -> bool:
+    def _wanted(self, node: str, round_index: int) -> bool:
         """A suspect's first rounds, and from then on where a whole state lies: what is between can be run again."""
         if node not in self.suspects:
             return False
-        return number - self.suspects[node][0] < ROUNDS_OF_GRACE or self._whole(number)
+        return round_index - self.suspects[node][0] < GRACE_ROUNDS or self._whole(round_index)
 
-    def _whole(self, number: int) -> bool:
-        return (number - self._first()) % self._tape.every == 0
+    def _whole(self, round_index: int) -> bool:
+        return (round_index - self._first()) % self._tape.every == 0
 
-    def missed(self, number: int, count: int) -> None:
-        self._of(number).lost += count
+    def missed(self, round_index: int, count: int) -> None:
+        self._of(round_index).lost += count
 
     def end(
-        self, number: int, state: Mapping[str, Tensors], notes: dict[str, Any], metrics: Mapping[str, float]
+        self, round_index: int, state: Mapping[str, Tensors], notes: dict[str, Any], metrics: Mapping[str, float]
     ) -> None:
-        opened, self._open = self._of(number), None
-        after = {name: mark_of(tensors) for name, tensors in state.items()}
-        entry = Entry(
-            number, opened.state, opened.notes, tuple(opened.came), after, notes, finite(metrics), opened.lost
-        )  # fmt: skip
+        opened, self._open = self._of(round_index), None
+        after = {name: state_digest_of(tensors) for name, tensors in state.items()}
+        entry = RoundEntry(
+            round_index,
+            opened.state,
+            opened.notes,
+            tuple(opened.came),
+            after,
+            notes,
+            finite_or_none(metrics),
+            opened.lost,
+        )
         self.journal.write(entry)
         self._note(entry)
         for name, tensors in state.items():  # the next round's beginning; the last one's is kept at the close
-            self._hold(number + 1, STATE, name, after[name], tensors)
-        self._let_go(number)
+            self._hold(round_index + 1, STATE, name, after[name], tensors)
+        self._let_go(round_index)
         self._thin()
 
-    def findings(self, found: Sequence[Finding]) -> None:
+    def findings(self, findings: Sequence[Finding]) -> None:
         """What is around a finding is kept: the states that are at hand, and its suspects' updates."""
-        for finding in found:
+        for finding in findings:
             last = self._open.number if self._open is not None else self._last()
             self.flagged.add(last if finding.where.round is None else finding.where.round)
             for suspect in finding.suspects:
                 self.suspects[suspect.node] = (self.suspects.get(suspect.node, (last, last))[0], last)
-        nodes = {suspect.node for finding in found for suspect in finding.suspects}
+        nodes = {suspect.node for finding in findings for suspect in finding.suspects}
         for key in [*self._recent]:
-            number, kind, name = key
-            if kind == STATE or (name in nodes and self._wanted(name, number)):
+            round_index, kind, name = key
+            if kind == STATE or (name in nodes and self._wanted(name, round_index)):
                 mark, tensors = self._recent.pop(key)
                 self._recent_bytes -= bytes_of(tensors)
-                self._write(mark, tensors, kind, number, name)
+                self._write(mark, tensors, kind, round_index, name)
         healed = [node for node, (_, seen) in self.suspects.items() if self._last() - seen > self._tape.every]
         for node in healed:
             del self.suspects[node]
@@ -156,9 +165,9 @@ class Keeper:
     def close(self) -> None:
         """The last state, and the last rounds' updates with the states that they began from, held until now."""
         last = self._last()
-        for (number, kind, name), (mark, tensors) in [*self._recent.items()]:
-            if kind == UPDATE or number > last - self._tape.updates:
-                self._write(mark, tensors, kind, number, name)
+        for (round_index, kind, name), (mark, tensors) in [*self._recent.items()]:
+            if kind == UPDATE or round_index > last - self._tape.updates:
+                self._write(mark, tensors, kind, round_index, name)
         self._recent.clear()
         self._thin()
 
@@ -168,7 +177,7 @@ class Keeper:
 
     # -- on disk ------------------------------------------------------------------------------------------------------
 
-    def _write(self, mark: Mark, tensors: Tensors, kind: str, number: int, name: str) -> None:
+    def _write(self, mark: StateDigest, tensors: Tensors, kind: str, round_index: int, name: str) -> None:
         """`name`: of the state, or of the client."""
         if self._stopped:
             return
@@ -182,11 +191,13 @@ class Keeper:
                 self._thin(self._bytes // 2)
             else:
                 self._bytes += written
-                self._uses[mark.digest].add((kind, number))
+                self._uses[mark.digest].add((kind, round_index))
                 node = name if kind == UPDATE else "server"
-                told = kind if kind == UPDATE else KINDS.get(name.partition("/")[0], name)
-                known = number if self._open is not None else min(number, self._last())  # no round that never was
-                self._file(Snapshot(Where(self.setting.run, known, node), time.time(), told, mark.digest, written))
+                kind_word = kind if kind == UPDATE else KINDS.get(name.partition("/")[0], name)
+                known = (
+                    round_index if self._open is not None else min(round_index, self._last())
+                )  # no round that never was
+                self._file(Snapshot(Where(self.setting.run, known, node), time.time(), kind_word, mark.digest, written))
                 return
 
     def _stop(self, error: OSError) -> None:
@@ -214,30 +225,30 @@ class Keeper:
     def _dispensable(self) -> list[str]:
         def rank(digest: str) -> tuple[bool, bool, int]:
             uses = self._uses.get(digest, {("", -1)})
-            flagged = any(abs(number - near) <= 1 for _, number in uses for near in self.flagged)
-            newest = max(number for _, number in uses)
+            flagged = any(abs(round_index - near) <= 1 for _, round_index in uses for near in self.flagged)
+            newest = max(round_index for _, round_index in uses)
             return flagged, any(kind == STATE for kind, _ in uses), newest
 
         return sorted(self.objects, key=rank)
 
     # -- at hand ------------------------------------------------------------------------------------------------------
 
-    def _hold(self, number: int, kind: str, name: str, mark: Mark, tensors: Tensors) -> None:
+    def _hold(self, round_index: int, kind: str, name: str, mark: StateDigest, tensors: Tensors) -> None:
         size = bytes_of(tensors)
         if self._recent_bytes + size > self._tape.memory:
             return  # it can be run again
-        before = self._recent.pop((number, kind, name), None)
+        before = self._recent.pop((round_index, kind, name), None)
         self._recent_bytes += size - (0 if before is None else bytes_of(before[1]))
-        self._recent[number, kind, name] = (mark, tensors)
+        self._recent[round_index, kind, name] = (mark, tensors)
 
-    def _let_go(self, number: int) -> None:
+    def _let_go(self, round_index: int) -> None:
         for key in [*self._recent]:
-            kept = self._tape.updates if key[1] == UPDATE else ROUNDS_OF_GRACE
-            if key[0] <= number - kept:
+            kept = self._tape.updates if key[1] == UPDATE else GRACE_ROUNDS
+            if key[0] <= round_index - kept:
                 _, tensors = self._recent.pop(key)
                 self._recent_bytes -= bytes_of(tensors)
         if self._tape.durable:
-            self._forget_updates(number - self._tape.updates)
+            self._forget_updates(round_index - self._tape.updates)
 
     def _forget_updates(self, last: int) -> None:
         """Of rounds up to this one: those of suspects and of rounds with a finding stay."""
@@ -254,7 +265,7 @@ class Keeper:
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
-    def _note(self, entry: Entry) -> None:
+    def _note(self, entry: RoundEntry) -> None:
         self._known.append(entry.round)
         for mark in entry.state.values():
             if self.objects.size(mark.digest):
@@ -263,9 +274,9 @@ class Keeper:
             if came.mark is not None and self.objects.size(came.mark.digest):
                 self._uses[came.mark.digest].add((UPDATE, entry.round))
 
-    def _of(self, number: int) -> _Open:
-        if self._open is None or self._open.number != number:
-            self._open = _Open(number, {}, {})
+    def _of(self, round_index: int) -> _OpenRound:
+        if self._open is None or self._open.number != round_index:
+            self._open = _OpenRound(round_index, {}, {})
         return self._open
 
     def _first(self) -> int:
@@ -276,12 +287,12 @@ class Keeper:
         return max(self._known, default=0)
 
 
-def came_of(message: Message, mark: Mark | None) -> Came:
+def reply_entry_of(message: Message, mark: StateDigest | None) -> ClientReply:
     """As it stands in the journal."""
     losses = b""
     if message.losses is not None and len(message.losses):
         losses = torch.as_tensor(message.losses).to(torch.float32).cpu().numpy().astype("<f4").tobytes()
-    return Came(
+    return ClientReply(
         message.node,
         mark,
         float(message.weight),
@@ -294,11 +305,11 @@ def came_of(message: Message, mark: Mark | None) -> Came:
     )
 
 
-def losses_of(came: Came) -> np.ndarray[Any, np.dtype[np.float32]]:
+def losses_of(came: ClientReply) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Of each local step, to the last bit."""
     return np.frombuffer(came.losses, dtype="<f4")
 
 
-def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+def finite_or_none(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """JSON knows no NaN."""
     return {name: float(value) if np.isfinite(value) else None for name, value in metrics.items()}

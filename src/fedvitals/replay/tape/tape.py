@@ -22,18 +22,18 @@ import torch
 from fedvitals.errors import ConfigError
 from fedvitals.protocols import Message, Probe, Schedule, Sink
 from fedvitals.records import Finding, Record, Run, Snapshot
-from fedvitals.replay.debugger.gate import Gate
+from fedvitals.replay.debugger.round_gate import RoundGate
 from fedvitals.replay.tape.digests import bytes_of
-from fedvitals.replay.tape.gradients import LEVEL, GradientTape, Place
-from fedvitals.replay.tape.journal import Journal, Setting
-from fedvitals.replay.tape.retention import Keeper
+from fedvitals.replay.tape.gradients import PRIVACY_LEVEL, GradientFolder, GradientTape
+from fedvitals.replay.tape.journal import RoundJournal, TapeSettings
+from fedvitals.replay.tape.retention import TapeWriter
 from fedvitals.schedule import always
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-GATHERED = 64 << 20  # bytes of answers that wait for the end of their round
-PATIENCE = 60.0  # seconds that the end of a run waits for what is still to be written
+GATHERED_BYTES = 64 << 20  # bytes of answers that wait for the end of their round
+FLUSH_SECONDS = 60.0  # seconds that the end of a run waits for what is still to be written
 
-Tell = Callable[[str, str, str], None]  # level, name, message
+EmitEvent = Callable[[str, str, str], None]  # level, name, message
 
 
 class Tape(Sink):
@@ -61,18 +61,18 @@ class Tape(Sink):
         if every < 1 or updates < 0:
             raise ConfigError(f"Tape(every=, updates=) are at least 1 and 0; got {every} and {updates}.")
         self.every, self.updates, self.durable = every, updates, durable
-        self.budget, self.memory = size_of(budget, "budget"), size_of(memory, "memory")
+        self.budget, self.memory = byte_count(budget, "budget"), byte_count(memory, "memory")
         self.chosen = None if folder is None else Path(folder)
         self._queue: queue.SimpleQueue[tuple[str, tuple[Any, ...], int] | None] = queue.SimpleQueue()
         self._gathered: list[tuple[str, tuple[Any, ...], int]] = []  # to be handed to the thread
         self._lock = threading.Lock()
         self._waiting = 0  # bytes
         self.lost = 0  # messages that found no room, or failed
-        self._keeper: Keeper | None = None
+        self._keeper: TapeWriter | None = None
         self._thread: threading.Thread | None = None
-        self._gate: Gate | None = None
-        self._place, self._wants_gradients = Place(), False
-        self._tell: Tell = lambda *_: None
+        self._gate: RoundGate | None = None
+        self._place, self._wants_gradients = GradientFolder(), False
+        self._tell: EmitEvent = lambda *_: None
         self._settle: Callable[[], object] = lambda: None
 
     # -- of the monitor -----------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class Tape(Sink):
         self,
         beside: Path,
         run: Run,
-        tell: Tell,
+        tell: EmitEvent,
         file: Callable[[Snapshot], None] = lambda _: None,
         level: int = 4,
         settle: Callable[[], object] = lambda: None,
@@ -106,16 +106,18 @@ class Tape(Sink):
         """
         folder = (self.chosen or beside / "tape") / run.id
         kept = {"every": self.every, "updates": self.updates, "budget": self.budget, "durable": self.durable}
-        journal = Journal(folder)
-        setting = journal.setting() if (folder / "tape.json").exists() else Setting()
+        journal = RoundJournal(folder)
+        setting = journal.setting() if (folder / "tape.json").exists() else TapeSettings()
         setting.run, setting.name, setting.host, setting.kept = run.id, run.name, run.host, kept
-        setting.machine = machine()
+        setting.machine = machine_description()
         self._tell, self._settle = tell, settle
-        self._keeper = Keeper(journal, setting, self, tell, file)
-        self._gate = Gate(folder)
-        if self._wants_gradients and level < LEVEL:
+        self._keeper = TapeWriter(journal, setting, self, tell, file)
+        self._gate = RoundGate(folder)
+        if self._wants_gradients and level < PRIVACY_LEVEL:
             tell(
-                "warning", "tape.gradients", f"No gradients are kept: they need Monitor(privacy={LEVEL}), got {level}."
+                "warning",
+                "tape.gradients",
+                f"No gradients are kept: they need Monitor(privacy={PRIVACY_LEVEL}), got {level}.",
             )
         elif self._wants_gradients:
             self._place.folder, self._place.budget = str(folder), self.budget
@@ -128,17 +130,17 @@ class Tape(Sink):
 
     def write(self, records: Sequence[Record], /) -> None:
         """As a sink: of all records, findings are what the tape wants to hear."""
-        found = [record for record in records if isinstance(record, Finding)]
-        if found:
-            self._put("findings", (found,), 0)
+        findings = [record for record in records if isinstance(record, Finding)]
+        if findings:
+            self._put("findings", (findings,), 0)
 
-    def flush(self, timeout: float = PATIENCE) -> bool:
+    def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
         """Wait until all that was handed over is on the tape."""
         done = threading.Event()
         self._put("mark", (done,), 0)
         return self._thread is None or done.wait(timeout)
 
-    def close(self, timeout: float = PATIENCE) -> None:
+    def close(self, timeout: float = FLUSH_SECONDS) -> None:
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -153,8 +155,8 @@ class Tape(Sink):
 
     # -- the TapeRecorder protocol ------------------------------------------------------------------------------------
 
-    def describe(self, told: Mapping[str, Any]) -> None:
-        self._put("describe", (dict(told),), 0)
+    def describe(self, description: Mapping[str, Any]) -> None:
+        self._put("describe", (dict(description),), 0)
 
     def begin(self, round_index: int, state: Mapping[str, Mapping[str, Any]], notes: Mapping[str, Any]) -> None:
         if not self._put("begin", (round_index, state, notes), bytes_of(*state.values())):
@@ -193,7 +195,7 @@ class Tape(Sink):
                 return False
             self._waiting += size
             self._gathered.append((what, arguments, size))
-            if what != "messages" or self._waiting > GATHERED:
+            if what != "messages" or self._waiting > GATHERED_BYTES:
                 self._hand_over()
         return True
 
@@ -223,20 +225,20 @@ class Tape(Sink):
             self._keeper.close()
 
 
-def size_of(said: int | str, what: str) -> int:
+def byte_count(size: int | str, setting: str) -> int:
     """Bytes, of «2 GB» too."""
-    if isinstance(said, int) and not isinstance(said, bool) and said > 0:
-        return said
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
     with contextlib.suppress(ValueError, KeyError, AttributeError):
-        text = str(said).strip().upper()
+        text = str(size).strip().upper()
         unit = next(unit for unit in ("TB", "GB", "MB", "KB", "B", "") if text.endswith(unit))
-        found = int(float(text.removesuffix(unit)) * UNITS[unit or "B"])
-        if found > 0:
-            return found
-    raise ConfigError(f"The tape's {what} is a number of bytes, or a text such as '2 GB'; got {said!r}.")
+        count = int(float(text.removesuffix(unit)) * UNITS[unit or "B"])
+        if count > 0:
+            return count
+    raise ConfigError(f"The tape's {setting} is a number of bytes, or a text such as '2 GB'; got {size!r}.")
 
 
-def machine() -> dict[str, str]:
+def machine_description() -> dict[str, str]:
     """What the bits of a training may depend on."""
     return {
         "torch": str(torch.__version__),

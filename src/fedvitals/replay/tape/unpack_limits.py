@@ -108,6 +108,6 @@ def _allowed_by_user() -> int:
     text = os.environ.get(LARGEST_STATE)
     if not text:
         return 0
-    from fedvitals.replay.tape.tape import size_of  # noqa: PLC0415 - that module imports this one
+    from fedvitals.replay.tape.tape import byte_count  # noqa: PLC0415 - that module imports this one
 
-    return size_of(text, f"limit {LARGEST_STATE}")
+    return byte_count(text, f"limit {LARGEST_STATE}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways out for alerts: what a channel is, and the two that stay on this machine, a command and a file.
+"""Alert channels: the protocol, and the two channels that stay on this machine, a command and a file.
 
 `send` comes back when the other side has taken the message. If not, it raises a `DeliveryError` that says which of
 three it was: «later» (not taken, try again), «refused» (not taken, and trying again will not help) or «doubt» (the
@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import signal
+import ssl
 import subprocess
 import tempfile
 import threading
@@ -29,7 +30,7 @@ WHY = 300  # characters of another program's words that we repeat
 
 
 class DeliveryError(FedvitalsError):
-    """A message that was not taken, or may not have been."""
+    """A message was refused, or it is unknown whether it arrived."""
 
     def __init__(self, outcome: str, why: str, *, after: float | None = None) -> None:
         super().__init__(harmless(why, WHY))
@@ -39,7 +40,7 @@ class DeliveryError(FedvitalsError):
 
 @runtime_checkable
 class Channel(Protocol):
-    """Where messages go. `again`: whether one that may have arrived is sent once more, rather than never twice."""
+    """Delivers messages. `again`: whether to resend a message that may have arrived already."""
 
     @property
     def name(self) -> str: ...
@@ -47,32 +48,40 @@ class Channel(Protocol):
     def again(self) -> bool: ...
     @property
     def seconds(self) -> float:
-        """How long one attempt may take."""
+        """The time limit of one attempt, in seconds."""
         ...
 
     @property
     def identity(self) -> str:
-        """The same for the same receiver in the next process, and none of its secrets."""
+        """A digest that is the same for the same receiver in the next process, without any of its secrets."""
         ...
 
     def send(self, message: Message, /) -> None: ...
 
 
 def identity(*parts: object) -> str:
-    """A short digest of what names a receiver."""
+    """Return a short digest of what names a receiver."""
     return hashlib.blake2b(repr(parts).encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
 
 
 def check_text(what: str, text: object) -> str:
-    """A setting that is one line of text: no line end can smuggle in a second header or argument."""
+    """Return a setting that must be one line of text, so that no line break adds a header or an argument."""
     if not isinstance(text, str) or not text or not text.isprintable():
         raise ConfigError(f"{what} is one line of text, got something else. Check the line ends and quotes.")
     return text
 
 
+def reason_of(error: Exception) -> str:
+    """Return why a connection failed, for a message to people."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not trusted: {error.verify_message}"
+    words = getattr(error, "strerror", None) or str(error)
+    return f"{type(error).__name__}{': ' if words else ''}{words}"
+
+
 @contextlib.contextmanager
 def hard_limit(seconds: float, cut: Callable[[], None]) -> Iterator[None]:
-    """Call `cut` if the block takes longer: a server that answers one byte at a time passes every other time limit."""
+    """Call `cut` if the block takes longer than `seconds`, however slowly a server answers byte by byte."""
     timer = threading.Timer(seconds, cut)
     timer.daemon = True
     timer.start()
@@ -84,7 +93,7 @@ def hard_limit(seconds: float, cut: Callable[[], None]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """Appends one JSON line for each alert."""
+    """A channel that appends one JSON line for each alert to a file."""
 
     path: str | os.PathLike[str]
     name: str = "file"
@@ -96,8 +105,9 @@ class File:
         return identity("file", self.name, os.fspath(self.path))
 
     def send(self, message: Message, /) -> None:
-        told = [alert_json(alert) for alert in message.alerts] or [as_json(message)]
-        lines = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in told).encode()
+        """Append the message's alerts."""
+        entries = [alert_json(alert) for alert in message.alerts] or [as_json(message)]
+        lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries).encode()
         path = Path(self.path).expanduser()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +124,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Runs a program, without a shell, with the message as JSON on its standard input; 0 means taken."""
+    """A channel that runs a program, without a shell, with the message as JSON on its standard input."""
 
     command: tuple[str, ...]
     name: str = "command"
@@ -123,26 +133,31 @@ class Command:
     label: str = field(default="", repr=False)  # the command before secrets were filled in
 
     def __post_init__(self) -> None:
-        given = self.command
-        if isinstance(given, str) or not given or not all(isinstance(one, str) and "\0" not in one for one in given):
+        arguments = self.command
+        if (
+            isinstance(arguments, str)
+            or not arguments
+            or not all(isinstance(argument, str) and "\0" not in argument for argument in arguments)
+        ):
             raise ConfigError(
                 "The command of an alert channel is a list of arguments, such as ['/usr/bin/logger', '-t', 'alerts']: "
                 "there is no shell that would take a line apart."
             )
-        object.__setattr__(self, "command", tuple(given))
+        object.__setattr__(self, "command", tuple(arguments))
 
     @property
     def identity(self) -> str:
         return identity("command", self.name, self.label or self.command)
 
     def send(self, message: Message, /) -> None:
-        with tempfile.TemporaryFile() as said:  # a pipe that a grandchild keeps open would be waited for
+        """Run the program and wait until it ends or its time is over."""
+        with tempfile.TemporaryFile() as output:  # a pipe that a grandchild keeps open would be waited for
             try:
                 process = subprocess.Popen(  # noqa: S603 - the user's own command, and no word of a client in it
                     self.command,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
-                    stderr=said,
+                    stderr=output,
                     start_new_session=True,  # so that what it started ends with it
                 )
             except OSError as error:
@@ -154,8 +169,8 @@ class Command:
             finally:
                 _end(process)
             if process.returncode != 0:
-                said.seek(0)
-                words = said.read(WHY).decode("utf-8", "replace").strip()
+                output.seek(0)
+                words = output.read(WHY).decode("utf-8", "replace").strip()
                 why = f"'{self.command[0]}' ended with {process.returncode}{': ' + words if words else ''}."
                 raise DeliveryError(LATER, why)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`alerts.toml`: rules and channels in a file. Secrets stand there as `${NAME}` and come from the environment.
+"""Reads `alerts.toml`: rules and channels. Secrets are written as `${NAME}` and taken from the environment.
 
 [channels.team]
 kind = "webhook"
@@ -35,8 +35,8 @@ Maker = Callable[[str, Mapping[str, Any], Mapping[str, Any]], Channel]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What a file asks for."""
+class AlertsConfig:
+    """The contents of an alerts file."""
 
     rules: tuple[Rule, ...]
     channels: tuple[Channel, ...]
@@ -45,11 +45,11 @@ class Plan:
     names: tuple[str, ...] = ()  # of the channels, also where none was made
 
 
-def load(path: str | os.PathLike[str], *, secrets: bool = True) -> Plan:
-    """The file's rules and channels. Without `secrets` no channel is made: what a run would have sent needs none."""
+def load(path: str | os.PathLike[str], *, secrets: bool = True) -> AlertsConfig:
+    """Read the rules and channels of a file. Without `secrets` (to check a stored run) no channel is made."""
     file = Path(path).expanduser()
     try:
-        told = tomllib.loads(file.read_text(encoding="utf-8"))
+        settings = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
             f"There is no file {file}. An example is examples/alerts.toml; docs/alerts.md tells all."
@@ -57,40 +57,42 @@ def load(path: str | os.PathLike[str], *, secrets: bool = True) -> Plan:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}.") from None
     try:
-        return _plan(told, secrets=secrets)
+        return _config_of(settings, secrets=secrets)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
 
 
-def _plan(told: Mapping[str, Any], *, secrets: bool) -> Plan:
-    _only(told, ("rules", "channels", "group", "folder"), "an alerts file")
-    group = _typed(told, "group", bool, True)
-    folder = _typed(told, "folder", str, None)
-    channels = _typed(told, "channels", dict, {})
-    rules = rules_of(_typed(told, "rules", list, []))
+def _config_of(settings: Mapping[str, Any], *, secrets: bool) -> AlertsConfig:
+    _only(settings, ("rules", "channels", "group", "folder"), "an alerts file")
+    group = _typed(settings, "group", bool, True)
+    folder = _typed(settings, "folder", str, None)
+    channels = _typed(settings, "channels", dict, {})
+    rules = rules_of(_typed(settings, "rules", list, []))
     if not rules:
         raise ConfigError('It has no rule. Write [[rules]] and under it when = "accuracy < 0.8 for 5 rounds".')
-    made = [_channel(name, settings, secrets=secrets) for name, settings in channels.items()]
+    known_channels = [_channel(name, own, secrets=secrets) for name, own in channels.items()]
     check_channels(rules, list(channels))
     place = None if folder is None else Path(folder).expanduser()
-    return Plan(rules, tuple(one for one in made if one is not None), group, place, tuple(channels))
+    return AlertsConfig(
+        rules, tuple(channel for channel in known_channels if channel is not None), group, place, tuple(channels)
+    )
 
 
-def rules_of(given: Sequence[Any]) -> tuple[Rule, ...]:
-    """Rules out of texts, tables {"when": ..., ...} and rules; no two of one name."""
+def rules_of(entries: Sequence[Any]) -> tuple[Rule, ...]:
+    """Return rules from texts, tables {"when": ..., ...} and rules; names must be unique."""
     rules: list[Rule] = []
-    for number, one in enumerate(given, 1):
-        match one:
+    for number, entry in enumerate(entries, 1):
+        match entry:
             case Rule():
-                rules.append(one)
+                rules.append(entry)
             case str():
-                rules.append(rule(one))
-            case Mapping() if isinstance(one.get("when"), str):
-                settings = dict(one)
+                rules.append(rule(entry))
+            case Mapping() if isinstance(entry.get("when"), str):
+                settings = dict(entry)
                 rules.append(rule(settings.pop("when"), **settings))
             case _:
                 raise ConfigError(f'Rule {number} has no `when`. Write when = "accuracy < 0.8 for 5 rounds".')
-    names = [one.name for one in rules]
+    names = [known.name for known in rules]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"Two rules are called '{name}'. Give each a `name` of its own.")
@@ -100,7 +102,7 @@ def rules_of(given: Sequence[Any]) -> tuple[Rule, ...]:
 
 
 def check_channels(rules: Sequence[Rule], names: Sequence[str]) -> None:
-    """Refuse channels without a name of their own, and rules that ask for one that is not there."""
+    """Raise ConfigError if two channels share a name, or if a rule names a channel that does not exist."""
     if not names:
         raise ConfigError('There is no channel. Write [channels.log], kind = "file", path = "alerts.jsonl".')
     if len(names) > MOST_CHANNELS:
@@ -110,10 +112,10 @@ def check_channels(rules: Sequence[Rule], names: Sequence[str]) -> None:
             raise ConfigError(f"A channel's name is up to 40 letters, digits, - and _, got '{name[:60]}'.")
         if names.count(name) > 1:
             raise ConfigError(f"Two channels are called '{name}'. Give each a `name` of its own.")
-    for one in rules:
-        for name in one.channels:
+    for rule_ in rules:
+        for name in rule_.channels:
             if name not in names:
-                raise ConfigError(f"Rule '{one.name}': {unknown('channel', name, names)}")
+                raise ConfigError(f"Rule '{rule_.name}': {unknown('channel', name, names)}")
 
 
 def _channel(name: str, settings: Any, *, secrets: bool) -> Channel | None:
@@ -194,27 +196,27 @@ def _filled(value: Any) -> Any:
     if isinstance(value, str):
         return _SECRET.sub(_from_environment, value)
     if isinstance(value, list):
-        return [_filled(one) for one in value]
+        return [_filled(part) for part in value]
     if isinstance(value, dict):
-        return {key: _filled(one) for key, one in value.items()}
+        return {key: _filled(part) for key, part in value.items()}
     return value
 
 
-def _from_environment(found: re.Match[str]) -> str:
-    value = os.environ.get(found[1])
+def _from_environment(match: re.Match[str]) -> str:
+    value = os.environ.get(match[1])
     if value is None:
-        raise ConfigError(f"The environment variable '{found[1]}' is not set. Say: export {found[1] or 'NAME'}=...")
+        raise ConfigError(f"The environment variable '{match[1]}' is not set. Say: export {match[1] or 'NAME'}=...")
     return value.strip()
 
 
-def _only(told: Mapping[str, Any], known: Sequence[str], what: str) -> None:
-    for name in told:
+def _only(settings: Mapping[str, Any], known: Sequence[str], what: str) -> None:
+    for name in settings:
         if name not in known:
             raise ConfigError(unknown(f"setting of {what}", name, known))
 
 
-def _typed(told: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    value = told.get(name, default)
+def _typed(settings: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    value = settings.get(name, default)
     if value is not None and not isinstance(value, kind):
         raise ConfigError(f"`{name}` is {kind.__name__}, got {type(value).__name__}.")
     return value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A channel's courier: a short line in memory, an outbox on disk, and a thread that does whatever may take long.
+"""Delivers alerts to one channel: a bounded queue in memory, an outbox on disk, and a thread for whatever may be slow.
 
 Each channel has its own, so that one that hangs delays no other. An alert reaches a channel *at most once*: what may
 have arrived is not sent again, but counted, logged, and mentioned in the channel's next message. A channel with `again`
@@ -33,8 +33,8 @@ IDLE_SECONDS = 60.0
 CAUSES_REPORTED = 20
 
 
-class Courier:
-    """Takes alerts at once and brings them to one channel, from a thread of its own."""
+class ChannelDelivery:
+    """Accepts alerts without waiting, and delivers them to one channel from a thread of its own."""
 
     def __init__(self, channel: Channel, folder: Path | None, *, group: bool = True) -> None:
         self._channel, self._folder, self._most = channel, folder, GROUP if group else 1
@@ -51,12 +51,12 @@ class Courier:
 
     @property
     def lost(self) -> Mapping[str, int]:
-        """How many alerts did not, or may not have, reached the channel, by cause."""
+        """How many alerts did not reach the channel, or may not have, by cause."""
         with self._changed:
             return dict(self._lost)
 
     def start(self) -> None:
-        """Begin, also with what an earlier process left."""
+        """Start the thread; it begins with what an earlier process left in the outbox."""
         with self._changed:
             if self._thread is None and not self._stopping:
                 name = f"fedvitals-alerts-{self._channel.name}"
@@ -68,7 +68,7 @@ class Courier:
                     self._thread = thread
 
     def put(self, alert: Alert, *, silent: bool = False) -> None:
-        """Take one alert, without waiting or raising. Silent: only to be known of, by the next process."""
+        """Accept an alert without waiting or raising. `silent`: only record it for the next process, do not send it."""
         with self._changed:
             if self._stopping or len(self._new) >= QUEUE:
                 self._lose("courier ended" if self._stopping else "queue full", 1)
@@ -78,18 +78,18 @@ class Courier:
         self.start()
 
     def flush(self, timeout: float = 10.0) -> bool:
-        """Whether everything put so far is delivered, given up, or waits for another attempt."""
+        """Wait, and return whether everything so far is delivered, given up, or waiting for another attempt."""
         with self._changed:
             return self._changed.wait_for(lambda: self._thread is None or not (self._new or self._busy), timeout)
 
     def stop(self, timeout: float) -> None:
-        """One more attempt at what waits, as time allows; the rest stays on disk for the next process."""
+        """Try once more to send what waits, within `timeout`; the rest stays on disk for the next process."""
         with self._changed:
             self._stopping, self._deadline = True, time.monotonic() + timeout
             self._changed.notify_all()
 
     def join(self) -> None:
-        """Wait for the end, as long as `stop` said and hardly longer: an attempt that hangs is left to itself."""
+        """Wait for the thread to end, about as long as `stop` allowed; an attempt that hangs is abandoned."""
         with self._changed:
             thread = self._thread
         if thread is not None:
@@ -108,7 +108,7 @@ class Courier:
                 except sqlite3.Error as error:
                     outbox = self._recover(outbox, error)
             if not outbox.on_disk and (left := outbox.waiting()):
-                self._told_lost("not delivered by the end of the run", left)
+                self._count_lost("not delivered by the end of the run", left)
         except Exception as error:  # noqa: BLE001 - training goes on, and it is known that alerts do not
             self._report(f"it ends here, by {type(error).__name__}: {error}")
         finally:
@@ -165,13 +165,13 @@ class Courier:
         refused = outbox.add([alert for alert, silent in new if not silent])
         outbox.add([alert for alert, silent in new if silent], silent=True)
         if refused:
-            self._told_lost("outbox full", refused)
+            self._count_lost("outbox full", refused)
         with self._changed:
             for _ in new:
                 self._new.popleft()
         old, dead = outbox.expire(PATIENCE_SECONDS, again=self._channel.again)
         if old:
-            self._told_lost("given up after a day", old)
+            self._count_lost("given up after a day", old)
         if dead:
             self._doubt(dead, "the process that sent them died")
         while not self._hurried():
@@ -224,16 +224,16 @@ class Courier:
             self._doubt(len(alerts), str(error))
         else:
             outbox.settle(alerts, LOST, str(error))
-            self._told_lost("refused", len(alerts), str(error))
+            self._count_lost("refused", len(alerts), str(error))
 
     # --- what is told -------------------------------------------------------------------------------------------------
 
     def _doubt(self, count: int, why: str) -> None:
         with self._changed:
             self._doubts += count
-        self._told_lost("in doubt", count, why)
+        self._count_lost("in doubt", count, why)
 
-    def _told_lost(self, cause: str, count: int, why: str = "") -> None:
+    def _count_lost(self, cause: str, count: int, why: str = "") -> None:
         with self._changed:
             self._lose(cause, count)
         self._report(f"{count} alerts: {cause}{'; ' + why if why else ''}", cause + why)
@@ -243,7 +243,7 @@ class Courier:
             self._lost[cause] = self._lost.get(cause, 0) + count
 
     def _report(self, what: str, cause: str = "") -> None:
-        """Once per cause: an outage must not fill the user's log."""
+        """CaseDeduplication per cause: an outage must not fill the user's log."""
         cause = cause or what
         if cause in self._reported or len(self._reported) >= CAUSES_REPORTED:
             return

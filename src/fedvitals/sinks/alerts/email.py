@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alerts by e-mail: one SMTP conversation for each message, encrypted unless told otherwise."""
+"""Sends alerts by e-mail: one SMTP conversation per message, encrypted unless configured otherwise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from email.message import EmailMessage
 from email.utils import formatdate
 
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.sinks.alerts.channels import DOUBT, LATER, REFUSED, DeliveryError, check_text, hard_limit, identity
+from fedvitals.sinks.alerts.channels import (
+    DOUBT,
+    LATER,
+    REFUSED,
+    DeliveryError,
+    check_text,
+    hard_limit,
+    identity,
+    reason_of,
+)
 from fedvitals.sinks.alerts.message import Message
 from fedvitals.transport.http_server import LOOPBACK
 
@@ -24,7 +33,7 @@ PORTS = {"starttls": 587, "ssl": 465, "none": 25}
 
 @dataclass(frozen=True, slots=True)
 class Email:
-    """Sends to every address in `to`. `security`: «starttls», «ssl», or «none» for a server on this machine."""
+    """A channel that sends e-mail to every address in `to`. `security`: «starttls», «ssl», or «none»."""
 
     host: str
     sender: str
@@ -62,7 +71,8 @@ class Email:
         return identity("email", self.name, self.host, self.port, self.to)
 
     def send(self, message: Message, /) -> None:
-        letter = self._letter(message).as_bytes(policy=email.policy.SMTP)
+        """Send the message, or raise DeliveryError."""
+        email_bytes = self._email_of(message).as_bytes(policy=email.policy.SMTP)
         handed_over = False
         try:
             with self._connected() as server:
@@ -71,7 +81,7 @@ class Email:
                 if not any(200 <= code < 300 for code, _ in answers):
                     self._speak(answers[0])
                 handed_over = True  # from here on the other side may have it
-                code, words = server.data(letter)
+                code, words = server.data(email_bytes)
                 handed_over = False
                 self._speak((code, words))
         except smtplib.SMTPResponseException as error:  # of the greeting, the login or the word DATA
@@ -81,7 +91,7 @@ class Email:
             if handed_over:
                 raise DeliveryError(DOUBT, f"{self.host} got the message and gave no answer ({kind}).") from None
             outcome = REFUSED if isinstance(error, smtplib.SMTPNotSupportedError) else LATER
-            raise DeliveryError(outcome, f"{self.host} cannot be reached ({_reason(error)}).") from None
+            raise DeliveryError(outcome, f"{self.host} cannot be reached ({reason_of(error)}).") from None
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[smtplib.SMTP]:
@@ -113,29 +123,22 @@ class Email:
         finally:
             server.close()
 
-    def _letter(self, message: Message) -> EmailMessage:
-        letter = EmailMessage()
-        letter["Subject"] = message.subject
-        letter["From"] = self.sender
-        letter["To"] = ", ".join(self.to)
-        letter["Date"] = formatdate()
-        letter["Message-ID"] = f"<{message.key}@fedvitals.invalid>"
-        letter["Auto-Submitted"] = "auto-generated"
-        letter.set_content("\n".join(message.lines) + "\n", cte="quoted-printable")  # any server takes it
-        return letter
+    def _email_of(self, message: Message) -> EmailMessage:
+        email_message = EmailMessage()
+        email_message["Subject"] = message.subject
+        email_message["From"] = self.sender
+        email_message["To"] = ", ".join(self.to)
+        email_message["Date"] = formatdate()
+        email_message["Message-ID"] = f"<{message.key}@fedvitals.invalid>"
+        email_message["Auto-Submitted"] = "auto-generated"
+        email_message.set_content("\n".join(message.lines) + "\n", cte="quoted-printable")  # any server takes it
+        return email_message
 
     def _speak(self, answer: tuple[int, bytes | str]) -> None:
         """Raise unless the server's answer is a yes."""
-        code, said = answer
+        code, reply = answer
         if 200 <= code < 400:
             return
-        words = said.decode("utf-8", "replace") if isinstance(said, bytes) else str(said)
+        words = reply.decode("utf-8", "replace") if isinstance(reply, bytes) else str(reply)
         outcome = REFUSED if code >= 500 else LATER
         raise DeliveryError(outcome, f"{self.host} answered {code}: {words}")
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not trusted: {error.verify_message}"
-    words = getattr(error, "strerror", None) or str(error)
-    return f"{type(error).__name__}{': ' if words else ''}{words}"

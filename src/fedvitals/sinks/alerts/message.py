@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an alert says, and how it is put for people and machines.
+"""Alerts and messages, and their text for people and programs.
 
 Names of nodes, runs and issues, and the words of findings, may come from a machine that lies. Here they are cut to a
 length, lose what moves a cursor or ends a line, and can neither mention a whole channel nor plant a link.
@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from fedvitals.catalog import CATALOG
+from fedvitals import plain_json
+from fedvitals.catalog import unit_of
 from fedvitals.errors import RecordError
 
 FIRING, RESOLVED = "firing", "resolved"
@@ -27,7 +28,7 @@ ZERO_WIDTH = "\u200b"
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One rule at one place: it has begun to hold, or it holds no longer."""
+    """A rule that began to hold at one place, or that no longer holds."""
 
     run: str
     rule: str
@@ -49,14 +50,14 @@ class Alert:
 
     @property
     def id(self) -> str:
-        """Of (run, rule, place, onset), and whether it is resolved: the same alert has it after a restart, too."""
-        told = json.dumps([self.run, self.rule, self.place, self.onset, self.kind])
-        return hashlib.blake2b(told.encode("utf-8", "backslashreplace"), digest_size=12).hexdigest()
+        """A digest of run, rule, place, onset and kind; the same alert keeps it after a restart."""
+        identity = json.dumps([self.run, self.rule, self.place, self.onset, self.kind])
+        return hashlib.blake2b(identity.encode("utf-8", "backslashreplace"), digest_size=12).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Some alerts for one channel, in words. `key` is the same whenever the same alerts are sent."""
+    """Alerts for one channel, as text. `key` is the same whenever the same alerts are sent."""
 
     alerts: tuple[Alert, ...]
     doubtful: int = 0  # earlier alerts to this channel that may not have arrived
@@ -64,12 +65,13 @@ class Message:
 
     @property
     def key(self) -> str:
-        told = " ".join((*(alert.id for alert in self.alerts), self.test))
-        return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+        """A digest of the alerts, the same for each attempt."""
+        identities = " ".join((*(alert.id for alert in self.alerts), self.test))
+        return hashlib.blake2b(identities.encode(), digest_size=16).hexdigest()
 
     @property
     def subject(self) -> str:
-        """One line: what, where, how bad."""
+        """One line: what, where, and how severe."""
         if self.test:
             return "[fedvitals] test message"
         worst = max(self.alerts, key=_rank)
@@ -78,24 +80,26 @@ class Message:
 
     @property
     def lines(self) -> list[str]:
-        """The text, line by line, fit for any reader that takes it literally."""
+        """The text line by line, harmless in any program that shows it literally."""
         if self.test:
             return ["fedvitals: this is a test. Alerts of your federated training will arrive here."]
         runs = list(dict.fromkeys(harmless(alert.run, NAME) for alert in self.alerts))
-        said = [f"fedvitals, run {', '.join(runs)}:"]
-        said += [
+        linese_text = [f"fedvitals, run {', '.join(runs)}:"]
+        linese_text += [
             f"{_badge(alert)}, round {alert.round}: {harmless(alert.message, WORDS)}" for alert in self.alerts[:LINES]
         ]
         if len(self.alerts) > LINES:
-            said.append(f"and {len(self.alerts) - LINES} more")
+            linese_text.append(f"and {len(self.alerts) - LINES} more")
         if self.doubtful:
             many = self.doubtful != 1
-            said.append(f"{self.doubtful} earlier alert{'s' * many} to this channel may not have arrived.")
-        return said
+            linese_text.append(f"{self.doubtful} earlier alert{'s' * many} to this channel may not have arrived.")
+        return linese_text
 
 
 def as_json(message: Message) -> dict[str, Any]:
-    """The message for programs: {"key", "test", "doubtful", "alerts": [...]}; what is not finite is null."""
+    """Return the message for programs: {"key", "test", "doubtful", "alerts": [...]}; numbers that are not finite are
+    null.
+    """
     return {
         "key": message.key,
         "test": bool(message.test),
@@ -105,48 +109,47 @@ def as_json(message: Message) -> dict[str, Any]:
 
 
 def alert_json(alert: Alert) -> dict[str, Any]:
-    plain = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in asdict(alert).items()
-        if name != "place"
-    }
+    """Return an alert for programs."""
+    plain = plain_json.shown(alert)
+    del plain["place"]
     plain |= {name: harmless(str(plain[name]), NAME) for name in ("node", "group", "layer", "issue") if plain[name]}
     return {"id": alert.id, **plain, "message": harmless(alert.message, WORDS), "run": harmless(alert.run, NAME)}
 
 
 def to_line(alert: Alert) -> str:
-    """The alert for the outbox, as it is; `from_line` gives it back."""
+    """Encode an alert for the outbox; `from_line` decodes it."""
     return json.dumps(asdict(alert))
 
 
 def from_line(line: str) -> Alert:
+    """Decode what `to_line` encoded."""
     try:
-        told = json.loads(line)
-        return Alert(**{field.name: told[field.name] for field in fields(Alert) if field.name in told})
+        stored = json.loads(line)
+        return Alert(**{field.name: stored[field.name] for field in fields(Alert) if field.name in stored})
     except (ValueError, KeyError, TypeError) as error:
         raise RecordError(f"An alert in the outbox cannot be read ({type(error).__name__}): {line[:80]!r}") from error
 
 
 def title(alert: Alert) -> str:
-    """Short: what is asked, and where."""
+    """Return a short title: what the rule asks, and where."""
     what = alert.issue or alert.rule
     return f"{what} at {alert.node or alert.group or 'the whole run'}"
 
 
 def harmless(text: str, limit: int) -> str:
-    """One line within a number of characters: nothing in it moves a cursor, ends a header or turns the direction."""
+    """Return text as one short line, without characters that move a cursor, end a header or reverse the direction."""
     cut = text if len(text) <= limit else text[: limit - 1] + "…"
     return "".join(c if c.isprintable() else "?" for c in cut).encode("utf-8", "backslashreplace").decode()
 
 
 def for_slack(lines: Sequence[str]) -> str:
-    """Slack's own escapes; `<!channel>`, `<@U1>` and `<http://...|here>` are then plain words."""
+    """Escape text for Slack, so that `<!channel>`, `<@U1>` and `<http://...|here>` are plain words."""
     escaped = "\n".join(lines).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _cut(_defanged(escaped))
 
 
 def for_discord(lines: Sequence[str]) -> str:
-    """Markdown switched off; `@everyone`, `<@1>` and `[here](http://...)` are then plain words."""
+    """Escape Markdown for Discord, so that `@everyone`, `<@1>` and `[here](http://...)` are plain words."""
     text = "".join("\\" + c if c in "\\*_~`|<>#[]()" else c for c in "\n".join(lines))
     return _cut(_defanged(text))
 
@@ -159,9 +162,9 @@ def _cut(text: str) -> str:
     return text if len(text) <= TEXT else text[: TEXT - 1].rstrip("\\") + "…"
 
 
-def said(value: float, metric: str) -> str:
-    """A value in its metric's unit, as people write it."""
-    unit = CATALOG[metric].unit if metric in CATALOG else ""
+def value_text(value: float, metric: str) -> str:
+    """Return a value in its metric's unit, as people write it."""
+    unit = unit_of(metric)
     if math.isnan(value):
         return "not a number"
     if unit == "share" and math.isfinite(value):

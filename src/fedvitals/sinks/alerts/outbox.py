@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alerts on their way, in a small SQLite file: they survive a crash, and each goes to each channel at most once.
+"""Stores alerts until they are delivered, in a small SQLite file: they survive a crash, and none is sent twice.
 
 A row is «waiting», then «sending», which is written before the first byte leaves; then «sent», «lost», or «doubt» if
 nobody knows. Whoever dies while sending leaves a row that is in doubt when its lease ends, and that is not sent again
@@ -37,7 +37,7 @@ CREATE INDEX IF NOT EXISTS delivery_due ON delivery (channel, state, due);
 
 
 class Outbox:
-    """One channel's rows. Used by one thread; other processes may have the file open as well."""
+    """The rows of one channel. Used by one thread; other processes may have the file open as well."""
 
     def __init__(self, folder: Path | None, channel: str) -> None:
         self.on_disk = folder is not None
@@ -56,19 +56,19 @@ class Outbox:
         )
 
     def add(self, alerts: Sequence[Alert], *, silent: bool = False) -> int:
-        """Keep alerts to be sent, or only to be known of; gives how many found no room."""
+        """Store alerts to be sent (`silent`: only to be remembered). Returns how many did not fit."""
         refused, now = 0, time.time()
         with self._changing():
-            ((room,),) = self._database.execute(
+            ((free_places,),) = self._database.execute(
                 "SELECT ? - COUNT(*) FROM delivery WHERE channel = ? AND state = ?",
                 (MOST_WAITING, self._channel, WAITING),
             )
             for alert in alerts:
-                if room <= 0:
+                if free_places <= 0:
                     refused += 1
                     continue
                 row = (alert.id, self._channel, _text(alert.run), alert.rule, alert.place, alert.onset, alert.kind)
-                room -= self._database.execute(
+                free_places -= self._database.execute(
                     "INSERT OR IGNORE INTO delivery (alert, channel, run, rule, place, onset, kind, state, due, made, "
                     "content) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                     (*row, SILENT if silent else WAITING, now, now, to_line(alert)),
@@ -76,7 +76,7 @@ class Outbox:
         return refused
 
     def claim(self, most: int, lease: float, *, everything: bool = False) -> list[Alert]:
-        """Alerts that are due (or all that wait), of one run, oldest first: from now on they count as being sent."""
+        """Return alerts of one run that are due (or all that wait), oldest first, and mark them as being sent."""
         now = time.time()
         with self._changing():
             rows = self._database.execute(
@@ -102,12 +102,12 @@ class Outbox:
         return mine
 
     def settle(self, alerts: Sequence[Alert], state: str, reason: str = "") -> None:
-        """What became of claimed alerts: sent, lost, or in doubt."""
+        """Record the outcome of claimed alerts: sent, lost, or in doubt."""
         with self._changing():
             self._end([alert.id for alert in alerts], state, reason)
 
     def postpone(self, alerts: Sequence[Alert], seconds: float, reason: str, *, together: bool) -> None:
-        """Let claimed alerts wait again; `together` if they may have arrived, so that they go by the same key."""
+        """Let claimed alerts wait again. `together`: they may have arrived, so they are resent under the same key."""
         due = time.time() + seconds
         with self._changing():
             for alert in alerts:
@@ -118,7 +118,7 @@ class Outbox:
                 )
 
     def expire(self, patience: float, *, again: bool) -> tuple[int, int]:
-        """How many were given up for their age, and how many are in doubt since their sender died."""
+        """Give up alerts that are too old. Returns how many, and how many are in doubt because their sender died."""
         now = time.time()
         with self._changing():
             old = self._database.execute(
@@ -132,7 +132,7 @@ class Outbox:
         return old, 0 if again else dead
 
     def attempts(self, alerts: Sequence[Alert]) -> int:
-        """How often the most tried of these was tried."""
+        """Return the largest number of attempts among these alerts."""
         asked = ", ".join("?" * len(alerts))
         rows = self._database.execute(
             f"SELECT MAX(attempts) FROM delivery WHERE channel = ? AND alert IN ({asked})",  # noqa: S608 - marks only
@@ -141,19 +141,21 @@ class Outbox:
         return int(rows[0][0] or 0)
 
     def waiting(self) -> int:
+        """Return how many alerts wait."""
         ((count,),) = self._database.execute(
             "SELECT COUNT(*) FROM delivery WHERE channel = ? AND state = ?", (self._channel, WAITING)
         )
         return int(count)
 
     def next_due(self) -> float | None:
-        """When the next one is due, in seconds since the epoch, leases of dead senders included."""
+        """Return when the next alert is due, in seconds since the epoch; leases of dead senders count."""
         ((due,),) = self._database.execute(
             "SELECT MIN(due) FROM delivery WHERE channel = ? AND state IN (?, ?)", (self._channel, WAITING, SENDING)
         )
         return None if due is None else float(due)
 
     def close(self) -> None:
+        """Close the file."""
         self._database.close()
 
     def _end(self, alerts: Sequence[str], state: str, reason: str) -> None:
@@ -180,11 +182,12 @@ def _text(name: str) -> str:
 
 
 def path_in(folder: Path) -> Path:
+    """Return the outbox file in a folder."""
     return folder / "alerts.db"
 
 
 def open_alerts(folder: Path | None, run: str) -> list[tuple[str, str, int]]:
-    """What was told of a run by an earlier process and is not over: (rule, place, onset). Nothing is made on disk."""
+    """Return the alerts (rule, place, onset) of a run that an earlier process sent and that are still open."""
     if folder is None or not path_in(folder).exists():
         return []
     with contextlib.closing(sqlite3.connect(path_in(folder), timeout=BUSY_SECONDS)) as database:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alert rules as people write them: «update.norm > 5 × own median for 3 rounds», «finding NAN_UPDATE».
+"""Parses alert rules such as «update.norm > 5 × own median for 3 rounds» and «finding NAN_UPDATE».
 
     METRIC > LIMIT                      accuracy < 0.8, memory.resident > 8 GB, time.round > 30 s
     METRIC > FACTOR × own median        against the node's own earlier rounds
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
-from fedvitals.catalog import CATALOG
+from fedvitals.catalog import CATALOG, unit_of
 from fedvitals.errors import ConfigError, unknown
 
 SEVERITIES = ("note", "warning", "critical")  # the worst last
@@ -48,7 +48,7 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """On one metric of one node: `number` is the limit, the factor or the step, by `against`."""
+    """A condition on one metric of one node. By `against`, `number` is the limit, the factor or the step."""
 
     metric: str
     comparison: str  # «>», «>=», «<», «<=»; of a change «drops» or «rises»
@@ -60,24 +60,24 @@ class Condition:
 
     @property
     def limit(self) -> float:
-        """The number in the metric's own unit."""
+        """The number, in the metric's own unit."""
         return self.number * UNITS.get(unit_of(self.metric), {}).get(self.unit, 1.0)
 
     def __str__(self) -> str:
         number = _number_text(self.number)
         if self.against == "limit":
-            said = f"{self.metric} {self.comparison} {number}{_spaced(self.unit)}"
+            text = f"{self.metric} {self.comparison} {number}{_spaced(self.unit)}"
         elif self.against == "before":
-            said = f"{self.metric} {self.comparison} by {number}{_spaced(self.unit)}"
-            said += f" within {self.within} rounds" if self.within > 1 else ""
+            text = f"{self.metric} {self.comparison} by {number}{_spaced(self.unit)}"
+            text += f" within {self.within} rounds" if self.within > 1 else ""
         else:
-            said = f"{self.metric} {self.comparison} {number} × {self.against} median"
-        return said + _lasting(self.rounds)
+            text = f"{self.metric} {self.comparison} {number} × {self.against} median"
+        return text + _lasting(self.rounds)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """On findings: of an issue, of a family, from a severity or confidence on; all of them where nothing is said."""
+class FindingCondition:
+    """A condition on findings: an issue, a family, a minimum severity or confidence. Empty: all findings."""
 
     issue: str | None = None
     family: str | None = None
@@ -86,23 +86,24 @@ class Found:
     rounds: int = 1  # in which the case was seen
 
     def __str__(self) -> str:
-        said = "finding"
-        said += f" {self.issue}" if self.issue else ""
-        said += f" in {self.family}" if self.family else ""
-        said += f" severity >= {self.severity}" if self.severity else ""
-        said += f" confidence >= {_number_text(self.confidence)}" if self.confidence else ""
-        return said + _lasting(self.rounds)
+        text = "finding"
+        text += f" {self.issue}" if self.issue else ""
+        text += f" in {self.family}" if self.family else ""
+        text += f" severity >= {self.severity}" if self.severity else ""
+        text += f" confidence >= {_number_text(self.confidence)}" if self.confidence else ""
+        return text + _lasting(self.rounds)
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The least distance between two alerts of one rule at one place."""
+    """The minimum distance between two alerts of one rule at one place."""
 
     number: float
     unit: str = "rounds"  # or «s», «min», «h»
 
     @property
     def seconds(self) -> float | None:
+        """The gap in seconds; None if it is counted in rounds."""
         return None if self.unit == "rounds" else self.number * UNITS["seconds"][self.unit]
 
     def __str__(self) -> str:
@@ -111,9 +112,9 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """When to alert, how loudly, and whom."""
+    """A condition, the severity of its alerts, and the channels that receive them."""
 
-    when: Condition | Found
+    when: Condition | FindingCondition
     name: str = ""  # for people; by default what is asked
     severity: str = ""  # by default the finding's own, of a metric «warning»
     node: str | None = None  # a name or a pattern like «c*»; «whole» is the federation; None: all
@@ -126,17 +127,17 @@ class Rule:
 
 
 def rule(text: str, **settings: Any) -> Rule:
-    """The rule that `text` says. Settings: name, severity, node, gap («10 min», «5 rounds»), resolved, channels."""
+    """Parse a rule from text. Settings: name, severity, node, gap («10 min», «5 rounds»), resolved, channels."""
     known = {field.name for field in fields(Rule)} - {"when"}
     for name in settings:
         if name not in known:
             raise ConfigError(unknown("setting of an alert rule", name, {"when", *known}))
-    made = replace(
+    new_rule = replace(
         Rule(parse(text)), **{name: _setting(name, value) for name, value in settings.items() if value != ""}
     )
-    if made.severity and made.severity not in SEVERITIES:
-        raise ConfigError(unknown("severity", made.severity, SEVERITIES))
-    return made
+    if new_rule.severity and new_rule.severity not in SEVERITIES:
+        raise ConfigError(unknown("severity", new_rule.severity, SEVERITIES))
+    return new_rule
 
 
 def _setting(name: str, value: Any) -> Any:
@@ -145,7 +146,7 @@ def _setting(name: str, value: Any) -> Any:
             return gap_of(value)
         case "gap", Gap():
             return value
-        case "channels", [*names] if all(isinstance(one, str) for one in names):
+        case "channels", [*names] if all(isinstance(name_, str) for name_ in names):
             return tuple(names)
         case "resolved", bool():
             return value
@@ -159,27 +160,22 @@ def _setting(name: str, value: Any) -> Any:
 
 
 def gap_of(text: str) -> Gap:
-    """The gap that «5 rounds», «30 s», «10 min» or «1 h» says."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(rounds?|s|min|h)\s*", text)
-    if not found:
+    """Parse a gap such as «5 rounds», «30 s», «10 min» or «1 h»."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(rounds?|s|min|h)\s*", text)
+    if not match:
         raise ConfigError(f"A gap is written '5 rounds', '30 s', '10 min' or '1 h', got '{text}'.")
-    return Gap(float(found[1]), "rounds" if found[2].startswith("round") else found[2])
+    return Gap(float(match[1]), "rounds" if match[2].startswith("round") else match[2])
 
 
-def parse(text: str) -> Condition | Found:
-    """What a rule's text asks; ConfigError says what of it is wrong, and how it would be right."""
+def parse(text: str) -> Condition | FindingCondition:
+    """Parse a rule's text. The ConfigError says what is wrong and how to write it."""
     if not isinstance(text, str):
         raise ConfigError(f"An alert rule is a text, got {type(text).__name__}. Write for example {_FORMS}.")
     line = _Line(text)
-    found: Condition | Found = _finding(line) if line.peek() == "finding" else _metric(line)
-    found = replace(found, rounds=_rounds(line, "for"))
+    condition: Condition | FindingCondition = _finding(line) if line.peek() == "finding" else _metric(line)
+    condition = replace(condition, rounds=_rounds(line, "for"))
     line.end()
-    return found
-
-
-def unit_of(metric: str) -> str:
-    """The metric's unit in the catalogue; "" of a user's own."""
-    return CATALOG[metric].unit if metric in CATALOG else ""
+    return condition
 
 
 class _Line:
@@ -192,11 +188,11 @@ class _Line:
         if len(text) > NAME_LENGTH:
             raise ConfigError(f"An alert rule has at most {NAME_LENGTH} characters, got {len(text)}.")
         while text[place:].strip():
-            found = _TOKEN.match(text, place)
-            if not found:
+            match = _TOKEN.match(text, place)
+            if not match:
                 self.refuse(f"'{text[place:].strip()[:20]}' is neither a word, a number nor a comparison")
-            self._words.append(found[0].strip())
-            place = found.end()
+            self._words.append(match[0].strip())
+            place = match.end()
         self._next = 0
 
     def peek(self) -> str:
@@ -211,7 +207,7 @@ class _Line:
         word = self.take()
         if word not in wanted:
             got = f"'{word}'" if word else "the end"
-            self.refuse(f"{' or '.join(repr(one) for one in wanted)} was expected, got {got}")
+            self.refuse(f"{' or '.join(map(repr, wanted))} was expected, got {got}")
         return word
 
     def number(self, what: str) -> float:
@@ -289,29 +285,29 @@ def _unit(line: _Line, metric: str, number: float) -> str:
     return ""
 
 
-def _finding(line: _Line) -> Found:
+def _finding(line: _Line) -> FindingCondition:
     line.take()
-    found = Found()
+    condition = FindingCondition()
     if re.fullmatch(r"[A-Z][A-Z0-9_]*", line.peek()):
-        found = replace(found, issue=line.take())
+        condition = replace(condition, issue=line.take())
     if line.peek() == "in":
         line.take()
         family = line.take()
         if not re.fullmatch(r"[a-z][a-z_]*", family):
             line.refuse("after 'in' comes a family, such as client, system or gradient")
-        found = replace(found, family=family)
+        condition = replace(condition, family=family)
     if line.peek() == "severity":
         line.take()
         line.expect(">=", "≥")
-        found = replace(found, severity=line.expect(*SEVERITIES))
+        condition = replace(condition, severity=line.expect(*SEVERITIES))
     if line.peek() == "confidence":
         line.take()
         line.expect(">=", "≥")
         confidence = line.number("a confidence")
         if not 0 <= confidence <= 1:
             line.refuse(f"a confidence is between 0 and 1, got {_number_text(confidence)}")
-        found = replace(found, confidence=confidence)
-    return found
+        condition = replace(condition, confidence=confidence)
+    return condition
 
 
 def _rounds(line: _Line, word: str) -> int:
@@ -327,17 +323,17 @@ def _rounds(line: _Line, word: str) -> int:
 
 
 def unknown_names(rules: Sequence[Rule], families: Mapping[str, str]) -> list[str]:
-    """What no finding of the shipped detectors will match: not wrong, where detectors of one's own are installed."""
-    said = []
-    for one in rules:
-        if isinstance(one.when, Found):
-            if one.when.issue and one.when.issue not in families:
-                close = difflib.get_close_matches(one.when.issue, families, n=1)
+    """Return a remark for each rule on an issue or family that no shipped detector knows. Detectors of the user may."""
+    remarks = []
+    for rule_ in rules:
+        if isinstance(rule_.when, FindingCondition):
+            if rule_.when.issue and rule_.when.issue not in families:
+                close = difflib.get_close_matches(rule_.when.issue, families, n=1)
                 hint = f" Did you mean '{close[0]}'?" if close else ""
-                said.append(f"Rule '{one.name}': no shipped detector finds '{one.when.issue}'.{hint}")
-            if one.when.family and one.when.family not in families.values():
-                said.append(f"Rule '{one.name}': {unknown('family', one.when.family, set(families.values()))}")
-    return said
+                remarks.append(f"Rule '{rule_.name}': no shipped detector finds '{rule_.when.issue}'.{hint}")
+            if rule_.when.family and rule_.when.family not in families.values():
+                remarks.append(f"Rule '{rule_.name}': {unknown('family', rule_.when.family, set(families.values()))}")
+    return remarks
 
 
 def _number_text(number: float) -> str:

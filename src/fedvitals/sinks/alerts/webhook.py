@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alerts to a web address: one JSON that Slack, Discord, Mattermost and programs of one's own understand.
+"""Posts alerts to a web address, as one JSON that Slack, Discord, Mattermost and other programs understand.
 
 Slack and Mattermost read `text`, Discord reads `content`, a program reads `fedvitals`. The header `Idempotency-Key` is
 the same whenever the same alerts are sent.
@@ -17,7 +17,16 @@ from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from fedvitals.errors import ConfigError
-from fedvitals.sinks.alerts.channels import DOUBT, LATER, REFUSED, DeliveryError, check_text, hard_limit, identity
+from fedvitals.sinks.alerts.channels import (
+    DOUBT,
+    LATER,
+    REFUSED,
+    DeliveryError,
+    check_text,
+    hard_limit,
+    identity,
+    reason_of,
+)
 from fedvitals.sinks.alerts.message import Message, as_json, for_discord, for_slack
 
 ANSWER = 4096  # bytes of an answer that are read
@@ -30,7 +39,7 @@ SAME_METHOD = (307, 308)  # the redirects that keep a POST a POST
 
 @dataclass(frozen=True, slots=True)
 class Webhook:
-    """Posts to an http or https address. Of that it shows the host alone: the path is often the secret."""
+    """A channel that posts to an http or https address. Only its host is ever shown: the path is often a secret."""
 
     url: str = field(repr=False)
     name: str = "webhook"
@@ -51,13 +60,14 @@ class Webhook:
         return identity("webhook", self.name, self.label or self.url)
 
     def send(self, message: Message, /) -> None:
-        lines, told = message.lines, as_json(message)
-        told["alerts"] = told["alerts"][:MOST_ALERTS]
+        """Post the message, or raise DeliveryError."""
+        lines, data = message.lines, as_json(message)
+        data["alerts"] = data["alerts"][:MOST_ALERTS]
         body = {
             "text": for_slack(lines),
             "content": for_discord(lines),
             "allowed_mentions": {"parse": []},  # Discord's own switch
-            "fedvitals": told,
+            "fedvitals": data,
         }
         payload = json.dumps(body).encode()
         headers = {"User-Agent": "fedvitals", **self.headers, "Content-Type": "application/json"}
@@ -95,7 +105,7 @@ class Webhook:
             if whole:
                 why = f"{host} took the message and gave no answer within {self.seconds:g} s ({type(error).__name__})."
                 raise DeliveryError(DOUBT, why) from None
-            raise DeliveryError(LATER, f"{host} cannot be reached ({_reason(error)}).") from None
+            raise DeliveryError(LATER, f"{host} cannot be reached ({reason_of(error)}).") from None
         if 200 <= status < 300:
             return None
         if status in SAME_METHOD and onward:
@@ -149,12 +159,9 @@ def _words(answer: http.client.HTTPResponse) -> str:
     return ""
 
 
-def _wait(told: str | None) -> float | None:
-    return min(float(told), LONGEST_WAIT) if told is not None and told.isascii() and told.isdigit() else None
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not trusted: {error.verify_message}"
-    words = getattr(error, "strerror", None) or str(error)
-    return f"{type(error).__name__}{': ' if words else ''}{words}"
+def _wait(retry_after: str | None) -> float | None:
+    return (
+        min(float(retry_after), LONGEST_WAIT)
+        if retry_after is not None and retry_after.isascii() and retry_after.isdigit()
+        else None
+    )

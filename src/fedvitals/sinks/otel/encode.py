@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records as messages of OTLP: spans as they are, metrics as gauges, events and findings as log records.
+"""Encodes records as OTLP messages: spans as spans, metrics as gauges, events and findings as log records.
 
 A gauge has few attributes, since each combination is a series of its own in whatever keeps it: the node, and no round.
 Round, step and layer ride in the point's exemplar, as `filtered_attributes`: OTLP's own place for what was left out.
@@ -33,13 +33,13 @@ _SAMPLED = 1
 
 
 def traces(runs: Mapping[str, Run], spans: Iterable[Span], failures: Failures) -> Any:
-    """A request for /v1/traces: each span, followed by the parts of its time."""
+    """Return a request for /v1/traces: each span, followed by the parts of its time."""
     request = message("collector.trace.v1.trace_service", "ExportTraceServiceRequest")()
-    for run, found in _by_run(spans).items():
+    for run, spans_of_run in _by_run(spans).items():
         whole = request.resource_spans.add()
         _describe(whole.resource, runs, run)
         scoped = whole.scope_spans.add(scope=_scope())
-        for span in found:
+        for span in spans_of_run:
             failure = failures.get((run, span.where.round, span.where.node)) if _failed(span) else None
             _span(scoped.spans, span, failure)
             for part in unfold(span):
@@ -48,14 +48,14 @@ def traces(runs: Mapping[str, Run], spans: Iterable[Span], failures: Failures) -
 
 
 def gauges(runs: Mapping[str, Run], metrics: Iterable[Metric]) -> Any:
-    """A request for /v1/metrics: one gauge for each name, one point for each value."""
+    """Return a request for /v1/metrics: one gauge per name, one point per value."""
     request = message("collector.metrics.v1.metrics_service", "ExportMetricsServiceRequest")()
-    for run, found in _by_run(metrics).items():
+    for run, metrics_of_run in _by_run(metrics).items():
         whole = request.resource_metrics.add()
         _describe(whole.resource, runs, run)
         scoped = whole.scope_metrics.add(scope=_scope())
         gauge_of: dict[str, Any] = {}
-        for metric in found:
+        for metric in metrics_of_run:
             points = gauge_of.get(metric.name)
             if points is None:
                 named = scoped.metrics.add(name=names.METRIC + text(metric.name), unit=names.unit_of(metric.name))
@@ -65,27 +65,27 @@ def gauges(runs: Mapping[str, Run], metrics: Iterable[Metric]) -> Any:
 
 
 def logs(runs: Mapping[str, Run], events: Iterable[Event | Finding]) -> Any:
-    """A request for /v1/logs: what happened, and what the detectors said."""
+    """Return a request for /v1/logs: events and findings."""
     request = message("collector.logs.v1.logs_service", "ExportLogsServiceRequest")()
-    for run, found in _by_run(events).items():
+    for run, events_of_run in _by_run(events).items():
         whole = request.resource_logs.add()
         _describe(whole.resource, runs, run)
         scoped = whole.scope_logs.add(scope=_scope())
-        for event in found:
+        for event in events_of_run:
             _log(scoped.log_records, event)
     return request
 
 
 def _by_run(records: Iterable[Kind]) -> dict[str, list[Kind]]:
-    found: dict[str, list[Kind]] = {}
+    by_run: dict[str, list[Kind]] = {}
     for record in records:
-        found.setdefault(record.where.run, []).append(record)
-    return found
+        by_run.setdefault(record.where.run, []).append(record)
+    return by_run
 
 
 def _describe(resource: Any, runs: Mapping[str, Run], run: str) -> None:
     known = runs.get(run)
-    told: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "service.name": names.SERVICE,
         "service.instance.id": run,
         "service.version": fedvitals.__version__,
@@ -95,8 +95,8 @@ def _describe(resource: Any, runs: Mapping[str, Run], run: str) -> None:
         names.RUN: run,
     }
     if known is not None:
-        told |= {names.RUN_NAME: known.name, names.HOST: known.host, names.TOPOLOGY: known.topology}
-    fill(resource.attributes, told)
+        attributes |= {names.RUN_NAME: known.name, names.HOST: known.host, names.TOPOLOGY: known.topology}
+    fill(resource.attributes, attributes)
 
 
 def _scope() -> Any:
@@ -105,7 +105,7 @@ def _scope() -> Any:
 
 def _span(spans: Any, span: Span, failure: Event | None, *, is_part: bool = False) -> None:
     begin = nanoseconds(span.at)
-    found = spans.add(
+    encoded = spans.add(
         trace_id=trace_id(span.trace, span.where),
         span_id=span_id(span.id),
         parent_span_id=b"" if span.parent is None else span_id(span.parent),
@@ -115,34 +115,34 @@ def _span(spans: Any, span: Span, failure: Event | None, *, is_part: bool = Fals
         start_time_unix_nano=begin,
         end_time_unix_nano=begin + nanoseconds(span.seconds),
     )
-    fill(found.attributes, names.places(span.where))
-    fill(found.attributes, {names.OWN + name: value for name, value in span.attributes.items()})
+    fill(encoded.attributes, names.places(span.where))
+    fill(encoded.attributes, {names.OWN + name: value for name, value in span.attributes.items()})
     if is_part:
-        fill(found.attributes, {names.PART: True})
+        fill(encoded.attributes, {names.PART: True})
         return
-    fill(found.attributes, {names.SOURCE: span.source, names.SEQUENCE: span.sequence})
+    fill(encoded.attributes, {names.SOURCE: span.source, names.SEQUENCE: span.sequence})
     if _failed(span):
-        told = {} if failure is None else failure.data
-        kind = str(told.get("exception") or told.get("error") or span.attributes.get("error") or "")
+        data = {} if failure is None else failure.data
+        kind = str(data.get("exception") or data.get("error") or span.attributes.get("error") or "")
         words = str(span.attributes.get("message") or (failure.message if failure is not None else "") or kind)
-        found.status.code, found.status.message = _ERROR, bounded(words)
-        fill(found.attributes, {"error.type": kind or "_OTHER"})
-        _exception(found, kind, words, failure, span)
+        encoded.status.code, encoded.status.message = _ERROR, bounded(words)
+        fill(encoded.attributes, {"error.type": kind or "_OTHER"})
+        _exception(encoded, kind, words, failure, span)
 
 
 def _failed(span: Span) -> bool:
     return bool(span.attributes.get("failed") or span.attributes.get("error"))
 
 
-def _exception(found: Any, kind: str, words: str, failure: Event | None, span: Span) -> None:
+def _exception(encoded_span: Any, kind: str, words: str, failure: Event | None, span: Span) -> None:
     """The span's event «exception», as the conventions ask; without a word of it known there is none."""
     if not kind:
         return
     at = failure.at if failure is not None else span.at + span.seconds
-    event = found.events.add(name="exception", time_unix_nano=nanoseconds(at))
+    event = encoded_span.events.add(name="exception", time_unix_nano=nanoseconds(at))
     trace = None if failure is None else failure.data.get("traceback")
-    told = {"exception.type": kind, "exception.message": words, "exception.stacktrace": trace}
-    fill(event.attributes, told)
+    attributes = {"exception.type": kind, "exception.message": words, "exception.stacktrace": trace}
+    fill(event.attributes, attributes)
 
 
 def _point(points: Any, metric: Metric) -> None:
@@ -162,27 +162,27 @@ def _log(records: Any, record: Event | Finding) -> None:
     else:
         name, level, data = record.name, record.level, record.data
     at = nanoseconds(record.at)
-    found = records.add(
+    encoded = records.add(
         time_unix_nano=at,
         observed_time_unix_nano=at,
         severity_number=names.SEVERITIES.get(level, 9),
         severity_text=text(level),
         event_name=text(name),
     )
-    put(found.body, record.message)
-    fill(found.attributes, names.places(record.where))
-    fill(found.attributes, {names.DATA + key: value for key, value in data.items()})
-    fill(found.attributes, {names.SOURCE: record.source, names.SEQUENCE: record.sequence})
+    put(encoded.body, record.message)
+    fill(encoded.attributes, names.places(record.where))
+    fill(encoded.attributes, {names.DATA + key: value for key, value in data.items()})
+    fill(encoded.attributes, {names.SOURCE: record.source, names.SEQUENCE: record.sequence})
     trace, span = data.get("trace"), data.get("span")
     if _is(_TRACE, trace) and _is(_SPAN, span):
-        found.trace_id, found.span_id = bytes.fromhex(str(trace)), bytes.fromhex(str(span))
+        encoded.trace_id, encoded.span_id = bytes.fromhex(str(trace)), bytes.fromhex(str(span))
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
 def trace_id(trace: str, where: Where) -> bytes:
-    """Our own id where it is one of W3C; else one that follows from it, or from the run where there is none."""
+    """Return our own id where it is a W3C id; otherwise one derived from it, or from the run where there is none."""
     return bytes.fromhex(trace) if _is(_TRACE, trace) else _digest(f"{trace}/{where.run}", 16)
 
 
@@ -191,7 +191,7 @@ def span_id(span: str) -> bytes:
 
 
 def nanoseconds(seconds: float) -> int:
-    """As OTLP counts, never below 0; what is no number counts as 0, its «unknown»."""
+    """Return a time in nanoseconds, at least 0; NaN becomes 0, which OTLP reads as unknown."""
     if not 0 <= seconds < 2**33:  # beyond which OTLP cannot count; NaN is not below, either
         return 0
     whole = math.floor(seconds)
@@ -199,23 +199,23 @@ def nanoseconds(seconds: float) -> int:
 
 
 def text(value: str, limit: int = 256) -> str:
-    """Within so many bytes; nearly always as it is."""
+    """Return text cut to a number of bytes."""
     return value if len(value) <= limit and value.isascii() else bounded(value, limit)
 
 
-def fill(pairs: Any, told: Mapping[str, Any]) -> None:
-    """Values by name, in their order, into a list of attributes; what is None is left out.
+def fill(pairs: Any, attributes: Mapping[str, Any]) -> None:
+    """Add values by name, in their order, to a list of attributes; None is left out.
 
     In place: messages that are made alone and copied into others take twice the time.
     """
-    for name, value in told.items():
+    for name, value in attributes.items():
         if value is not None:
             pair = pairs.add(key=text(str(name)))
             put(pair.value, value)
 
 
 def put(target: Any, value: Any, depth: int = DEPTH) -> None:
-    """The value as OTLP holds it: truth, number, text, list or mapping; whatever else there is becomes text."""
+    """Set an OTLP value: boolean, number, text, list or mapping; any other type becomes text."""
     if value is None:
         return
     if isinstance(value, str):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans, metrics and events to whatever speaks OpenTelemetry, by OTLP over HTTP: one more sink.
+"""A sink that sends spans, metrics and events to any OpenTelemetry receiver, by OTLP over HTTP.
 
     Monitor("runs.db", sinks=[OpenTelemetry("http://localhost:4318")])
 
@@ -55,7 +55,7 @@ LONGEST_WAIT = 60.0  # seconds that a receiver may ask us to stay away
 
 
 class Signal(NamedTuple):
-    """One of OTLP's three: which records it carries, where to, and how the answer tells of what was not kept."""
+    """One of OTLP's three signals: the records it carries, its path, and how the answer reports what was not kept."""
 
     kinds: tuple[type, ...]
     path: str
@@ -75,7 +75,7 @@ SIGNALS = {"traces": TRACES, "metrics": METRICS, "logs": LOGS}
 
 
 class OpenTelemetry(Sink):
-    """A sink that sends to an OTLP/HTTP receiver: a collector, Jaeger, Tempo, or another fedvitals (`otlp_receiver`).
+    """Sends to an OTLP/HTTP receiver: a collector, Jaeger, Tempo, or another fedvitals (`hosts.otlp.receiver`).
 
     `endpoint`: its base address, else that of OTEL_EXPORTER_OTLP_ENDPOINT, else http://localhost:4318. `headers`: sent
     along, for instance an authorization; else those of OTEL_EXPORTER_OTLP_HEADERS. The parts of a Span's time are its
@@ -108,14 +108,14 @@ class OpenTelemetry(Sink):
         self._away_until = 0.0
         self._unknown_until: dict[str, float] = {}  # by path
         self._signals = [_signal(name) for name in signals]
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
         if tls is not None:
             handlers.append(urllib.request.HTTPSHandler(context=tls))
         self._opener = urllib.request.build_opener(*handlers)
 
     def write(self, records: Sequence[Record], /) -> None:
-        """Send them. Raises ConnectionError to be asked again, RecordError where the receiver will never take them."""
+        """Send the records. Raises ConnectionError to be retried, RecordError where the receiver refuses them."""
         self._remember(records)
         # The queue asks again with the same objects, whole or in halves: what got through is not sent twice.
         new = [record for record in records if id(record) not in self._sent and self._wanted(record)]
@@ -127,6 +127,7 @@ class OpenTelemetry(Sink):
         self._sent.difference_update(map(id, records))
 
     def close(self) -> None:
+        """Close the connection."""
         self._opener.close()
 
     def _remember(self, records: Sequence[Record]) -> None:
@@ -158,10 +159,10 @@ class OpenTelemetry(Sink):
             self.rejected += len(records)
             return
         if signal.path == TRACES.path:
-            found = traces(self._runs, records, self._failures)
+            request = traces(self._runs, records, self._failures)
         else:
-            found = (gauges if signal.path == METRICS.path else logs)(self._runs, records)
-        self._post(signal, bytes(found.SerializeToString()), len(records))
+            request = (gauges if signal.path == METRICS.path else logs)(self._runs, records)
+        self._post(signal, bytes(request.SerializeToString()), len(records))
 
     def _post(self, signal: Signal, body: bytes, count: int) -> None:
         headers = {**self._headers, "Content-Type": "application/x-protobuf"}
@@ -181,10 +182,10 @@ class OpenTelemetry(Sink):
 
     def _refused(self, error: urllib.error.HTTPError, signal: Signal, count: int) -> None:
         try:
-            said = error.read(ANSWER)
+            answer = error.read(ANSWER)
         except (OSError, http.client.HTTPException):
-            said = b""
-        text = f"{self.endpoint}{signal.path} answers {error.code} {error.reason}: {_readable(said)}"
+            answer = b""
+        text = f"{self.endpoint}{signal.path} answers {error.code} {error.reason}: {_readable(answer)}"
         if error.code in REFUSED:
             raise RecordError(text) from error
         if error.code in UNKNOWN:  # Jaeger takes traces and nothing else: the rest must not stand in their way
@@ -209,8 +210,8 @@ class OpenTelemetry(Sink):
             self._say(f"{self.endpoint} rejected some records: {bounded(partial.error_message, 300)!r}.")
 
     def _say(self, text: str) -> None:
-        if text not in self._told and len(self._told) < 100:
-            self._told.add(text)
+        if text not in self._reported and len(self._reported) < 100:
+            self._reported.add(text)
             logger.warning("%s Said once.", text)
 
 
@@ -253,5 +254,5 @@ def _from_environment() -> dict[str, str]:
 
 def _readable(body: bytes) -> str:
     """What a receiver says, be it a text or protobuf's Status around one: its letters, and not too many."""
-    text = "".join(letter if letter.isprintable() else " " for letter in body.decode("utf-8", "replace"))
+    text = "".join(character if character.isprintable() else " " for character in body.decode("utf-8", "replace"))
     return bounded(" ".join(text.split()), 300) or "nothing more"

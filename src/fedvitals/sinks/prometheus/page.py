@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One page over HTTP, /metrics, for whoever may read it."""
+"""An HTTP server for one page, /metrics, with an optional token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Render = Callable[[str], tuple[bytes, str]]
 
 
 class Page:
-    """Serves what `render` gives, on threads of its own, until closed; OSError when the port is taken."""
+    """Serves what `render` returns, on threads of its own, until it is closed. OSError: the port is taken."""
 
     def __init__(self, host: str, port: int, token: str | None, render: Render) -> None:
         self._render = render
@@ -23,6 +23,7 @@ class Page:
         self.port, self.url = self._server.port, f"{self._server.url}/metrics"
 
     def close(self) -> None:
+        """Stop serving."""
         self._server.close()
 
     def _answer(self, request: Request) -> Response:

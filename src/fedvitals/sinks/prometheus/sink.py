@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus: a sink that serves the newest values at /metrics, never more series than it says.
+"""A sink that serves the newest values at /metrics for Prometheus, with a bounded number of series.
 
     Monitor("runs.db", sinks=[Prometheus()])             then scrape http://127.0.0.1:9464/metrics
 
@@ -10,7 +10,7 @@
 | `fedvitals_nodes_<metric>{run,point}` | over the clients of the last round, the newest of each: min to max |
 | `fedvitals_*_total{run,...}` | counters: rounds, findings, failures, events, bytes, records lost |
 
-`rules.yml` beside this file has alert rules for them; its path is `RULES`.
+`rules.yml` beside this file has alert rules for them; its path is `Prometheus.RULES`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ from fedvitals.transport.http_server import LOOPBACK
 
 logger = logging.getLogger("fedvitals.telemetry")
 
-RULES = Path(__file__).with_name("rules.yml")
 PORT = 9464
 NODES, WORST, SERIES, RUNS = 50, 10, 2000, 8
 RETRY_SECONDS = 10.0  # between two attempts at a port that is taken
 
 
 class Prometheus(Sink):
-    """Serves /metrics from the first record on, until every monitor that it was given to is closed.
+    """Serves /metrics from the first record until every monitor that it was given to is closed.
 
     `port` 0 takes a free one, which is logged. A `host` other than this machine's own needs a `token`, which the
     scraper sends as a Bearer token. `signs`: metrics with a series for each node. Up to `nodes` clients have series of
@@ -47,6 +46,7 @@ class Prometheus(Sink):
     whole page. One object may serve several monitors.
     """
 
+    RULES = Path(__file__).with_name("rules.yml")  # alert rules for a Prometheus server
     name = "prometheus"
     ignores = (Action, LayerStats, Sketch, Snapshot, Span, Truth)
 
@@ -74,27 +74,28 @@ class Prometheus(Sink):
         self._wanted, self._host, self._token = port, host, token
         self._signs, self._series = tuple(signs), series
         # More nodes than the page has room for would be made at each scrape, only to be left out: 49 ms of CPU, not 24.
-        room = series // max(1, len(self._signs))
-        self._nodes, self._worst = min(nodes, room), min(worst, room)
+        most_nodes = series // max(1, len(self._signs))
+        self._nodes, self._worst = min(nodes, most_nodes), min(worst, most_nodes)
         self._lock = threading.Lock()
         self._runs: dict[str, RunState] = {}
         self._open: set[str] = set()
         self._writers: set[int] = set()  # threads: each monitor's queue has one, which also closes
         self._page: Page | None = None
         self._next_attempt = 0.0
-        self._told = False
+        self._port_reported = False
 
     @property
     def port(self) -> int | None:
-        """The port that it is served on; None when it is not."""
+        """The port that is served; None while nothing is."""
         return None if self._page is None else self._page.port
 
     @property
     def url(self) -> str | None:
+        """The address of the page; None while nothing is served."""
         return None if self._page is None else self._page.url
 
     def write(self, records: Sequence[Record], /) -> None:
-        """Take in the records; it never fails, so that nothing is counted twice."""
+        """Take in records. Never raises, so that nothing is counted twice."""
         with self._lock:
             self._writers.add(threading.get_ident())
             touched: dict[str, RunState] = {}
@@ -118,9 +119,9 @@ class Prometheus(Sink):
             page.close()
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """The page as it is scraped, and its content type."""
+        """Return the page as it is scraped, and its content type."""
         encode, kind = self._exposition.choose_encoder(accept)
-        return encode(_Once(self._families())), kind
+        return encode(_SingleCollection(self._families())), kind
 
     def _state(self, run: str) -> RunState:
         if run not in self._runs:
@@ -144,8 +145,8 @@ class Prometheus(Sink):
             self._page = Page(self._host, self._wanted, self._token, self.render)
         except OSError as error:
             self._next_attempt = time.monotonic() + RETRY_SECONDS
-            if not self._told:
-                self._told = True
+            if not self._port_reported:
+                self._port_reported = True
                 logger.warning(
                     "Prometheus metrics cannot be served on %s port %s (%s); training goes on, and it is tried again. "
                     "Said once. Prometheus(port=0) takes a free port.", self._host, self._wanted, error,
@@ -165,7 +166,7 @@ class Prometheus(Sink):
         left_out = 0
         families: dict[str, Any] = {}
         shown: set[tuple[str, ...]] = set()  # long names may be the same once they are cut
-        for series in (one for kind in kinds for one in kind):
+        for series in (series_of_kind for kind in kinds for series_of_kind in kind):
             values = tuple(series.labels.values())
             if len(shown) >= self._series - 1 or (series.name, *values) in shown:
                 left_out += 1
@@ -185,7 +186,7 @@ class Prometheus(Sink):
         return make(series.name.removesuffix("_total"), series.help, labels=list(series.labels))
 
 
-class _Once:
+class _SingleCollection:
     """What an encoder takes for a registry."""
 
     def __init__(self, families: Iterator[Any]) -> None:

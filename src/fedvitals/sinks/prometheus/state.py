@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Prometheus is shown of one run: the newest values by node, the spread over clients, and counters."""
+"""The state of one run for Prometheus: the newest values by node, the spread over clients, and counters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from fedvitals.catalog import CATALOG
 from fedvitals.records import FAILURES, Event, Finding, Metric, Record, Run, Transfer, is_client
-from fedvitals.sinks.spread import CLIENTS_KEPT, Closed, Spread, of_the_round, plain
+from fedvitals.sinks.spread import CLIENTS_KEPT, ClientSpread, ClosedRound, of_the_round, plain
 
 SIGNS = (
     "loss",
@@ -38,6 +38,8 @@ KINDS = ("model", "update", "telemetry")
 
 @dataclass(frozen=True, slots=True)
 class Series:
+    """One series of the page: name, help text, labels and value."""
+
     name: str
     help: str
     labels: Mapping[str, str]
@@ -45,7 +47,7 @@ class Series:
 
 
 class RunState:
-    """The state of one run; `add` takes records, `kind` gives the series."""
+    """The state of one run. `add` takes records, `kind` returns the series."""
 
     KINDS = ("counters", "whole", "worst", "spread")
 
@@ -58,8 +60,8 @@ class RunState:
         self._clients: set[str] = set()
         self._others: set[str] = set()
         self._trouble: dict[str, float] = {}  # by node, fading from round to round
-        self._spread = Spread()
-        self._closed: Closed | None = None
+        self._spread = ClientSpread()
+        self._closed: ClosedRound | None = None
         self._newest: dict[str, dict[str, float]] = {}  # metric → client → value, as of the last round that is over
         self._points: dict[str, dict[str, float]] = {}
         self._chosen: list[str] = []
@@ -86,7 +88,7 @@ class RunState:
                 self._count(record)
 
     def settle(self) -> None:
-        """After a batch: the spread and the worst nodes, where a round is over since the last time."""
+        """Update the spread and the worst nodes after a batch, if a round has ended since the last call."""
         for closed in self._spread.closed():
             if self._closed is not None and closed.round < self._closed.round:
                 continue  # a straggler's word of a round that is not the last any more
@@ -98,7 +100,7 @@ class RunState:
             self._stale = False
             self._chosen = self._choose()
 
-    def _carried(self, closed: Closed) -> Closed:
+    def _carried(self, closed: ClosedRound) -> ClosedRound:
         """The round with what was measured of its clients before, where they take turns at it.
 
         The spread is then over the same values that the nodes' own series show.
@@ -108,12 +110,12 @@ class RunState:
             if name in self._newest or name in self._signs or len(self._newest) < NAMES:
                 known = self._newest.setdefault(name, {})
                 known.update(values if len(known) < CLIENTS_KEPT else {n: v for n, v in values.items() if n in known})
-        found = dict(closed.values)
+        carried = dict(closed.values)
         for name, known in self._newest.items():
             now = closed.values.get(name, {})
             if len(now) < len(there):
-                found[name] = {node: known[node] for node in there if node in known} | dict(now)
-        return replace(closed, values={name: values for name, values in found.items() if values})
+                carried[name] = {node: known[node] for node in there if node in known} | dict(now)
+        return replace(closed, values={name: values for name, values in carried.items() if values})
 
     # -- taking in ----------------------------------------------------------------------------------------------------
 
@@ -196,7 +198,7 @@ class RunState:
     # -- giving out ---------------------------------------------------------------------------------------------------
 
     def kind(self, kind: str) -> Iterator[Series]:
-        """The series of one of KINDS: what matters most comes first, for there may not be room for all."""
+        """Return the series of one of KINDS, the most important first, since there may not be room for all."""
         makers = {
             "counters": self._counters,
             "whole": self._of_the_whole,
@@ -208,8 +210,8 @@ class RunState:
 
     def _counters(self) -> Iterator[tuple[str, str, dict[str, str], float]]:
         run = self._run
-        told = {"id": plain(run.id), "host": plain(run.host), "topology": plain(run.topology or "")}
-        yield "run_info", "The run behind the label `run`.", told, 1.0
+        labels = {"id": plain(run.id), "host": plain(run.host), "topology": plain(run.topology or "")}
+        yield "run_info", "The run behind the label `run`.", labels, 1.0
         yield "run_open", "1 while the run is on, 0 when it has ended.", {}, float(run.finished is None)
         yield "run_started_timestamp_seconds", "When the run began.", {}, run.started
         yield "rounds_total", "Rounds that are over.", {}, self._rounds_over
@@ -260,7 +262,7 @@ class RunState:
 
 
 def page_name(metric: str) -> str:
-    """`time.round` → `round_seconds`, `memory.peak` → `memory_peak_bytes`, `user.f1 score` → `user_f1_score`."""
+    """Return a metric's name on the page: `time.round` → `round_seconds`, `memory.peak` → `memory_peak_bytes`."""
     measure = CATALOG.get(metric)
     base = re.sub(r"[^a-zA-Z0-9_]", "_", metric.removeprefix("time.").replace(".", "_"))[:100]
     return base + (UNITS.get(measure.unit, "") if measure is not None else "")

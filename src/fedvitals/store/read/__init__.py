@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that is read from a store."""
+"""Reads stores: one module for each kind of record."""

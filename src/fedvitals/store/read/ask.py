@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""People's own SQL: read-only, on the same connection as everything else that reads."""
+"""Runs a person's own SQL on a store, read-only."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ _REFUSALS = ("authoriz", "prohibited", "readonly", "read-only")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
+    """The rows of a person's statement."""
+
     columns: tuple[str, ...]
     rows: list[tuple[Any, ...]]
     more: bool  # whether there was more than the limit allowed
 
 
 def query(reader: Reader, sql: str, limit: int | None = None) -> Answer:
-    """The rows that a person's statement finds; StoreError when it is wrong or would change anything."""
+    """Run a person's statement and return its rows; StoreError when it is wrong or would change anything."""
     database = reader.database
     ask = _ask_postgres if database.dialect.name == "postgresql" else _ask_sqlite
     try:
-        columns, found = ask(database, sql, None if limit is None else limit + 1)
+        columns, rows = ask(database, sql, None if limit is None else limit + 1)
     except database.dialect.errors as error:
         what = " ".join(database.dialect.hide(str(error)).split()).rstrip(".")
         if any(word in what for word in _REFUSALS):
             raise _refusal(sql) from error
         raise StoreError(f"The query failed: {what}. docs/schema.md lists the views and their columns.") from error
-    shown = found if limit is None else found[:limit]
-    return Answer(columns, shown, more=len(shown) < len(found))
+    shown = rows if limit is None else rows[:limit]
+    return Answer(columns, shown, more=len(shown) < len(rows))
 
 
 def _refusal(sql: str) -> StoreError:
@@ -47,31 +49,31 @@ def _refusal(sql: str) -> StoreError:
     )
 
 
-Found = tuple[tuple[str, ...], list[tuple[Any, ...]]]
+Rows = tuple[tuple[str, ...], list[tuple[Any, ...]]]
 
 
-def _ask_sqlite(database: Database, sql: str, limit: int | None) -> Found:
+def _ask_sqlite(database: Database, sql: str, limit: int | None) -> Rows:
     cursor = database.connection.execute(sql)
-    found = cursor.fetchall() if limit is None else cursor.fetchmany(limit)
+    rows = cursor.fetchall() if limit is None else cursor.fetchmany(limit)
     columns = tuple(column[0] for column in cursor.description or ())
     cursor.close()  # a statement left open would hold the store's log back from being folded in
-    return columns, found
+    return columns, rows
 
 
-def _ask_postgres(database: Database, sql: str, limit: int | None) -> Found:
+def _ask_postgres(database: Database, sql: str, limit: int | None) -> Rows:
     if not _READING.match(sql):
         raise _refusal(sql)
     database.execute("BEGIN TRANSACTION READ ONLY")
-    found: list[tuple[Any, ...]] = []
+    rows: list[tuple[Any, ...]] = []
     try:
         cursor = database.connection.cursor()
         # Streamed, so that no table has to fit into memory; and in the protocol that takes one statement at a time.
-        with contextlib.closing(cursor.stream(sql, binary=True)) as rows:
-            for row in rows:
-                found.append(tuple(_plain(value) for value in row))
-                if len(found) == limit:
+        with contextlib.closing(cursor.stream(sql, binary=True)) as stream:
+            for row in stream:
+                rows.append(tuple(_plain(value) for value in row))
+                if len(rows) == limit:
                     break
-        return tuple(column.name for column in cursor.description or ()), found
+        return tuple(column.name for column in cursor.description or ()), rows
     finally:
         database.rollback()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer statistics of the federation as a whole, over all rounds: what the picture of the layers is made from."""
+"""Reads layer statistics of the federation as a whole, over all rounds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _ChangedError(Exception):
 
 
 def whole_layers(reader: Reader, run: str, family: str) -> Layers:
-    """Rounds, layers, and the newest matrix of each round [rounds, layers, columns], about the whole federation.
+    """Return rounds, layers, and each round's newest matrix [rounds, layers, columns] of the whole federation.
 
     Where nobody told the whole (a family of ratios, a cohort too small for its sum), it is put together from the
     nodes': sums by adding up, ratios by the median. Of many clients and rounds that is done for some rounds only.
@@ -79,16 +79,16 @@ def _blocks(
     choose: Callable[[Entries], npt.NDArray[np.intp]],
 ) -> list[_Block]:
     """The blocks that have something that is wanted, in order of arrival; all with the layers of the last."""
-    found = []
+    rows = []
     for value in whole:
         condition = "IS NULL" if value is None else f"= {value:d}"
-        found += reader.database.rows(
+        rows += reader.database.rows(
             "SELECT arrival, layer_table, layers, entries, coordinates, details FROM layer_block "  # noqa: S608
             f"WHERE run = ? AND family = ? AND whole {condition}",
             key,
         )
     blocks = []
-    for arrival, table, layers, count, coordinates, details in sorted(found, key=itemgetter(0)):
+    for arrival, table, layers, count, coordinates, details in sorted(rows, key=itemgetter(0)):
         entries = entries_of(coordinates, details, count)
         places = choose(entries)
         if len(places):
@@ -116,14 +116,14 @@ def _numbers(reader: Reader, family: str, blocks: Sequence[_Block]) -> Numbers:
     parts = []
     for some in _portions(family, blocks):
         marks = ", ".join("?" * len(some))
-        found = reader.database.rows(
+        rows = reader.database.rows(
             f"SELECT block, layer, numbers FROM layer_matrix WHERE block IN ({marks})",  # noqa: S608
             [block.arrival for block in some],
         )
-        rows = {arrival: list(same) for arrival, same in groupby(sorted(found, key=itemgetter(0, 1)), itemgetter(0))}
+        by_block = {arrival: list(same) for arrival, same in groupby(sorted(rows, key=itemgetter(0, 1)), itemgetter(0))}
         for block in some:
             size = block.count * len(FAMILIES[family].columns) * 4
-            mine = [row[2] for row in rows.get(block.arrival, ())]
+            mine = [row[2] for row in by_block.get(block.arrival, ())]
             if not mine or any(len(blob) % size for blob in mine) or sum(map(len, mine)) != size * block.layers:
                 raise _ChangedError
             parts.append(np.concatenate([numbers_of(family, blob, block.count)[..., block.places] for blob in mine]))
@@ -158,8 +158,8 @@ def _from_nodes(reader: Reader, family: str, blocks: Sequence[_Block]) -> Layers
             thinned.append(replace(block, places=places))
     numbers = _numbers(reader, family, thinned)
     owners = np.concatenate([block.entries.rounds[block.places] for block in thinned])
-    told = [_joined(family, matrices(family, numbers[..., owners == number])) for number in kept]
-    return kept.tolist(), _names(reader, blocks), np.stack(told)
+    joined = [_joined(family, matrices(family, numbers[..., owners == number])) for number in kept]
+    return kept.tolist(), _names(reader, blocks), np.stack(joined)
 
 
 def _joined(family: str, stacked: Array) -> Array:

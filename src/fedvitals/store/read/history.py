@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured of a run, out of SQL: the twin of `MemoryStore.history`, with the same answers."""
+"""Answers what was measured of a run from SQL, with the same answers as `MemoryStore.history`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fedvitals.store.symbols import Names
 
 
 def check_statistic(family: str, statistic: str) -> None:
-    """ConfigError, with what exists, when there is no such statistic."""
+    """Raise ConfigError, with the statistics that exist, if the family has no such statistic."""
     if family not in FAMILIES:
         raise ConfigError(unknown("family", family, FAMILIES))
     if statistic not in statistics_of(family):
@@ -48,9 +48,9 @@ class SqlHistory:
     Every answer is one statement, hence of one moment, also while a training writes.
     """
 
-    def __init__(self, database: Database, run: str) -> None:
+    def __init__(self, database: Database, run: str, names: Names) -> None:
         self._database = database
-        self._names = Names(database)
+        self._names = names
         self._run = run
         self._number: int | None = None
         self._tables: dict[int, tuple[str, ...]] = {}
@@ -66,48 +66,48 @@ class SqlHistory:
         return [row[0] for row in self._ask("SELECT round FROM run_round WHERE run = ? ORDER BY round")]
 
     def nodes(self) -> list[Node]:
-        found = self._ask("SELECT s.text FROM run_node AS n JOIN symbol AS s ON s.id = n.node WHERE n.run = ?")
-        return sorted((row[0] for row in found), key=natural)
+        rows = self._ask("SELECT s.text FROM run_node AS n JOIN symbol AS s ON s.id = n.node WHERE n.run = ?")
+        return sorted((row[0] for row in rows), key=natural)
 
     def layers(self, family: str) -> tuple[str, ...]:
-        found = self._ask(
+        names = self._ask(
             "SELECT s.text FROM layer AS l JOIN symbol AS s ON s.id = l.name WHERE l.layer_table = ("
             "SELECT layer_table FROM layer_block WHERE run = ? AND family = (SELECT id FROM symbol WHERE text = ?) "
             "ORDER BY arrival DESC LIMIT 1) ORDER BY l.position",
             family,
         )
-        return tuple(row[0] for row in found)
+        return tuple(row[0] for row in names)
 
     def latest(self, name: str, round_index: int) -> Mapping[Node, float]:
-        found = self._ask(
+        values = self._ask(
             "SELECT s.text, m.value FROM metric AS m JOIN symbol AS s ON s.id = m.node "
             "WHERE m.run = ? AND m.name = (SELECT id FROM symbol WHERE text = ?) AND m.round = ? AND m.layer IS NULL "
             "ORDER BY m.at, m.arrival",
             name,
             round_index,
         )
-        newest = {node: _value(value) for node, value in found}
+        newest = {node: _value(value) for node, value in values}
         return {node: newest[node] for node in sorted(newest, key=natural)}
 
     def series(self, name: str, node: Node | None) -> tuple[list[int], list[float]]:
         # Without a node, only what is about the whole federation: not the whole of one edge or cluster.
-        whole, one = 'm.node IS NULL AND m."group" IS NULL', "m.node = (SELECT id FROM symbol WHERE text = ?)"
-        found = self._ask(
+        whole, of_node = 'm.node IS NULL AND m."group" IS NULL', "m.node = (SELECT id FROM symbol WHERE text = ?)"
+        values = self._ask(
             # A seek for each round; without `run_round` it would be a walk over all nodes.
             # CROSS JOIN, because SQLite keeps its order and would choose the walk if asked.
             "SELECT m.round, m.value FROM run_round AS r CROSS JOIN metric AS m WHERE r.run = ? AND m.run = r.run "  # noqa: S608
             "AND m.round = r.round AND m.name = (SELECT id FROM symbol WHERE text = ?) "
-            f"AND {whole if node is None else one} AND m.layer IS NULL ORDER BY m.at, m.arrival",
+            f"AND {whole if node is None else of_node} AND m.layer IS NULL ORDER BY m.at, m.arrival",
             name,
             *(() if node is None else (node,)),
         )
-        newest = dict(found)
+        newest = dict(values)
         rounds = sorted(newest)
         return rounds, [_value(newest[round_]) for round_ in rounds]
 
     def matrix(self, family: str, statistic: str, layer: str) -> tuple[list[int], list[Node], Array]:
         check_statistic(family, statistic)
-        found = self._ask(
+        blocks = self._ask(
             "SELECT b.arrival, l.position, m.layer, b.entries, b.coordinates, m.numbers FROM layer_block AS b "
             "JOIN layer AS l ON l.layer_table = b.layer_table "
             "JOIN layer_matrix AS m ON m.block = b.arrival AND m.layer IN (-1, l.position) "
@@ -118,7 +118,7 @@ class SqlHistory:
         )
         parts: list[Part] = []
         # Sorted here, since SQL would carry the blobs through its sorter.
-        for _, position, stored, count, coordinates, numbers in sorted(found, key=lambda row: row[:2]):
+        for _, position, stored, count, coordinates, numbers in sorted(blocks, key=lambda row: row[:2]):
             columns = numbers_of(family, numbers, count)[position if stored < 0 else 0]
             parts.append((*coordinates_of(coordinates, count), statistic_of(family, statistic, columns)))
         return over_rounds(parts, self._names.texts)
@@ -135,7 +135,7 @@ class SqlHistory:
     def _blocks(self, family: str, round_: int) -> Iterator[tuple[int, int, bytes, bytes, Numbers]]:
         """The blocks that may hold something of a round, in order of arrival: table, entries, where, numbers."""
         known, kept = self._chunks.get(family, (-1, None))
-        found = self._ask(
+        matrices = self._ask(
             "SELECT b.arrival, m.layer, b.layer_table, b.entries, b.coordinates, b.details, m.numbers FROM ("
             "SELECT * FROM layer_block WHERE run = ? AND family = (SELECT id FROM symbol WHERE text = ?) "
             "AND (first_round IS NULL OR (first_round <= ? AND last_round >= ?))"
@@ -145,7 +145,7 @@ class SqlHistory:
             round_,
             known,
         )
-        ordered = sorted(found, key=lambda row: (row[0], row[1] or 0))
+        ordered = sorted(matrices, key=lambda row: (row[0], row[1] or 0))
         for arrival, same in itertools.groupby(ordered, key=lambda row: row[0]):
             parts = list(same)
             _, layer, table, count, coordinates, details, blob = parts[0]
@@ -160,14 +160,14 @@ class SqlHistory:
     def _layers_of(self, table: int) -> tuple[str, ...]:
         """The names in a layer table, which never change; none as long as it has not come."""
         if table not in self._tables:
-            found = self._database.rows(
+            names = self._database.rows(
                 "SELECT s.text FROM layer AS l JOIN symbol AS s ON s.id = l.name WHERE l.layer_table = ? "
                 "ORDER BY l.position",
                 (table,),
             )
-            if not found:
+            if not names:
                 return ()
-            self._tables[table] = tuple(row[0] for row in found)
+            self._tables[table] = tuple(row[0] for row in names)
         return self._tables[table]
 
     def events(self, name: str | None = None, since: int | None = None) -> Sequence[Event]:
@@ -176,7 +176,7 @@ class SqlHistory:
             conditions, values = " AND name = ?", [name]
         if since is not None:
             conditions, values = conditions + " AND round >= ?", [*values, since]
-        found = self._database.rows(
+        events = self._database.rows(
             f"{rows.select(Event)} WHERE run = ?{conditions} ORDER BY at, arrival", (self._run, *values)
         )
-        return rows.from_rows(Event, found)
+        return rows.from_rows(Event, events)

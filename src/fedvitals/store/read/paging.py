@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stored run piece by piece: what is larger than memory can still be read, in order of arrival."""
+"""Reads a run page by page in order of arrival, so that it need not fit into memory."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -16,7 +16,8 @@ from fedvitals.records import Action, Event, Finding, LayerStats, Metric, Record
 from fedvitals.store import rows
 from fedvitals.store.ddl import quoted
 from fedvitals.store.packing import entries_of, numbers_of, records_of
-from fedvitals.store.read.queries import get_run, records
+from fedvitals.store.read.nodes import placeholders
+from fedvitals.store.read.queries import get_run, metric_names, records
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.schema import TABLE, Table
 
@@ -29,24 +30,24 @@ KINDS: tuple[type[Record], ...] = (Metric, LayerStats, Transfer, Span, Event, Fi
 
 
 def pages(reader: Reader, run: str, table: Table, round_: int | None = None) -> Iterator[list[rows.Row]]:
-    """The rows of a table's view with all its columns, a page at a time; of one round where that is given."""
+    """Yield the rows of a table's view with all its columns, a page at a time; of one round if given."""
     columns = ", ".join(quoted(column.name) for column in table.columns)
     condition = "" if round_ is None else "AND round = ? "
     last = -1
     while True:
-        found = reader.database.rows(
+        page = reader.database.rows(
             f"SELECT {columns} FROM {table.view} WHERE run = ? AND arrival > ? {condition}ORDER BY arrival LIMIT ?",  # noqa: S608
             (run, last, *(() if round_ is None else (round_,)), PAGE),
         )
-        if found:
-            yield found
-        if len(found) < PAGE:
+        if page:
+            yield page
+        if len(page) < PAGE:
             return
-        last = found[-1][0]
+        last = page[-1][0]
 
 
 def records_in_order(reader: Reader, run: str, round_: int | None = None) -> Iterator[Record]:
-    """The run, then its records of all KINDS, round by round as far as they arrived so."""
+    """Yield the run, then its records of all KINDS, round by round as far as they arrived so."""
     yield get_run(reader, run)
     streams = [records_of_kind(reader, run, kind, round_) for kind in KINDS]
     yield from heapq.merge(*streams, key=_round_of)
@@ -57,19 +58,19 @@ def _round_of(record: Any) -> int:
 
 
 def records_of_kind(reader: Reader, run: str, kind: type[R], round_: int | None = None) -> Iterator[R]:
-    """Every record of one type (but Run), in order of arrival; of one round where that is given."""
+    """Yield every record of one type (but Run), in order of arrival; of one round if given."""
     if kind is LayerStats:
         for page in layer_pages(reader, run, round_):
             yield from page  # type: ignore[misc]
     else:
-        for found in pages(reader, run, TABLE[rows.TABLE_OF[kind]], round_):
-            yield from rows.from_rows(kind, [row[1:] for row in found])
+        for fetched in pages(reader, run, TABLE[rows.TABLE_OF[kind]], round_):
+            yield from rows.from_rows(kind, [row[1:] for row in fetched])
 
 
 def layer_pages(
     reader: Reader, run: str, round_: int | None = None, families: Sequence[str] | None = None
 ) -> Iterator[list[LayerStats]]:
-    """Layer statistics, some blocks at a time; of one round and of some families where these are given.
+    """Yield layer statistics, some blocks at a time; of one round and of some families if given.
 
     Blocks of a run that is being written are put together anew meanwhile: of such a run, all are read at once.
     """
@@ -112,3 +113,32 @@ def layer_pages(
             page += records_of((run, family, table), entries_of(coordinates, details, count), matrix, name)
         page = [stats for stats in page if round_ is None or stats.where.round == round_]
         yield sorted(page, key=_round_of)
+
+
+def page_of_table(
+    reader: Reader, table: Table, wanted: Mapping[str, Any], after: int, limit: int
+) -> tuple[tuple[str, ...], list[rows.Row]]:
+    """Return the columns of a table of records but `run`, and the first rows that arrived after `after`.
+
+    `wanted`: texts, or a round, that these columns must have; `run` among them.
+    """
+    columns = tuple(column.name for column in table.columns if column.name != "run")
+    conditions, parameters = _conditions(reader, table, wanted)
+    page = reader.database.rows(
+        f"SELECT {', '.join(map(quoted, columns))} FROM {table.view} WHERE arrival IN (SELECT arrival FROM "  # noqa: S608 - our own words
+        f"{table.name} WHERE {conditions} AND arrival > ? ORDER BY arrival LIMIT ?) ORDER BY arrival",
+        (*parameters, after, limit),
+    )
+    return columns, page
+
+
+def _conditions(reader: Reader, table: Table, wanted: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """By index where one helps; else, marked by a plus, in order of arrival: no page sorts all records of a run."""
+    numbers = {key: value if key == "round" else reader.names.number(value) or 0 for key, value in wanted.items()}
+    by_index = "name" in wanted or "round" in wanted if table.name == "metric" else "round" in wanted
+    conditions, parameters = [f"{'' if by_index else '+'}{key} = ?" for key in numbers], list(numbers.values())
+    if table.name == "metric" and "name" not in wanted and by_index:  # the index has the names before the rounds
+        names = [reader.names.number(name) or 0 for name in metric_names(reader, wanted["run"])]
+        conditions.append(f"name IN ({placeholders(names) or 'NULL'})")
+        parameters += names
+    return " AND ".join(conditions), parameters

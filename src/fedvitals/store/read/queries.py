@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the command line and the dashboard ask of a store. One function a question, one statement or two behind each."""
+"""Answers what several front ends ask of a run: its summary, metrics, layer statistics, events and records."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from statistics import median
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,24 +19,23 @@ from fedvitals.stats import Array, derive
 from fedvitals.store import rows
 from fedvitals.store.packing import coordinates_of, entries_of, matrices, numbers_of, records_of
 from fedvitals.store.read.federation_layers import whole_layers  # noqa: F401 - a question like the others, in a file of its own
+from fedvitals.store.read.metrics import NAMES_OF_RUN, newest_outcomes
+from fedvitals.store.read.nodes import placeholders, rounds_attended
 from fedvitals.store.read.reader import Reader
 
 R = TypeVar("R")
+TELEMETRY_LOST = "telemetry.lost"  # the event by which a monitor tells how many records it lost
 RoundTable = dict[Node | None, dict[str, float]]
 """Metrics by node; None is the whole federation. What was not measured has no entry, so a NaN is a measured one."""
 
-# The names that a run has metrics of, by one seek each: DISTINCT would walk over every value of the run.
-_NAMES = (
-    "WITH RECURSIVE names(name) AS (SELECT MIN(name) FROM metric WHERE run = ? UNION ALL "
-    "SELECT (SELECT MIN(m.name) FROM metric AS m WHERE m.run = ? AND m.name > names.name) "
-    "FROM names WHERE names.name IS NOT NULL) "
-)
 # Without a node, only what is about the whole federation: not the whole of one edge or cluster.
 _WHOLE = 'AND (m.node IS NOT NULL OR m."group" IS NULL) '
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
+    """What a list of runs shows of one run."""
+
     id: str
     name: str
     host: str
@@ -65,7 +62,7 @@ class LayerRound:
     matrix: Array
 
     def get(self, statistic: str) -> Array:
-        """One statistic of every node and layer, [nodes, layers]."""
+        """Return one statistic of every node and layer, [nodes, layers]."""
         return derive(self.family, self.matrix, statistic)
 
 
@@ -75,23 +72,23 @@ def _by_name(node: Node | None) -> tuple[Any, ...]:
 
 
 def list_runs(reader: Reader) -> list[RunSummary]:
-    """Every run, the newest first."""
-    found = reader.database.rows(
+    """Return a summary of every run, the newest first."""
+    runs = reader.database.rows(
         "SELECT id, name, host, topology, started, finished FROM run ORDER BY started DESC, id DESC"
     )
-    return [_summary(reader, row) for row in found]
+    return [_summary(reader, row) for row in runs]
 
 
 def summary_of(reader: Reader, run: str) -> RunSummary:
-    """One run of the list; ConfigError when there is none of that id."""
-    found = reader.database.rows(
+    """Return the summary of one run; ConfigError when there is none of that id."""
+    runs = reader.database.rows(
         "SELECT r.id, r.name, r.host, r.topology, r.started, r.finished FROM run AS r "
         "JOIN symbol AS s ON s.id = r.id WHERE s.text = ?",
         (run,),
     )
-    if not found:
+    if not runs:
         raise ConfigError(unknown("run", run, [row[0] for row in reader.database.rows("SELECT id FROM runs")]))
-    return _summary(reader, found[0])
+    return _summary(reader, runs[0])
 
 
 def _summary(reader: Reader, row: rows.Row) -> RunSummary:
@@ -110,6 +107,7 @@ def _summary(reader: Reader, row: rows.Row) -> RunSummary:
     )
     end = finished if finished is not None else last
     identity = reader.names.texts([run])[0]
+    outcomes = newest_outcomes(reader, identity, ("accuracy", "loss"))
     return RunSummary(
         id=identity,
         name=name,
@@ -120,62 +118,61 @@ def _summary(reader: Reader, row: rows.Row) -> RunSummary:
         seconds=None if end is None or started is None else max(0.0, end - started),  # a clock may be set back
         rounds=rounds,
         clients=clients,
-        accuracy=newest(reader, identity, "accuracy"),
-        loss=newest(reader, identity, "loss"),
+        accuracy=outcomes["accuracy"],
+        loss=outcomes["loss"],
         events=dict(levels),
         findings=findings,
-        lost=_lost(reader, run),
+        lost=lost_records(reader, identity),
     )
 
 
-def lost_records(reader: Reader, run: str) -> int:
-    """How many records of a run were lost, as far as its monitors have told."""
-    return _lost(reader, _number(reader, run))
+def lost_records(reader: Reader, run: str, warnings: Sequence[Event] | None = None) -> int:
+    """Return how many records of a run were lost, as far as its monitors have told.
 
+    It is the sum of what each process that wrote the run has counted; each counts from 0. A process tells at the end
+    of each round and at its own, where it can: an event may wait beside the store when the store itself could not be
+    written. What a client tells under these names is its own affair.
 
-def _lost(reader: Reader, number: int | None) -> int:
-    """The sum of what each process that wrote the run has counted; each counts from 0.
-
-    A process tells at the end of each round and at its own, where it can: an event may wait beside the store when the
-    store itself could not be written. What a client tells under these names is its own affair.
+    `warnings`: the run's events of the name `TELEMETRY_LOST`, if they are known already; others among them are no
+    matter.
     """
-    ask, name = reader.database.rows, reader.names.number
-    metrics = "SELECT source, MAX(value) FROM metric WHERE run = ? AND name = ? AND node IS NULL GROUP BY source"
-    counted = {source: int(most or 0) for source, most in ask(metrics, (number, name("monitor.lost")))}
-    statement = "SELECT source, data FROM event WHERE run = ? AND level = ? AND name = ? AND node IS NULL"
-    for source, data in (
-        ask(statement, (number, name("warning"), name("telemetry.lost"))) if name("telemetry.lost") else ()
-    ):
-        counted[source] = max(counted.get(source, 0), int(json.loads(data).get("records") or 0))
-    return sum(counted.values())
+    counted = reader.database.rows(
+        "SELECT s.text, MAX(m.value) FROM metric AS m JOIN symbol AS s ON s.id = m.source WHERE m.run = ? "
+        "AND m.name = (SELECT id FROM symbol WHERE text = 'monitor.lost') AND m.node IS NULL GROUP BY s.text",
+        (_number(reader, run),),
+    )
+    lost = {source: int(most or 0) for source, most in counted}
+    for event in warnings_of(reader, run, (TELEMETRY_LOST,)) if warnings is None else warnings:
+        if event.name == TELEMETRY_LOST and event.where.node is None:
+            lost[event.source] = max(lost.get(event.source, 0), int(event.data.get("records") or 0))
+    return sum(lost.values())
+
+
+def warnings_of(reader: Reader, run: str, names: Sequence[str]) -> list[Event]:
+    """Return the run's events of the level «warning» and of these names, the oldest first."""
+    events = reader.database.rows(
+        f"{rows.select(Event)} WHERE run = ? AND level = 'warning' AND name IN ({placeholders(names)}) "
+        "ORDER BY at, arrival",
+        (run, *names),
+    )
+    return rows.from_rows(Event, events)
 
 
 def newest(reader: Reader, run: str, metric: str) -> float | None:
-    """The newest value of the federation itself, else of its server, else the median over the clients of a round.
-
-    The one answer to «how good is it now»; NaN where that round has none that is finite, None where nothing was told.
-    """
-    history = reader.history(run)
-    for node in (None, "server"):
-        values = history.series(metric, node)[1]
-        if values:
-            return values[-1]
-    known = _number(reader, run), reader.names.number(metric)
-    ((last,),) = reader.database.rows("SELECT MAX(round) FROM metric WHERE run = ? AND name = ?", known)
-    if last is None:
-        return None
-    told = [value for node, value in history.latest(metric, last).items() if is_client(node)]
-    finite = [value for value in told if math.isfinite(value)]
-    return median(finite) if finite else math.nan if told else None
+    """Return the newest value of a metric, of the federation, its server or its median client."""
+    return newest_outcomes(reader, run, (metric,))[metric]
 
 
 def find_run(reader: Reader, text: str) -> str:
-    """The id of the run that a person means: an id, the newest run of a name, or the beginning of one id."""
-    found = reader.database.rows("SELECT id, name FROM runs ORDER BY started DESC")
-    ids = [row[0] for row in found]
+    """Return the id of the run that a person means by an id, a name (its newest run), or the beginning of an id."""
+    runs = reader.database.rows(
+        "SELECT s.text, r.name, r.id FROM run AS r JOIN symbol AS s ON s.id = r.id ORDER BY r.started DESC"
+    )
+    reader.names.learn((number, identity) for identity, _, number in runs)
+    ids = [row[0] for row in runs]
     if text in ids:
         return text
-    named = [identity for identity, name in found if name == text]
+    named = [identity for identity, name, _ in runs if name == text]
     if named:
         return str(named[0])
     starting = [identity for identity in ids if text and identity.startswith(text)]
@@ -183,28 +180,28 @@ def find_run(reader: Reader, text: str) -> str:
         return str(starting[0])
     if starting:
         raise ConfigError(f"Several runs begin with '{text}': {', '.join(sorted(starting))}. Give more of the id.")
-    raise ConfigError(unknown("run", text, {row[1] for row in found}))
+    raise ConfigError(unknown("run", text, {row[1] for row in runs}))
 
 
 def get_run(reader: Reader, run: str) -> Run:
-    """The run as it was last written; ConfigError when there is none of that id."""
+    """Return the run as it was last written; ConfigError when there is none of that id."""
     columns = ("id", *rows.RUN_COLUMNS, "source", "sequence")
-    found = reader.database.rows(f"SELECT {', '.join(columns)} FROM runs WHERE id = ?", (run,))  # noqa: S608
-    if not found:
+    runs = reader.database.rows(f"SELECT {', '.join(columns)} FROM runs WHERE id = ?", (run,))  # noqa: S608
+    if not runs:
         raise ConfigError(unknown("run", run, [row[0] for row in reader.database.rows("SELECT id FROM runs")]))
-    return rows.run_of_row(found[0], layer_tables(reader))
+    return rows.run_of_row(runs[0], layer_tables(reader))
 
 
 def layer_tables(reader: Reader) -> dict[str, LayerTable]:
-    """Every list of layers in the store, by its digest."""
-    found = reader.database.rows(
+    """Return every list of layers in the store, by its digest."""
+    layers = reader.database.rows(
         "SELECT digest.text, t.rows, name.text, l.shape, l.dtype FROM layer_table AS t "
         "JOIN symbol AS digest ON digest.id = t.id LEFT JOIN layer AS l ON l.layer_table = t.id "
         "LEFT JOIN symbol AS name ON name.id = l.name ORDER BY digest.text, l.position"
     )
     return {
         digest: rows.layer_table_of(kind, [row[2:] for row in same if row[2] is not None])
-        for (digest, kind), same in groupby(found, key=itemgetter(0, 1))
+        for (digest, kind), same in groupby(layers, key=itemgetter(0, 1))
     }
 
 
@@ -213,48 +210,48 @@ def _number(reader: Reader, run: str) -> int:
 
 
 def metric_names(reader: Reader, run: str) -> list[str]:
-    """Every metric of which the run has a value."""
+    """Return every metric that the run has a value of, sorted."""
     number = _number(reader, run)
-    sql = _NAMES + "SELECT s.text FROM names JOIN symbol AS s ON s.id = names.name"  # noqa: S608
+    sql = NAMES_OF_RUN + "SELECT s.text FROM names JOIN symbol AS s ON s.id = names.name"  # noqa: S608
     return sorted(row[0] for row in reader.database.rows(sql, (number, number)))
 
 
 def round_table(reader: Reader, run: str, round_index: int) -> RoundTable:
-    """Every node's newest value of every metric in that round."""
+    """Return every node's newest value of every metric in that round."""
     number = _number(reader, run)
-    found = reader.database.rows(
-        _NAMES + "SELECT node.text, name.text, m.value FROM names JOIN metric AS m "  # noqa: S608
+    values = reader.database.rows(
+        NAMES_OF_RUN + "SELECT node.text, name.text, m.value FROM names JOIN metric AS m "  # noqa: S608
         "ON m.run = ? AND m.name = names.name AND m.round = ? JOIN symbol AS name ON name.id = m.name "
         "LEFT JOIN symbol AS node ON node.id = m.node WHERE m.layer IS NULL " + _WHOLE + "ORDER BY m.at, m.arrival",
         (number, number, number, round_index),
     )
     table: RoundTable = {}
-    for node, name, value in found:
+    for node, name, value in values:
         table.setdefault(node, {})[name] = math.nan if value is None else value
     return {node: table[node] for node in sorted(table, key=_by_name)}
 
 
 def newest_rounds(reader: Reader, run: str, count: int) -> dict[int, RoundTable]:
-    """The tables of the newest rounds, the newest first."""
-    found = reader.database.rows(
+    """Return the tables of the newest rounds, the newest first."""
+    rounds = reader.database.rows(
         "SELECT round FROM run_round WHERE run = ? ORDER BY round DESC LIMIT ?", (_number(reader, run), count)
     )
-    return {row[0]: round_table(reader, run, row[0]) for row in found}
+    return {row[0]: round_table(reader, run, row[0]) for row in rounds}
 
 
 def node_history(reader: Reader, run: str, node: Node | None) -> dict[str, tuple[list[int], list[float]]]:
-    """Every metric of one node over the rounds (its newest value in each)."""
+    """Return every metric of one node over the rounds, its newest value in each."""
     number = _number(reader, run)
-    whole, one = 'm.node IS NULL AND m."group" IS NULL', "m.node = (SELECT id FROM symbol WHERE text = ?)"
-    found = reader.database.rows(
+    whole, of_node = 'm.node IS NULL AND m."group" IS NULL', "m.node = (SELECT id FROM symbol WHERE text = ?)"
+    values = reader.database.rows(
         # CROSS JOIN, because SQLite keeps its order: a seek for each metric and round, no walk over all nodes.
-        _NAMES + "SELECT name.text, m.round, m.value FROM names CROSS JOIN run_round AS r CROSS JOIN metric AS m "  # noqa: S608
+        NAMES_OF_RUN + "SELECT name.text, m.round, m.value FROM names CROSS JOIN run_round AS r CROSS JOIN metric AS m "  # noqa: S608
         "JOIN symbol AS name ON name.id = m.name WHERE r.run = ? AND m.run = r.run AND m.name = names.name "
-        f"AND m.round = r.round AND {whole if node is None else one} AND m.layer IS NULL ORDER BY m.at, m.arrival",
+        f"AND m.round = r.round AND {whole if node is None else of_node} AND m.layer IS NULL ORDER BY m.at, m.arrival",
         (number, number, number, *(() if node is None else (node,))),
     )
     newest: dict[str, dict[int, float]] = {}
-    for name, round_, value in found:
+    for name, round_, value in values:
         newest.setdefault(name, {})[round_] = math.nan if value is None else value
     return {name: (sorted(of), [of[key] for key in sorted(of)]) for name, of in sorted(newest.items())}
 
@@ -262,33 +259,33 @@ def node_history(reader: Reader, run: str, node: Node | None) -> dict[str, tuple
 def layer_matrix(
     reader: Reader, run: str, family: str, statistic: str, layer: str
 ) -> tuple[list[int], list[Node], Array]:
-    """One layer's statistic as [rounds × nodes]; ConfigError when the run has no such layer."""
+    """Return one layer's statistic as [rounds × nodes]; ConfigError when the run has no such layer."""
     history = reader.history(run)
-    found = history.matrix(family, statistic, layer)
-    if not found[0] and layer not in history.layers(family):
+    matrix = history.matrix(family, statistic, layer)
+    if not matrix[0] and layer not in history.layers(family):
         raise ConfigError(unknown(f"layer of family '{family}'", layer, history.layers(family)))
-    return found
+    return matrix
 
 
 def layer_families(reader: Reader, run: str) -> list[str]:
-    """The families of which the run has layer statistics."""
+    """Return the families that the run has layer statistics of, sorted."""
     sql = "SELECT DISTINCT s.text FROM layer_block AS b JOIN symbol AS s ON s.id = b.family WHERE b.run = ?"
     return sorted(row[0] for row in reader.database.rows(sql, (_number(reader, run),)))
 
 
 def layer_round(reader: Reader, run: str, family: str, round_index: int) -> LayerRound:
-    """Every node's newest matrix of a family in that round."""
-    found = reader.database.rows(
+    """Return every node's newest matrix of a family in that round."""
+    blocks = reader.database.rows(
         "SELECT b.arrival, m.layer, b.layer_table, b.entries, b.coordinates, m.numbers FROM layer_block AS b "
         "JOIN layer_matrix AS m ON m.block = b.arrival WHERE b.run = ? "
         "AND b.family = (SELECT id FROM symbol WHERE text = ?) AND (b.first_round IS NULL OR "
         "(b.first_round <= ? AND b.last_round >= ?))",
         (_number(reader, run), family, round_index, round_index),
     )
-    found.sort(key=itemgetter(0, 1))
+    blocks.sort(key=itemgetter(0, 1))
     newest: dict[int, tuple[float, Array]] = {}
-    table = found[-1][2] if found else None
-    for _, same in groupby((row for row in found if row[2] == table), key=itemgetter(0)):
+    table = blocks[-1][2] if blocks else None
+    for _, same in groupby((row for row in blocks if row[2] == table), key=itemgetter(0)):
         block = list(same)
         count = block[0][3]
         rounds, at, nodes = coordinates_of(block[0][4], count)
@@ -312,50 +309,39 @@ def layer_round(reader: Reader, run: str, family: str, round_index: int) -> Laye
 def events(
     reader: Reader, run: str, *, level: str | None = None, name: str | None = None, limit: int | None = None
 ) -> list[Event]:
-    """The newest events, of one level and one name where given; oldest first."""
+    """Return the newest events, the oldest first; of one level and one name if given."""
     wanted = {column: value for column, value in (("level", level), ("name", name)) if value is not None}
     condition = "".join(f" AND {column} = ?" for column in wanted)
-    found = reader.database.rows(
+    fetched = reader.database.rows(
         f"{rows.select(Event)} WHERE run = ?{condition} ORDER BY at DESC, arrival DESC LIMIT ?",
         (run, *wanted.values(), 2**62 if limit is None else limit),
     )
-    return rows.from_rows(Event, found[::-1])
+    return rows.from_rows(Event, fetched[::-1])
 
 
 def records(reader: Reader, run: str, kind: type[R]) -> Sequence[R]:
-    """Every record of one type (but Run: see `get_run`), in order of arrival (layer statistics: block by block)."""
+    """Return every record of one type but Run in order of arrival (layer statistics: block by block)."""
     if kind is LayerStats:
         return _layer_stats(reader, run)  # type: ignore[return-value]
-    found = reader.database.rows(f"{rows.select(kind)} WHERE run = ? ORDER BY arrival", (run,))
-    return rows.from_rows(kind, found)
-
-
-# Whoever told steps or sent an update took part. Of few nodes by one seek a round: all would be a walk of seconds.
-_TOOK_PART = (
-    "SELECT r.round FROM run_round AS r WHERE r.run = ? AND EXISTS (SELECT 1 FROM metric AS m WHERE m.run = r.run "
-    "AND m.name IN (SELECT id FROM symbol WHERE text IN ('steps', 'update.norm')) AND m.round = r.round "
-    "AND m.node = ? AND m.layer IS NULL) ORDER BY r.round"
-)
+    fetched = reader.database.rows(f"{rows.select(kind)} WHERE run = ? ORDER BY arrival", (run,))
+    return rows.from_rows(kind, fetched)
 
 
 def attendance(reader: Reader, run: str, nodes: Iterable[Node | None] | None = None) -> dict[Node | None, list[int]]:
-    """The rounds in which each node (or these) trained or sent an update, ascending; None: all rounds of the run."""
+    """Return the rounds in which each node (or these) trained or sent an update; under None, all rounds of the run."""
     if nodes is not None:
-        some: dict[Node | None, list[int]] = {None: reader.history(run).rounds()}
-        for one in nodes:
-            place = None if one is None else reader.names.number(one)
-            if place is not None and (rounds := reader.database.rows(_TOOK_PART, (_number(reader, run), place))):
-                some[one] = [row[0] for row in rounds]
-        return some
+        # Of few nodes by one seek a round: all would be a walk of seconds.
+        named = {node for node in nodes if node is not None}
+        return {None: reader.history(run).rounds(), **rounds_attended(reader, run, named)}
     gather, gathered = reader.database.dialect.gather.format, reader.database.dialect.gathered
-    found = reader.database.rows(
+    gathered_nodes = reader.database.rows(
         f"SELECT m.round, {gather('m.node')} FROM metric AS m WHERE m.run = ? AND m.name IN "  # noqa: S608
         "(SELECT id FROM symbol WHERE text IN ('steps', 'update.norm')) AND m.round IS NOT NULL AND m.node IS NOT NULL "
         "AND m.layer IS NULL GROUP BY m.round, m.name ORDER BY m.round",
         (_number(reader, run),),
     )
     took_part: dict[int, list[int]] = {}
-    for number, same in groupby(found, key=itemgetter(0)):
+    for number, same in groupby(gathered_nodes, key=itemgetter(0)):
         for node in sorted({int(node or 0) for _, nodes in same for node in gathered(nodes)}):
             took_part.setdefault(node, []).append(number)
     names = reader.names.texts(took_part)
@@ -363,12 +349,12 @@ def attendance(reader: Reader, run: str, nodes: Iterable[Node | None] | None = N
 
 
 def actions_of(reader: Reader, run: str) -> list[Action]:
-    """What was suggested, tried, kept, undone or refused, in this order; records of one action share `id`."""
+    """Return what was suggested, tried, kept, undone or refused, in this order; records of one action share `id`."""
     return list(records(reader, find_run(reader, run), Action))
 
 
 def truth_of(reader: Reader, run: str) -> list[Truth]:
-    """What was made ill in a run (its id, name, or the beginning of its id), as it was told. For trials only.
+    """Return the faults that were planted in a run, by its id, its name, or the beginning of its id. For trials only.
 
     A detector is given a `History`, which has no such question.
     """
@@ -376,15 +362,15 @@ def truth_of(reader: Reader, run: str) -> list[Truth]:
 
 
 def _layer_stats(reader: Reader, run: str) -> list[LayerStats]:
-    found = reader.database.rows(
+    blocks = reader.database.rows(
         "SELECT b.arrival, m.layer, f.text, t.text, b.entries, b.coordinates, b.details, m.numbers "
         "FROM layer_block AS b JOIN layer_matrix AS m ON m.block = b.arrival "
         "JOIN symbol AS f ON f.id = b.family JOIN symbol AS t ON t.id = b.layer_table WHERE b.run = ?",
         (_number(reader, run),),
     )
-    found.sort(key=itemgetter(0, 1))
+    blocks.sort(key=itemgetter(0, 1))
     stats: list[LayerStats] = []
-    for _, same in groupby(found, key=itemgetter(0)):
+    for _, same in groupby(blocks, key=itemgetter(0)):
         block = list(same)
         _, _, family, table, count, coordinates, details, _ = block[0]
         numbers = np.concatenate([numbers_of(family, row[7], count) for row in block])

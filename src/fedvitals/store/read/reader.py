@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connection that can only read: many at once, also while a training writes."""
+"""Opens stores read-only, for any number of readers, also while a training writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import sqlite3
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from fedvitals.errors import StoreError
@@ -108,7 +107,7 @@ def _layer(
 
 
 class Reader:
-    """An open store to read from; `queries` has what can be asked."""
+    """An open store to read from; the modules of `store.read` have what can be asked."""
 
     def __init__(self, database: Database, version: int = VERSION) -> None:
         self.database = database
@@ -120,22 +119,22 @@ class Reader:
         return self._version != VERSION and self.database.rows("PRAGMA user_version") != [(self._version,)]
 
     def history(self, run: str) -> SqlHistory:
-        return SqlHistory(self.database, run)
+        """Return the history of a run, by its id."""
+        return SqlHistory(self.database, run, self.names)
 
     def close(self) -> None:
+        """Close the connection."""
         self.database.connection.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def read_sqlite(path: Path) -> Reader:
-    """A reader of the store in that file."""
+    """Open the store in that file for reading."""
     if not path.exists():
         raise StoreError(
             f"There is no store '{path}'. Name one with --store or FEDVITALS_STORE, go to the folder where it lies, "

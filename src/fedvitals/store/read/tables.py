@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stored run as plain tables, for files that other tools read: those of docs/schema.md, layer statistics unpacked."""
+"""Reads a run as plain tables, those of docs/schema.md with layer statistics unpacked, for export to other tools."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ PLACE = {"run": "text", "round": "integer", "node": "text", "step": "integer", "
 
 @dataclass(frozen=True, slots=True)
 class PlainTable:
+    """A table of a run, with its rows in batches."""
+
     name: str
     columns: Mapping[str, str]  # to «integer», «real», «text» or «blob»
     batches: Iterable[Sequence[Row]]
 
 
 def plain_tables(reader: Reader, run: str, round_: int | None = None) -> Iterator[PlainTable]:
-    """Every table of the run, also those that are empty; of one round where that is given.
+    """Yield every table of the run, also those that are empty; of one round if given.
 
     Families with the nine sums are in `layer_statistics`; each other one has a table of its own, `layer_<family>`.
     """
@@ -69,11 +71,11 @@ def _whole(reader: Reader, run: str, table: Table) -> list[Row]:
 def _layers(reader: Reader, run: str, table: Table) -> list[Row]:
     columns = ", ".join(quoted(column.name) for column in table.columns)
     digests = [known.digest for known in get_run(reader, run).tables]
-    found: list[Row] = []
+    rows: list[Row] = []
     for digest in digests:
         sql = f"SELECT {columns} FROM {table.view} WHERE layer_table = ? ORDER BY position"  # noqa: S608
-        found += reader.database.rows(sql, (digest,))
-    return found
+        rows += reader.database.rows(sql, (digest,))
+    return rows
 
 
 def _unpacked(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Older rounds of layer statistics, rewritten so that one layer is read without the others.
+"""Merges blocks of older rounds of layer statistics so that one layer can be read without the others.
 
 No layout is fast to write and fast to read at once: a round arrives as one row for all layers, and some rounds later
 it is merged with its neighbours into one row a layer. The newest rounds stay as they came, since they are read whole.
@@ -67,14 +67,14 @@ def load_pending(database: Database, key: Sequence[int]) -> Pending:
     the whole. Blocks of which that is not known are merged with those about nodes.
     """
     pending = Pending()
-    found = database.rows(
+    blocks = database.rows(
         "SELECT b.arrival, b.first_round, LENGTH(m.numbers) FROM layer_block AS b "
         "JOIN layer_matrix AS m ON m.block = b.arrival AND m.layer = -1 "
         "WHERE b.run = ? AND b.family = ? AND b.layer_table = ? AND b.layers = ? AND COALESCE(b.whole, 0) = ? "
         "ORDER BY b.arrival",
         key,
     )
-    for arrival, first, size in found:
+    for arrival, first, size in blocks:
         pending.add(arrival, first, size)
     return pending
 
@@ -102,20 +102,20 @@ def compact(database: Database, family: str, arrivals: list[int]) -> None:
     It takes the place of the last of them: so the blocks of one round stay in order of arrival.
     """
     holes = ", ".join("?" * len(arrivals))
-    found = database.rows(
+    blocks = database.rows(
         "SELECT b.run, b.family, b.layer_table, b.layers, b.entries, b.coordinates, b.details, m.numbers "  # noqa: S608
         f"FROM layer_block AS b JOIN layer_matrix AS m ON m.block = b.arrival WHERE b.arrival IN ({holes}) "
         "ORDER BY b.arrival",
         arrivals,
     )
-    if len(found) < len(arrivals):
+    if len(blocks) < len(arrivals):
         return  # another writer of this run was faster; whoever opens the store next sees what is left to do
-    entries = joined([entries_of(row[5], row[6], row[4]) for row in found])
-    numbers = np.concatenate([numbers_of(family, row[7], row[4]) for row in found], axis=2)
+    entries = joined([entries_of(row[5], row[6], row[4]) for row in blocks])
+    numbers = np.concatenate([numbers_of(family, row[7], row[4]) for row in blocks], axis=2)
     database.execute(f"DELETE FROM layer_matrix WHERE block IN ({holes})", arrivals)  # noqa: S608
     database.execute(f"DELETE FROM layer_block WHERE arrival IN ({holes})", arrivals)  # noqa: S608
     first, last = rounds_of(entries)
-    insert_block(database, (arrivals[-1], *found[0][:4], len(entries.at), first, last), entries)
+    insert_block(database, (arrivals[-1], *blocks[0][:4], len(entries.at), first, last), entries)
     database.many(
         "INSERT INTO layer_matrix (block, layer, numbers) VALUES (?, ?, ?)",
         ((arrivals[-1], i, layer.tobytes()) for i, layer in enumerate(numbers)),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a store, in words, without changing anything; `mending` is for the rest."""
+"""Reports what is wrong with a store, without changing anything; `repair` changes it."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def open_read_only(path: Path) -> sqlite3.Connection:
 def integrity(database: Database) -> list[str]:
     """What SQLite finds wrong with the file itself; [] when nothing."""
     try:
-        found = [str(row[0]) for row in database.rows("PRAGMA integrity_check(20)")]
+        problems = [str(row[0]) for row in database.rows("PRAGMA integrity_check(20)")]
     except FedvitalsError as error:
         return [str(error)]
-    return [] if found == ["ok"] else found
+    return [] if problems == ["ok"] else problems
 
 
 def _file(path: Path, wrong: list[str]) -> Sign:
@@ -110,15 +110,19 @@ def _log(path: Path, owner: str | None) -> Sign:
     size = log.stat().st_size if log.exists() else 0
     if not size:
         return Sign("log", "fine", "folded into the file")
-    said = f"{size / 1e6:.1f} MB in {log.name}"
+    wal_size = f"{size / 1e6:.1f} MB in {log.name}"
     if has_foreign_log(path):
         mend = "the training that writes it" if owner is not None else "--mend"
-        return Sign("log", "trouble", f"{said} belong to another file that had this name before; {mend} moves it aside")
+        return Sign(
+            "log", "trouble", f"{wal_size} belong to another file that had this name before; {mend} moves it aside"
+        )
     if owner is None:
-        return Sign("log", "note", f"{said}, left by a process that was killed; it belongs to the store")
+        return Sign("log", "note", f"{wal_size}, left by a process that was killed; it belongs to the store")
     state = "note" if size > WAL_BYTES else "fine"
     return Sign(
-        "log", state, said + (": a reader that never ends keeps it from being folded in" if state != "fine" else "")
+        "log",
+        state,
+        wal_size + (": a reader that never ends keeps it from being folded in" if state != "fine" else ""),
     )
 
 
@@ -176,19 +180,19 @@ def _numbers(database: Database) -> list[Sign]:
 
 def nameless(database: Database) -> list[int]:
     """Numbers that stand for a name which the store does not have."""
-    found: set[int] = set()
+    numbers: set[int] = set()
     version = _version_of(database)
     for table in TABLES:
         for column in table.columns:
             if column.type == "symbol" and max(table.since, column.since) <= version:
-                found |= {
+                numbers |= {
                     row[0]
                     for row in database.rows(
                         f'SELECT DISTINCT t."{column.name}" FROM {table.name} AS t WHERE t."{column.name}" IS NOT NULL '  # noqa: S608
                         f'AND NOT EXISTS (SELECT 1 FROM symbol AS s WHERE s.id = t."{column.name}")'
                     )
                 }
-    return sorted(found)
+    return sorted(numbers)
 
 
 def _symbols(database: Database) -> Sign:
@@ -254,6 +258,7 @@ def _blobs(database: Database) -> Sign:
 
 
 def unfinished(database: Database) -> list[str]:
+    """Return the ids of the runs that have no end."""
     return [
         str(row[0])
         for row in database.rows(

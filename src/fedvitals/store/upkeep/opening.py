@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store opened to be mended or cleared up, whichever database it is in."""
+"""Opens a store for repair or deletion, in either database."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def upkeep(where: Path | str) -> Iterator[Database]:
 
 @contextlib.contextmanager
 def transaction(database: Database) -> Iterator[None]:
+    """Run the block in one transaction, which is undone if it fails."""
     database.execute(database.dialect.begin)
     try:
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sign that rows were removed: whoever remembers what a store holds forgets it when the sign changes.
+"""Tells readers that rows were removed, so that they forget what they remember.
 
 Numbers of arrival are given out again after a deletion (SQLite), so that the newest of them does not tell.
 """

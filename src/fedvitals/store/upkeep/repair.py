@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be repaired in a store, and what was done. Nothing is ever deleted that could still be read."""
+"""Repairs a store and says what was done. Nothing is deleted that could still be read."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _salvage(path: Path) -> str:
 
 def _content(database: Database) -> list[str]:
     with transaction(database):
-        return [said for step in (_numbers, _blocks, _names, _delivered, _ends) if (said := step(database))]
+        return [sentence for step in (_numbers, _blocks, _names, _delivered, _ends) if (sentence := step(database))]
 
 
 def _numbers(database: Database) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept and for how long: runs deleted on request, and old runs thinned until a store fits a budget.
+"""Deletes runs on request, and thins old runs until a store fits a budget.
 
 Names (`symbol`) and lists of layers stay: they are small, shared by runs, and remembered by whoever writes.
 """
@@ -39,6 +39,8 @@ _EVERYTHING = (
 
 @dataclass(frozen=True, slots=True)
 class Removed:
+    """What was removed of one run."""
+
     run: str
     name: str
     what: str  # "detail", "run"; or "tape" of a run that is gone
@@ -60,11 +62,11 @@ class Cleared:
 def stored_bytes(database: Database) -> int:
     """What the records take; in a file, without the room that earlier deletions left."""
     if database.dialect.shared:
-        found = database.rows(
+        rows = database.rows(
             "SELECT SUM(pg_total_relation_size(oid)) FROM pg_class WHERE relnamespace = 'fedvitals'::regnamespace "
             "AND relkind = 'r'"
         )
-        return int(found[0][0] or 0)
+        return int(rows[0][0] or 0)
     used, free, size = (
         int(database.rows(f"PRAGMA {name}")[0][0]) for name in ("page_count", "freelist_count", "page_size")
     )
@@ -82,8 +84,8 @@ def delete(where: Path | str, runs: Sequence[str], *, give_back: bool = True) ->
         before = stored_bytes(database)
         removed = []
         for run in runs:
-            found = database.rows("SELECT id, name FROM run WHERE id = (SELECT id FROM symbol WHERE text = ?)", (run,))
-            for number, name in found:
+            stored = database.rows("SELECT id, name FROM run WHERE id = (SELECT id FROM symbol WHERE text = ?)", (run,))
+            for number, name in stored:
                 with transaction(database):
                     if _is_written(database, run):
                         raise BusyError(
@@ -92,7 +94,7 @@ def delete(where: Path | str, runs: Sequence[str], *, give_back: bool = True) ->
                     gone = _remove(database, number, _EVERYTHING)
                     note_removal(database)
                 removed.append(Removed(run, name, "run", *gone, remove_tape(where, run)))
-            if not found and tape_bytes(where, run):
+            if not stored and tape_bytes(where, run):
                 removed.append(Removed(run, "", "tape", 0, 0, remove_lost_tape(where, run)))
         if give_back:
             _give_back(database)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a damaged file that can still be read, in a new file beside it. The damaged one is not touched."""
+"""Copies the readable rows of a damaged file into a new file beside it, and leaves the damaged one as it is."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def salvage(path: Path) -> str:
     if not sum(counts.values()):
         target.unlink(missing_ok=True)
         raise StoreError(f"Nothing of the store '{path}' could be read. It was left as it is.")
-    told = ", ".join(f"{count} of {name}" for name, count in counts.items() if count)
+    saved = ", ".join(f"{count} of {name}" for name, count in counts.items() if count)
     return (
-        f"Saved what could be read into '{target}' ({told}). '{path}' was left as it is; when you need it no longer, "
+        f"Saved what could be read into '{target}' ({saved}). '{path}' was left as it is; when you need it no longer, "
         "put the new file in its place."
     )
 
@@ -107,8 +107,8 @@ def _version(path: Path) -> int:
 def _readable(path: Path, version: int) -> bool:
     try:
         with contextlib.closing(sqlite3.connect(path)) as connection:
-            found = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            return found >= {table.name for table in TABLES if table.since <= version}
+            tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            return tables >= {table.name for table in TABLES if table.since <= version}
     except sqlite3.Error:
         return False
 

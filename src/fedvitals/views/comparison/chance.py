@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a difference between repeats is worth: an interval, seed by seed where both sides have the same seeds."""
+"""Computes confidence intervals of differences between repeats, seed by seed where both sides have the same seeds."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def change(
         by_seed = _paired([after[place] - value for value, place in zip(before, pairs, strict=True)], before, sure)
         if by_seed is not None:
             return by_seed
-    one, two = ([v for v in values if math.isfinite(v)] for values in (before, after))
-    if not one or not two:
+    first, second = ([v for v in values if math.isfinite(v)] for values in (before, after))
+    if not first or not second:
         return None
-    difference = fmean(two) - fmean(one)
-    relative = difference / abs(fmean(one)) if fmean(one) else None
-    runs = (len(one), len(two))
+    difference = fmean(second) - fmean(first)
+    relative = difference / abs(fmean(first)) if fmean(first) else None
+    runs = (len(first), len(second))
     if min(runs) < 2:
         return Change(difference, relative, None, None, runs)
-    errors = [variance(values) / len(values) for values in (one, two)]
+    errors = [variance(values) / len(values) for values in (first, second)]
     error = sum(errors)
     if error == 0:  # every repeat gave the same: a count, or a training without chance
         return Change(difference, relative, difference, difference, runs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where two runs part: the first round in which they differ at all, beyond noise, and beyond what repeats differ by."""
+"""Finds the first round in which two runs differ: at all, beyond noise, and beyond what repeats differ by."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class Differing:
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
+class DivergencePoint:
+    """Where two sides begin to differ."""
+
     exact: Differing | None  # the first difference at all; None: equal as far as both go
     beyond_noise: Differing | None
     beyond_repeats: int | None
@@ -36,41 +38,43 @@ class Parting:
 
     @property
     def equal(self) -> bool:
+        """Whether they do not differ at all."""
         return self.exact is None and self.rounds[0] == self.rounds[1]
 
 
-def parting(before: Sequence[Figures], after: Sequence[Figures]) -> Parting:
+def divergence_point(before: Sequence[Figures], after: Sequence[Figures]) -> DivergencePoint:
     """Of two sides: number by number of one run each, of the same seed if possible; with repeats also as wholes."""
-    one, two = _pair(before, after)
+    first, second = _pair(before, after)
     number, metric = _beyond_repeats(before, after)
-    return Parting(
-        _first(one, two, 0.0),
-        _first(one, two, NOISE),
+    return DivergencePoint(
+        _first(first, second, 0.0),
+        _first(first, second, NOISE),
         number,
         metric,
         (len(before), len(after)),
-        (one.rounds, two.rounds),
+        (first.rounds, second.rounds),
     )
 
 
 def _pair(before: Sequence[Figures], after: Sequence[Figures]) -> tuple[Figures, Figures]:
     """Two runs of one seed where there are such: others differ from the first number on."""
-    pairs = [(one, two) for one in before for two in after if one.run.seed == two.run.seed]
+    pairs = [(first, second) for first in before for second in after if first.run.seed == second.run.seed]
     return pairs[0] if pairs else (before[0], after[0])
 
 
-def _first(one: Figures, two: Figures, noise: float) -> Differing | None:
-    if (one.accuracy, one.loss, one.norms) == (two.accuracy, two.loss, two.norms):
+def _first(first: Figures, second: Figures, noise: float) -> Differing | None:
+    if (first.accuracy, first.loss, first.norms) == (second.accuracy, second.loss, second.norms):
         return None  # number by number this would take seconds, of a thousand clients
-    shared = {"accuracy": (one.accuracy, two.accuracy), "loss": (one.loss, two.loss)}
-    for number in _rounds(one, two):
+    shared = {"accuracy": (first.accuracy, second.accuracy), "loss": (first.loss, second.loss)}
+    for number in _rounds(first, second):
         metrics = {name: (a.get(number), b.get(number)) for name, (a, b) in shared.items()}
-        nodes = {node: (_at(one, node, number), _at(two, node, number)) for node in {**one.norms, **two.norms}}
+        known = {**first.norms, **second.norms}
+        nodes = {node: (_at(first, node, number), _at(second, node, number)) for node in known}
         present = {node: pair for node, pair in nodes.items() if pair != (None, None)}
         differing = {node: pair for node, pair in present.items() if not _same(*pair, noise)}
-        told = {name: pair for name, pair in metrics.items() if not _same(*pair, noise)}
-        if told or differing:
-            return Differing(number, told, differing, len(present) - len(differing), len(present))
+        differing_metrics = {name: pair for name, pair in metrics.items() if not _same(*pair, noise)}
+        if differing_metrics or differing:
+            return Differing(number, differing_metrics, differing, len(present) - len(differing), len(present))
     return None
 
 
@@ -78,19 +82,19 @@ def _at(figures: Figures, node: str, number: int) -> float | None:
     return figures.norms.get(node, {}).get(number)
 
 
-def _rounds(one: Figures, two: Figures) -> list[int]:
+def _rounds(first: Figures, second: Figures) -> list[int]:
     """As far as both go: that one goes on longer is no difference in what they did."""
-    ends = [max((n for c in (f.accuracy, f.loss, *f.norms.values()) for n in c), default=-1) for f in (one, two)]
-    known = {n for f in (one, two) for c in (f.accuracy, f.loss, *f.norms.values()) for n in c}
+    ends = [max((n for c in (f.accuracy, f.loss, *f.norms.values()) for n in c), default=-1) for f in (first, second)]
+    known = {n for f in (first, second) for c in (f.accuracy, f.loss, *f.norms.values()) for n in c}
     return sorted(n for n in known if n <= min(ends))
 
 
-def _same(one: float | None, two: float | None, noise: float) -> bool:
-    if one is None or two is None:
-        return one is two
-    if math.isnan(one) or math.isnan(two):
-        return math.isnan(one) and math.isnan(two)
-    return one == two or (noise > 0 and math.isclose(one, two, rel_tol=noise))
+def _same(first: float | None, second: float | None, noise: float) -> bool:
+    if first is None or second is None:
+        return first is second
+    if math.isnan(first) or math.isnan(second):
+        return math.isnan(first) and math.isnan(second)
+    return first == second or (noise > 0 and math.isclose(first, second, rel_tol=noise))
 
 
 def _beyond_repeats(before: Sequence[Figures], after: Sequence[Figures]) -> tuple[int | None, str | None]:
@@ -102,15 +106,15 @@ def _beyond_repeats(before: Sequence[Figures], after: Sequence[Figures]) -> tupl
         "loss": ([f.loss for f in before], [f.loss for f in after]),
     }
     tests = [
-        (number, name, [c[number] for c in one if number in c], [c[number] for c in two if number in c])
-        for name, (one, two) in kinds.items()
-        for number in {n for course in (*one, *two) for n in course}
+        (number, name, [c[number] for c in first if number in c], [c[number] for c in second if number in c])
+        for name, (first, second) in kinds.items()
+        for number in {n for values in (*first, *second) for n in values}
     ]
     sure = 1 - (1 - SURE_IN_ALL) / max(1, len(tests))
     pairs = pairing([f.run.seed for f in before], [f.run.seed for f in after])
     for number, name, a, b in sorted(tests, key=lambda test: test[:2]):
         whole = len(a) == len(before) and len(b) == len(after)  # a run that ended sooner has no partner here
-        found = change(a, b, sure, pairs if whole else None)
-        if found is not None and found.beyond_chance:
+        difference = change(a, b, sure, pairs if whole else None)
+        if difference is not None and difference.beyond_chance:
             return number, name
     return None, None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A comparison as a page shows it: what changed in words, courses over the rounds, differences, settings."""
+"""Computes a comparison as a page shows it: changes in words, values over the rounds, differences, settings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE
+from fedvitals.store.read.metrics import ValuesByRound
 from fedvitals.views.comparison.chance import Change, change, pairing
-from fedvitals.views.comparison.runs import Row, all_settings, compared
+from fedvitals.views.comparison.runs import ComparisonRow, Side, all_settings, compared
 from fedvitals.views.comparison.words import in_words
-from fedvitals.views.metric_history import Course
 from fedvitals.views.run_figures import Figures
 from fedvitals.views.series import Numbers, bucketed
 
@@ -25,6 +25,8 @@ LONGEST = 2000  # characters of a setting
 
 @dataclass(frozen=True, slots=True)
 class PageSide:
+    """A run, or several repeats of it."""
+
     letter: str
     name: str
     runs: tuple[str, ...]
@@ -48,6 +50,8 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
+    """A diagram with a line for each side."""
+
     name: str
     title: str
     unit: str
@@ -58,6 +62,8 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class PageChange:
+    """A difference, with its interval where there is one."""
+
     difference: float | None
     relative: float | None
     low: float | None
@@ -67,6 +73,8 @@ class PageChange:
 
 @dataclass(frozen=True, slots=True)
 class PageRow:
+    """One number of every side."""
+
     topic: str
     name: str
     unit: str
@@ -77,6 +85,8 @@ class PageRow:
 
 @dataclass(frozen=True, slots=True)
 class PageTrouble:
+    """An issue, and in how many runs of each side it was found."""
+
     issue: str
     title: str
     place: str
@@ -86,6 +96,8 @@ class PageTrouble:
 
 @dataclass(frozen=True, slots=True)
 class PageParting:
+    """Where a side begins to differ from the baseline."""
+
     letter: str  # the side that parts from the baseline
     equal: bool
     exact: int | None  # the first round that differs at all
@@ -96,6 +108,8 @@ class PageParting:
 
 @dataclass(frozen=True, slots=True)
 class PageSetting:
+    """A setting of every side."""
+
     name: str
     values: tuple[str | None, ...]
     differs: bool
@@ -103,6 +117,8 @@ class PageSetting:
 
 @dataclass(frozen=True, slots=True)
 class ComparePage:
+    """Everything that the page of a comparison shows."""
+
     sides: tuple[PageSide, ...]  # the baseline first
     words: tuple[str, ...]  # what changed, the weightiest first
     chance: str  # what may be concluded
@@ -116,40 +132,44 @@ class ComparePage:
 
 def compare_page(sides: Sequence[Sequence[Figures]]) -> ComparePage:
     """Of sides whose first is the baseline."""
-    found = compared(sides)
-    words, partings, chance = in_words(found)
-    letters = [side.letter for side in found.sides]
+    comparison = compared(sides)
+    words, partings, chance = in_words(comparison)
+    letters = [side.letter for side in comparison.sides]
     virtual = all(f.virtual_seconds for side in sides for f in side)
     return ComparePage(
-        sides=tuple(PageSide(s.letter, s.name, s.runs, s.seeds, s.rounds, s.clients, s.judged) for s in found.sides),
+        sides=tuple(_side(side) for side in comparison.sides),
         words=words,
         chance=chance,
-        pictures=tuple(p for p in _pictures(sides, letters, virtual=virtual) if any(one.total for one in p.lines)),
+        pictures=tuple(p for p in _pictures(sides, letters, virtual=virtual) if any(line.total for line in p.lines)),
         differences=tuple(
             _differences(name, title, unit, [[getattr(f, name) for f in side] for side in sides], sides, letters)
             for name, title, unit in (("accuracy", "accuracy", ""), ("loss", "loss", ""))
             if any(getattr(f, name) for f in sides[0]) and any(getattr(f, name) for side in sides[1:] for f in side)
         ),
-        rows=tuple(_row(row) for row in found.rows),
-        troubles=tuple(PageTrouble(t.issue, _title(t.issue), t.place, t.severity, t.runs) for t in found.troubles),
+        rows=tuple(_row(row) for row in comparison.rows),
+        troubles=tuple(PageTrouble(t.issue, _title(t.issue), t.place, t.severity, t.runs) for t in comparison.troubles),
         partings=tuple(
             PageParting(
                 letter,
-                one.equal,
-                None if one.exact is None else one.exact.round,
-                None if one.beyond_noise is None else one.beyond_noise.round,
-                one.beyond_repeats,
-                said,
+                point.equal,
+                None if point.exact is None else point.exact.round,
+                None if point.beyond_noise is None else point.beyond_noise.round,
+                point.beyond_repeats,
+                sentence,
             )
-            for letter, one, said in zip(letters[1:], found.partings, partings, strict=True)
+            for letter, point, sentence in zip(letters[1:], comparison.partings, partings, strict=True)
         ),
         settings=_settings(sides),
     )
 
 
+def _side(side: Side) -> PageSide:
+    return PageSide(side.letter, side.name, side.runs, side.seeds, side.rounds, side.clients, side.judged)
+
+
 def _pictures(sides: Sequence[Sequence[Figures]], letters: Sequence[str], *, virtual: bool) -> list[Picture]:
     def drawn(
-        name: str, title: str, unit: str, scale: str, course: Callable[[Figures], Course], note: str = ""
+        name: str, title: str, unit: str, scale: str, course: Callable[[Figures], ValuesByRound], note: str = ""
     ) -> Picture:
         middle: Callable[[Sequence[float]], float] = median if scale == "log0" else fmean  # a mean is its largest's
         courses = [[course(f) for f in side] for side in sides]
@@ -173,16 +193,17 @@ def _pictures(sides: Sequence[Sequence[Figures]], letters: Sequence[str], *, vir
     ]
 
 
-def _bytes(figures: Figures) -> Course:
-    return {one.round: float(one.bytes) for one in figures.traffic.rounds if one.round >= 0}
+def _bytes(figures: Figures) -> ValuesByRound:
+    return {traffic.round: float(traffic.bytes) for traffic in figures.traffic.rounds if traffic.round >= 0}
 
 
-def _line(letter: str, courses: Sequence[Course], middle: Callable[[Sequence[float]], float] = fmean) -> Line:
+def _line(letter: str, courses: Sequence[ValuesByRound], middle: Callable[[Sequence[float]], float] = fmean) -> Line:
     """One run in buckets that keep their extremes; of repeats, the mean and how far they are apart."""
     rounds = sorted({number for course in courses for number in course})
     if len(courses) == 1:
-        told = bucketed("", None, "", rounds, np.array([courses[0][number] for number in rounds], dtype=float), POINTS)
-        return Line(letter, told.rounds, told.values, told.low, told.high, told.total)
+        values = np.array([courses[0][number] for number in rounds], dtype=float)
+        series = bucketed("", None, "", rounds, values, POINTS)
+        return Line(letter, series.rounds, series.values, series.low, series.high, series.total)
     every = max(1, math.ceil(len(rounds) / POINTS))
     stretches = [rounds[i : i + every] for i in range(0, len(rounds), every)]
     here = [[c[n] for c in courses for n in stretch if n in c and math.isfinite(c[n])] for stretch in stretches]
@@ -200,7 +221,7 @@ def _differences(
     name: str,
     title: str,
     unit: str,
-    courses: Sequence[Sequence[Course]],
+    courses: Sequence[Sequence[ValuesByRound]],
     sides: Sequence[Sequence[Figures]],
     letters: Sequence[str],
 ) -> Picture:
@@ -208,41 +229,41 @@ def _differences(
     lines, banded = [], False
     for letter, own, side in zip(letters[1:], courses[1:], sides[1:], strict=True):
         pairs = pairing([f.run.seed for f in sides[0]], [f.run.seed for f in side])
-        found: dict[int, Change | None] = {}
+        changes: dict[int, Change | None] = {}
         for number in sorted({n for c in courses[0] for n in c} & {n for c in own for n in c}):
             before, after = [c[number] for c in courses[0] if number in c], [c[number] for c in own if number in c]
             whole = len(before) == len(courses[0]) and len(after) == len(own)
-            found[number] = change(before, after, pairs=pairs if whole else None)
-        banded = banded or any(c is not None and c.low is not None for c in found.values())
-        lines.append(_difference(letter, found))
+            changes[number] = change(before, after, pairs=pairs if whole else None)
+        banded = banded or any(c is not None and c.low is not None for c in changes.values())
+        lines.append(_difference(letter, changes))
     note = "from the baseline" + ("; band: 95 % interval, each round by itself" if banded else "")
     return Picture(name, f"difference in {title}", unit, "linear", tuple(lines), note)
 
 
-def _difference(letter: str, found: dict[int, Change | None]) -> Line:
-    every = max(1, math.ceil(len(found) / POINTS))
-    numbers = list(found)
+def _difference(letter: str, changes: dict[int, Change | None]) -> Line:
+    every = max(1, math.ceil(len(changes) / POINTS))
+    numbers = list(changes)
     stretches = [numbers[i : i + every] for i in range(0, len(numbers), every)]
     values: Numbers = []
     low: Numbers = []
     high: Numbers = []
     for stretch in stretches:
-        here = [one for number in stretch if (one := found[number]) is not None]
-        values.append(fmean(one.difference for one in here) if here else None)
+        here = [c for number in stretch if (c := changes[number]) is not None]
+        values.append(fmean(c.difference for c in here) if here else None)
         # Where rounds were joined, as far as any of them goes.
-        low.append(min((one.difference if one.low is None else one.low for one in here), default=None))
-        high.append(max((one.difference if one.high is None else one.high for one in here), default=None))
+        low.append(min((c.difference if c.low is None else c.low for c in here), default=None))
+        high.append(max((c.difference if c.high is None else c.high for c in here), default=None))
     return Line(letter, [stretch[0] for stretch in stretches], values, low, high, len(numbers))
 
 
-def _row(row: Row) -> PageRow:
+def _row(row: ComparisonRow) -> PageRow:
     return PageRow(row.topic, row.name, row.unit, row.better, row.values, tuple(map(_change, row.changes)))
 
 
-def _change(found: Change | None) -> PageChange | None:
-    if found is None:
+def _change(change: Change | None) -> PageChange | None:
+    if change is None:
         return None
-    return PageChange(found.difference, found.relative, found.low, found.high, found.beyond_chance)
+    return PageChange(change.difference, change.relative, change.low, change.high, change.beyond_chance)
 
 
 def _title(issue: str) -> str:
@@ -252,8 +273,8 @@ def _title(issue: str) -> str:
 
 def _settings(sides: Sequence[Sequence[Figures]]) -> tuple[PageSetting, ...]:
     every = all_settings([[f.run for f in side] for side in sides])
-    told = [PageSetting(one.name, tuple(map(_text, one.values)), one.differs) for one in every]
-    return tuple(sorted(told, key=lambda one: not one.differs))
+    settings = [PageSetting(setting.name, tuple(map(_text, setting.values)), setting.differs) for setting in every]
+    return tuple(sorted(settings, key=lambda setting: not setting.differs))
 
 
 def _text(value: Any) -> str | None:

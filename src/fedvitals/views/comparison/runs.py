@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs side by side: what changed from the first to the others, whether that can be chance, where they part, and why.
+"""Compares runs: what changed from the first to the others, whether that can be chance, where they diverge, and why.
 
 A *side* is one run, or several repeats of it: runs of one name and one configuration that differ by their seeds only.
 """
@@ -15,13 +15,14 @@ from statistics import median
 from typing import Any
 
 from fedvitals.analysis.traffic import LEVELS
-from fedvitals.diagnosis.cases import Case, is_trouble, rank
+from fedvitals.diagnosis.cases import Case, is_trouble, severity_rank
 from fedvitals.errors import ConfigError
 from fedvitals.records import Run
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.runs import runs_of_name
 from fedvitals.views.comparison.chance import Change, change, pairing
-from fedvitals.views.comparison.divergence_point import Parting, parting
+from fedvitals.views.comparison.divergence_point import DivergencePoint, divergence_point
 from fedvitals.views.run_figures import Figures, figures_of, highest, last, mean
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -30,6 +31,8 @@ Value = Callable[[Figures], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Side:
+    """A run, or several repeats of it."""
+
     letter: str
     name: str
     runs: tuple[str, ...]  # the newest first
@@ -40,7 +43,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparisonRow:
     """One number of every side."""
 
     topic: str  # «learning», «time», «memory», «bytes», «findings»
@@ -63,28 +66,33 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
+    """A setting of every side."""
+
     name: str
     values: tuple[Any, ...]  # for each side
 
     @property
     def differs(self) -> bool:
+        """Whether the sides do not all have the same."""
         return any(repr(value) != repr(self.values[0]) for value in self.values)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
+    """Everything that is known of runs side by side."""
+
     sides: tuple[Side, ...]
-    opening: tuple[Row, ...]  # round time, memory and number of issues
-    rows: tuple[Row, ...]
+    opening: tuple[ComparisonRow, ...]  # round time, memory and number of issues
+    rows: tuple[ComparisonRow, ...]
     troubles: tuple[Trouble, ...]
     gsc: tuple[Mapping[int, float], ...]  # for each side, by round: median over clients, then over repeats
-    partings: tuple[Parting, ...]  # of the first side from each other one
+    partings: tuple[DivergencePoint, ...]  # of the first side from each other one
     settings: tuple[Setting, ...]  # in which the sides differ
     confidence: str  # what may be concluded, in a sentence
 
 
 def compare(reader: Reader, runs: Sequence[str], *, repeats: bool = False) -> Comparison:
-    """The comparison of at least two runs, each an id, the beginning of one, or a name."""
+    """Compare at least two runs, each an id, the beginning of one, or a name."""
     return compared(sides_of(reader, runs, repeats=repeats))
 
 
@@ -95,7 +103,7 @@ def sides_of(
     repeats: bool = False,
     figures: Callable[[Reader, str], Figures] = figures_of,
 ) -> list[list[Figures]]:
-    """The figures of the runs meant, repeats together. `figures`: from somebody who remembers them."""
+    """Read the figures of the runs meant, repeats together; `figures`: how those of one run are read."""
     groups = grouped([queries.get_run(reader, run) for run in chosen(reader, runs, repeats=repeats)])
     if len(groups) < 2:
         raise ConfigError(
@@ -107,6 +115,7 @@ def sides_of(
 
 
 def compared(sides: Sequence[Sequence[Figures]]) -> Comparison:
+    """Compare sides, each the figures of its runs; the first is the baseline."""
     clock = "virtual" if all(f.virtual_seconds for side in sides for f in side) else "real"
     table = [_row(sides, *line) for line in _lines(clock)]
     rows = [row for row in table if any(value is not None for value in row.values)]
@@ -117,35 +126,33 @@ def compared(sides: Sequence[Sequence[Figures]]) -> Comparison:
         tuple(rows),
         _troubles(sides),
         tuple(_gsc(side) for side in sides),
-        tuple(parting(sides[0], other) for other in sides[1:]),
+        tuple(divergence_point(sides[0], other) for other in sides[1:]),
         settings_that_differ([[f.run for f in side] for side in sides]),
         _confidence(sides, rows),
     )
 
 
 def chosen(reader: Reader, texts: Sequence[str], *, repeats: bool, most: int | None = None) -> list[str]:
-    """The ids that a person means. With `repeats`, of each one all runs of its name and configuration.
+    """Return the ids that a person means. With `repeats`, of each one all runs of its name and configuration.
 
     `most`: of each, at most so many, the newest and the one that was named.
     """
-    found = [queries.find_run(reader, text) for text in texts]
+    ids = [queries.find_run(reader, text) for text in texts]
     if repeats:
         wanted = []
-        for run in found:
+        for run in ids:
             meant = queries.get_run(reader, run)
             same = configuration(meant)
-            named = reader.database.rows(
-                "SELECT id FROM runs WHERE name = ? ORDER BY started DESC, id DESC", (meant.name,)
-            )
-            like = [other for (other,) in named if configuration(queries.get_run(reader, other)) == same]
+            named = runs_of_name(reader, meant.name)
+            like = [other for other in named if configuration(queries.get_run(reader, other)) == same]
             kept = like if most is None else [run, *[other for other in like if other != run][: most - 1]]
             wanted += [other for other in like if other in kept]
-        found = wanted
-    return list(dict.fromkeys(found))
+        ids = wanted
+    return list(dict.fromkeys(ids))
 
 
 def grouped(runs: Sequence[Run]) -> list[list[Run]]:
-    """Repeats together, in the order in which they were named; each alone if otherwise there were only one side."""
+    """Group repeats, in the order in which they were named; each run alone if otherwise there were only one side."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(repr((run.name, configuration(run))), []).append(run)
@@ -153,12 +160,12 @@ def grouped(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def configuration(run: Run) -> list[tuple[str, Any]]:
-    """What makes two runs repeats of each other: everything about them but the seed and the versions."""
+    """Return what makes two runs repeats of each other: everything about them but the seed and the versions."""
     return sorted((name, repr(value)) for name, value in flattened(run.config).items() if not _is_seed(name))
 
 
 def flattened(config: Any, path: str = "") -> dict[str, Any]:
-    """Settings by their path: «experiment.local.lr». An experiment that stands there as TOML is read."""
+    """Return settings by their path: «experiment.local.lr». An experiment that stands there as TOML is read."""
     if isinstance(config, str) and path == "experiment":
         try:
             config = tomllib.loads(config)
@@ -166,18 +173,19 @@ def flattened(config: Any, path: str = "") -> dict[str, Any]:
             return {path: config}
     if not isinstance(config, Mapping):
         return {path: config}
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in config.items():
-        found |= flattened(value, f"{path}.{name}" if path else str(name))
-    return found
+        settings |= flattened(value, f"{path}.{name}" if path else str(name))
+    return settings
 
 
 def settings_that_differ(groups: Sequence[Sequence[Run]]) -> tuple[Setting, ...]:
-    """Configuration, seeds, versions, host and model, where the sides do not have the same."""
-    return tuple(one for one in all_settings(groups) if one.differs)
+    """Return configuration, seeds, versions, host and model where the sides do not have the same."""
+    return tuple(setting for setting in all_settings(groups) if setting.differs)
 
 
 def all_settings(groups: Sequence[Sequence[Run]]) -> tuple[Setting, ...]:
+    """Return every setting of these groups of runs."""
     tables = [_settings(group) for group in groups]
     names = dict.fromkeys(name for table in tables for name in table)
     return tuple(Setting(name, tuple(table.get(name) for table in tables)) for name in names)
@@ -197,7 +205,7 @@ def _settings(group: Sequence[Run]) -> dict[str, Any]:
         "topology": run.topology,
         **own,
         "model": f"{len(weights)} layers: {weights}" if weights else None,
-        "seed": [one.seed for one in group] if len(group) > 1 else run.seed,
+        "seed": [repeat.seed for repeat in group] if len(group) > 1 else run.seed,
         # How long it took to compile a kernel is no version of it.
         **{f"versions.{name}": re.sub(r" in \d+ ms", "", version) for name, version in run.versions.items()},
     }
@@ -260,11 +268,13 @@ def _lines(clock: str) -> list[tuple[str, str, str, str, Value]]:
     return lines
 
 
-def _row(sides: Sequence[Sequence[Figures]], topic: str, name: str, unit: str, better: str, value: Value) -> Row:
-    found = [[v for f in side if (v := value(f)) is not None] for side in sides]
+def _row(
+    sides: Sequence[Sequence[Figures]], topic: str, name: str, unit: str, better: str, value: Value
+) -> ComparisonRow:
+    measured = [[v for f in side if (v := value(f)) is not None] for side in sides]
     # A side where some repeats never got there has no mean: that of the others would flatter it.
-    whole = [values if len(values) == len(side) else [] for values, side in zip(found, sides, strict=True)]
-    return Row(
+    whole = [values if len(values) == len(side) else [] for values, side in zip(measured, sides, strict=True)]
+    return ComparisonRow(
         topic,
         name,
         unit,
@@ -288,9 +298,9 @@ def _troubles(sides: Sequence[Sequence[Figures]]) -> tuple[Trouble, ...]:
         for figures in side:
             for key, case in {_key(case): case for case in figures.cases}.items():
                 counts.setdefault(key, [0] * len(sides))[i] += 1
-                severities[key] = min(severities.get(key, case.severity), case.severity, key=rank)
-    found = [Trouble(issue, place, severities[issue, place], tuple(n)) for (issue, place), n in counts.items()]
-    return tuple(sorted(found, key=lambda one: (rank(one.severity), one.issue, one.place)))
+                severities[key] = min(severities.get(key, case.severity), case.severity, key=severity_rank)
+    troubles = [Trouble(issue, place, severities[issue, place], tuple(n)) for (issue, place), n in counts.items()]
+    return tuple(sorted(troubles, key=lambda trouble: (severity_rank(trouble.severity), trouble.issue, trouble.place)))
 
 
 def _key(case: Case) -> tuple[str, str]:
@@ -308,7 +318,7 @@ def _gsc(side: Iterable[Figures]) -> dict[int, float]:
     return {number: median(values) if values else math.nan for number, values in finite.items()}
 
 
-def _confidence(sides: Sequence[Sequence[Figures]], rows: Sequence[Row]) -> str:
+def _confidence(sides: Sequence[Sequence[Figures]], rows: Sequence[ComparisonRow]) -> str:
     counts = [len(side) for side in sides]
     if max(counts) == 1:
         return (

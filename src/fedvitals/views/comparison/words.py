@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changed between runs, as one would say it: by how much, whether by chance, where they part, and why."""
+"""Says in sentences what changed between runs, by how much, whether by chance, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from fedvitals.views.comparison.chance import Change
-from fedvitals.views.comparison.divergence_point import NOISE, Differing, Parting
-from fedvitals.views.comparison.runs import Comparison, Row, Side
+from fedvitals.views.comparison.divergence_point import NOISE, Differing, DivergencePoint
+from fedvitals.views.comparison.runs import Comparison, ComparisonRow, Side
 
 NAMED = 3  # settings and clients in a sentence
 
 
-def in_words(found: Comparison) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Sentences on what changed, one for each side; where each parts from the first; what may be concluded."""
-    base = found.sides[0]
-    said = [_what_changed(found, place, side) for place, side in enumerate(found.sides[1:])]
-    cause = _cause(found)
-    partings = [_parting(base, side, one) for side, one in zip(found.sides[1:], found.partings, strict=True)]
-    return (*said, *([cause] if cause else [])), tuple(partings), _chance(found)
+def in_words(comparison: Comparison) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+    """Return sentences on what changed on each side, on where each diverges from the first, and on chance."""
+    base = comparison.sides[0]
+    sentences = [_what_changed(comparison, place, side) for place, side in enumerate(comparison.sides[1:])]
+    cause = _cause(comparison)
+    points = zip(comparison.sides[1:], comparison.partings, strict=True)
+    partings = [_parting(base, side, point) for side, point in points]
+    return (*sentences, *([cause] if cause else [])), tuple(partings), _chance(comparison)
 
 
 def called(side: Side) -> str:
@@ -27,32 +28,34 @@ def called(side: Side) -> str:
     return f"{side.letter} ({side.name}{repeats})"
 
 
-def _what_changed(found: Comparison, place: int, side: Side) -> str:
-    rows = {row.name: row for row in found.rows}
+def _what_changed(comparison: Comparison, place: int, side: Side) -> str:
+    rows = {row.name: row for row in comparison.rows}
     learning = next((rows[name] for name in ("accuracy, last", "loss, last") if name in rows), None)
     parts = [_of_learning(learning, place)] if learning else []
-    round_time = next((row for row in found.rows if row.topic == "time"), None)
+    round_time = next((row for row in comparison.rows if row.topic == "time"), None)
     for row, noun in (
         (round_time, "round time"),
         (rows.get("all in all, without telemetry"), "bytes"),
         (rows.get("peak memory"), "memory"),
     ):
-        if row is not None and (said := _of_amount(row, place, noun)):
-            parts.append(said)
+        if row is not None and (clause := _of_amount(row, place, noun)):
+            parts.append(clause)
     issues = rows.get("issues")
     if issues is not None and (change := issues.changes[place]) is not None and change.difference:
         count = abs(change.difference)
         more = "more" if change.difference > 0 else "fewer"
         parts.append(f"{count:.3g} finding{'s' * (count != 1)} {more}")
     sure = [
-        row.name for row in found.rows if (c := row.changes[place]) is not None and c.beyond_chance and c.difference
+        row.name
+        for row in comparison.rows
+        if (c := row.changes[place]) is not None and c.beyond_chance and c.difference
     ]
-    told = "; ".join(part for part in parts if part) or "nothing that can be compared was measured"
+    changes = "; ".join(part for part in parts if part) or "nothing that can be compared was measured"
     beyond = f" Beyond chance: {'; '.join(sure)}." if sure else ""
-    return f"{called(side)} against {called(found.sides[0])}: {told}.{beyond}"
+    return f"{called(side)} against {called(comparison.sides[0])}: {changes}.{beyond}"
 
 
-def _of_learning(row: Row, place: int) -> str:
+def _of_learning(row: ComparisonRow, place: int) -> str:
     change, name = row.changes[place], row.name.partition(",")[0]
     if change is None:
         return f"no {name} to compare"
@@ -65,7 +68,7 @@ def _of_learning(row: Row, place: int) -> str:
     return f"{name} {size} ({_sure(change)})"
 
 
-def _of_amount(row: Row, place: int, noun: str) -> str:
+def _of_amount(row: ComparisonRow, place: int, noun: str) -> str:
     """Only what changed by more than a tenth is worth a word."""
     change = row.changes[place]
     if change is None or change.relative is None or abs(change.relative) < 0.1:
@@ -82,14 +85,14 @@ def _sure(change: Change) -> str:
     return "more than chance explains" if change.beyond_chance else "chance may explain it"
 
 
-def _cause(found: Comparison) -> str:
-    settings = [one for one in found.settings if one.name != "name" and not one.name.startswith("versions.")]
+def _cause(comparison: Comparison) -> str:
+    settings = [s for s in comparison.settings if s.name != "name" and not s.name.startswith("versions.")]
     if not settings:
-        differs = [one.name for one in found.settings if one.name.startswith("versions.")]
+        differs = [setting.name for setting in comparison.settings if setting.name.startswith("versions.")]
         if differs:
             return f"No setting differs, but versions do: {', '.join(differs[:NAMED])}."
         return "No setting, seed or version differs: what differs lies outside of them."
-    named = [f"{one.name} {_values(found.sides, one.values)}" for one in settings[:NAMED]]
+    named = [f"{setting.name} {_values(comparison.sides, setting.values)}" for setting in settings[:NAMED]]
     more = f" and {len(settings) - NAMED} more" if len(settings) > NAMED else ""
     return f"Settings that differ: {'; '.join(named)}{more}."
 
@@ -106,22 +109,22 @@ def _short(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:39]}…"
 
 
-def _parting(base: Side, side: Side, told: Parting) -> str:
+def _parting(base: Side, side: Side, point: DivergencePoint) -> str:
     pair = f"{base.letter} and {side.letter}"
-    if told.exact is None:
-        lengths = "" if told.rounds[0] == told.rounds[1] else f", as far as both go ({min(told.rounds)} rounds)"
+    if point.exact is None:
+        lengths = "" if point.rounds[0] == point.rounds[1] else f", as far as both go ({min(point.rounds)} rounds)"
         return f"{pair} do not part: accuracy, loss and update norms are bit for bit the same{lengths}."
-    said = f"{pair} part in round {told.exact.round}: {_differing(told.exact)}."
-    if told.beyond_noise is None:
-        said += f" Nowhere by more than {NOISE:g} of the value: floating-point noise."
-    elif told.beyond_noise.round != told.exact.round:
-        said += (
-            f" Beyond floating-point noise first in round {told.beyond_noise.round}: {_differing(told.beyond_noise)}."
+    text = f"{pair} part in round {point.exact.round}: {_differing(point.exact)}."
+    if point.beyond_noise is None:
+        text += f" Nowhere by more than {NOISE:g} of the value: floating-point noise."
+    elif point.beyond_noise.round != point.exact.round:
+        text += (
+            f" Beyond floating-point noise first in round {point.beyond_noise.round}: {_differing(point.beyond_noise)}."
         )
-    if min(told.repeats) > 1:
-        where = f"first in round {told.beyond_repeats}, by {told.beyond_repeats_by}"
-        said += f" Beyond what repeats differ by: {where if told.beyond_repeats is not None else 'in no round'}."
-    return said
+    if min(point.repeats) > 1:
+        where = f"first in round {point.beyond_repeats}, by {point.beyond_repeats_by}"
+        text += f" Beyond what repeats differ by: {where if point.beyond_repeats is not None else 'in no round'}."
+    return text
 
 
 def _differing(what: Differing) -> str:
@@ -140,12 +143,12 @@ def _number(value: float | None) -> str:
     return "absent" if value is None else f"{value:.3g}"
 
 
-def _chance(found: Comparison) -> str:
+def _chance(comparison: Comparison) -> str:
     """As the comparison itself says it, with this page's way to repeats instead of the command line's."""
-    counts: Sequence[int] = [len(side.runs) for side in found.sides]
+    counts: Sequence[int] = [len(side.runs) for side in comparison.sides]
     if max(counts) == 1:
         return (
             "One run each: nothing here tells a difference from chance. Repeat them with other seeds, and take all "
             "repeats of each into the comparison."
         )
-    return found.confidence
+    return comparison.confidence

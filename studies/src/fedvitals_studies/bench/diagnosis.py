@@ -17,7 +17,7 @@ import torch
 
 from fedvitals import lab
 from fedvitals.diagnosis.examine import DETECTORS, Examination
-from fedvitals.diagnosis.live import ROUND_COMPLETE
+from fedvitals.diagnosis.live_detectors import ROUND_COMPLETE
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.protocols import Detector
 from fedvitals.records import Metric, Record
@@ -47,7 +47,7 @@ class _Timed:
                 if self._examination is None:
                     self._examination = Examination(self._memory.history(record.where.run), self._detectors, None)
                 began = time.thread_time()
-                self.findings += len(list(self._examination.of(record.where.round)))
+                self.findings += len(list(self._examination.findings_of(record.where.round)))
                 self.milliseconds[record.where.round] = 1000 * (time.thread_time() - began)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedvitals.lab.engines.training import clip as clipped
+from fedvitals.lab.engines.training import clip_gradients as clipped
 from fedvitals.lab.local import Clip
 from fedvitals.probes.differentiate import differentiable
 from fedvitals.probes.scale import IMAGES, estimated_squares, gradient_scale

@@ -13,13 +13,13 @@ from torch import Tensor
 from fedvitals.errors import ConfigError
 from fedvitals.lab.data import datasets
 from fedvitals.lab.data.gtsrb import GTSRB
-from fedvitals.lab.data.sources import places
+from fedvitals.lab.data.sources import search_folders
 
 
 def folder(data: str | os.PathLike[str] | None = None) -> Path | None:
     """Where they lie: below the folder given, else FEDVITALS_DATA or ../shared/data; None if they are nowhere."""
     try:
-        files, _ = GTSRB().find(places(data))
+        files, _ = GTSRB().find(search_folders(data))
     except ConfigError:
         return None
     return files[0].parent

@@ -19,7 +19,7 @@ from fedvitals.analysis.bottleneck import RunVerdict, judge
 from fedvitals.analysis.remedies import Remedy, remedies
 from fedvitals.analysis.timeline import RoundTime, of_clock, timeline
 from fedvitals.analysis.what_if import what_if
-from fedvitals.lab.rerun import Tried, try_remedies
+from fedvitals.lab.rerun import RemedyTrial, try_remedies
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Span, Transfer
 from fedvitals.store import open_reader
@@ -36,14 +36,14 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class PlantedVerdict:
     """What is said of one planted federation."""
 
     plant: Plant | RealPlant
     verdict: RunVerdict
     times: tuple[RoundTime, ...] = field(repr=False)
     remedies: tuple[Remedy, ...] = field(repr=False)
-    tried: tuple[Tried, ...] = ()
+    tried: tuple[RemedyTrial, ...] = ()
 
     @property
     def right(self) -> bool:
@@ -63,7 +63,7 @@ class Said:
         return f"straggler {', '.join(verdict.stragglers)}, by {verdict.bound_by}"
 
 
-def read(store: str | Path, run: str, plant: Plant | RealPlant) -> Said:
+def read(store: str | Path, run: str, plant: Plant | RealPlant) -> PlantedVerdict:
     """The verdict on a stored run, as `fedvitals profile` reads it."""
     with open_reader(str(store)) as reader:
         times = of_clock(timeline(queries.records(reader, run, Span)))
@@ -72,10 +72,12 @@ def read(store: str | Path, run: str, plant: Plant | RealPlant) -> Said:
     assert verdict is not None  # noqa: S101 - it has rounds
     latency = latency_in(plant.experiment, times, transfers) if isinstance(plant, Plant) else None
     rows = what_if(times, transfers=transfers, latency=latency)
-    return Said(plant, verdict, tuple(times), tuple(remedies(verdict, rows)))
+    return PlantedVerdict(plant, verdict, tuple(times), tuple(remedies(verdict, rows)))
 
 
-def in_the_lab(cases: Iterable[Plant] | None = None, *, most: int = 1, tell: Tell = lambda _: None) -> list[Said]:
+def in_the_lab(
+    cases: Iterable[Plant] | None = None, *, most: int = 1, tell: Tell = lambda _: None
+) -> list[PlantedVerdict]:
     """What is said of every planted federation of the lab and of the controls; `most` remedies of each are tried."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
@@ -88,12 +90,12 @@ def in_the_lab(cases: Iterable[Plant] | None = None, *, most: int = 1, tell: Tel
             if plant.kind != "nothing" and most:
                 able = [one for one in said.remedies if plant.tried is None or plant.tried in one.key]
                 tried = try_remedies(plant.experiment, able, most=most, accuracy=LOCAL, **ENGINE)
-                said = Said(plant, said.verdict, said.times, said.remedies, tuple(tried))
+                said = PlantedVerdict(plant, said.verdict, said.times, said.remedies, tuple(tried))
             found.append(said)
     return found
 
 
-def on_processes(cases: Sequence[RealPlant] | None = None, *, tell: Tell = lambda _: None) -> list[Said]:
+def on_processes(cases: Sequence[RealPlant] | None = None, *, tell: Tell = lambda _: None) -> list[PlantedVerdict]:
     """The same of a real federation of processes."""
     found = []
     with tempfile.TemporaryDirectory() as folder, RealFederation() as federation:
@@ -104,7 +106,7 @@ def on_processes(cases: Sequence[RealPlant] | None = None, *, tell: Tell = lambd
     return found
 
 
-def table(said: Iterable[Said]) -> list[str]:
+def table(verdicts: Iterable[PlantedVerdict]) -> list[str]:
     """Lines of Markdown, one for each case."""
     columns = (
         "planted",
@@ -119,7 +121,7 @@ def table(said: Iterable[Said]) -> list[str]:
         "error of gain",
     )
     lines = [f"| {' | '.join((*columns, 'accuracy'))} |", "| --- | ---: | --- | ---: " + "| --- " * 7 + "|"]
-    for one in said:
+    for one in verdicts:
         strength = f"{one.plant.strength:.0%}" if isinstance(one.plant, Plant) else ""
         cells = [one.plant.name, strength, one.words, f"{one.verdict.share:.0%}", "yes" if one.right else "NO"]
         tried = [_tried(each) for each in one.tried] or [["", f"{one.verdict.seconds:.3g} s", "", "", "", ""]]
@@ -127,7 +129,7 @@ def table(said: Iterable[Said]) -> list[str]:
     return lines
 
 
-def _tried(tried: Tried) -> list[str]:
+def _tried(tried: RemedyTrial) -> list[str]:
     seconds = [f"{value:.3g} s" for value in (tried.before, tried.predicted, tried.measured)]
     known = tried.accuracy_before is not None and tried.accuracy_after is not None
     accuracy = f"{tried.accuracy_before:.3f} → {tried.accuracy_after:.3f}" if known else ""

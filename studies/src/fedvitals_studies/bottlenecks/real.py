@@ -170,10 +170,10 @@ class RealFederation:
             for number in range(rounds):
                 self._round(monitor, number, model, plant)
 
-    def _write(self, node: str, told: bytes) -> None:
+    def _write(self, node: str, message: bytes) -> None:
         pipe = self._processes[node].stdin
         assert pipe is not None  # noqa: S101 - opened above
-        pipe.write(told)
+        pipe.write(message)
         pipe.flush()
 
     def _round(self, monitor: Monitor, number: int, model: nn.Module, plant: RealPlant) -> None:

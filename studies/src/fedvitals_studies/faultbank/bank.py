@@ -13,9 +13,9 @@ from typing import Any
 
 from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE
 from fedvitals.errors import ConfigError
-from fedvitals.lab.data.sources import places
+from fedvitals.lab.data.sources import search_folders
 from fedvitals.lab.description import kind_of
-from fedvitals.lab.engines.devices import device_of
+from fedvitals.lab.engines.devices import resolve_device
 from fedvitals.report.markup import literal
 from fedvitals_studies.faultbank.bundle import OUTCOMES, RUNS, merge
 from fedvitals_studies.faultbank.cases import Bank, Case, healthy_rounds
@@ -67,7 +67,7 @@ def listing(bank: Bank) -> dict[str, Any]:
 
 def without_absent(cases: Sequence[Case], data: Path | None) -> tuple[list[Case], list[Absent]]:
     """The cases whose data sets are there, and what is missing."""
-    folders = places(data)
+    folders = search_folders(data)
     words: dict[str, str] = {}
     for case in cases:
         described = case.experiment.dataset
@@ -95,7 +95,7 @@ class How:
 def take(bank: Bank, folder: Path, data: Path | None, how: How, stage: Stage) -> Taken:
     """Run a bank. What is in the folder already is not run again; stopped at any moment, it goes on where it was."""
     other = None if how.beside is None else read_other(how.beside)
-    device_of(how.device)
+    resolve_device(how.device)
     cases, absent = without_absent(bank.cases, data)
     if not cases:
         raise ConfigError("\n".join([f"No case of the bank {bank.name} can be run.", *(a.words for a in absent)]))
@@ -112,7 +112,7 @@ def take(bank: Bank, folder: Path, data: Path | None, how: How, stage: Stage) ->
     if not outcomes:
         raise ConfigError(f"Every case failed. The first, {next(iter(failed))}:\n{next(iter(failed.values()))}")
     remarks = [f"left out, since the data set {a.dataset} was not there: {a.cases} runs" for a in absent]
-    return _told(bank, folder, outcomes, {sources()}, failed, remarks, other, absent)
+    return _summary_of_bank(bank, folder, outcomes, {sources()}, failed, remarks, other, absent)
 
 
 def take_home(bank: Bank, files: Sequence[Path], folder: Path, beside: Path | None = None) -> Taken:
@@ -127,10 +127,10 @@ def take_home(bank: Bank, files: Sequence[Path], folder: Path, beside: Path | No
         f"{fact['seconds']:.0f} s, commit {fact['commit']}"
         for fact in merged.calls
     ]
-    return _told(bank, folder, outcomes, made_by, merged.failed, remarks, other)
+    return _summary_of_bank(bank, folder, outcomes, made_by, merged.failed, remarks, other)
 
 
-def _told(
+def _summary_of_bank(
     bank: Bank,
     folder: Path,
     outcomes: Sequence[Outcome],
@@ -182,11 +182,11 @@ def write_rates(summary: Summary, bank: Bank, folder: Path) -> Path:
     return path
 
 
-def _noting(failed: dict[str, str], told: Done) -> Done:
+def _noting(failed: dict[str, str], report: Done) -> Done:
     def done(name: str, error: str | None) -> None:
         if error is not None:
             failed[name] = error
-        told(name, error)
+        report(name, error)
 
     return done
 

@@ -130,7 +130,7 @@ def _accused(groups: Mapping[str, Sequence[Row]], kinds: Sequence[Row]) -> Bar:
     return Bar(name, 0.01, False, found.obtained, "%", found.note)
 
 
-def _one(each: Judgement, kind: str) -> bool:
+def _has_single_culprit(each: Judgement, kind: str) -> bool:
     """Whether the run has one culprit only, with this fault."""
     faults = each.outcome.faults
     return len(faults) == 1 and faults[0].kind == kind and len(faults[0].nodes) == 1
@@ -141,7 +141,7 @@ def _where_trained(judged: Judgements, trained: Trained) -> list[Judgement]:
 
 
 def _label_bars(judged: Judgements, trained: Trained) -> tuple[Bar, ...]:
-    noisy = _where_trained([each for each in judged if _one(each, "label_noise")], trained)
+    noisy = _where_trained([each for each in judged if _has_single_culprit(each, "label_noise")], trained)
 
     def bar(words: str, limit: float, low: float, high: float, partition: str | None) -> Bar:
         runs = [
@@ -167,7 +167,11 @@ def _several(judged: Judgements) -> Bar:
 
 
 def _flip_bars(judged: Judgements, trained: Trained) -> tuple[Bar, ...]:
-    flipped = [each for each in judged if _one(each, "label_flip") and (each.outcome.faults[0].affected or 0.0) >= 0.15]
+    flipped = [
+        each
+        for each in judged
+        if _has_single_culprit(each, "label_flip") and (each.outcome.faults[0].affected or 0.0) >= 0.15
+    ]
     runs = _where_trained(flipped, trained)
     note = f"{len(runs)} runs in which the model had trained"
     words = "one class flipped, 15 % of samples or more"

@@ -84,10 +84,10 @@ def _method(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found
 
 
-def _estimate(told: Mapping[str, Any] | None) -> Estimate:
+def _estimate(figures: Mapping[str, Any] | None) -> Estimate:
     """As JSON has it: an infinite delay is null there, with a count beside it."""
-    if told is None:
+    if figures is None:
         return NOTHING
-    if told["value"] is None and told["count"]:
-        return Estimate(math.inf, told["low"], told["high"], told["count"])
-    return Estimate(told["value"], told["low"], told["high"], told["count"])
+    if figures["value"] is None and figures["count"]:
+        return Estimate(math.inf, figures["low"], figures["high"], figures["count"])
+    return Estimate(figures["value"], figures["low"], figures["high"], figures["count"])

@@ -14,8 +14,8 @@ from statistics import median
 import msgspec
 
 from fedvitals import lab
-from fedvitals.diagnosis.corrections.policy import Policy
-from fedvitals.diagnosis.examine import choose
+from fedvitals.diagnosis.corrections.policy import CorrectionPolicy
+from fedvitals.diagnosis.examine import choose_detectors
 from fedvitals.lab.experiment import Experiment
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.protocols import Detector
@@ -24,7 +24,7 @@ from fedvitals.store import MemoryStore
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class CorrectedRun:
     """One run under care: what its accuracy was at the end, and what was done."""
 
     accuracy: float
@@ -56,23 +56,23 @@ class Cure:
 def course(
     experiment: Experiment,
     detectors: Sequence[Detector],
-    cure: str | dict[str, str] | Policy,
+    cure: str | dict[str, str] | CorrectionPolicy,
     data: str | os.PathLike[str] | None = None,
     engine: str = "auto",
-) -> Course:
+) -> CorrectedRun:
     """Run an experiment under care, in this process."""
     memory = MemoryStore(everything=True)
     with Monitor(None, sinks=[memory], detectors=detectors, cure=cure, host="lab") as monitor:
         accuracy = lab.run(experiment, monitor, data=data, engine=engine, workers=1).accuracy
         monitor.flush()
         actions = tuple(memory.records(monitor.run.id, Action))
-    return Course(accuracy or 0.0, actions)
+    return CorrectedRun(accuracy or 0.0, actions)
 
 
 def measure(
     experiments: Iterable[Experiment],
     detectors: Sequence[Detector],
-    cure: str | dict[str, str] | Policy = "auto",
+    cure: str | dict[str, str] | CorrectionPolicy = "auto",
     data: str | os.PathLike[str] | None = None,
     engine: str = "auto",
 ) -> list[Cure]:
@@ -129,7 +129,7 @@ def study(seeds: Sequence[int]) -> list[Cure]:
         for seed in seeds
     ]
     well = [msgspec.structs.replace(plain, name="healthy", seed=100 + seed) for seed in range(len(ill))]
-    return measure([*ill, *well], choose("standard"), engine="stacked")
+    return measure([*ill, *well], choose_detectors("standard"), engine="stacked")
 
 
 def main() -> None:

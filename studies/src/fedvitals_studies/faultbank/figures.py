@@ -42,8 +42,8 @@ def _on_clients(each: Judgement) -> list[Target]:
     return [target for target in each.targets if target.node is not None]
 
 
-def _found(judged: Judgements) -> list[float]:
-    return [sum(target.found for target in _on_clients(each)) for each in judged]
+def _culprits_located(judged: Judgements) -> list[float]:
+    return [sum(target.is_located for target in _on_clients(each)) for each in judged]
 
 
 def _clients(judged: Judgements) -> list[float]:
@@ -72,8 +72,8 @@ def _culprit_precision(judged: Judgements) -> Estimate:
 
 
 def _cause(judged: Judgements) -> Estimate:
-    right = [sum(t.found and t.cause_right for t in _on_clients(each)) for each in judged]
-    return share(right, _found(judged))
+    right = [sum(t.is_located and t.cause_right for t in _on_clients(each)) for each in judged]
+    return share(right, _culprits_located(judged))
 
 
 def _accused(judged: Judgements) -> Estimate:
@@ -101,8 +101,8 @@ FIGURES: dict[str, Callable[[Judgements], Estimate]] = {
     "f1": lambda j: harmonic(_hits(j), _targets(j), _raised(j, "true"), _raised(j, "false")),
     "precision": lambda j: share(_raised(j, "true"), _all_raised(j)),
     "recall": lambda j: share(_hits(j), _targets(j)),
-    "node_f1": lambda j: harmonic(_found(j), _clients(j), _culprits(j)[0], _culprits(j)[2]),
-    "node_recall": lambda j: share(_found(j), _clients(j)),
+    "node_f1": lambda j: harmonic(_culprits_located(j), _clients(j), _culprits(j)[0], _culprits(j)[2]),
+    "node_recall": lambda j: share(_culprits_located(j), _clients(j)),
     "culprit_f1": _culprit_f1,
     "culprit_precision": _culprit_precision,
     "culprit_recall": lambda j: share(_culprits(j)[0], _culprits(j)[1]),

@@ -20,11 +20,11 @@ import numpy.typing as npt
 
 from fedvitals.diagnosis.evidence.attendance import groups_of
 from fedvitals.diagnosis.evidence.fault_kinds import ISSUE_OF
-from fedvitals.diagnosis.evidence.log_odds import VIEWS, features, linear
+from fedvitals.diagnosis.evidence.log_odds import VIEWS, features, linear_features
 from fedvitals.diagnosis.evidence.scores import Scorer
-from fedvitals.diagnosis.evidence.trend import CAP, DRIFT, LEAST, MOST, cohort_of, exchanging
-from fedvitals.diagnosis.evidence.update_mismatch import NOT_TRAINED
-from fedvitals.diagnosis.evidence.vital_signs import ABSOLUTE, SERVER, SIGNS, vitals
+from fedvitals.diagnosis.evidence.trend import CAP, DRIFT, LEAST, MOST, cohort_kind, groups_exchange_models
+from fedvitals.diagnosis.evidence.update_mismatch import MISMATCH_LIMIT
+from fedvitals.diagnosis.evidence.vital_signs import ABSOLUTE, SERVER, SIGNS, vital_signs_of
 from fedvitals.stats import Array
 from fedvitals_studies.faultbank.cases import Case, read_bank
 from fedvitals_studies.faultbank.pool import is_there, load
@@ -72,13 +72,13 @@ def rows_of(case: Case, folder: Path) -> Rows | None:
     known: set[str] = set()
     cohort = "large"
     for number in recording.rounds():
-        seen = vitals(recording, number)
+        seen = vital_signs_of(recording, number)
         scores = scorer(seen)
         known |= set(seen.nodes)
         if scores is None:
             continue
-        exchanged = exchanging(groups_of(recording, number))
-        cohort = cohort_of(len(seen.nodes), len(known), exchanged=exchanged)
+        exchanged = groups_exchange_models(groups_of(recording, number))
+        cohort = cohort_kind(len(seen.nodes), len(known), exchanged=exchanged)
         for view in VIEWS:
             found[view].append(features(scores, seen, view))
         nodes += seen.nodes
@@ -116,13 +116,15 @@ def learn(runs: Sequence[Rows], view: str) -> tuple[Any, Any]:
     trees = HistGradientBoostingClassifier(
         max_iter=120, max_leaf_nodes=14, learning_rate=0.12, l2_regularization=10, min_samples_leaf=40, random_state=0
     ).fit(x, y, sample_weight=w)
-    straight = LogisticRegression(C=0.03, max_iter=300).fit(linear(x, SCORED[view]), y, sample_weight=w)
+    straight = LogisticRegression(C=0.03, max_iter=300).fit(linear_features(x, SCORED[view]), y, sample_weight=w)
     return trees, straight
 
 
-def judge(models: tuple[Any, Any], found: Array, view: str) -> Array:
+def judge(models: tuple[Any, Any], features: Array, view: str) -> Array:
     trees, straight = models
-    return np.asarray(0.5 * (trees.decision_function(found) + straight.decision_function(linear(found, SCORED[view]))))
+    return np.asarray(
+        0.5 * (trees.decision_function(features) + straight.decision_function(linear_features(features, SCORED[view])))
+    )
 
 
 def totals(run: Rows, view: str) -> Array:
@@ -193,7 +195,7 @@ def together_of(runs: Sequence[Rows], views: Mapping[str, Any]) -> list[list[flo
     for run in runs:
         stated = [np.interp(totals(run, view), *views[view]["certainty"]) for view in views]
         target = run.target("telemetry")
-        kept = (target >= 0) & ~(run.found["telemetry"][:, told] > NOT_TRAINED)
+        kept = (target >= 0) & ~(run.found["telemetry"][:, told] > MISMATCH_LIMIT)
         surest.append(np.max(stated, axis=0)[kept])
         right.append(target[kept])
     x, y = np.concatenate(surest), np.concatenate(right)
@@ -207,7 +209,7 @@ def kinds_of(runs: Sequence[Rows], view: str) -> dict[str, Any]:
     from sklearn.linear_model import LogisticRegression  # noqa: PLC0415
 
     if view == "flip":
-        width = linear(runs[0].found[view][:1], SCORED[view]).shape[1]
+        width = linear_features(runs[0].found[view][:1], SCORED[view]).shape[1]
         return {"kinds": ["label_flip"], "kind_weights": [[0.0] * width], "kind_offsets": [0.0]}
     parts, labels = [], []
     for run in runs:
@@ -215,7 +217,7 @@ def kinds_of(runs: Sequence[Rows], view: str) -> dict[str, Any]:
         parts.append(run.found[view][ill])
         labels += [kind for kind, struck in zip(run.kinds, ill, strict=True) if struck]
     fitted = LogisticRegression(C=0.1, max_iter=400, class_weight="balanced").fit(
-        linear(np.concatenate(parts), SCORED[view]), labels
+        linear_features(np.concatenate(parts), SCORED[view]), labels
     )
     return {
         "kinds": fitted.classes_.tolist(),
@@ -224,7 +226,7 @@ def kinds_of(runs: Sequence[Rows], view: str) -> dict[str, Any]:
     }
 
 
-def told(models: tuple[Any, Any], view: str) -> dict[str, Any]:
+def as_numbers(models: tuple[Any, Any], view: str) -> dict[str, Any]:
     """The models as plain numbers."""
     trees, straight = models
     packed: dict[str, list[Any]] = {
@@ -270,7 +272,7 @@ def main(folder: str, target: str) -> None:
                 if run.domain in fold:
                     run.evidence[view] = judge(models, run.found[view], view)
             say(f"{view}: scored {', '.join(fold)}")
-        views[view] = {**told(learn(runs, view), view), **kinds_of(runs, view)}
+        views[view] = {**as_numbers(learn(runs, view), view), **kinds_of(runs, view)}
         views[view] |= {"limits": limits_of(runs, view), "certainty": certainty_of(runs, view)}
         say(f"{view}: limits {views[view]['limits']}")
     model = {"bank": bank.digest, "certainty": together_of(runs, views), "views": views}

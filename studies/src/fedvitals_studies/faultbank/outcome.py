@@ -19,13 +19,13 @@ import numpy as np
 
 from fedvitals.diagnosis.evidence.fault_kinds import ISSUE_OF
 from fedvitals.diagnosis.examine import DETECTORS, Examination
-from fedvitals.diagnosis.history_cutoff import Horizon, Until
+from fedvitals.diagnosis.history_cutoff import CutoffRound, HistoryCutoff
 from fedvitals.lab.description import kind_of
 from fedvitals.lab.experiment import kinds_of
 from fedvitals.lab.faults.table import FAULTS
-from fedvitals.probes.differential import largest_of_healthy
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding
+from fedvitals_studies.faultbank.baselines.differential import largest_of_healthy
 from fedvitals_studies.faultbank.baselines.history import BY_HISTORY, cohort_scores
 from fedvitals_studies.faultbank.baselines.updates import DIFFERENTIAL, KRUM, feddebug_accused, krum_accused
 from fedvitals_studies.faultbank.cases import Case
@@ -40,9 +40,9 @@ LAST_ROUNDS = 3  # over whose accuracy the damage is taken: that of one round ju
 DIFFERENTIAL_ALARMS = 0.01  # per round: as `differential_scores` has it
 NAMES = {KRUM: "Multi-Krum", "feddebug": "FedDebug, count told", DIFFERENTIAL: "differential activations"}
 UNUSUAL = "UNUSUAL_CLIENT"  # of methods that can name no issue
-LOCALISER = "fedvitals.diagnosis.evidence.locate"
+LOCALISER = "fedvitals.diagnosis.evidence.faulty_clients"
 
-Said = Mapping[str, Mapping[Node, float]]
+ScoresByMethod = Mapping[str, Mapping[Node, float]]
 Judged = Callable[[History, int], Mapping[Node, float]]
 KINDS = kinds_of(FAULTS)
 
@@ -183,12 +183,12 @@ class _Examined:
         rounds = recording.rounds()
         self._last = rounds[-1] if rounds else -1
         self._asked = {rounds[(len(rounds) - 1) // 2], self._last} if rounds else set()
-        self._suspicion: Judged | None = _localiser("suspicion")
-        self._probability: Judged | None = _localiser("probability")
+        self._suspicion: Judged | None = _localiser("evidence_totals")
+        self._probability: Judged | None = _localiser("fault_probabilities")
         detectors: tuple[Detector, ...] = (*DETECTORS, self._ask)
         examination = Examination(recording, detectors, None, finished=True)
         began = time.process_time()  # not what other processes took meanwhile
-        found = [finding for number in rounds for finding in examination.of(number)]
+        found = [finding for number in rounds for finding in examination.findings_of(number)]
         self.seconds = time.process_time() - began - self._seconds_asked
         self.alarms = [alarm_of(finding) for finding in found]
         # Who was named by any rule stands before all who were not; among these, by the evidence.
@@ -242,7 +242,7 @@ def suspects_of(alarms: Iterable[Alarm], nodes: Iterable[Node]) -> dict[Node, fl
     return scores
 
 
-def stated(said: Mapping[Node, float], faults: Sequence[Planted], number: int) -> list[tuple[float, bool]]:
+def stated(probabilities: Mapping[Node, float], faults: Sequence[Planted], number: int) -> list[tuple[float, bool]]:
     """Stated probabilities that a client is faulty, each with whether it was so in that round.
 
     Clients that the host or the network fails are left out: they are neither faulty nor fully well.
@@ -254,7 +254,7 @@ def stated(said: Mapping[Node, float], faults: Sequence[Planted], number: int) -
         for node in fault.nodes
     }
     aside = {node for fault in faults if not fault.whole and fault.kind not in ISSUE_OF for node in fault.nodes}
-    return [(float(p), node in guilty) for node, p in said.items() if node in guilty or node not in aside]
+    return [(float(p), node in guilty) for node, p in probabilities.items() if node in guilty or node not in aside]
 
 
 # -- the others -------------------------------------------------------------------------------------------------------
@@ -263,8 +263,8 @@ def stated(said: Mapping[Node, float], faults: Sequence[Planted], number: int) -
 def _by_history(
     recording: Recording, clients: Collection[Node]
 ) -> tuple[dict[str, list[Alarm]], dict[str, Mapping[Node, float]]]:
-    horizon = Horizon()
-    past = Until(recording, horizon, finished=True)
+    horizon = CutoffRound()
+    past = HistoryCutoff(recording, horizon, finished=True)
     found: dict[str, list[Alarm]] = {name: [] for name in BY_HISTORY}
     scores: dict[Node, list[float]] = {}
     for number in recording.rounds():
@@ -309,8 +309,8 @@ def _by_updates(about: About, faults: Sequence[Planted]) -> dict[str, list[Alarm
     return found
 
 
-def _differential_accused(said: Said) -> list[Node]:
-    scores = said.get(DIFFERENTIAL, {})
+def _differential_accused(scores_by_method: ScoresByMethod) -> list[Node]:
+    scores = scores_by_method.get(DIFFERENTIAL, {})
     if len(scores) < 4:
         return []
     limit = largest_of_healthy(len(scores), DIFFERENTIAL_ALARMS)

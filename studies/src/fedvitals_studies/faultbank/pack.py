@@ -18,9 +18,9 @@ import numpy as np
 
 from fedvitals.errors import MissingExtraError
 from fedvitals.lab.data import datasets
-from fedvitals.lab.data.files import FashionMNIST
 from fedvitals.lab.data.gtsrb import GTSRB, PACKED
-from fedvitals.lab.data.sources import places
+from fedvitals.lab.data.image_archives import FashionMNIST
+from fedvitals.lab.data.sources import search_folders
 from fedvitals_studies.faultbank.cases import Bank
 from fedvitals_studies.faultbank.remote_run import BANK
 from fedvitals_studies.packs.pack import Packed, pack
@@ -52,12 +52,12 @@ def data_files(bank: Bank, drafts: Path, data: Path | None) -> Iterable[Path]:
         elif kind is FashionMNIST and len(wanted) == 1:
             yield from _fashion(datasets.load(first, data), drafts)
         elif hasattr(first, "find"):
-            yield from first.find(places(data))[0]
+            yield from first.find(search_folders(data))[0]
 
 
-def _fashion(found: datasets.Dataset, folder: Path) -> Iterable[Path]:
+def _fashion(dataset: datasets.Dataset, folder: Path) -> Iterable[Path]:
     for name, tensor in zip(
-        FashionMNIST.files, (found.x[:, 0], found.y, found.test_x[:, 0], found.test_y), strict=True
+        FashionMNIST.files, (dataset.x[:, 0], dataset.y, dataset.test_x[:, 0], dataset.test_y), strict=True
     ):
         values = tensor.numpy().astype(np.uint8)
         head = bytes((0, 0, 8, values.ndim)) + np.array(values.shape, ">u4").tobytes()
@@ -66,8 +66,8 @@ def _fashion(found: datasets.Dataset, folder: Path) -> Iterable[Path]:
         yield path
 
 
-def _gtsrb(found: datasets.Dataset, folder: Path) -> Iterable[Path]:
-    parts = ((found.x, found.y, found.groups), (found.test_x, found.test_y, None))
+def _gtsrb(dataset: datasets.Dataset, folder: Path) -> Iterable[Path]:
+    parts = ((dataset.x, dataset.y, dataset.groups), (dataset.test_x, dataset.test_y, None))
     for name, (x, y, groups) in zip(PACKED, parts, strict=True):
         labels = y.numpy()
         arrays = {"x_delta": _differences(x.numpy()), "y": labels.astype(np.uint8)}

@@ -25,7 +25,7 @@ import torch
 
 import fedvitals
 from fedvitals.lab.data import datasets
-from fedvitals.lab.data.sources import places
+from fedvitals.lab.data.sources import search_folders
 from fedvitals.lab.engines.devices import why_no_cuda
 from fedvitals_studies.faultbank import bundle
 from fedvitals_studies.faultbank.cases import Bank, Case, read_bank
@@ -143,7 +143,7 @@ def _load(bank: Bank) -> None:
     """Each data set once, here, so that the processes find it decoded and do not all decode it."""
     for described in {repr(case.experiment.dataset): case.experiment.dataset for case in bank.faulty}.values():
         if hasattr(described, "find"):
-            described.find(places(None))  # says what is missing before anything is started
+            described.find(search_folders(None))  # says what is missing before anything is started
             datasets.load(described)
 
 

@@ -277,7 +277,7 @@ def _confusion(judged: Judgements) -> Confusion:
     found: Counter[tuple[str, str]] = Counter()
     for each in judged:
         for target in each.targets:
-            if target.found and target.cause is not None:
+            if target.is_located and target.cause is not None:
                 found[target.fault.kind, target.cause] += 1
     kinds = sorted({kind for kind, _ in found})
     causes = sorted({cause for _, cause in found})

@@ -104,7 +104,7 @@ class Target:
         return self.delay <= WITHIN
 
     @property
-    def found(self) -> bool:
+    def is_located(self) -> bool:
         return self.located <= WITHIN
 
     @property

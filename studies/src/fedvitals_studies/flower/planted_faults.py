@@ -65,7 +65,7 @@ class Plant:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class PlantedRun:
     """What the store says of one run."""
 
     plant: Plant
@@ -77,7 +77,7 @@ class Said:
     missing: tuple[str, ...] = field(default=())  # who answered without such a span, and when
 
 
-def run_plant(link: SuperLink, app: Path, plant: Plant, store: Path) -> Said:
+def run_plant(link: SuperLink, app: Path, plant: Plant, store: Path) -> PlantedRun:
     """Simulate it, with its records in `store`, a file of its own; FlowerError where the run itself came to nothing."""
     settings = {**plant.settings(), "store": store, "results": store.with_suffix("")}
     log = link.simulate(app, settings, nodes=NODES)
@@ -86,7 +86,7 @@ def run_plant(link: SuperLink, app: Path, plant: Plant, store: Path) -> Said:
     return judged(plant, store)
 
 
-def judged(plant: Plant, store: Path) -> Said:
+def judged(plant: Plant, store: Path) -> PlantedRun:
     """What the newest run of a store says, against what was planted."""
     with open_reader(str(store)) as reader:
         run = queries.list_runs(reader)[0].id
@@ -97,7 +97,7 @@ def judged(plant: Plant, store: Path) -> Said:
     others = {name for case in found for name in culprits(case)} - {node}
     right = not found if plant.fault == "none" else bool(own) and not others
     told = tuple(_words(case, node) for case in found)
-    return Said(plant, node, right, told, joined, answered, missing)
+    return PlantedRun(plant, node, right, told, joined, answered, missing)
 
 
 def partitions(reader: Reader, run: str) -> dict[int, str]:

@@ -63,7 +63,7 @@ def merge(folder: Path, files: Sequence[Path], wanted: Sequence[Condition] | Non
     """
     count = 0
     pieces = pieces_of(folder)
-    everything = [(file, *read(file)) for source in files for file in _found(source)]
+    everything = [(file, *read(file)) for source in files for file in _result_files(source)]
     for file, found, _ in everything:
         for condition, _ in found if wanted is not None else ():
             _of_this_size(file, condition, wanted or ())
@@ -92,7 +92,7 @@ def _size(condition: Condition) -> str:
     return f"{condition.clients} clients, {condition.rounds} rounds, of {condition.dataset}"
 
 
-def _found(source: Path) -> list[Path]:
+def _result_files(source: Path) -> list[Path]:
     if not source.is_dir():
         return [source]
     found = sorted(source.glob(PATTERN))

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from fedvitals import lab
-from fedvitals.lab.engines.engine import desk_of, one_thread
-from fedvitals.lab.engines.work import Task
+from fedvitals.lab.engines.engine import executor_factory, single_threaded
+from fedvitals.lab.engines.tasks import Task
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.probes.full_gradient import full_gradient
 from fedvitals.probes.gradients import gradients
@@ -62,15 +62,15 @@ class _Costs:
 def measure(data: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     """Seconds and bytes per client-round of each metric, and the seconds of the training itself."""
     site = lab.Site.of(experiment_of(BY_NAME["extended-centralized-baseline"], 0), data)
-    desk, start = desk_of(site, "reuse")(), site.layout.flat(site.module)
+    executor, start = executor_factory(site, "reuse")(), site.layout.flat(site.module)
     out = torch.empty(1, site.layout.size)
     tasks = [Task(0, (f"c{i}",), start) for i in range(CLIENTS)]
     found: dict[str, tuple[float, float]] = {}
-    with one_thread():
+    with single_threaded():
         times = []
         for task in tasks:
             began = time.process_time()
-            desk.train([task], NullObserver(), out)
+            executor.train([task], NullObserver(), out)
             times.append(time.process_time() - began)
         for name, plan in METRICS.items():
             sink, sizes = _Costs(), []
@@ -78,7 +78,7 @@ def measure(data: str | os.PathLike[str] | None = None) -> dict[str, Any]:
                 monitor.host.round_begin(0, site.module)
                 for task in tasks:
                     watcher = monitor.host.for_worker()
-                    desk.train([task], watcher, out)
+                    executor.train([task], watcher, out)
                     payload = watcher.payload()
                     sizes.append(len(payload))
                     monitor.host.absorb(payload)

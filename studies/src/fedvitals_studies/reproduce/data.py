@@ -12,13 +12,13 @@ import numpy as np
 
 from fedvitals.lab.data.datasets import Dataset, load
 from fedvitals.lab.data.gtsrb import GTSRB, PACKED
-from fedvitals.lab.data.sources import places
+from fedvitals.lab.data.sources import search_folders
 
 
 @contextmanager
 def packed_gtsrb(data: Path | None = None) -> Iterator[list[Path]]:
     """The files, for as long as it lasts."""
-    sources, _ = GTSRB().find(places(data))
+    sources, _ = GTSRB().find(search_folders(data))
     if tuple(path.name for path in sources) == PACKED:
         yield sources
         return

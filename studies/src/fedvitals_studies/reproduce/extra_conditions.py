@@ -303,12 +303,12 @@ def model_table(results: Results) -> Table:
     )
 
 
-def cost_table(found: Mapping[str, Any] | None) -> Table:
+def cost_table(costs: Mapping[str, Any] | None) -> Table:
     """What each metric costs a client: the paper only argues about it."""
     head = ("metric", "time a client-round", "of its 20 iterations", "bytes sent")
-    if found is None:
+    if costs is None:
         return Table("What each metric costs", head, (), "Not measured.")
-    training = found["training"]
+    training = costs["training"]
     rows = [
         (
             name,
@@ -316,7 +316,7 @@ def cost_table(found: Mapping[str, Any] | None) -> Table:
             f"{100 * cost['seconds'] / training:.3g} %",
             bytes_words(cost["bytes"]),
         )
-        for name, cost in sorted(found["costs"].items(), key=lambda entry: -float(entry[1]["seconds"]))
+        for name, cost in sorted(costs["costs"].items(), key=lambda entry: -float(entry[1]["seconds"]))
     ]
     note = f"On one core; the 20 iterations themselves take {1000 * training:.3g} ms (engine reuse). Dearest first."
     return Table("What each metric costs", head, tuple(rows), note)

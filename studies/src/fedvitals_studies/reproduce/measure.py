@@ -102,11 +102,11 @@ def measure(
     }
 
 
-Watched = tuple[lab.Result, list[Mapping[str, Any]], "Tally | Watch", int]
+Watched = tuple[lab.Result, list[Mapping[str, Any]], "CohortSums | Watch", int]
 
 
 def _monitored(condition: Condition, repeat: int, experiment: lab.Experiment, running: Mapping[str, Any]) -> Watched:  # noqa: ARG001
-    tally = Tally(condition)
+    tally = CohortSums(condition)
     with Monitor(
         None, run=condition.name, probes=probes_of(condition), sinks=[tally], host="lab", seed=experiment.seed
     ) as m:
@@ -239,7 +239,7 @@ def probes_of(c: Condition) -> Preset:
     return Preset("study", tuple(plan), fit_percent=0.5, difference_each_step=c.every_iteration)
 
 
-class Tally:
+class CohortSums:
     """A sink that keeps the cohort's sums of each round (and step), and forgets the clients."""
 
     def __init__(self, condition: Condition) -> None:
@@ -328,14 +328,14 @@ class Tally:
         total, count = self._values.get((name, number, step), (0.0, 0))
         return total / count if count else math.nan
 
-    def _layered(self, family: str, places: Iterable[tuple[int, int | None]], told: str) -> dict[str, Any]:
+    def _layered(self, family: str, places: Iterable[tuple[int, int | None]], prefix: str) -> dict[str, Any]:
         rows = [self._rows.get((family, *place)) for place in places]
         layers = max((len(r) for r in rows if r is not None), default=0)
-        found: dict[str, Any] = {f"{told}.mean": {}, f"{told}.magnitude": {}}
+        found: dict[str, Any] = {f"{prefix}.mean": {}, f"{prefix}.magnitude": {}}
         for layer in range(layers):
             for column, name in ((1, "mean"), (2, "magnitude")):
                 values = [math.nan if r is None else float(r[layer, column] / max(1.0, r[layer, 0])) for r in rows]
-                found[f"{told}.{name}"][str(layer + 1)] = values
+                found[f"{prefix}.{name}"][str(layer + 1)] = values
         return found
 
 

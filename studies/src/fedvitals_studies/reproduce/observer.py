@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The study's watcher where clients train as one batch: the cohort's sums as arrays, one copy home per round.
 
-`reproduce_measure.Tally` makes the same series from a monitor's records. Those cost more than a GPU's training: an
+`reproduce.measure.CohortSums` makes the same series from a monitor's records. Those cost more than a GPU's training: an
 object per client, step and layer. Here the same functions of `probes` measure, and nothing waits for the device before
 the round ends. Whatever is kept is a sum and a count, so that a round in several stacks adds up.
 """
@@ -253,7 +253,7 @@ class Watch(NullObserver):
     # -- at the end ---------------------------------------------------------------------------------------------------
 
     def series(self) -> dict[str, Any]:
-        """By name, as `Tally.series`."""
+        """By name, as `CohortSums.series`."""
         w, rounds = self._wanted, range(self._wanted.rounds)
         found: dict[str, Any] = {}
         names = [
@@ -301,12 +301,12 @@ def _mean(pair: Array | None) -> float:
     return float(pair[0] / pair[1]) if pair is not None and pair[1] else math.nan
 
 
-def _layered(rows: Sequence[Array | None], told: str) -> dict[str, Any]:
+def _layered(rows: Sequence[Array | None], prefix: str) -> dict[str, Any]:
     layers = max((len(own) for own in rows if own is not None), default=0)
-    found: dict[str, Any] = {f"{told}.mean": {}, f"{told}.magnitude": {}}
+    found: dict[str, Any] = {f"{prefix}.mean": {}, f"{prefix}.magnitude": {}}
     for layer in range(layers):
         for column, name in ((1, "mean"), (2, "magnitude")):
-            found[f"{told}.{name}"][str(layer + 1)] = [
+            found[f"{prefix}.{name}"][str(layer + 1)] = [
                 math.nan if own is None else float(own[layer, column] / max(1.0, own[layer, 0])) for own in rows
             ]
     return found

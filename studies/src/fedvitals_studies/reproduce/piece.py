@@ -45,25 +45,25 @@ def main(arguments: Sequence[str]) -> int:
         return 2
 
 
-def _run(given: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     began = time.time()
-    everything = quick("gtsrb") if given.quick else CONDITIONS
-    conditions = chosen(everything, given.only)
-    if given.arrays or given.device != "cpu":
+    everything = quick("gtsrb") if options.quick else CONDITIONS
+    conditions = chosen(everything, options.only)
+    if options.arrays or options.device != "cpu":
         conditions = tuple(map(richly, conditions))
-    work = given.work or Path(sys.argv[0]).resolve().parent.parent / "work"
-    bundle.merge(work, given.have, everything)
-    piece = Piece(given.out / f"results-{int(began)}.json.gz")
+    work = options.work or Path(sys.argv[0]).resolve().parent.parent / "work"
+    bundle.merge(work, options.have, everything)
+    piece = Piece(options.out / f"results-{int(began)}.json.gz")
     try:
         failed = measure_all(
             work,
             conditions,
-            repeats=given.repeats,
-            measure=default_measure(given.device, arrays=given.arrays),
-            data=given.data,
+            repeats=options.repeats,
+            measure=default_measure(options.device, arrays=options.arrays),
+            data=options.data,
             tell=lambda text: print(f"{time.time() - began:7.1f} s  {text}", flush=True),  # noqa: T201 - a program's words
-            minutes=given.minutes,
-            device=given.device,
+            minutes=options.minutes,
+            device=options.device,
             done=piece.add,
         )
     finally:

@@ -53,7 +53,7 @@ class Panel:
 
 
 @dataclass(frozen=True, slots=True)
-class _Course:
+class _Band:
     """What is drawn of a line."""
 
     x: Floats
@@ -112,7 +112,7 @@ def data_of(panels: Sequence[Panel]) -> list[dict[str, Any]]:
     return found
 
 
-def _course(runs: Floats) -> _Course:
+def _course(runs: Floats) -> _Band:
     """Mean and range over the repeats; of a long line, each bucket's lowest and highest point, and its whole range."""
     gone = np.all(np.isnan(runs), axis=0)
     filled = np.where(gone, 0.0, runs)
@@ -120,7 +120,7 @@ def _course(runs: Floats) -> _Course:
     points = runs.shape[1]
     x = np.arange(1.0, points + 1)
     if points <= POINTS:
-        return _Course(x, mean, low, high)
+        return _Band(x, mean, low, high)
     kept: list[int] = []
     for bucket in np.array_split(np.arange(points), POINTS // 2):
         values = mean[bucket]
@@ -129,7 +129,7 @@ def _course(runs: Floats) -> _Course:
             continue
         low[bucket], high[bucket] = np.nanmin(low[bucket]), np.nanmax(high[bucket])
         kept += sorted({int(bucket[np.nanargmin(values)]), int(bucket[np.nanargmax(values)])})
-    return _Course(x[kept], mean[kept], low[kept], high[kept])
+    return _Band(x[kept], mean[kept], low[kept], high[kept])
 
 
 def _draw(axes: Any, panel: Panel) -> None:

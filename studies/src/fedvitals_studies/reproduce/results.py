@@ -192,10 +192,10 @@ def load(folder: Path, condition: Condition, repeat: int) -> Result | None:
 class Results:
     """The results of one folder: which repeats there are, and their series."""
 
-    def __init__(self, found: Iterable[Result] = (), pieces: Iterable[tuple[int, int]] = ()) -> None:
+    def __init__(self, measured: Iterable[Result] = (), pieces: Iterable[tuple[int, int]] = ()) -> None:
         self.pieces = sorted(pieces)  # in which the work was done on a lent machine
         self._found: dict[str, dict[int, Result]] = {}
-        for result in found:
+        for result in measured:
             self._found.setdefault(result["condition"], {})[result["repeat"]] = result
 
     @classmethod

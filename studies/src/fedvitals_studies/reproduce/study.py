@@ -68,10 +68,10 @@ def default_measure(device: str | None = None, *, arrays: bool = False) -> Measu
 def has_gtsrb(data: Path | None) -> bool:
     """Whether GTSRB lies where the lab would look for it."""
     from fedvitals.lab.data.gtsrb import GTSRB  # noqa: PLC0415 - loads torch
-    from fedvitals.lab.data.sources import places  # noqa: PLC0415
+    from fedvitals.lab.data.sources import search_folders  # noqa: PLC0415
 
     try:
-        GTSRB().find(places(data))
+        GTSRB().find(search_folders(data))
     except ConfigError:
         return False
     return True
@@ -99,8 +99,8 @@ def _looked_up(
     return todo, done, found
 
 
-def _rest(todo: Sequence[Job], conditions: Sequence[Condition], found: Sequence[Result], device: str) -> float:
-    return sum(_seconds(job, found, device) for job in todo if _longer(job.condition) not in conditions)
+def _rest(todo: Sequence[Job], conditions: Sequence[Condition], finished: Sequence[Result], device: str) -> float:
+    return sum(_seconds(job, finished, device) for job in todo if _longer(job.condition) not in conditions)
 
 
 def _longer(condition: Condition) -> Condition | None:
@@ -111,12 +111,12 @@ def _longer(condition: Condition) -> Condition | None:
     return dataclasses.replace(condition, name=name, study=BY_NAME[name].study, rounds=BY_NAME[name].rounds)
 
 
-def _seconds(job: Job, found: Sequence[Result], device: str = "cpu") -> float:
+def _seconds(job: Job, finished: Sequence[Result], device: str = "cpu") -> float:
     """From what a mini-batch took before: of the same sort if there is one, else of the same network, else a guess."""
     wanted = job.condition
     known = [
         run
-        for run in found
+        for run in finished
         if "beginning_of" not in run and run["described"]["model"] == wanted.model and _on(run, device)
     ]
     alike = [run for run in known if _sort(run["described"]) == _sort(dataclasses.asdict(wanted))]
@@ -197,7 +197,7 @@ def measure_all(
     return failed
 
 
-def _next(folder: Path, todo: Sequence[Job], found: Sequence[Result], device: str, end: float | None) -> Job | None:
+def _next(folder: Path, todo: Sequence[Job], finished: Sequence[Result], device: str, end: float | None) -> Job | None:
     """The first that still fits: one that is the beginning of a run that is there takes no time."""
     if end is None:
         return todo[0]
@@ -205,7 +205,7 @@ def _next(folder: Path, todo: Sequence[Job], found: Sequence[Result], device: st
     for job in todo:
         longer = _longer(job.condition)
         free = longer is not None and file_of(folder, longer.name, job.repeat).exists()
-        if left > 0 and (free or _seconds(job, found, device) * MARGIN <= left):
+        if left > 0 and (free or _seconds(job, finished, device) * MARGIN <= left):
             return job
     return None
 

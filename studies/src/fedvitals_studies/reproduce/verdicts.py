@@ -93,26 +93,26 @@ def sentences(verdicts: Sequence[Verdict], results: Results, choices: Iterable[C
     return found
 
 
-def blocks(found: Sequence[Sentence]) -> list[Block]:
+def blocks(sentences: Sequence[Sentence]) -> list[Block]:
     """For the top of the page."""
     counts = ", ".join(
-        f"{sum(s.kind == kind for s in found)} {word}"
+        f"{sum(s.kind == kind for s in sentences)} {word}"
         for kind, word in (
             ("holds", "hold"), ("partly", "hold in part"), ("depends", "depend on what the paper leaves open"),
             ("not", "do not hold"), ("not run", "were not run"),
         )
-        if any(s.kind == kind for s in found)
+        if any(s.kind == kind for s in sentences)
     )  # fmt: skip
-    made: list[Block] = [Text(f"**Of {len(found)} sentences (readings of one counted once): {counts}.**")]
+    made: list[Block] = [Text(f"**Of {len(sentences)} sentences (readings of one counted once): {counts}.**")]
     for kind, title in KINDS.items():
-        own = [sentence.words for sentence in found if sentence.kind == kind]
+        own = [sentence.words for sentence in sentences if sentence.kind == kind]
         if own:
             made += [Text(f"**{title}** ({len(own)})"), Points(tuple(own))]
-    tried = sum(sentence.tried > 0 for sentence in found)
+    tried = sum(sentence.tried > 0 for sentence in sentences)
     made.append(
         Text(
-            f"Other choices could be tried on {tried} of the {len(found)}: those about the centralized scenarios, and "
-            "about topologies without clipping. Of the others it is not known what they depend on."
+            f"Other choices could be tried on {tried} of the {len(sentences)}: those about the centralized scenarios, "
+            "and about topologies without clipping. Of the others it is not known what they depend on."
         )
     )
     return made

@@ -77,7 +77,7 @@ def command(part: str | None, quick: bool, as_json: bool, **more: Any) -> None:
 
     Everything is compared in one run, interleaved, and given as a ratio with its spread.
     """
-    given = _given(part, {name: value for name, value in more.items() if value})
+    given = _options_by_part(part, {name: value for name, value in more.items() if value})
     results: dict[str, list[dict[str, Any]]] = {}
     for name in [part] if part else _here():
         click.echo(f"bench {name} ...", err=True)
@@ -95,7 +95,7 @@ def _here() -> list[str]:
     return [part for part in PARTS if part != "gpu" or torch.cuda.is_available()]
 
 
-def _given(part: str | None, more: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _options_by_part(part: str | None, more: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The options for each part that has some."""
     given: dict[str, dict[str, Any]] = {}
     for name, value in more.items():

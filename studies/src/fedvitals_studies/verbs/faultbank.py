@@ -128,11 +128,11 @@ def _tell_pack(packed: Packed, bank: str, python: str, as_json: bool) -> None:
     click.echo(f"Then here: fedvitals faultbank --bank {bank} --merge OUT")
 
 
-def _list(found: dict[str, Any], as_json: bool) -> None:
+def _list(facts: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        print_json("faultbank", found)
+        print_json("faultbank", facts)
         return
-    for name, value in found.items():
+    for name, value in facts.items():
         text = ", ".join(f"{key} {count}" for key, count in value.items()) if isinstance(value, dict) else value
         click.echo(f"{name}: {text}")
 

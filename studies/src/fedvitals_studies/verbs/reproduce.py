@@ -156,9 +156,9 @@ def _run(
         click.echo(f"All {len(planned.done)} runs are there: {folder / 'results'}", err=True)
         return []
     if where != "cpu":
-        from fedvitals.lab.engines.devices import device_of
+        from fedvitals.lab.engines.devices import resolve_device
 
-        device_of(where)  # before anything is announced
+        resolve_device(where)  # before anything is announced
     guess = " (a guess until the first is done)" if planned.guessed else ""
     click.echo(
         f"{len(planned.todo)} runs to do, {len(planned.done)} done; about {in_words(planned.seconds)}{guess}. "

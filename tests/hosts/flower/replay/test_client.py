@@ -33,10 +33,10 @@ from support.flower.federation import (
     evaluation,
     federate,
     flower_run,
+    keys_and_bytes,
     model,
     numbers,
     requests_for,
-    told,
     training,
 )
 
@@ -91,8 +91,8 @@ def test_a_tape_changes_nothing(tmp_path):
         result, grid = federate(FedAvg(), app, rounds=3)
         settle()
         stood = random.getstate(), torch.get_rng_state().numpy().tobytes()
-        states = [told(state) for state in grid._states.values()]
-        requests = [told(request.content) for request in grid.requests]
+        states = [keys_and_bytes(state) for state in grid._states.values()]
+        requests = [keys_and_bytes(request.content) for request in grid.requests]
         seen.append((numbers(result.arrays), states, requests, stood))
     assert seen[0] == seen[1]
 
@@ -225,10 +225,10 @@ def test_nodes_and_runs_are_found_as_people_call_them(site):
         rerun_client(site / "nothing", 1, "101", app=app)
 
 
-@pytest.mark.parametrize("said", [7, fv.Tape()])
-def test_a_tape_of_a_client_needs_a_folder(said):
+@pytest.mark.parametrize("tape", [7, fv.Tape()])
+def test_a_tape_of_a_client_needs_a_folder(tape):
     with pytest.raises(ConfigError, match="folder"):
-        fv.flower.client_mod(tape=said)
+        fv.flower.client_mod(tape=tape)
 
 
 # -- damaged or hostile files -----------------------------------------------------------------------------------------

@@ -89,10 +89,10 @@ def run(tmp_path_factory):
     return folder, ours, node
 
 
-def fedvitals(folder: Path, *words: object, said: str = "") -> tuple[int, str]:
+def fedvitals(folder: Path, *words: object, typed: str = "") -> tuple[int, str]:
     done = subprocess.run(
         [sys.executable, "-m", "fedvitals.cli", *map(str, words)],
-        input=said, capture_output=True, text=True, timeout=SLOW, check=False, cwd=folder, env={**os.environ, **QUIET},
+        input=typed, capture_output=True, text=True, timeout=SLOW, check=False, cwd=folder, env={**os.environ, **QUIET},
     )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 
@@ -134,7 +134,7 @@ def test_a_client_is_run_again_at_its_site_with_proof(run):
 def test_a_client_is_run_again_under_pdb(run):
     folder, ours, node = run
     words = ["replay", ours, "--round", 2, "--node", node, "--tape", folder / "site", "--app", folder / "app", "--pdb"]
-    code, out = fedvitals(folder, *words, said="p message.metadata\nn\np rounds\nc\n")
+    code, out = fedvitals(folder, *words, typed="p message.metadata\nn\np rounds\nc\n")
     assert code == 0, out
     assert "-> rounds = 1 + context.state" in out
     assert "(Pdb) 2" in out  # its memory of the round before

@@ -9,7 +9,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedvitals.errors import StoreError
 from fedvitals.hosts.flower.tape.records import content_of, left_out, outlined
-from support.flower.federation import told
+from support.flower.federation import keys_and_bytes
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_records_of_any_kind_come_back_as_they_were(array):
     outline, tensors = outlined(content, whole=True)
     again = content_of(json.loads(json.dumps(outline)), {name: t.clone() for name, t in tensors.items()})
     assert [*again] == [*content]
-    assert told(again) == told(content)
+    assert keys_and_bytes(again) == keys_and_bytes(content)
 
 
 def test_what_is_too_long_for_an_outline_is_left_out_and_named():

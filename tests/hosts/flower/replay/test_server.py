@@ -22,11 +22,11 @@ from support.flower.federation import (
     federate,
     flower_run,
     is_round,
+    keys_and_bytes,
     model,
     node_of,
     numbers,
     requests_for,
-    told,
     training,
     with_mod,
 )
@@ -49,7 +49,7 @@ SETTINGS = {
 KINDS = [name for name in SETTINGS if hasattr(strategies, name)]
 
 
-def made(kind):
+def strategy_of(kind):
     return getattr(strategies, kind)(**SETTINGS[kind])
 
 
@@ -65,13 +65,13 @@ def recorded(folder, strategy, app=None, *, rounds=3, tape=None, attach=None, si
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_aggregation_is_computed_again_to_the_last_bit(tmp_path, kind):
-    tape, result, _ = recorded(tmp_path, made(kind))
+    tape, result, _ = recorded(tmp_path, strategy_of(kind))
     for number in (1, 2, 3):
         found = replay_aggregation(tape, number)  # made again by its name
         assert found.holds, str(found)
         assert (found.replies, found.strategy, found.start, found.notes) == (4, kind, number, [])
     assert {name: t.numpy().tobytes() for name, t in found.arrays.items()} == numbers(result.arrays)
-    own = replay_aggregation(tape, 2, made(kind))  # the user's own object
+    own = replay_aggregation(tape, 2, strategy_of(kind))  # the user's own object
     assert own.holds, str(own)
 
 
@@ -85,7 +85,7 @@ def test_a_tape_changes_nothing(tmp_path, kind):
             result, grid = federate(strategy, with_mod(), monitor, rounds=3)
         numpy_stood = np.random.get_state()[1].tobytes()  # noqa: NPY002
         stood = random.getstate(), numpy_stood, torch.get_rng_state().numpy().tobytes()
-        requests = [(r.metadata.dst_node_id, told(r.content)) for r in grid.requests]
+        requests = [(r.metadata.dst_node_id, keys_and_bytes(r.content)) for r in grid.requests]
         metrics = {number: dict(record) for number, record in result.train_metrics_clientapp.items()}
         seen.append((strategy.seen, requests, numbers(result.arrays), metrics, stood))
     assert seen[0] == seen[1]
@@ -145,7 +145,7 @@ def test_what_the_guard_left_out_is_kept_and_left_out_again(tmp_path):
         return reply
 
     tape, _, _ = recorded(tmp_path, FedAvg(), client_app(train=train), attach={"guard": "drop"})
-    ill = tape.entry(1).of("101")
+    ill = tape.entry(1).reply_of("101")
     assert not ill.used
     assert "NaN" in ill.said["left_out"]
     assert torch.isnan(tape.update(1, "101")["dense.bias"]).all()
@@ -154,13 +154,13 @@ def test_what_the_guard_left_out_is_kept_and_left_out_again(tmp_path):
 
 def test_a_fleet_in_which_some_have_the_mod_and_some_have_not(tmp_path):
     plain, ours = client_app(), with_mod()
-    tape, _, _ = recorded(tmp_path, made("FedAdam"), lambda m, c: (ours if c.node_id % 2 else plain)(m, c))
-    assert "fedvitals" not in tape.entry(1).of("101").said["content"]
+    tape, _, _ = recorded(tmp_path, strategy_of("FedAdam"), lambda m, c: (ours if c.node_id % 2 else plain)(m, c))
+    assert "fedvitals" not in tape.entry(1).reply_of("101").said["content"]
     assert all(replay_aggregation(tape, number).holds for number in (1, 2, 3))
 
 
 def test_where_a_state_was_not_kept_the_strategy_comes_to_it_by_aggregating(tmp_path):
-    tape, _, _ = recorded(tmp_path, made("FedAdam"))
+    tape, _, _ = recorded(tmp_path, strategy_of("FedAdam"))
     kept = {mark.digest for mark in tape.entry(1).state.values()}
     for mark in {mark for number in (2, 3) for mark in tape.entry(number).state.values()}:
         if mark.digest not in kept:

@@ -23,8 +23,8 @@ from fedvitals.errors import ConfigError, FedvitalsError, RecordError
 from fedvitals.hosts.flower.lab.engine import TIMEOUT, FlowerEngine
 from fedvitals.hosts.flower.lab.messages import read_order, write_answer
 from fedvitals.hosts.lab_monitor import monitor_of
-from fedvitals.lab.engines.engine import one_thread
-from fedvitals.lab.engines.executor import ClientByClient
+from fedvitals.lab.engines.engine import single_threaded
+from fedvitals.lab.engines.executor import ClientByClientExecutor
 from fedvitals.lab.engines.site import Site
 from fedvitals.monitor.workers import WorkerObserver
 from fedvitals.replay.tape.tape import Tape
@@ -92,8 +92,8 @@ def train(message: Message, context: Context) -> Message:
     """Clients of the lab, one after the other, as the server asks."""
     order = read_order(message.content)
     data = context.node_config.get(DATA) or context.run_config.get("data") or None
-    desk = _desk(order.experiment, None if data is None else str(data))
-    site = desk.site
+    executor = _executor(order.experiment, None if data is None else str(data))
+    site = executor.site
     for task in order.tasks:
         if task.start.shape != (site.layout.size,) or not set(task.nodes) <= set(site.shards):
             raise RecordError(
@@ -101,15 +101,15 @@ def train(message: Message, context: Context) -> Message:
                 "Install the same fedvitals and PyTorch on all machines."
             )
     states = torch.empty(sum(len(task.nodes) for task in order.tasks), site.layout.size)
-    with one_thread():
-        updates = desk.train(order.tasks, order.watcher, states)
+    with single_threaded():
+        updates = executor.train(order.tasks, order.watcher, states)
     return Message(content=write_answer(updates, states, _payload(order.watcher)), reply_to=message)
 
 
 @functools.lru_cache(maxsize=1)
-def _desk(experiment: str, data: str | None) -> ClientByClient:
+def _executor(experiment: str, data: str | None) -> ClientByClientExecutor:
     """Kept as long as the process lives: on Ray for all rounds."""
-    return ClientByClient(Site.of(lab.read(experiment), data), fast=False)
+    return ClientByClientExecutor(Site.of(lab.read(experiment), data), fast=False)
 
 
 def _payload(watcher: Any) -> bytes:

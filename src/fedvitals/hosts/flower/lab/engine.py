@@ -20,7 +20,7 @@ from fedvitals.errors import ConfigError, RecordError
 from fedvitals.hosts.flower.lab.messages import packed, read_answer, write_order
 from fedvitals.lab.engines.engine import FLOWER, Engine
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.engines.work import Task, Update
+from fedvitals.lab.engines.tasks import Task, Update
 from fedvitals.lab.experiment import Experiment, read
 from fedvitals.protocols import Observer
 from fedvitals.records import Run
@@ -85,11 +85,11 @@ class FlowerEngine:
         for task in tasks:
             yield [next(found[of_task[id(task)]]) for _ in task.nodes]
 
-    def examine(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        return self._here.examine(state)
+    def evaluate(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        return self._here.evaluate(state)
 
-    def examine_locally(self, states: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return self._here.examine_locally(states)
+    def evaluate_locally(self, states: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return self._here.evaluate_locally(states)
 
     def __enter__(self) -> Self:
         return self

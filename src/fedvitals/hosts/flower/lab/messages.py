@@ -18,15 +18,15 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.hosts.flower.lab.observer import read_watcher, write_watcher
-from fedvitals.lab.engines.work import Exchange, Task, Update
+from fedvitals.lab.engines.tasks import Exchange, Task, Update
 from fedvitals.lab.local import Local
-from fedvitals.lab.topologies.exchanges import average, pass_on
+from fedvitals.lab.topologies.exchanges import average, pass_to_next
 from fedvitals.protocols import WorkerObserver
 
 KEY = "fedvitals.lab"  # of the one record of each kind
 VERSION = 1  # of what is written here
 HEAD = 4096  # bytes of an array's own description, at most
-EXCHANGES: dict[str, Exchange] = {"pass_on": pass_on, "average": average}
+EXCHANGES: dict[str, Exchange] = {"pass_on": pass_to_next, "average": average}
 
 
 class _Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -32,8 +32,8 @@ from fedvitals.hosts.flower.tape import records
 from fedvitals.hosts.flower.tape.client import settle
 from fedvitals.hosts.flower.tape.entries import Heard, Site, find_node, find_run
 from fedvitals.replay.player.comparison import Mismatch
-from fedvitals.replay.tape.digests import Tensors, first_difference, mark_of
-from fedvitals.replay.tape.tape import machine
+from fedvitals.replay.tape.digests import Tensors, first_difference, state_digest_of
+from fedvitals.replay.tape.tape import machine_description
 
 __all__ = ["Reaggregation", "Rerun", "replay_aggregation", "rerun_client"]
 TRAIN = "train"
@@ -185,7 +185,7 @@ def _not_run(heard: Heard, folder: Path) -> str:
 
 
 def _notes(heard: Heard) -> list[str]:
-    here = machine()
+    here = machine_description()
     other = [f"{name} {was} (here {here.get(name)})" for name, was in heard.machine.items() if here.get(name) != was]
     return [f"It was recorded with {', '.join(other)}: bits may differ."] if other else []
 
@@ -230,7 +230,7 @@ def _arrays(site: Site, heard: Heard, found: Rerun) -> Mismatch | None:
     content = {key: record for key, record in found.reply.content.items() if key != KEY}
     outline, tensors = records.outlined(content, whole=True)
     _note_values(heard.reply or {}, outline, found.notes)
-    mark = mark_of(tensors)
+    mark = state_digest_of(tensors)
     if heard.mark is None or mark.digest == heard.mark.digest:
         return None
     with suppress(StoreError):

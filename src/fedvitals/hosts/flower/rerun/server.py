@@ -22,11 +22,11 @@ from fedvitals.hosts.flower.tape import records
 from fedvitals.hosts.flower.tape import strategy as tape_strategy
 from fedvitals.hosts.flower.tape.server import AGGREGATED, MODEL, TRAIN
 from fedvitals.replay.player.comparison import Mismatch
-from fedvitals.replay.tape.digests import Mark, digest_of, first_difference, mark_of
-from fedvitals.replay.tape.tape import machine
+from fedvitals.replay.tape.digests import StateDigest, digest_of, first_difference, state_digest_of
+from fedvitals.replay.tape.tape import machine_description
 
 if TYPE_CHECKING:
-    from fedvitals.replay.tape.journal import Came, Entry
+    from fedvitals.replay.tape.journal import ClientReply, RoundEntry
     from fedvitals.replay.tape.reader import TapeReader
 
 Tensors = Mapping[str, Tensor]
@@ -111,11 +111,11 @@ def _start(tape: TapeReader, number: int) -> int:
     raise StoreError(f"What the strategy remembered before round {number} is not on the tape (any more). {KEEP}")
 
 
-def _needed(entry: Entry) -> dict[str, Mark]:
+def _needed(entry: RoundEntry) -> dict[str, StateDigest]:
     return {name: mark for name, mark in entry.state.items() if name.startswith(tape_strategy.STATE)}
 
 
-def _check_updates(tape: TapeReader, entry: Entry) -> None:
+def _check_updates(tape: TapeReader, entry: RoundEntry) -> None:
     gone = [came.node for came in entry.came if came.mark is not None and came.used and not tape.has(came.mark.digest)]
     if gone:
         more = f" and {len(gone) - MANY} more" if len(gone) > MANY else ""
@@ -132,7 +132,7 @@ def _check_updates(tape: TapeReader, entry: Entry) -> None:
         )
 
 
-def _states(tape: TapeReader, entry: Entry, known: Mapping[str, Tensors]) -> dict[str, Tensors]:
+def _states(tape: TapeReader, entry: RoundEntry, known: Mapping[str, Tensors]) -> dict[str, Tensors]:
     """From the tape, or as it was computed in the rounds before."""
     found: dict[str, Tensors] = {}
     for name, mark in _needed(entry).items():
@@ -145,7 +145,7 @@ def _states(tape: TapeReader, entry: Entry, known: Mapping[str, Tensors]) -> dic
 
 
 def _aggregate(
-    tape: TapeReader, entry: Entry, strategy: Any, known: dict[str, Tensors]
+    tape: TapeReader, entry: RoundEntry, strategy: Any, known: dict[str, Tensors]
 ) -> tuple[Tensors | None, MetricRecord | None, int]:
     tape_strategy.restore(strategy, entry.notes.get("strategy", {}), _states(tape, entry, known))
     replies = _replies(tape, entry)
@@ -172,7 +172,7 @@ def _named(record: ArrayRecord, tape: TapeReader) -> dict[str, Tensor]:
     return {name: records.tensor_of(array)[0] for name, array in zip(layers, record.values(), strict=True)}
 
 
-def _replies(tape: TapeReader, entry: Entry) -> list[Message]:
+def _replies(tape: TapeReader, entry: RoundEntry) -> list[Message]:
     """In the order of the strategy; of a loop of the user's own, in that of their coming."""
     by_id = {str(came.said["id"]): came for came in entry.came if "id" in came.said}
     order = [str(key) for key in entry.after_notes.get("replies", by_id)]
@@ -185,7 +185,7 @@ def _replies(tape: TapeReader, entry: Entry) -> list[Message]:
     return [_reply(tape, entry, by_id[key]) for key in order]
 
 
-def _reply(tape: TapeReader, entry: Entry, came: Came) -> Message:
+def _reply(tape: TapeReader, entry: RoundEntry, came: ClientReply) -> Message:
     metadata = Metadata(
         run_id=0,
         message_id="",
@@ -207,7 +207,9 @@ def _reply(tape: TapeReader, entry: Entry, came: Came) -> Message:
 # -- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def _compared(tape: TapeReader, entry: Entry, arrays: Tensors | None, metrics: Mapping[str, Any]) -> Mismatch | None:
+def _compared(
+    tape: TapeReader, entry: RoundEntry, arrays: Tensors | None, metrics: Mapping[str, Any]
+) -> Mismatch | None:
     number = entry.round
     name = AGGREGATED if AGGREGATED in entry.after else MODEL
     recorded = entry.after.get(name)
@@ -217,7 +219,7 @@ def _compared(tape: TapeReader, entry: Entry, arrays: Tensors | None, metrics: M
         there = ["nothing" if empty else "a model" for empty in (entry.after_notes.get("empty"), arrays is None)]
         return Mismatch(number, "state after", recorded=there[0], replayed=there[1])
     if arrays is not None and recorded is not None:
-        replayed = mark_of(arrays)
+        replayed = state_digest_of(arrays)
         if replayed.digest != recorded.digest:
             return _array(tape, number, recorded, replayed, arrays)
     for key, told in entry.after_notes.get("metrics", {}).items():
@@ -227,7 +229,7 @@ def _compared(tape: TapeReader, entry: Entry, arrays: Tensors | None, metrics: M
     return None
 
 
-def _array(tape: TapeReader, number: int, recorded: Mark, replayed: Mark, arrays: Tensors) -> Mismatch:
+def _array(tape: TapeReader, number: int, recorded: StateDigest, replayed: StateDigest, arrays: Tensors) -> Mismatch:
     """The first array that differs, and where the tape has the recorded one, its first element."""
     names = [*arrays]
     if len(recorded.layers) != len(replayed.layers):
@@ -250,7 +252,7 @@ def _array(tape: TapeReader, number: int, recorded: Mark, replayed: Mark, arrays
     return Mismatch(number, "state after", None, None, names[place], recorded.norms[place], replayed.norms[place])
 
 
-def _notes(tape: TapeReader, entry: Entry, strategy: Any) -> list[str]:
+def _notes(tape: TapeReader, entry: RoundEntry, strategy: Any) -> list[str]:
     notes = []
     told = tape.setting.told.get("strategy") or {}
     if told and told.get("class") != type(strategy).__qualname__:
@@ -261,7 +263,7 @@ def _notes(tape: TapeReader, entry: Entry, strategy: Any) -> list[str]:
     long = [f"{came.node}: {name}" for came in entry.came for name in records.left_out(came.said.get("content", {}))]
     if long:
         notes.append(f"Too long for the tape, so the replies are without: {', '.join(long[:MANY])}.")
-    here = machine()
+    here = machine_description()
     other = [
         f"{name} {was} (here {here.get(name)})" for name, was in tape.setting.machine.items() if here.get(name) != was
     ]

@@ -28,8 +28,8 @@ from fedvitals.hosts.flower.rerun.app import PROJECT, is_app
 from fedvitals.hosts.flower.tape import records
 from fedvitals.hosts.flower.tape.entries import LONGEST, Heard, Site, place_of
 from fedvitals.loop_tape import random_states
-from fedvitals.replay.tape.digests import Tensors, mark_of
-from fedvitals.replay.tape.tape import Tape, machine
+from fedvitals.replay.tape.digests import Tensors, state_digest_of
+from fedvitals.replay.tape.tape import Tape, machine_description
 
 logger = logging.getLogger("fedvitals")
 AT_ONCE = 3  # messages of one process that may wait to be written; the next one waits for the first of them
@@ -119,7 +119,7 @@ class Recording:
             },
             rng=random_states(),
             threads=torch.get_num_threads(),
-            machine=machine(),
+            machine=machine_description(),
             app=app_of(handler),
             handler=place_of(handler),
         )
@@ -160,7 +160,7 @@ class Recording:
         before.join()
         site, heard = self._tape.site, self._heard
         heard.seconds = time.time() - heard.at
-        heard.mark = mark_of(arrays) if heard.reply is not None else None
+        heard.mark = state_digest_of(arrays) if heard.reply is not None else None
         with site.writing(heard.run):
             if arrays:
                 site.put(heard.run, arrays)

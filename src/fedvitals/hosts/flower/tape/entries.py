@@ -19,9 +19,9 @@ import msgspec
 import zstandard
 
 from fedvitals.errors import StoreError, unknown
-from fedvitals.replay.tape.digests import Mark, Tensors, digest_of
+from fedvitals.replay.tape.digests import StateDigest, Tensors, digest_of
 from fedvitals.replay.tape.objects import NAME as OBJECT
-from fedvitals.replay.tape.objects import Objects, pack, replace_file
+from fedvitals.replay.tape.objects import StateFiles, pack, replace_file
 from fedvitals.replay.tape.unpack_limits import read_json
 
 try:
@@ -57,7 +57,7 @@ class Heard(msgspec.Struct):
     sent: str | None = None  # digests of the arrays of content and state; None: there are none
     held: str | None = None
     reply: dict[str, Any] | None = None
-    mark: Mark | None = None  # of the reply's arrays
+    mark: StateDigest | None = None  # of the reply's arrays
     error: str | None = None
     seconds: float = 0.0
     version: int = 1
@@ -164,7 +164,7 @@ class Site:
             return {}
         if not OBJECT.fullmatch(digest):
             raise StoreError(f"'{digest[:60]}' is no name of a state: 32 hexadecimal digits.")
-        return Objects(self.folder / _part(run) / OBJECTS).get(digest)
+        return StateFiles(self.folder / _part(run) / OBJECTS).get(digest)
 
     def _runs(self) -> list[Path]:
         return [path for path in self.folder.glob("*") if path.is_dir() and PART.fullmatch(path.name)]

@@ -12,7 +12,7 @@ from typing import Any
 from fedvitals_studies.bench.flower.cost import MODELS, measured
 from fedvitals_studies.flower.app_folder import IMPORT, write_app
 from fedvitals_studies.flower.digits_app.task import new_model
-from fedvitals_studies.flower.planted_faults import ISSUES, SEEDS, Plant, Said, run_plant
+from fedvitals_studies.flower.planted_faults import ISSUES, SEEDS, Plant, PlantedRun, run_plant
 from fedvitals_studies.flower.simulation import FlowerError, SuperLink
 
 Row = dict[str, Any]
@@ -99,7 +99,7 @@ def _cost(model: str, folder: Path, quick: bool, tell: Tell) -> list[Row]:
 def _faults(folder: Path, chosen: Sequence[Plant], stores: Path, tell: Tell) -> list[Row]:
     stores.mkdir(parents=True, exist_ok=True)
     app = write_app(folder / "app", "two-lines")
-    said: list[Said] = []
+    said: list[PlantedRun] = []
     failed: list[str] = []
     with SuperLink() as link:
         for number, plant in enumerate(chosen, 1):
@@ -115,10 +115,10 @@ def _faults(folder: Path, chosen: Sequence[Plant], stores: Path, tell: Tell) -> 
     return [row for row in rows if row is not None] + [_joined(said, failed)]
 
 
-def _named(fault: str, said: Sequence[Said], chosen: Sequence[Plant]) -> Row | None:
+def _named(fault: str, runs: Sequence[PlantedRun], chosen: Sequence[Plant]) -> Row | None:
     if not chosen:
         return None
-    own = [one for one in said if one.plant.fault == fault]
+    own = [one for one in runs if one.plant.fault == fault]
     right = sum(one.right for one in own)
     what = "runs without a fault that give no finding" if fault == "none" else f"planted in simulation: {fault}, named"
     details = [{"run": one.plant.name, "right": one.right, "node": one.node, "said": one.cases} for one in own]
@@ -126,9 +126,9 @@ def _named(fault: str, said: Sequence[Said], chosen: Sequence[Plant]) -> Row | N
     return _row(what, f"{len(chosen)} of {len(chosen)}", measured, _met(right == len(chosen)), details, value=right)
 
 
-def _joined(said: Sequence[Said], failed: Sequence[str]) -> Row:
-    answered, joined = sum(one.answered for one in said), sum(one.joined for one in said)
-    missing = [f"{one.plant.name}: {name}" for one in said for name in one.missing]
+def _joined(runs: Sequence[PlantedRun], failed: Sequence[str]) -> Row:
+    answered, joined = sum(one.answered for one in runs), sum(one.joined for one in runs)
+    missing = [f"{one.plant.name}: {name}" for one in runs for name in one.missing]
     measured = f"{joined} of {answered}" + (f"; {len(failed)} runs failed" if failed else "")
     met = answered > 0 and joined == answered and not failed
     what = "client spans joined to their round, of those that answered"

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from fedvitals import lab
 from fedvitals.lab.aggregators.averages import FedAvg
-from fedvitals.lab.engines.devices import need_cuda
+from fedvitals.lab.engines.devices import require_cuda
 from fedvitals.lab.engines.engine import Engine
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.engines.work import Task
+from fedvitals.lab.engines.tasks import Task
 from fedvitals.protocols import NullObserver, Observer, Stack
 from fedvitals_studies.bench.gpu.kernel import kernel_rows
 from fedvitals_studies.bench.gpu.llm import llm_rows
@@ -40,7 +40,7 @@ BAR_STATISTICS = 3.0  # per cent
 
 def bench_gpu(*, quick: bool = False, tell: Tell = lambda _: None, only: Collection[str] = ()) -> list[Row]:
     """A row for each bar. `only`: some of PARTS."""
-    need_cuda("`fedvitals bench gpu` needs a CUDA device")
+    require_cuda("`fedvitals bench gpu` needs a CUDA device")
     repeats = 5 if quick else 25
     parts = [part for part in PARTS if not only or part in only]
     rows: list[Row] = [_row("device", "", torch.cuda.get_device_name(), "")]

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
 
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.stacked.plans import PRECISIONS, Weights, plans
-from fedvitals.lab.stacked.steps import numbers
+from fedvitals.lab.stacked.executor import reproducible_precision
+from fedvitals.lab.stacked.plans import PRECISIONS, Weights, available_plans
 
 CLIENTS, BATCH = 4, 16
 
@@ -50,9 +50,9 @@ def errors(site: Site, device: torch.device, precision: str) -> Iterator[Error]:
     x, y = (torch.stack([part[which][:BATCH] for part in parts]) for which in range(2))
     wanted = _in_float64(site, layout.views(states), x, y)
     there = states.to(device)
-    for plan in plans(copy.deepcopy(site.module).to(device), device, precision):
+    for plan in available_plans(copy.deepcopy(site.module).to(device), device, precision):
         gradients = torch.zeros_like(there)
-        with numbers(precision):
+        with reproducible_precision(precision):
             plan.gradients(layout.views(there), layout.views(gradients), x.to(device), y.to(device))
             outputs = plan.outputs(layout.views(there), x.to(device))
         yield Error(plan.name, _worst(outputs, wanted[0]), _worst(gradients, wanted[1]))
@@ -70,6 +70,6 @@ def _in_float64(site: Site, weights: Weights, x: Tensor, y: Tensor) -> tuple[Ten
     return outputs, torch.cat([gradient.flatten(1) for gradient in gradients.values()], 1)
 
 
-def _worst(found: Tensor, wanted: Tensor) -> float:
-    off = found.detach().cpu().double().flatten(1) - wanted.flatten(1)
+def _worst(computed: Tensor, wanted: Tensor) -> float:
+    off = computed.detach().cpu().double().flatten(1) - wanted.flatten(1)
     return float((off.norm(dim=1) / wanted.flatten(1).norm(dim=1)).max())

@@ -54,10 +54,10 @@ def observer_of(watch: str, folder: Path, update_memory: int | None = None) -> M
     return Monitor(folder / "runs.db", "bench", probes=watch, host="lab", update_memory=update_memory)
 
 
-def serve(subject: Subject, observer: Monitor | NullObserver, given: argparse.Namespace) -> None:
+def serve(subject: Subject, observer: Monitor | NullObserver, options: argparse.Namespace) -> None:
     """One round for each line that asks for it; what is still to be written of a round belongs to its time."""
     rounds: Iterator[lab.Result] = lab.rounds(
-        subject.experiment(given.data), observer, engine=given.engine, workers=given.workers, data=given.data
+        subject.experiment(options.data), observer, engine=options.engine, workers=options.workers, data=options.data
     )
     result: lab.Result | None = None
     answer(ready=True)
@@ -67,7 +67,7 @@ def serve(subject: Subject, observer: Monitor | NullObserver, given: argparse.Na
             break
         if command == "test":
             assert result is not None  # noqa: S101 - nobody asks before the first round
-            answer(accuracy=accuracy(result, given.data), engine=result.engine)
+            answer(accuracy=accuracy(result, options.data), engine=result.engine)
             continue
         count = int(command.removeprefix("round") or 1)  # `round10`: ten of them, where one is too short to be timed
         began = time.perf_counter()

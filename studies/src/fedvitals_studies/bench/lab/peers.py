@@ -212,13 +212,13 @@ def interleaved(arms: Sequence[Arm], passes: int, tell: Tell) -> dict[str, Outco
         running: dict[str, Process] = {}
         for outcome in [o for o in outcomes.values() if not o.failed]:
             tell(f"{outcome.arm.name}: starting, and one round to warm up")
-            with _told(outcome):
+            with _failure_noted(outcome):
                 running[outcome.arm.name] = _begin(outcome, stack)
         for turn in range(passes):
             names = [name for name in running if not outcomes[name].failed]
             tell(f"pass {turn + 1} of {passes}: {', '.join(names)}")
             for name in names[turn % len(names) :] + names[: turn % len(names)] if names else ():
-                with _told(outcomes[name]):
+                with _failure_noted(outcomes[name]):
                     found = running[name].ask(outcomes[name].arm.block)
                     outcomes[name].speeds.append(found["steps"] / found["seconds"])
     return outcomes
@@ -237,7 +237,7 @@ def _begin(outcome: Outcome, stack: contextlib.ExitStack) -> Process:
 
 
 @contextlib.contextmanager
-def _told(outcome: Outcome) -> Any:
+def _failure_noted(outcome: Outcome) -> Any:
     """A peer that fails is a fact to be shown, not the end of the benchmark."""
     try:
         yield
@@ -245,11 +245,11 @@ def _told(outcome: Outcome) -> Any:
         outcome.failed = f"failed: {error}"
 
 
-def differs(one: Outcome, other: Outcome) -> str:
+def differs(ours: Outcome, other: Outcome) -> str:
     """In what the two did not do the same work; nothing if they did."""
-    loss = abs(one.loss - other.loss) / abs(other.loss)
+    loss = abs(ours.loss - other.loss) / abs(other.loss)
     if not loss <= LOSS_TOLERANCE:
-        return f"losses differ by {loss:.2g} of them: {one.loss:.6g} and {other.loss:.6g}"
-    if not abs(one.accuracy - other.accuracy) <= ACCURACY_TOLERANCE:
-        return f"accuracies differ: {one.accuracy:.4f} and {other.accuracy:.4f}"
+        return f"losses differ by {loss:.2g} of them: {ours.loss:.6g} and {other.loss:.6g}"
+    if not abs(ours.accuracy - other.accuracy) <= ACCURACY_TOLERANCE:
+        return f"accuracies differ: {ours.accuracy:.4f} and {other.accuracy:.4f}"
     return ""

@@ -15,7 +15,7 @@ from fedvitals import lab
 from fedvitals.monitor.monitor import Monitor
 from fedvitals_studies.bench.lab.work import PAPER_CLIENTS, Data, has_gtsrb, images
 from fedvitals_studies.reproduce.conditions import BEGINNING_OF, CONDITIONS, Condition
-from fedvitals_studies.reproduce.measure import NLC_ROUNDS, Tally, experiment_of, probes_of
+from fedvitals_studies.reproduce.measure import NLC_ROUNDS, CohortSums, experiment_of, probes_of
 
 Tell = Callable[[str], None]
 ROUNDS = 3  # timed of each condition: one in which everything is measured, and two others
@@ -58,7 +58,7 @@ def seconds(
         experiment = msgspec.structs.replace(experiment, dataset=images(clients, data))
     found: list[float] = []
     began = time.perf_counter()
-    with Monitor(None, run=chosen.name, probes=probes_of(chosen), sinks=[Tally(chosen)], host="lab") as monitor:
+    with Monitor(None, run=chosen.name, probes=probes_of(chosen), sinks=[CohortSums(chosen)], host="lab") as monitor:
         running: Any = lab.rounds(experiment, monitor, data=os.fspath(data) if data else None)
         for result in running:
             monitor.flush()

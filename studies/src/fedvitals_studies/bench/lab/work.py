@@ -21,7 +21,7 @@ import torch
 from fedvitals import lab
 from fedvitals.errors import ConfigError
 from fedvitals.lab.data.gtsrb import GTSRB
-from fedvitals.lab.data.sources import places
+from fedvitals.lab.data.sources import search_folders
 from fedvitals.lab.streams import stream
 
 PAPER_CLIENTS = 100
@@ -73,7 +73,7 @@ class Subject:
 def has_gtsrb(data: Data = None) -> bool:
     """Whether GTSRB lies where the lab looks for it."""
     try:
-        GTSRB().find(places(data))
+        GTSRB().find(search_folders(data))
     except ConfigError:
         return False
     return True

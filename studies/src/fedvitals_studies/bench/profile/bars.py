@@ -115,7 +115,7 @@ def _memory(quick: bool, tell: Tell) -> Row:
     return judged(what, f"≥ {BAR_SEEN:g} %", measured, least >= BAR_SEEN, rows, value=least)
 
 
-def _sums(quick: bool, real: Sequence[bottlenecks.Said], tell: Tell) -> Row:
+def _sums(quick: bool, real: Sequence[bottlenecks.PlantedVerdict], tell: Tell) -> Row:
     rows = sums(quick=quick, tell=tell)
     rows.append(summed("processes", "real", [time for said in real for time in said.times]))
     worst = max(rows, key=lambda row: row["missed_percent"])
@@ -141,15 +141,15 @@ def _in_the_lab(quick: bool, tell: Tell) -> list[Row]:
     return [named, _gains(sick)]
 
 
-def _named(what: str, said: Sequence[bottlenecks.Said]) -> Row:
-    right = sum(one.right for one in said)
-    share = 100 * right / len(said)
-    measured = f"{right} of {len(said)}, {share:.0f} %"
-    return judged(what, f"≥ {BAR_NAMED:g} %", measured, share >= BAR_NAMED, _cases(said), value=share)
+def _named(what: str, verdicts: Sequence[bottlenecks.PlantedVerdict]) -> Row:
+    right = sum(one.right for one in verdicts)
+    share = 100 * right / len(verdicts)
+    measured = f"{right} of {len(verdicts)}, {share:.0f} %"
+    return judged(what, f"≥ {BAR_NAMED:g} %", measured, share >= BAR_NAMED, _cases(verdicts), value=share)
 
 
-def _gains(said: Iterable[bottlenecks.Said]) -> Row:
-    tried = [each for one in said for each in one.tried]
+def _gains(verdicts: Iterable[bottlenecks.PlantedVerdict]) -> Row:
+    tried = [each for one in verdicts for each in one.tried]
     within = sum(100 * each.gain_error <= BAR_GAIN for each in tried)
     worst = max(100 * each.gain_error for each in tried)
     seconds = max(100 * each.error for each in tried)
@@ -158,7 +158,7 @@ def _gains(said: Iterable[bottlenecks.Said]) -> Row:
     return judged(what, f"within {BAR_GAIN:g} %", measured, worst <= BAR_GAIN, value=worst)
 
 
-def _cases(said: Iterable[bottlenecks.Said]) -> list[Row]:
+def _cases(verdicts: Iterable[bottlenecks.PlantedVerdict]) -> list[Row]:
     return [
         {
             "planted": one.plant.name,
@@ -181,7 +181,7 @@ def _cases(said: Iterable[bottlenecks.Said]) -> list[Row]:
                 for each in one.tried
             ],
         }
-        for one in said
+        for one in verdicts
     ]
 
 

@@ -40,7 +40,7 @@ def sums(*, quick: bool = False, tell: Callable[[str], None] = lambda _: None) -
             rows += [row(name, clock, of_clock(times, clock)) for clock in ("real", "virtual")]
         tell("parts of a round: the demo's loop")
         with Monitor(store, detectors=(), machine=False, strict=True) as monitor:
-            settings = demo.Settings(rounds=2 if quick else 5)
+            settings = demo.DemoSettings(rounds=2 if quick else 5)
             for _ in demo.federate(settings, monitor):
                 pass
         rows.append(row("plain loop", "real", read(store, monitor.run.id)))

@@ -89,12 +89,12 @@ class _Handing:
     def __init__(self, observer: Listening, tape: Any, began: float) -> None:
         self._observer, self._tape, self._began = observer, tape, began
 
-    def begin(self, *told: Any) -> None:
-        self._tape.begin(*told)
+    def begin(self, *arguments: Any) -> None:
+        self._tape.begin(*arguments)
         self._observer.own += time.perf_counter() - self._began
 
-    def end(self, *told: Any) -> None:
-        self._tape.end(*told)
+    def end(self, *arguments: Any) -> None:
+        self._tape.end(*arguments)
         self._observer.own += time.perf_counter() - self._began
 
     def __getattr__(self, name: str) -> Any:

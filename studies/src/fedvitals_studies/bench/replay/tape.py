@@ -18,8 +18,8 @@ import safetensors.torch
 
 from fedvitals import lab
 from fedvitals.monitor.monitor import Monitor
-from fedvitals.replay.player.player import Played, Player
-from fedvitals.replay.tape.digests import mark_of
+from fedvitals.replay.player.player import Player, ReplayedRound
+from fedvitals.replay.tape.digests import state_digest_of
 from fedvitals.replay.tape.reader import TapeReader, open_tape
 from fedvitals.replay.tape.tape import Tape
 
@@ -91,8 +91,8 @@ class Clocked(Player):
 
     seconds, count = 0.0, 0
 
-    def rounds(self, *told: Any, **more: Any) -> Iterator[Played]:
-        played = super().rounds(*told, **more)
+    def rounds(self, *arguments: Any, **more: Any) -> Iterator[ReplayedRound]:
+        played = super().rounds(*arguments, **more)
         while True:
             began = time.perf_counter()
             one = next(played, None)
@@ -123,7 +123,7 @@ def jumps(run: Recorded, count: int, tell: Tell) -> Row:
                     "seconds": seconds,
                     "beside": seconds - player.seconds,
                     "rerun": player.count,
-                    "exact": mark_of(views) == run.tape.entry(number).state["model"],
+                    "exact": state_digest_of(views) == run.tape.entry(number).state["model"],
                 }
             )
     return {"opening": opening, "jumps": found}

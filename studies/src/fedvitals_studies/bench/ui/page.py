@@ -117,7 +117,7 @@ class Visitor:
         session.on("Network.dataReceived", self._received)
         session.on("Network.loadingFinished", self._finished)
         session.send("Network.enable")
-        self.page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
+        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
 
     def _sent(self, event: Any) -> None:

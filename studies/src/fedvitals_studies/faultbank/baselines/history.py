@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from fedvitals.diagnosis.detectors.plain_rules import Limits, crossed
+from fedvitals.diagnosis.detectors.plain_rules import PlainRuleLimits, crossed_limits
 from fedvitals.protocols import History, Node
 from fedvitals_studies.faultbank.baselines.sagemaker import Accusation, sagemaker_rules
 
@@ -35,7 +35,7 @@ VITALS = (
 
 def fixed_thresholds(history: History, round_index: int) -> list[Accusation]:
     """The limits that tutorials teach, as the plain rules have them by default."""
-    return [Accusation(found.issue, found.node) for found in crossed(history, round_index, Limits())]
+    return [Accusation(found.issue, found.node) for found in crossed_limits(history, round_index, PlainRuleLimits())]
 
 
 def cohort_scores(history: History, round_index: int) -> dict[Node, float]:

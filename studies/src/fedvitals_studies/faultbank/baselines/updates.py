@@ -14,10 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedvitals.probes.differential import elimination_order, judged, random_answers, states_of, votes_of
 from fedvitals.protocols import Node
+from fedvitals_studies.faultbank.baselines.differential import (
+    elimination_order,
+    judged,
+    random_answers,
+    states_of,
+    votes_of,
+)
 
-Said = dict[str, dict[Node, float]]  # by method, by client
+ScoresByMethod = dict[str, dict[Node, float]]  # by method, by client
 
 FAULTY = 0.25  # share of the cohort against which Multi-Krum guards
 MOST = 10  # culprits that FedDebug may be asked for
@@ -41,7 +47,7 @@ class UpdateBaselines:
         self._round: int | None = None
         self._gathered: dict[Node, Sequence[Tensor]] = {}
 
-    def look(self, round_index: int, deltas: Mapping[Node, Sequence[Tensor]], global_state: Any) -> Said:
+    def look(self, round_index: int, deltas: Mapping[Node, Sequence[Tensor]], global_state: Any) -> ScoresByMethod:
         """What the methods say of a whole round: `global_state` is the model, or its state, before the round."""
         self.gather(round_index, deltas, global_state)
         return self.close()
@@ -55,13 +61,13 @@ class UpdateBaselines:
             _load(self._module, global_state)
         self._gathered.update(deltas)
 
-    def close(self) -> Said:
+    def close(self) -> ScoresByMethod:
         """What the methods say of everything gathered; nothing, of a round that is not to be tested."""
         gathered, self._gathered = self._gathered, {}
         number, self._round = self._round, None
         if number is None or len(gathered) < 2:
             return {}
-        found: Said = {KRUM: krum_scores(gathered)}
+        found: ScoresByMethod = {KRUM: krum_scores(gathered)}
         states = states_of(self._module, gathered)
         seed = 1000 * self._seed + number
         answers = random_answers(self._module, states, self._shape, seed=seed)
@@ -106,15 +112,15 @@ def _krum(vectors: Tensor, faulty: int) -> Tensor:
     return scores
 
 
-def krum_accused(said: Mapping[str, Mapping[Node, float]]) -> list[Node]:
+def krum_accused(scores: Mapping[str, Mapping[Node, float]]) -> list[Node]:
     """Whom Multi-Krum leaves out, the worst first."""
-    return _worst_first({node: score for node, score in said.get(KRUM, {}).items() if score > 1.0})
+    return _worst_first({node: score for node, score in scores.get(KRUM, {}).items() if score > 1.0})
 
 
-def feddebug_accused(said: Mapping[str, Mapping[Node, float]], culprits: int) -> list[Node]:
+def feddebug_accused(scores: Mapping[str, Mapping[Node, float]], culprits: int) -> list[Node]:
     """Whom FedDebug accuses when told how many there are: those with most votes. Nobody, when told there are none."""
-    known = max((int(key.rpartition(".")[2]) for key in said if key.startswith(f"{FEDDEBUG}.")), default=0)
-    votes = said.get(f"{FEDDEBUG}.{min(culprits, known)}", {})
+    known = max((int(key.rpartition(".")[2]) for key in scores if key.startswith(f"{FEDDEBUG}.")), default=0)
+    votes = scores.get(f"{FEDDEBUG}.{min(culprits, known)}", {})
     return _worst_first(votes)[:culprits]
 
 

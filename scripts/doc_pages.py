@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages of docs/ that are generated from code: metrics.md, schema.md and issues.md. `scripts/docs` writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fedvitals.catalog import LEVELS, MEASURES, PEERS
+from fedvitals.diagnosis.issues.table import FAMILIES as ISSUE_FAMILIES
+from fedvitals.diagnosis.issues.table import ISSUES, Issue, measured_rates
+from fedvitals.stats import DERIVED, FAMILIES
+from fedvitals.store.schema import LAYER_STATISTICS, TABLES, VERSION
+
+PRIVACY = """
+Set by `Monitor(privacy=)`: 3 by default in a lab or a plain loop, 2 in a deployment. It stands in the run's config, and `fedvitals show` prints it.
+
+- Level 1 acts where there is someone to sum: a round or an edge with at least `Monitor(cohort=10)` clients behind every layer of the sum; elsewhere it is 0. Smallest and largest values are left out, since each is one client's own, and a sum is held back if others would give away a smaller one by subtraction.
+- A client's words (log lines, messages of exceptions, attributes of `timed`) need level 3. Below, an error leaves with its class, a warning with its logger's name, and nothing else. `Monitor(tracebacks=)` is off by default in a deployment, at any level.
+- What you log inside a client needs level 2; what you log outside any client is the server's own. On a thread without a scope, while clients train in the same process, it counts as a client's.
+- `update.*`, the families `update` and sketches need their level to leave a client. A server computes them itself from the updates that it holds: that is not telemetry, and passes at every level.
+- Run, layer names and shapes, names of nodes, loggers and `timed` blocks are told at every level: do not put secrets there.
+"""  # noqa: E501 - a paragraph of Markdown is one line
+
+
+def metrics_page() -> str:
+    """The page docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "Generated from `src/fedvitals/catalog.py` by `scripts/docs`; do not edit.",
+        "",
+        "A metric whose *needs* are not met is absent; `fedvitals show RUN` says which and why.",
+        "",
+        "| name | unit | meaning | formula | needs | level |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for m in MEASURES:
+        formula = f"`{m.formula}`" if m.formula else ""
+        lines.append(f"| `{m.name}` | {m.unit} | {m.meaning} | {formula} | {m.needs} | {m.level} |")
+    lines += [
+        "",
+        "## Families of layer statistics",
+        "",
+        "Packed matrices, one row a layer; the columns add up over steps, clients and edges where `merges` says so.",
+        "",
+        "| family | rows | columns | merges | level |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, family in FAMILIES.items():
+        columns = (
+            ", ".join(family.columns)
+            if len(family.columns) < 20
+            else (f"{len(family.columns)} bins: sign × binary exponent, `{family.columns[0]}` … `{family.columns[-1]}`")
+        )
+        lines.append(f"| `{name}` | {family.rows} | {columns} | {'yes' if family.merge else 'no'} | {family.level} |")
+    lines += [
+        "",
+        f"From the nine sums derive, over the finite values: {', '.join(DERIVED)}.",
+        "",
+        "`update.peers`: how a client's update d_i stands among its round's; NaN where there is nothing to compare:",
+        "",
+        *(f"- {column}: {meaning}." for column, meaning in PEERS.items()),
+        "",
+        "## Privacy",
+        "",
+        "| level | may leave a client |",
+        "| --- | --- |",
+    ]
+    lines += [f"| {level} | {text} |" for level, text in enumerate(LEVELS)]
+    return "\n".join([*lines, "", PRIVACY.strip(), ""])
+
+
+_SCHEMA_HEAD = """# The store's schema
+
+Generated from `src/fedvitals/store/schema.py` by `scripts/docs`; do not edit.
+
+A store is one SQLite file, or the schema «fedvitals» of a PostgreSQL database, with the same tables and views.
+`fedvitals query SQL` reads it, and so does any client of that database while a training writes. Names are kept once, in
+`symbol`; the other tables hold their numbers. **People read the views**, which show the names:
+
+    fedvitals query "SELECT node, value FROM metrics WHERE run = '...' AND name = 'loss' AND round = 7"
+
+- NaN is stored as NULL (SQLite knows no NaN), infinity as it is. JSON has neither: there they are the texts "NaN",
+  "Infinity" and "-Infinity".
+- `layer_statistics` unpacks blobs. In SQLite it does so through a function that fedvitals registers: use it in
+  `fedvitals query`, or after `fedvitals.store.open_reader`; a plain `sqlite3` shell reads everything but this one view.
+- In PostgreSQL say `SET search_path TO fedvitals` first. A NUL inside a text is kept as U+FFFF and the digit 0.
+
+## Views
+"""
+
+
+def schema_page() -> str:
+    """The page docs/schema.md."""
+    lines = [
+        _SCHEMA_HEAD,
+        f"Schema version {VERSION} (`PRAGMA user_version`).",
+        "",
+        "| view | columns |",
+        "| --- | --- |",
+    ]
+    lines += [f"| `{t.view}` | {', '.join(column.name for column in t.columns)} |" for t in TABLES if t.view]
+    statistics = ", ".join(LAYER_STATISTICS)
+    lines.append(f"| `layer_statistics` | run, round, node, step, group, at, family, layer, {statistics} |")
+    lines += ["", "## Tables"]
+    for table in TABLES:
+        lines += ["", f"### `{table.name}`", "", table.meaning]
+        lines += [f"View with names: `{table.view}`."] if table.view else []
+        lines += ["", "| column | type | meaning |", "| --- | --- | --- |"]
+        for column in table.columns:
+            kind = {"symbol": "number of a name", "key": "integer, primary key"}.get(column.type, column.type)
+            lines.append(f"| `{column.name}` | {kind} | {column.meaning} |")
+        if table.key:
+            lines += ["", f"Key: {', '.join(table.key)}."]
+        for index in (*table.indexes, *(columns for _, columns in table.later)):
+            lines += ["", f"Index: {', '.join(index)}."]
+    return "\n".join(lines) + "\n"
+
+
+_ISSUES_ABOUT = """\
+What fedvitals can find in a training. A finding names one of these codes, says where, since when, how sure and on which
+numbers; `fedvitals findings RUN` prints it with the causes, the remedies and what would prove it wrong, as they stand
+here. `fedvitals check RUN` looks again at a stored run.
+
+*False alarms* are cases raised per 100 healthy rounds of the fault bank's held-out runs. *Exact* issues are equality
+tests: what they say has happened, and there is nothing to be unsure of."""
+
+
+def issues_page() -> str:
+    """The page docs/issues.md."""
+    rates = measured_rates()
+    lines = [
+        "# Issues",
+        "",
+        "Generated from `src/fedvitals/diagnosis/issues_*.py` by `scripts/docs`; do not edit.",
+        "",
+        _ISSUES_ABOUT,
+        "",
+        "| code | what | family | severity | false alarms per 100 healthy rounds |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for issue in ISSUES:
+        link = f"[`{issue.code}`](#{issue.code.lower()})"
+        lines.append(f"| {link} | {issue.title} | {issue.family} | {issue.severity} | {_rate(issue, rates)} |")
+    for family in ISSUE_FAMILIES:
+        lines += ["", f"## {family.capitalize()}"]
+        for issue in ISSUES:
+            if issue.family == family:
+                lines += ["", *_section(issue)]
+    return "\n".join([*lines, ""])
+
+
+def _rate(issue: Issue, rates: Mapping[str, float]) -> str:
+    rate = f"{rates[issue.code]:.2f}" if issue.code in rates else "not measured"
+    return f"{rate} (exact)" if issue.exact else rate
+
+
+def _section(issue: Issue) -> list[str]:
+    lines = [f"### {issue.code}", "", f"**{issue.title}.** {issue.symptom}", "", "Likely causes, the likeliest first:"]
+    lines += ["", *(f"{place}. {cause}" for place, cause in enumerate(issue.causes, 1))]
+    lines += ["", "What to do:", "", *(f"{place}. {remedy}" for place, remedy in enumerate(issue.remedies, 1))]
+    return [*lines, "", f"Proved wrong by: {issue.refutation}", "", f"Reference: {issue.reference}"]
+
+
+PAGES = {"docs/metrics.md": metrics_page, "docs/schema.md": schema_page, "docs/issues.md": issues_page}

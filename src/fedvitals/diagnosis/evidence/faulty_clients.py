@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who: which client is faulty, without test data and without being told how many; or that nobody is.
+
+An equality comes first: whether a client sent what it trained. Then evidence, added up over the rounds (`course`), in
+views that look side by side: one believes what clients tell of their training, one only what they sent, so that a
+client gains nothing by lying in its telemetry; and one looks for a single flipped class, which the others overlook.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fedvitals.diagnosis.detectors.copies import duplicates, free_riders
+from fedvitals.diagnosis.evidence.attendance import groups_of
+from fedvitals.diagnosis.evidence.fault_kinds import ISSUE_OF, WORDS
+from fedvitals.diagnosis.evidence.log_odds import EvidenceModel, shipped_model
+from fedvitals.diagnosis.evidence.trend import CAP, EvidenceTrend
+from fedvitals.diagnosis.evidence.update_mismatch import update_mismatches
+from fedvitals.diagnosis.evidence.vital_signs import SIGNS, TELEMETRY
+from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.protocols import Detector, History, Node
+from fedvitals.records import Finding, Suspect
+
+WHOLE = 3  # the fewest members of a group that is accused as one
+SURE, LIKELY = 0.9, 0.5  # probabilities of a critical finding and of a warning; below, it is a note
+CERTAIN = 0.99  # of an equality that does not hold: telemetry itself may be broken
+LEARNT = 0.35  # accuracy of the received model under which wrong labels cannot be seen
+UNLIKE = 4.0  # score of a client that is different, whether or not that is a fault
+
+
+class FaultyClientLocator:
+    """A detector. `false_alarms`: how many per 100 healthy rounds are allowed, over all rules together."""
+
+    __name__ = "locate"
+
+    def __init__(self, false_alarms: float = 1.0, model: EvidenceModel | None = None) -> None:
+        self._allowed = false_alarms
+        self._model = model
+        # What the rounds before have told, by history: only so that a long run is not read anew in every round.
+        self._trends: weakref.WeakKeyDictionary[History, EvidenceTrend] = weakref.WeakKeyDictionary()
+
+    def __call__(self, history: History, round_index: int) -> Iterator[Finding]:
+        trend = self.trend_up_to(history, round_index)
+        if trend.round != round_index or trend.scores is None:
+            return
+        elsewhere = {
+            findings.where.node for rule in (duplicates, free_riders) for findings in rule(history, round_index)
+        }
+        mismatches = update_mismatches(history, round_index)
+        findings = []
+        for index, node in enumerate(trend.scores.nodes):
+            if node in trend.suspected_kinds and node not in elsewhere:
+                exact = node in trend.altered_since
+                findings.append(
+                    _altered_update_finding(trend, index, mismatches[node])
+                    if exact
+                    else _evidence_finding(trend, index)
+                )
+        yield from merge_by_group(findings, trend.scores.nodes, groups_of(history, round_index))
+
+    def trend_up_to(self, history: History, round_index: int) -> EvidenceTrend:
+        """The run up to this round: gone on with where it was left, or read from its beginning."""
+        trend = self._trends.get(history)
+        if trend is None or trend.round is None or trend.round > round_index:
+            trend = self._trends[history] = EvidenceTrend(self._model or shipped_model(), self._allowed)
+        for past_round in history.rounds():
+            if past_round <= round_index and (trend.round is None or past_round > trend.round):
+                trend.add_round(history, past_round)
+        return trend
+
+
+def _altered_update_finding(trend: EvidenceTrend, index: int, distance: float) -> Finding:
+    """Of a client that did not send what it trained; what it sent instead is told by what that looks like."""
+    node = trend.scores.nodes[index] if trend.scores is not None else ""
+    since = trend.altered_since[node]
+    text = (
+        f"{node} does not send what it trained, since round {since}: most likely {WORDS[trend.suspected_kinds[node]]}."
+    )
+    numbers = [
+        Number("sent against trained", distance, 0.0, of="limit"),
+        *_outlying_signs(trend, index, telemetry=False)[:3],
+    ]
+    return _client_finding(trend, node, text, CERTAIN, since, numbers, {"views": ["exact"]})
+
+
+def _evidence_finding(trend: EvidenceTrend, index: int) -> Finding:
+    """Of a client against which there is enough evidence."""
+    node = trend.scores.nodes[index] if trend.scores is not None else ""
+    fired = trend.accusing_views(node)
+    since = min(trend.views[name].began[node] for name in fired)
+    kind = WORDS[trend.suspected_kinds[node]]
+    text = f"{node} is unlike its peers since round {since}: if something is wrong, most likely {kind}."
+    evidence = {
+        "views": fired,
+        "evidence": {name: round(trend.views[name].totals[node], 2) for name in fired},
+        "limit": {name: round(trend.limits[name], 2) for name in fired},
+    }
+    numbers = _outlying_signs(trend, index, telemetry=fired != ["server"])
+    return _client_finding(trend, node, text, trend.model.probability(trend.totals(node)), since, numbers, evidence)
+
+
+def _client_finding(
+    trend: EvidenceTrend,
+    node: Node,
+    text: str,
+    probability: float,
+    since: int,
+    numbers: Sequence[Number],
+    extra_evidence: Mapping[str, Any],
+) -> Finding:
+    kind, chances = trend.suspected_kinds[node], trend.kind_chances[node]
+    order = sorted(chances, key=lambda name: (name != kind, -chances[name]))[:4]
+    return finding(
+        ISSUE_OF[kind],
+        trend.round or 0,
+        text,
+        confidence=probability,
+        since=since,
+        node=node,
+        severity="critical" if probability > SURE else "warning" if probability >= LIKELY else "note",
+        numbers=numbers,
+        suspects=[Suspect(node, probability, WORDS[kind])],
+        more={"verdict": "faulty", "causes": [[name, round(chances[name], 3)] for name in order], **extra_evidence},
+    )
+
+
+def merge_by_group(
+    findings: Sequence[Finding], present: Sequence[Node], groups: Mapping[Node, str]
+) -> Iterator[Finding]:
+    """Members' findings, but one for the group where nearly all of an edge, cluster or ring are accused.
+
+    A ring passes models on, so one ill member makes the others look ill; and an edge may be ill as a whole. Not where
+    the accused are everywhere: then it is no matter of groups.
+    """
+    members: dict[str, list[Node]] = {}
+    for node in present:
+        if node in groups:
+            members.setdefault(groups[node], []).append(node)
+    accused = {accusation.where.node: accusation for accusation in findings}
+    ill = [
+        group
+        for group, nodes in members.items()
+        if len(nodes) >= WHOLE and sum(node in accused for node in nodes) >= len(nodes) - 1
+    ]
+    ill = ill if 2 * len(ill) <= len(members) else []
+    for accusation in findings:
+        if groups.get(accusation.where.node or "") not in ill:
+            yield accusation
+    for group in ill:
+        own = [accused[node] for node in members[group] if node in accused]
+        worst = max(own, key=lambda accusation: accusation.confidence)
+        names = ", ".join(accusation.where.node or "" for accusation in own)
+        text = f"Nearly all of {group} are unlike the others: {names}."
+        suspects = sorted((s for accusation in own for s in accusation.suspects), key=lambda s: -s.score)
+        yield replace(
+            worst,
+            where=replace(worst.where, node=None, group=group),
+            message=f"{text} {worst.message}",
+            suspects=tuple(suspects),
+        )
+
+
+def _outlying_signs(trend: EvidenceTrend, index: int, *, telemetry: bool) -> list[Number]:
+    """The signs that stand out most, over the last participations, with what is usual among the peers."""
+    assert trend.scores is not None  # noqa: S101 - there is a finding, so there are scores
+    assert trend.vital_signs is not None  # noqa: S101
+    lasting, values = trend.scores.lasting[index], trend.vital_signs.values
+    known = np.isfinite(values[index])
+    order = [i for i in np.argsort(-np.abs(lasting)) if known[i] and (telemetry or SIGNS[i] not in TELEMETRY)]
+    return [
+        Number(SIGNS[i], float(values[index, i]), float(np.nanmedian(values[:, i])), float(lasting[i]))
+        for i in order[:4]
+    ]
+
+
+# -- what is said of every client -------------------------------------------------------------------------------------
+
+LOCATOR = FaultyClientLocator()
+DETECTORS: tuple[Detector, ...] = (LOCATOR,)
+
+
+def evidence_totals(history: History, round_index: int) -> dict[Node, float]:
+    """Every client's sum of evidence, the largest of all views: the order in which to look at them."""
+    trend = LOCATOR.trend_up_to(history, round_index)
+    return {node: max(trend.totals(node).values()) + CAP * (node in trend.altered_since) for node in trend.clients}
+
+
+def fault_probabilities(history: History, round_index: int) -> dict[Node, float]:
+    """Every client's probability of being faulty, as it would be stated now."""
+    trend = LOCATOR.trend_up_to(history, round_index)
+    stated = {node: trend.model.probability(trend.totals(node)) for node in trend.clients}
+    return stated | dict.fromkeys(trend.altered_since, CERTAIN)
+
+
+def verdicts(history: History, round_index: int) -> dict[Node, str]:
+    """healthy, different, not yet decidable, or faulty; of every client seen so far.
+
+    Wrong labels show only against a model that has learnt something: before that nobody is called healthy. Whether it
+    has is known by the clients' own samples, or else by the accuracy that the host told before this round. Nobody is
+    called healthy either where updates are transformed on their way and evidence abstains.
+    """
+    trend = LOCATOR.trend_up_to(history, round_index)
+    accuracies = [
+        value for past_round, value in zip(*history.series("accuracy", None), strict=True) if past_round < round_index
+    ]
+    learnt = trend.accuracy >= LEARNT or (bool(accuracies) and accuracies[-1] >= LEARNT)
+    decidable = learnt and not trend.abstains
+    stated = dict.fromkeys(trend.clients, "healthy" if decidable else "not yet decidable")
+    if trend.scores is not None and learnt:
+        unlike = np.abs(trend.scores.lasting).max(axis=1)
+        stated |= {node: "different" for node, most in zip(trend.scores.nodes, unlike, strict=True) if most > UNLIKE}
+    likely = [node for node in trend.suspected_kinds if trend.model.probability(trend.totals(node)) >= LIKELY]
+    return (
+        stated
+        | dict.fromkeys(trend.suspected_kinds, "different")
+        | dict.fromkeys((*likely, *trend.altered_since), "faulty")
+    )

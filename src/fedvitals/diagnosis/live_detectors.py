@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Detectors on a run as it trains: they see every record in memory, and speak when a round is complete."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from fedvitals.diagnosis.cases import Attendance, Case, cases, record_attendance, severity_rank
+from fedvitals.diagnosis.examine import Examination, with_run_and_time
+from fedvitals.diagnosis.gaps import incomplete, no_all_clear
+from fedvitals.protocols import Detector, History, Node, RecordWriter, Sink
+from fedvitals.records import Action, Finding, Metric, Record, Run, Truth, Where
+
+ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
+
+
+class HistorySink(RecordWriter, Protocol):
+    def history(self, run: str) -> History: ...
+
+
+class LiveDetectors(Sink):
+    """A sink, so it runs on a queue's worker: detectors take no time from the training thread."""
+
+    name = "detectors"
+    ignores = (Finding, Action, Truth)  # no detector may see these; see `transport.sink_writer`
+
+    def __init__(
+        self,
+        run: str,
+        memory: HistorySink,
+        detectors: Sequence[Detector],
+        on_finding: Callable[[Finding], None],
+        on_failure: Callable[[Exception, str], None],
+    ) -> None:
+        self._run, self._memory, self._found, self._failed = run, memory, on_finding, on_failure
+        self._examination = Examination(memory.history(run), detectors, on_failure)
+        self.attendance: dict[Node | None, list[int]] = {}  # the rounds in which each node took part
+
+    def write(self, records: Sequence[Record], /) -> None:
+        """Take records in. What fails is reported and left out: it must not keep the detectors from all the rest."""
+        try:
+            self._memory.write([_measured(record) for record in records if not isinstance(record, self.ignores)])
+        except Exception as error:  # noqa: BLE001 - of one record; the others are kept
+            self._failed(error, "keeping records for the detectors")
+        for record in records:
+            if isinstance(record, Metric) and record.name == ROUND_COMPLETE and _of_whole_round(record.where):
+                self._examine(record.where.round or 0)
+
+    def _examine(self, round_index: int) -> None:
+        try:
+            record_attendance(self.attendance, self._memory.history(self._run), round_index)
+        except Exception as error:  # noqa: BLE001
+            self._failed(error, "noting who took part")
+        try:
+            for finding in self._examination.findings_of(round_index):
+                self._take(finding)
+        except Exception as error:  # noqa: BLE001 - a detector's own errors are caught before
+            self._failed(error, "examining a round")
+
+    def _take(self, finding: Finding) -> None:
+        try:
+            self._found(with_run_and_time(finding, self._run, time.time()))
+        except Exception as error:  # noqa: BLE001 - whatever a user's detector has made
+            self._failed(error, "taking a finding")
+
+
+def _of_whole_round(where: Where) -> bool:
+    """Not of a client, which may say whatever it likes."""
+    return where.round is not None and where.node is None
+
+
+def _measured(record: Record) -> Record:
+    """Without the configuration, which may tell what was made ill: not even behind the `History` shall it be found."""
+    return replace(record, config={}) if isinstance(record, Run) else record
+
+
+class Findings(list[Finding]):
+    """Findings, worst first, one for each round in which a trouble was seen; printed as cases, a line for each."""
+
+    def __init__(
+        self,
+        findings: Iterable[Finding],
+        *,
+        installed: int,
+        attendance: Attendance | None = None,
+        gaps: Sequence[str] = (),
+    ) -> None:
+        super().__init__(sorted(findings, key=lambda f: (severity_rank(f.severity), -f.confidence)))
+        self.installed = installed  # how many detectors looked
+        self.gaps = tuple(gaps)  # why these need not be all; empty: everything was judged
+        self._attendance = attendance
+
+    @property
+    def cases(self) -> list[Case]:
+        """The same by trouble: each once, with its history, worst first."""
+        return cases(self, self._attendance)
+
+    def __str__(self) -> str:
+        if not self.installed:
+            return 'No findings: no detector is installed. Leave out Monitor(detectors=...), or say ["standard", ...].'
+        if not self:
+            return no_all_clear(self.gaps) if self.gaps else f"No findings by {self.installed} detectors."
+        return "\n".join([*map(str, self.cases), *([incomplete(self.gaps)] if self.gaps else [])])
+
+    __repr__ = __str__

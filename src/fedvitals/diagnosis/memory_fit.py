@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training's memory comes to, and what would make it fit: arithmetic on the shares `memory.*`, no more.
+
+The peak of a step is taken as the sum of the shares. Against all storages that live in real steps that is 6 % too
+little (a small CNN, whose optimiser has copies for a moment) to 12 % too much (a transformer, whose gradients come as
+its activations go); `fedvitals bench profile` measures it again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+FIXED = ("model", "buffers", "gradients", "optimizer", "telemetry")  # whatever the batch
+SHARES = (*FIXED, "activations")
+WORDS = {
+    "model": "the model",
+    "buffers": "the model's buffers",
+    "gradients": "gradients",
+    "optimizer": "the optimiser's state",
+    "telemetry": "fedvitals itself",
+    "activations": "activations",
+}
+USABLE_SHARE = 0.9  # of a limit that may be filled: allocators round up, and others live there, too
+HALF, EIGHT = 0.5, 0.25  # of float32: float16 or bfloat16, int8
+MOST_PRUNED = 0.9  # share of the weights; who prunes more has another model
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRemedy:
+    """One way to make it fit."""
+
+    kind: str  # «batch», «half», «int8», «prune»
+    text: str
+    value: float  # samples, factor, factor, share
+    bytes: int  # the peak with it
+
+
+def predicted_peak(shares: Mapping[str, float], batch: float | None = None, to_batch: float | None = None) -> int:
+    """Bytes of a step at its peak, with another batch than the one that was measured where both are given."""
+    scale = to_batch / batch if batch and to_batch else 1.0
+    return round(sum(shares.get(name, 0.0) for name in FIXED) + shares.get("activations", 0.0) * scale)
+
+
+def largest_share(shares: Mapping[str, float]) -> tuple[str, float] | None:
+    """Its name and its part of the whole."""
+    whole = sum(shares.get(name, 0.0) for name in SHARES)
+    if whole <= 0:
+        return None
+    name = max(SHARES, key=lambda share_name: shares.get(share_name, 0.0))
+    return name, shares.get(name, 0.0) / whole
+
+
+def memory_remedies(shares: Mapping[str, float], limit_bytes: float, batch: float | None = None) -> list[MemoryRemedy]:
+    """What would bring the predicted peak under the limit, the cheapest in accuracy first; [] if it fits already.
+
+    `shares`: bytes by name as in `SHARES`; `batch`: the samples that the activations are of.
+    """
+    usable = USABLE_SHARE * limit_bytes
+    if predicted_peak(shares) <= usable:
+        return []
+    candidates = [
+        _smaller_batch(shares, usable, batch),
+        _half(shares, usable),
+        _int8(shares, usable),
+        _pruned(shares, usable),
+    ]
+    return [remedy for remedy in candidates if remedy is not None]
+
+
+def _fixed(shares: Mapping[str, float]) -> float:
+    return sum(shares.get(name, 0.0) for name in FIXED)
+
+
+def _smaller_batch(shares: Mapping[str, float], usable: float, batch: float | None) -> MemoryRemedy | None:
+    active = shares.get("activations", 0.0)
+    if not batch or active <= 0:
+        return None
+    size = math.floor((usable - _fixed(shares)) / (active / batch))
+    if size < 1:
+        return None
+    text = f"a batch of {size} in place of {batch:.0f}, gradients accumulated over {math.ceil(batch / size)} of them"
+    return MemoryRemedy("batch", text, size, predicted_peak(shares, batch, size))
+
+
+def _half(shares: Mapping[str, float], usable: float) -> MemoryRemedy | None:
+    """Activations, gradients and the model that computes in 16 bits; the optimiser keeps 32, as is usual."""
+    small = sum(HALF * shares.get(name, 0.0) for name in ("model", "gradients", "activations"))
+    peak = small + sum(shares.get(name, 0.0) for name in ("buffers", "optimizer", "telemetry"))
+    text = "model, gradients and activations in 16 bits (bfloat16)"
+    return MemoryRemedy("half", text, HALF, round(peak)) if peak <= usable else None
+
+
+def _int8(shares: Mapping[str, float], usable: float) -> MemoryRemedy | None:
+    """A frozen model in 8 bits and small adapters: gradients and optimiser state all but vanish."""
+    peak = EIGHT * shares.get("model", 0.0) + HALF * shares.get("activations", 0.0)
+    peak += shares.get("buffers", 0.0) + shares.get("telemetry", 0.0)
+    text = "the model quantised to 8 bits, with adapters trained in 16"
+    return MemoryRemedy("int8", text, EIGHT, round(peak)) if peak <= usable else None
+
+
+def _pruned(shares: Mapping[str, float], usable: float) -> MemoryRemedy | None:
+    """Channels pruned: model, gradients, optimiser state and activations shrink alike."""
+    by_width = sum(shares.get(name, 0.0) for name in ("model", "gradients", "optimizer", "activations"))
+    rest = shares.get("buffers", 0.0) + shares.get("telemetry", 0.0)
+    if by_width <= 0 or usable <= rest:
+        return None
+    share = math.ceil(100 * (1 - (usable - rest) / by_width)) / 100
+    if share > MOST_PRUNED:
+        return None
+    text = f"{share:.0%} of the channels pruned"
+    return MemoryRemedy("prune", text, share, round((1 - share) * by_width + rest))
+
+
+def device_table(
+    shares: Mapping[str, float], devices: Mapping[str, float], batch: float | None = None
+) -> list[DeviceFit]:
+    """For each device by name (and its memory in bytes): the predicted peak, whether it fits, and what would help."""
+    peak = predicted_peak(shares)
+    return [
+        DeviceFit(
+            name, round(memory), peak, peak <= USABLE_SHARE * memory, tuple(memory_remedies(shares, memory, batch))
+        )
+        for name, memory in devices.items()
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFit:
+    device: str
+    memory_bytes: int
+    peak_bytes: int
+    fits: bool
+    remedies: tuple[MemoryRemedy, ...]
+
+
+def size_words(count: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

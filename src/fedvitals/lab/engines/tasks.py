@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What topologies, engines and faults pass to each other: tasks, updates and exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fedvitals.lab.local import Local
+
+Node = str
+
+Exchange = Callable[[Tensor, Tensor], Tensor]
+"""What the members of a group pass to each other between two local iterations.
+
+From the states after an iteration, [members, size], and the members' numbers of samples, [members], to the states with
+which they begin the next one. It is a function of a module, since it goes to worker processes.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The local training of one group in one round; a client that trains alone is a group of one."""
+
+    round: int
+    nodes: tuple[Node, ...]
+    start: Tensor  # [size], for all members
+    group: str | None = None
+    exchange: Exchange | None = None
+    iterations: int | None = None  # instead of the experiment's
+    parent: Node = "server"  # who hands out the model and takes the updates
+    local: Local | None = None  # settings instead of the experiment's: a correction
+    stop_at_nonfinite: bool = False  # whether a loss that is not finite ends a client's training: a correction
+
+
+@dataclass(slots=True)
+class Update:
+    """What one client sends at the end of its local training. Faults change it on its way."""
+
+    node: Node
+    state: Tensor  # [size]; valid until the next update is taken, unless it is cloned
+    start: Tensor  # [size]: what it was trained from
+    samples: int
+    group: str | None = None
+    losses: Tensor = field(default_factory=lambda: torch.empty(0))  # [iterations]: of each local batch
+    steps: int = 0
+    seconds: float = 0.0  # of real computing
+    sent: bool = False  # what is wrong with its sending has been applied
+    error: str | None = None  # why there is nothing to use: the client failed; `state` is then its start
+    error_type: str | None = None

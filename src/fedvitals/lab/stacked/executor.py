@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The executor of the stacked engine: clients as a batch dimension, so that one call trains a step of all of them.
+
+The states of all clients are one matrix [clients, size]; a plan (`plans.py`) computes the model for all of its rows.
+This pays off where a client's step is too small to keep the machine busy: small models on a CPU, and everything on a
+GPU. The mathematics is that of `training`, row by row; sums over clients are in another order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor
+from torch.func import functional_call
+
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.lab.engines.executor import EvaluationJob
+from fedvitals.lab.engines.site import Site
+from fedvitals.lab.engines.tasks import Node, Task, Update
+from fedvitals.lab.stacked.plans import PRECISIONS, StackPlan, available_plans
+from fedvitals.lab.stacked.round import StackedRound
+from fedvitals.lab.stacked.samples import StackSamples
+from fedvitals.protocols import NullObserver, WorkerObserver
+
+STACK = 64  # clients in one stack on a CPU: more than this leaves the caches without saving calls
+TEST_BATCH = {"cpu": 256, "cuda": 4096}
+
+
+def can_stack(site: Site) -> bool:
+    """Return whether the model can be stacked: no state that a forward pass changes, nothing that vmap refuses."""
+    return bool(getattr(site.experiment.model, "stackable", False)) and site.layout.weights == site.layout.size
+
+
+def stack_size(members: int) -> int:
+    """Return the size of a stack on a CPU, such that all stacks of this many clients are of equal size."""
+    return math.ceil(members / math.ceil(members / STACK)) if members else 1
+
+
+@contextlib.contextmanager
+def reproducible_precision(precision: str) -> Iterator[None]:
+    """On CUDA, compute deterministically and in true float32, unless a faster precision was asked for."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    quick = precision == "tf32"
+    torch.backends.cuda.matmul.allow_tf32 = quick
+    try:
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=quick):
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+class StackedExecutor:
+    """The executor of the stacked engine, on any device."""
+
+    def __init__(self, site: Site, device: str = "cpu", precision: str = "float32") -> None:
+        if not can_stack(site):
+            raise ConfigError(
+                f"The model '{type(site.experiment.model).__name__}' cannot be stacked (batch norm, a recurrent layer, "
+                "or a model of your own that does not say `stackable = True`). Use the engine 'reuse'."
+            )
+        if precision not in PRECISIONS:
+            raise ConfigError(unknown("precision", precision, PRECISIONS))
+        self.site, self.layout, self.device = site, site.layout, torch.device(device)
+        self.precision = precision
+        self.module = copy.deepcopy(site.module).to(self.device)
+        self.kept: dict[Node, tuple[list[Tensor], float]] = {}  # optimisers' states, where the experiment keeps them
+        self.plan: StackPlan = available_plans(self.module, self.device, precision)[
+            0
+        ]  # on CUDA the first try; the quickest later
+        self.samples = StackSamples(site, self.device)
+        self.buffer_pool = _cuda_buffer_pool(self) if self.device.type == "cuda" else None
+
+    def train(self, tasks: Sequence[Task], watcher: WorkerObserver, out: Tensor) -> list[Update]:
+        with self._there(), reproducible_precision(self.precision):
+            return self._train(tasks, watcher, out)
+
+    def _train(self, tasks: Sequence[Task], watcher: WorkerObserver, out: Tensor) -> list[Update]:
+        observer = None if type(watcher) is NullObserver else watcher
+        stacked_round = (
+            StackedRound(self, tasks) if self.buffer_pool is None else self.buffer_pool.stacked_round(tasks, observer)
+        )
+        if observer is not None:
+            observer.stack_begin(stacked_round.stack())
+        began = time.perf_counter()
+        steps = len(stacked_round.losses)
+        for step in range(steps):
+            stacked_round.step(step, observer)
+            if step < steps - 1:
+                stacked_round.exchange()
+        out.copy_(stacked_round.states)
+        if self.site.experiment.local.keep_optimizer:
+            stacked_round.keep()
+        stacked_round.prepare_next_round()
+        if observer is not None:
+            observer.stack_end(stacked_round.failed)
+        losses = stacked_round.losses.cpu()  # a device is waited for here
+        seconds = (time.perf_counter() - began) / len(stacked_round.nodes)
+        return stacked_round.updates(out, losses, seconds)
+
+    def largest(self, members: int) -> int:
+        """Return how many of so many clients make one stack."""
+        if self.buffer_pool is not None:
+            with self._there():
+                return int(self.buffer_pool.largest(members))
+        return stack_size(members) if self.device.type == "cpu" else members
+
+    def _there(self) -> contextlib.AbstractContextManager[Any]:
+        """Make this device the current one, which Triton and captured graphs use."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
+    def evaluate(self, job: EvaluationJob) -> tuple[Tensor, Tensor]:
+        with reproducible_precision("float32"), torch.no_grad():
+            return self._evaluate(job)
+
+    def _evaluate(self, job: EvaluationJob) -> tuple[Tensor, Tensor]:
+        parameters = self.layout.views(job.state.to(self.device))
+        losses, hits = [], []
+        size = TEST_BATCH[self.device.type]
+        for inputs, labels in zip(*(part.split(size) for part in self.samples.evaluation(job)), strict=True):
+            logits = functional_call(self.module, dict(parameters), (inputs,))
+            losses.append(F.cross_entropy(logits, labels, reduction="none"))
+            hits.append(logits.argmax(1) == labels)
+        return torch.cat(losses).cpu(), torch.cat(hits).cpu()
+
+
+def _cuda_buffer_pool(executor: StackedExecutor) -> Any:
+    """Return the buffers for captured graphs, or None without Triton (as in CPU builds): then steps run directly."""
+    try:
+        from fedvitals.lab.stacked.cuda_round import CudaBufferPool  # noqa: PLC0415 - imports Triton
+    except ImportError:
+        return None
+    return CudaBufferPool(executor)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records lab runs on a tape: the state between rounds, and every update.
+
+With these and the experiment's description, each round can be re-executed to the last bit: all random numbers of the
+lab come from streams of (seed, purpose, round, node), so no generator state needs to be recorded.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fedvitals.errors import ConfigError
+from fedvitals.lab.engines.tasks import Node, Task, Update
+from fedvitals.lab.state import NamedTensors, StateLayout
+from fedvitals.protocols import Message
+from fedvitals.records import Action
+
+if TYPE_CHECKING:
+    from fedvitals.lab.engines.engine import AnyEngine
+    from fedvitals.lab.experiment import Experiment
+    from fedvitals.lab.federation import Federation, ServerState
+
+State = dict[str, Mapping[str, Tensor]]
+OPTIMIZER = "optimizer/"
+
+
+def rerun_settings(experiment: Experiment, engine: AnyEngine, data: object) -> dict[str, Any]:
+    """Return what re-execution needs. An experiment with the user's own objects has no text: they must be passed
+    again.
+    """
+    try:
+        text = experiment.to_toml()
+    except ConfigError:
+        text = None
+    where = data if data is not None else os.environ.get("FEDVITALS_DATA")
+    return {
+        "host": "lab",  # whatever the monitor was told
+        "experiment": text,
+        "digest": experiment.digest(),
+        "engine": engine.name,
+        "workers": getattr(engine, "workers", 1),
+        "device": str(getattr(engine, "device", "cpu")),
+        "precision": getattr(engine, "precision", "float32"),
+        "data": None if where is None else os.path.abspath(os.fspath(where)),  # type: ignore[call-overload]  # noqa: PTH100
+        "rounds": experiment.rounds,
+        "nodes": list(experiment.nodes),
+        "keep_optimizer": experiment.local.keep_optimizer,
+    }
+
+
+def begin(federation: Federation, actions: Sequence[Action]) -> None:
+    recorder = federation.observer.recorder
+    if recorder is None:
+        return
+    server = federation.server
+    notes = {**server_notes(server), "actions": [describe_action(action) for action in actions]}
+    recorder.begin(federation.round, state_tensors_of(federation), notes)
+
+
+def messages(
+    federation: Federation,
+    batch: Sequence[Update],
+    arrived: Sequence[Update],
+    excluded: AbstractSet[Node],
+    task_of: Mapping[Node, Task],
+) -> None:
+    """Record a batch of updates as they arrived, usable or not."""
+    recorder = federation.observer.recorder
+    if recorder is None:
+        return
+    layout, corrections = federation.site.layout, federation.corrections
+    states = dict(zip(map(id, arrived), cpu_copies([update.state for update in arrived]), strict=True))
+    messages = []
+    for update in batch:
+        came = id(update) in states
+        used = came and update.node not in excluded and not corrections.is_quarantined(update.node, update.group)
+        messages.append(
+            Message(
+                update.node,
+                NamedTensors(layout, states[id(update)]) if came else None,
+                float(update.samples),
+                used,
+                update.group,
+                _origin(federation.server, task_of[update.node].start),
+                update.losses,
+                update.error if update.error is not None or came else "refused",
+            )
+        )
+    recorder.messages(federation.round, messages)
+
+
+def end(federation: Federation, metrics: Mapping[str, float]) -> None:
+    recorder = federation.observer.recorder
+    if recorder is not None:
+        recorder.end(federation.round, state_tensors_of(federation), server_notes(federation.server), metrics)
+
+
+def state_tensors_of(federation: Federation) -> State:
+    """Return copies of the federation's tensors, since memory may be changed in place."""
+    server, layout = federation.server, federation.site.layout
+    held: dict[str, Tensor] = {"model": server.model}
+    held |= {f"memory/{key}": tensor for key, tensor in server.memory.items()}
+    held |= {f"past/{i}": tensor for i, tensor in enumerate(server.past)}
+    held |= {OPTIMIZER + key: tensor for key, tensor in _optimizers(federation.engine).items()}
+    return {key: name_tensors(layout, own) for key, own in zip(held, cpu_copies([*held.values()]), strict=True)}
+
+
+def cpu_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return a copy of each tensor on the CPU; those of one shape are fetched from a device together."""
+    copies = [tensor.clone() if tensor.is_cpu else tensor for tensor in tensors]
+    on_device: dict[tuple[object, ...], list[int]] = {}
+    for index, tensor in enumerate(copies):
+        if not tensor.is_cpu:
+            on_device.setdefault((tensor.device, tensor.shape, tensor.dtype), []).append(index)
+    for indices in on_device.values():
+        for index, row in zip(indices, torch.stack([copies[index] for index in indices]).cpu(), strict=True):
+            copies[index] = row.clone()  # a tape keeps some of them, and would keep them all
+    return copies
+
+
+def name_tensors(layout: StateLayout, tensor: Tensor) -> Mapping[str, Tensor]:
+    """Return a vector by layer if it is as long as the model or its weights, else (a count, a rate) unchanged."""
+    if tensor.dim() == 1 and len(tensor) in (layout.size, layout.weights):
+        return NamedTensors(layout, tensor)
+    return {"": tensor}
+
+
+def server_notes(server: ServerState) -> dict[str, Any]:
+    return {"notes": copy.deepcopy(server.notes), "clock": float(server.clock).hex()}
+
+
+def describe_action(action: Action) -> dict[str, Any]:
+    table = dataclasses.asdict(action)
+    table["where"] = {"run": action.where.run, "round": action.where.round, "node": action.where.node}
+    return table
+
+
+def _origin(server: ServerState, start: Tensor) -> str:
+    if start is server.model:
+        return "model"
+    return next((f"memory/{key}" for key, tensor in server.memory.items() if tensor is start), "model")
+
+
+def _optimizers(engine: AnyEngine) -> dict[str, Tensor]:
+    """Return the clients' optimiser states, where the experiment keeps them between rounds."""
+    return engine.optimizers() if hasattr(engine, "optimizers") else {}

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads what has changed in a store since somebody last looked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fedvitals.store.read.reader import Reader
+from fedvitals.store.schema import TABLES
+
+NUMBERED = tuple(
+    table.name
+    for table in TABLES
+    if {"arrival", "run"} <= {column.name for column in table.columns} and table.name != "truth"
+)
+"""Tables whose rows belong to a run and are numbered in the order of their arrival."""
+
+
+def data_version(reader: Reader) -> object:
+    """Return what stays the same as long as nobody else writes; None where that cannot be asked in one word.
+
+    Answers of two readers cannot be compared.
+    """
+    return None if reader.database.dialect.shared else reader.database.rows("PRAGMA data_version")[0][0]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreState:
+    """How far a store has come."""
+
+    newest: dict[str, int]  # by table, the arrival of the newest row
+    runs: dict[str, tuple[Any, ...]]  # by id, what changes when a run is described anew
+    marks: dict[int, tuple[Any, ...]]  # by the run's number, what changes when a mark is set or taken away
+
+
+def store_state(reader: Reader) -> StoreState:
+    """Return how far the store has come."""
+    ask = reader.database.rows
+    newest = " UNION ALL ".join(f"SELECT '{table}', COALESCE(MAX(arrival), 0) FROM {table}" for table in NUMBERED)  # noqa: S608 - our own words
+    return StoreState(
+        {table: int(arrival) for table, arrival in ask(newest)},
+        {row[0]: row[1:] for row in ask("SELECT id, source, sequence, finished FROM runs")},
+        {
+            row[0]: row[1:]
+            for row in ask("SELECT run, COUNT(*), MAX(at), MIN(target), MAX(target) FROM mark GROUP BY run")
+        },
+    )
+
+
+def runs_with_new_rows(reader: Reader, table: str, after: int, last: int) -> set[int]:
+    """Return the numbers of the runs that have rows with arrivals from `after` (not included) to `last`."""
+    sql = f"SELECT DISTINCT run FROM {table} WHERE arrival > ? AND arrival <= ?"  # noqa: S608 - our own words
+    return {run for (run,) in reader.database.rows(sql, (after, last))}
+
+
+def count_newest_rows(reader: Reader, table: str, after: int, base: int) -> list[tuple[int, int, int]]:
+    """Return for each run its number, how many rows it has with arrivals above `base`, and how many above `after`."""
+    return reader.database.rows(
+        f"SELECT run, COUNT(*), COUNT(CASE WHEN arrival > ? THEN 1 END) FROM {table} WHERE arrival > ? GROUP BY run",  # noqa: S608 - our own words
+        (after, base),
+    )

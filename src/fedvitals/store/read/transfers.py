@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads sums of transfers: the database adds them up, since a long run has a million."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedvitals.records import is_client
+from fedvitals.store.read.reader import Reader
+
+Message = tuple[str, str, str, float, float, int]
+"""Sender, receiver, kind, bytes, bytes before compression, number of messages."""
+
+
+def bytes_since(reader: Reader, run: str, kind: str, since: int) -> tuple[int, int, int] | None:
+    """Add up the transfers of a run that arrived after `since`, each message once.
+
+    Returns the arrival of the newest, the bytes of all kinds, and those of `kind`; None where nothing arrived.
+    """
+    # The plus keeps the planner from the other way: what is new lies at the end, everything under the run.
+    where = "arrival > ? AND +run = ?" if since else "+arrival > ? AND run = ?"
+    sizes = "CASE WHEN bytes > 0 THEN bytes ELSE 0 END"
+    ((newest, total, of_kind),) = reader.database.rows(
+        # Not grouped by kind, which would sort a million messages.
+        f"SELECT MAX(arrival), SUM({sizes}), SUM(CASE WHEN kind = (SELECT id FROM symbol WHERE text = ?) "  # noqa: S608 - our own words
+        f"THEN {sizes} ELSE 0 END) FROM transfer WHERE {where}",
+        (kind, since, reader.names.number(run) or 0),
+    )
+    return None if newest is None else (int(newest), int(total), int(of_kind))
+
+
+def flows_by_round(reader: Reader, run: str, kind: str) -> list[tuple[Any, ...]]:
+    """Add up the transfers of a run by round, by whether they are of `kind`, and by whether clients send or receive.
+
+    Returns rows of round, is of that kind, sent by a client, received by a client, bytes, bytes before compression,
+    number of messages.
+    """
+    symbols = reader.database.rows(
+        "SELECT id, text FROM symbol WHERE text = 'server' OR text LIKE 'edge-%' OR text LIKE 'cluster-%' "
+        "OR text LIKE 'ring-%'"
+    )
+    others = ", ".join(str(int(number)) for number, name in symbols if not is_client(name)) or "0"
+    return reader.database.rows(
+        f"SELECT round, kind = ?, sender NOT IN ({others}), receiver NOT IN ({others}), "  # noqa: S608 - numbers
+        "SUM(CASE WHEN bytes > 0 THEN bytes ELSE 0 END), SUM(CASE WHEN raw_bytes > 0 THEN raw_bytes ELSE 0 END), "
+        "SUM(CASE WHEN bytes > 0 THEN 1 ELSE 0 END) "
+        "FROM transfer WHERE run = ? GROUP BY 1, 2, 3, 4",
+        (reader.names.number(kind) or 0, reader.names.number(run) or 0),
+    )
+
+
+def bytes_by_kind(reader: Reader, run: str, first: int, last: int) -> list[tuple[str, float, float, int]]:
+    """Add up the transfers of the rounds from `first` to `last` by kind.
+
+    Returns rows of kind, bytes, bytes before compression, number of messages.
+    """
+    return reader.database.rows(
+        "SELECT s.text, SUM(t.bytes), SUM(t.raw_bytes), COUNT(*) FROM transfer AS t JOIN symbol AS s ON s.id = t.kind "
+        "WHERE t.run = ? AND t.round BETWEEN ? AND ? GROUP BY s.text",
+        (reader.names.number(run) or 0, first, last),
+    )
+
+
+def messages_of_round(reader: Reader, run: str, round_index: int) -> list[Message]:
+    """Add up the transfers of one round by sender, receiver and kind."""
+    return reader.database.rows(
+        "SELECT a.text, b.text, k.text, SUM(t.bytes), SUM(t.raw_bytes), COUNT(*) FROM transfer AS t "
+        "JOIN symbol AS a ON a.id = t.sender JOIN symbol AS b ON b.id = t.receiver JOIN symbol AS k ON k.id = t.kind "
+        "WHERE t.run = ? AND t.round = ? GROUP BY a.text, b.text, k.text",
+        (reader.names.number(run) or 0, round_index),
+    )

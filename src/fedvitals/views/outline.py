@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several parts of a page need to know of a run, read once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fedvitals.records import Run, is_client, natural
+from fedvitals.store.marks import Mark, marks
+from fedvitals.store.read import queries
+from fedvitals.store.read.metrics import SeriesByNode, series_of
+from fedvitals.store.read.nodes import nodes_by_number
+from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.runs import run_settings
+
+OUTCOMES = ("accuracy", "loss", "local.accuracy", "local.loss")
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What several parts of a page need to know of a run."""
+
+    settings: Run  # without its layer tables and versions
+    rounds: list[int]  # ascending
+    nodes: Mapping[int, str]  # by their numbers in the store
+    marks: Sequence[Mark]
+    outcomes: SeriesByNode  # `OUTCOMES` as the federation and its server told them
+
+    @property
+    def clients(self) -> list[str]:
+        """The names of the run's clients, in natural order."""
+        return sorted((node for node in self.nodes.values() if is_client(node)), key=natural)
+
+
+def outline_of(reader: Reader, run: str) -> Outline:
+    """Read the outline of a run; ConfigError when there is none of that id."""
+    settings = run_settings(reader, run)
+    return Outline(
+        queries.get_run(reader, run) if settings is None else settings,  # which says what there is
+        reader.history(run).rounds(),
+        nodes_by_number(reader, run),
+        marks(reader, run),
+        series_of(reader, run, OUTCOMES, (None, "server")),
+    )
