@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fedvitals.errors import ConfigError, MissingExtraError, unknown
-from fedvitals.protocols import Probe, Schedule
+from fedvitals.protocols import Probe, Schedule, name_of
 from fedvitals.schedule import always, at_exit, budget
 
 NAMES = LIGHT, STANDARD, DEEP = ("light", "standard", "deep")
@@ -39,7 +39,7 @@ class Planned:
     @property
     def name(self) -> str:
         """The probe's name. Not its text: that of a `partial` quotes its arguments, which may be a client's."""
-        return str(getattr(self.probe, "__name__", type(self.probe).__name__))
+        return name_of(self.probe)
 
 
 @dataclass(frozen=True, slots=True)
