@@ -4,7 +4,6 @@
 import os
 import re
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +11,12 @@ import pytest
 from hypothesis import settings
 
 from support.dashboard_server import chromium, page  # noqa: F401 - fixtures
+from support.waiting import wait_until
 
 # Before torch is loaded, and without loading it: numbers do not depend on the machine's cores, workers do not fight.
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+LEAVING = 30.0  # seconds that a thread may take to end on a busy machine after it was told to
 
 settings.register_profile("here", deadline=None)
 settings.register_profile("fast", deadline=None, max_examples=25)  # scripts/test --fast
@@ -49,7 +51,5 @@ def no_thread_left() -> Iterator[None]:
     """Whoever starts a worker ends it: a monitor or queue that a test leaves open fails that test."""
     before = set(_left())
     yield
-    until = time.monotonic() + 1
-    while (left := set(_left()) - before) and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not left, f"threads left after the test: {', '.join(sorted(left))}"
+    if set(_left()) - before:
+        wait_until(lambda: not set(_left()) - before, LEAVING, f"the end of {', '.join({*_left()} - before)}")

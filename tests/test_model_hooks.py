@@ -110,7 +110,7 @@ def test_two_optimisers_of_one_model_are_told_apart_from_what_lies_between():
     optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in model]
     with monitor, monitor.round(0), monitor.client("c0", model):
         for _ in range(6):
-            time.sleep(0.01)
+            time.sleep(0.05)
             model(X).sum().backward()
             for optimizer in optimizers:
                 optimizer.step()

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fedvitals.analysis.bottleneck import KINDS, judge, judge_round
-from fedvitals.analysis.critical_path import critical_path, in_words, without
+from fedvitals.analysis.critical_path import critical_path, format_seconds, without
 from fedvitals.analysis.stragglers import stragglers
 from fedvitals.analysis.timeline import timeline
 from support.spans_by_hand import in_turn, journey, server, side_by_side, span, whole
@@ -305,4 +305,4 @@ def test_stragglers_by_name_with_their_history():
     [(1234.5, "1,234 s"), (8.12, "8.1 s"), (0.243, "0.24 s"), (0.0031, "3.1 ms"), (0.0, "0 s")],
 )
 def test_lengths_of_time_as_people_write_them(seconds, words):
-    assert in_words(seconds) == words
+    assert format_seconds(seconds) == words

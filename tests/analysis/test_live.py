@@ -8,7 +8,7 @@ import pytest
 from fedvitals import catalog
 from fedvitals.analysis.bottleneck import judge_round
 from fedvitals.analysis.live import LiveProfile
-from fedvitals.analysis.timeline import of_clock, timeline
+from fedvitals.analysis.timeline import rounds_of_clock, timeline
 from fedvitals.diagnosis.cases import cases, is_trouble
 from fedvitals.diagnosis.detectors.system import bottleneck
 from fedvitals.diagnosis.examine import examine
@@ -192,6 +192,7 @@ def test_silent_where_there_is_nothing_to_say(kinds, seconds):
     assert examine(history(kinds, seconds), detectors=[bottleneck]) == []
 
 
+@pytest.mark.thorough
 def test_a_run_in_the_lab_told_as_it_goes_on():
     lab = pytest.importorskip("fedvitals.lab", reason="the lab needs torch")
     network = lab.Network(links="3g", devices="phone", overrides={"c2": ["lora"]}, spread=0.2, jitter=0.1)
@@ -202,7 +203,7 @@ def test_a_run_in_the_lab_told_as_it_goes_on():
     live = LiveProfile(found.append)
     for record in sink.records:  # one by one, as they came
         live.write([record])
-    times = of_clock(timeline(record for record in sink.records if isinstance(record, Span)), "virtual")
+    times = rounds_of_clock(timeline(record for record in sink.records if isinstance(record, Span)), "virtual")
     for time in times:
         verdict = judge_round(time)
         now = shares([m for m in found if m.where.round == time.round])

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fedvitals import lab
-from fedvitals.analysis.timeline import main_clock, of_clock, timeline, waiting_for
+from fedvitals.analysis.timeline import main_clock, rounds_of_clock, timeline, waiting_for
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Span, Where
 from fedvitals.testing import MemorySink
@@ -95,7 +95,7 @@ def test_an_asynchronous_journey_is_cut_to_the_round_and_kept_whole_beside():
     (time,) = timeline([whole(2.0, clock="virtual"), way])
     assert time.overlapping
     assert time.nodes["c1"].parts == pytest.approx({"upload": 1.5, "wait": 0.5})
-    assert time.nodes["c1"].told["compute"] == 3.0
+    assert time.nodes["c1"].reported["compute"] == 3.0
     sums_to_its_round(time)
 
 
@@ -160,6 +160,7 @@ def test_only_the_whole_tells_of_the_round_and_only_the_server_of_itself():
     assert set(time.nodes) == set(honest.nodes)
 
 
+@pytest.mark.thorough
 def test_numbers_of_nodes_and_spans_are_bounded():
     crowd = [span(f"n{i}", "client", 0.0, 1.0) for i in range(10_050)]
     many = [span("n1", "client", i / 1000, 0.001, own=f"again {i}") for i in range(100)]
@@ -191,6 +192,7 @@ def test_nothing_that_a_span_says_raises():
 EVERY_WAY = {**TOPOLOGIES, "asynchronous": lab.Asynchronous(buffer=3)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", EVERY_WAY)
 def test_parts_of_real_runs_sum_to_the_round_on_both_clocks(name):
     e = lab.Experiment(clients=9, rounds=3, network=BUSY, topology=EVERY_WAY[name], model="mlp")
@@ -200,7 +202,7 @@ def test_parts_of_real_runs_sum_to_the_round_on_both_clocks(name):
     times = timeline(record for record in sink.records if isinstance(record, Span))
     assert main_clock(times) == "virtual"
     for clock in ("virtual", "real"):
-        own = of_clock(times, clock)
+        own = rounds_of_clock(times, clock)
         assert [time.round for time in own] == [0, 1, 2]
         for time in own:
             assert time.left_out == 0

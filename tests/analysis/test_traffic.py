@@ -94,7 +94,7 @@ def test_clients_may_be_called_edge_devices():
     [("float32", 4), ("uint8", 1), ("float8_e4m3fn", 1), ("bfloat16", 2), ("complex128", 16), ("bool", 1), ("?", 4)],
 )
 def test_bytes_of_a_value_by_its_type(dtype, size):
-    assert traffic.width(dtype) == size
+    assert traffic.bytes_per_value(dtype) == size
 
 
 def test_availability_and_failures_over_the_rounds():
@@ -127,7 +127,9 @@ def test_what_it_took_to_reach_an_accuracy():
     """Everything spent up to the end of the first round that has it; else the best there was."""
     accuracy = {0: 0.5, 1: 0.81, 2: math.nan, 3: 0.92}
     spent = dict.fromkeys(range(4), 10)
-    low, middle, high = traffic.reached(accuracy, seconds=dict.fromkeys(range(4), 2.0), virtual_seconds={}, bytes=spent)
+    low, middle, high = traffic.accuracy_milestones(
+        accuracy, seconds=dict.fromkeys(range(4), 2.0), virtual_seconds={}, bytes=spent
+    )
     assert (low.round, low.rounds, low.seconds, low.virtual_seconds, low.bytes) == (1, 2, 4.0, None, 20)
     assert (middle.rounds, middle.seconds, middle.bytes) == (4, 8.0, 40)
     assert (high.round, high.seconds, high.best) == (None, None, 0.92)
@@ -139,7 +141,7 @@ def test_the_bandwidth_that_a_target_needs():
     run.round({"c0": (1.0, 2.0, 1.0), "c1": (1.0, 9.0, 1.0)})
     ways = {"c0": [{"download": 1.0, "compute": 2.0, "upload": 1.0, "wait": 7.0}],
             "c1": [{"download": 1.0, "compute": 9.0, "upload": 1.0, "wait": 0.0}]}  # fmt: skip
-    c1, c0 = traffic.needed(ways, of(run), target_seconds=3.5, server_seconds=0.5)
+    c1, c0 = traffic.bandwidth_needs(ways, of(run), target_seconds=3.5, server_seconds=0.5)
     assert (c1.node, c1.bits_per_second) == ("c1", None)
     assert c0.bits_per_second == 8 * 2 * BYTES / 1.0
     assert c0.now_bits_per_second == 8 * 2 * BYTES / 2.0
@@ -164,14 +166,14 @@ def test_bytes_of_a_round_do_not_depend_on_how_many_came_in_time():
         for m in (sent("server", "c0", 60, number=n, kind="model"), sent("c0", "server", 40, number=n))
     ]
     late = traffic.traffic_of(messages, [warning("update.late", "c0", n) for n in range(9)])
-    (one,) = traffic.needed({"c0": [{"download": 1.0, "compute": 1.0, "upload": 1.0}]}, late, 2.0, 0.0)
+    (one,) = traffic.bandwidth_needs({"c0": [{"download": 1.0, "compute": 1.0, "upload": 1.0}]}, late, 2.0, 0.0)
     assert (one.bytes, one.bits_per_second) == (100, 800)
 
 
 def test_no_bandwidth_shortens_latency():
     found = traffic.traffic_of([sent("server", "c0", 60, kind="model"), sent("c0", "server", 40)])
     ways = {"c0": [{"download": 1.0, "compute": 1.0, "upload": 1.0}]}
-    (enough,) = traffic.needed(ways, found, 2.5, 0.0, {"c0": 0.5})
+    (enough,) = traffic.bandwidth_needs(ways, found, 2.5, 0.0, {"c0": 0.5})
     assert (enough.bits_per_second, enough.now_bits_per_second) == (8 * 100 / 0.5, 8 * 100 / 1.0)
-    (never,) = traffic.needed(ways, found, 1.9, 0.0, {"c0": 0.5})
+    (never,) = traffic.bandwidth_needs(ways, found, 1.9, 0.0, {"c0": 0.5})
     assert (never.bits_per_second, never.latency_seconds) == (None, 1.0)

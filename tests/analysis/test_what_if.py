@@ -9,16 +9,16 @@ import pytest
 
 from fedvitals import lab
 from fedvitals.analysis.bottleneck import judge
-from fedvitals.analysis.remedies import remedies, resolved
+from fedvitals.analysis.remedies import remedies, resolve_change
 from fedvitals.analysis.sampling import expected_longest
-from fedvitals.analysis.timeline import of_clock, timeline
+from fedvitals.analysis.timeline import rounds_of_clock, timeline
 from fedvitals.analysis.what_if import latencies, what_if
 from fedvitals.lab.experiment import read
 from fedvitals.lab.network.profiles import Device, Link
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Run, Span, Transfer, Where
 from fedvitals.testing import MemorySink
-from fedvitals.views.links import latency_of
+from fedvitals.views.profile import latency_of
 from support.spans_by_hand import in_turn, journey, server, side_by_side, whole
 
 
@@ -216,8 +216,8 @@ def test_who_holds_up_the_run_is_named_among_the_remedies():
 def test_changes_are_worked_out_from_the_experiment():
     change = {"local.epochs": {"times": 0.5}, "local.iterations": {"times": 0.5}, "participation": {"times": 0.5}}
     table = {"local": {"epochs": None, "iterations": 5}, "participation": 1.0}
-    assert resolved(change, table) == {"local.iterations": 2, "participation": 0.5}
-    assert resolved({"network.deadline_seconds": 3.5}, {}) == {"network.deadline_seconds": 3.5}
+    assert resolve_change(change, table) == {"local.iterations": 2, "participation": 0.5}
+    assert resolve_change({"network.deadline_seconds": 3.5}, {}) == {"network.deadline_seconds": 3.5}
 
 
 # -- the lab, again with the change -----------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def timed(e):
     sink = MemorySink()
     with Monitor(None, sinks=[sink], strict=True, detectors=[]) as monitor:
         lab.run(e, monitor)
-    return of_clock(timeline(record for record in sink.records if isinstance(record, Span)), "virtual")
+    return rounds_of_clock(timeline(record for record in sink.records if isinstance(record, Span)), "virtual")
 
 
 @pytest.mark.thorough
@@ -261,7 +261,7 @@ def test_predicted_gains_come_true_in_the_lab(name):
     for remedy in remedies(verdict, what_if(times), least=0.05):
         if remedy.change is None or "cohort" in remedy.key or "network.server" in remedy.change:
             continue
-        changed = read(e.to_toml(), resolved(remedy.change, msgspec.to_builtins(e)))
+        changed = read(e.to_toml(), resolve_change(remedy.change, msgspec.to_builtins(e)))
         changed = msgspec.structs.replace(changed, rounds=round(e.rounds * remedy.rounds_factor))
         seconds = float(np.mean([time.seconds for time in timed(changed)])) * remedy.rounds_factor
         assert remedy.saving == pytest.approx(remedy.before - seconds, rel=0.15), remedy
@@ -269,6 +269,7 @@ def test_predicted_gains_come_true_in_the_lab(name):
     assert tried >= 3
 
 
+@pytest.mark.thorough
 def test_latency_of_the_labs_links_is_no_gain_of_compression():
     """4g takes 85 ms one way: of a small model's upload, most. It was once computed that compressing saves half."""
     network = lab.Network(links="4g", devices="laptop", jitter=0.1, spread=0.1)
@@ -277,7 +278,7 @@ def test_latency_of_the_labs_links_is_no_gain_of_compression():
     sink = MemorySink()
     with Monitor(None, sinks=[sink], strict=True, detectors=[]) as monitor:
         lab.run(e, monitor)
-    times = of_clock(timeline(record for record in sink.records if isinstance(record, Span)), "virtual")
+    times = rounds_of_clock(timeline(record for record in sink.records if isinstance(record, Span)), "virtual")
     transfers = [record for record in sink.records if isinstance(record, Transfer)]
     kept = Run("r", "r", host="lab", config={"experiment": e.to_toml()})
     latency = latency_of(kept, times, transfers)

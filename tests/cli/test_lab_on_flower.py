@@ -15,7 +15,7 @@ from fedvitals import lab
 from fedvitals.cli import main as cli
 from fedvitals.errors import ConfigError
 from fedvitals.hosts.flower.lab import launch
-from fedvitals.hosts.flower.lab.app import Settings
+from fedvitals.hosts.flower.lab.app import LabAppSettings
 from fedvitals.replay.player.player import Player
 from fedvitals.replay.player.proof import verify
 from fedvitals.replay.tape.reader import open_tape
@@ -107,7 +107,7 @@ def test_the_app_that_flower_is_given(tmp_path):
     folder = launch.write_app(tmp_path / "app", told)
     written = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
     assert written["config"] == told
-    assert msgspec.convert(written["config"], Settings).experiment == TOML
+    assert msgspec.convert(written["config"], LabAppSettings).experiment == TOML
     assert set(written["components"].values()) == {"fedvitals_lab.app:server_app", "fedvitals_lab.app:client_app"}
 
 

@@ -154,6 +154,7 @@ def test_wrong_use_is_told(store, capsys, arguments, words):
     assert words in err
 
 
+@pytest.mark.thorough
 def test_loads_no_torch(store):
     """A report on an aggregator's or a colleague's machine."""
     code = (

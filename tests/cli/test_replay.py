@@ -80,6 +80,7 @@ def test_commands_come_from_the_line_a_file_and_a_pipe(store, tmp_path, capsys, 
     assert "round 1, in c1, step 0" in out
 
 
+@pytest.mark.thorough
 def test_plots_and_exports_are_files(store, tmp_path, capsys):
     picture, table = tmp_path / "loss.png", tmp_path / "updates.csv"
     line = f"plot loss c4 {picture}; print update; export {table}"
@@ -177,7 +178,7 @@ class _Screen:
 
 def _ended(process: int, terminal: int) -> int:
     """Its output has to be read for it to end."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         done, status = os.waitpid(process, os.WNOHANG)
         if done:

@@ -51,6 +51,7 @@ def test_help_names_every_verb_and_loads_no_torch():
         assert verb in done.stdout
 
 
+@pytest.mark.thorough
 def test_demo_finds_the_client_with_wrong_labels(store, capsys):
     """The ill client stands out most by the end of even the small demo, and the store holds the run."""
     (found,) = result(capsys, "runs", "--store", store)

@@ -5,7 +5,6 @@ import base64
 
 import numpy as np
 import pytest
-from playwright.sync_api import expect
 from starlette.testclient import TestClient
 
 from fedvitals.dashboard.app import create_app
@@ -17,7 +16,7 @@ from fedvitals.store import open_reader
 from fedvitals.store.marks import set_mark
 from fedvitals.views.clients import Rosters, clients_page, roster
 from support import overview_run as charted
-from support.dashboard_server import judge, ready, serve
+from support.dashboard_server import expect, judge, ready, serve
 
 HOME = "http://127.0.0.1:8321"
 IMAGE = "<img src=x onerror=alert(1)>"
@@ -91,6 +90,7 @@ def names(client, **params):
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_worst_first_and_says_so(client):
     found = get(client, "clients")
     assert [row["name"] for row in found["rows"]][:2] == ["c3", IMAGE]
@@ -149,6 +149,7 @@ def test_a_value_that_is_not_finite_is_told_as_such(tmp_path):
     assert "NaN or Inf" in first.why
 
 
+@pytest.mark.thorough
 def test_a_run_without_clients_is_no_error(tmp_path):
     path = charted.written(tmp_path / "s.db", rounds=0)
     with TestClient(create_app(path), base_url=HOME) as client:
@@ -171,6 +172,7 @@ def test_the_verdict_on_a_client_is_of_its_own_cases(client):
     assert get(client, "client", node=IMAGE)["worse"] == "c3"
 
 
+@pytest.mark.thorough
 def test_who_is_far_off_without_a_finding_is_different_not_ill(tmp_path):
     path = charted.written(tmp_path / "s.db", names=NAMES, rounds=ROUNDS, more=[*more_records()])
     with TestClient(create_app(path), base_url=HOME) as client:

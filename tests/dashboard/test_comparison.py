@@ -12,7 +12,7 @@ from fedvitals.records import Metric, Transfer, Where
 from fedvitals.store import open_reader
 from fedvitals.store.read import queries
 from fedvitals.views.comparison.page import POINTS
-from fedvitals.views.traffic_sums import traffic_sums
+from fedvitals.views.run_figures import traffic_sums
 from support.runs_by_hand import HOSTILE, course, find
 from support.timed_run import STARTED, stored
 
@@ -170,6 +170,7 @@ def test_a_run_that_gets_longer_is_not_remembered_as_it_was(tmp_path):
         assert picture(compare(client, "one", "two"), "accuracy")["lines"][0]["values"][-1] == 0.95
 
 
+@pytest.mark.thorough
 def test_long_runs_come_in_buckets_that_keep_their_extremes(tmp_path):
     told = course("one", rounds=0), course("two", "other", rounds=0)
     for one in told:

@@ -138,6 +138,7 @@ def test_a_script_may_send_the_token_itself(closed: TestClient) -> None:
     assert closed.get("/api/store", headers={"Authorization": "Bearer wrong"}).status_code == 401
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bearer", [False, True])
 def test_guessing_is_slowed_down_and_then_even_the_right_one_waits(closed: TestClient, bearer: bool) -> None:
     def attempt(token: str) -> int:

@@ -14,6 +14,7 @@ from fedvitals.records import Metric, Where
 from fedvitals.store import open_store
 from support.dashboard_server import ready, serve, serving
 from support.timed_run import begin, stored
+from support.waiting import PATIENCE
 
 pytestmark = [pytest.mark.browser, pytest.mark.thorough]
 RUN = "20260101-000000-live"
@@ -44,8 +45,8 @@ def test_a_page_follows_a_training_without_being_touched(page, tmp_path: Path) -
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         try:
-            page.get_by_role("link", name="demo").first.click(timeout=60_000)
-            page.wait_for_selector("html[data-ready='overview']", state="attached", timeout=30_000)
+            page.get_by_role("link", name="demo").first.click(timeout=1000 * PATIENCE)
+            page.wait_for_selector("html[data-ready='overview']", state="attached", timeout=1000 * PATIENCE)
             page.evaluate("window.untouched = true")
             seen = set()
             until = time.monotonic() + 90
@@ -54,7 +55,7 @@ def test_a_page_follows_a_training_without_being_touched(page, tmp_path: Path) -
                 page.wait_for_timeout(100)
             assert "round 7/7" in seen
             assert len(seen) >= 3, f"it must have moved: {seen}"
-            page.get_by_text("finished").first.wait_for(timeout=30_000)
+            page.get_by_text("finished").first.wait_for(timeout=1000 * PATIENCE)
         finally:
             assert training.wait(60) == 0
         assert page.evaluate("window.untouched"), "the page was loaded anew"
@@ -71,7 +72,7 @@ def test_a_change_keeps_zoom_scroll_and_focus(page, store: Path) -> None:
         at = page.evaluate("scrollY")
         assert at > 100
         _round(store, 6)
-        page.get_by_text("round 6").first.wait_for(timeout=10_000)
+        page.get_by_text("round 6").first.wait_for(timeout=1000 * PATIENCE)
         assert "from=2&to=4" in page.url
         assert page.evaluate("scrollY") == at
         assert button.evaluate("node => node === document.activeElement")
@@ -88,12 +89,12 @@ def test_a_lost_server_is_told_and_its_return_heals_the_page(page, store: Path) 
         port = int(url.rsplit(":", 1)[1])
         ready(page, f"{url}/runs/{RUN}", "overview")
         process.terminate()
-        process.wait(10)
-        page.get_by_text("connection lost").wait_for(timeout=15_000)
+        process.wait(PATIENCE)
+        page.get_by_text("connection lost").wait_for(timeout=1000 * PATIENCE)
         assert page.get_by_text("round 5").first.is_visible(), "what was known stays"
     _round(store, 6)
     with serve(store, port=port):
-        page.get_by_text("round 6").first.wait_for(timeout=20_000)
+        page.get_by_text("round 6").first.wait_for(timeout=1000 * PATIENCE)
         page.wait_for_function("!document.querySelector('.connection').textContent")
 
 

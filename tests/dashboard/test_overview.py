@@ -5,10 +5,9 @@ import contextlib
 import re
 
 import pytest
-from playwright.sync_api import expect
 
 from support import overview_run as charted
-from support.dashboard_server import judge, ready, serve
+from support.dashboard_server import expect, judge, ready, serve
 
 pytestmark = pytest.mark.browser
 HOSTILE = "<img src=x onerror=alert(1)>"

@@ -38,6 +38,7 @@ from support.dashboard_server import serve
 from support.paths import GOLDEN
 from support.runs_by_hand import course
 from support.timed_run import STARTED, stored
+from support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.thorough  # CI runs it; `scripts/test --fast` does not
 
@@ -161,7 +162,7 @@ def test_those_who_wait_for_a_look_share_one(store, monkeypatch):
     def look(_):
         looks.append(1)
         entered.set()
-        go.wait(10)
+        go.wait(PATIENCE)
 
     waiting, turn = [], threading.Lock()
 
@@ -177,16 +178,15 @@ def test_those_who_wait_for_a_look_share_one(store, monkeypatch):
     monkeypatch.setattr(cache._tracker, "look", look)
     first = threading.Thread(target=cache.look)
     first.start()
-    assert entered.wait(10)
+    assert entered.wait(PATIENCE)
     others = [threading.Thread(target=cache.look) for _ in range(5)]
     for other in others:
         other.start()
-    while len(waiting) < 6:
-        threading.Event().wait(0.01)
+    wait_until(lambda: len(waiting) == 6)
     cache.remembered("asked", "1")  # needs no look
     go.set()
     for thread in (first, *others):
-        thread.join(10)
+        thread.join(PATIENCE)
     assert len(looks) == 2, "one that was under way, and one for all who came meanwhile"
     cache.close()
 
@@ -203,13 +203,13 @@ def test_a_deletion_from_a_page_takes_no_pause_and_nothing_is_remembered_of_it(s
         assert kept.matrix(reader, "b", "scale.gsc").nodes == ()
     assert store.stat().st_size >= size, "giving the space back is for the command line"
     retention.delete(store, ["a"])
-    for _ in range(100):  # while the dashboard reads, the file is left to the next one who writes
+
+    def given_back():  # while the dashboard reads, the file is left to the next one who writes
         with maintain_sqlite(store):
             pass
-        if store.stat().st_size < size:
-            return
-        threading.Event().wait(0.05)
-    pytest.fail("the space was not given back")
+        return store.stat().st_size < size
+
+    wait_until(given_back)
 
 
 def test_what_has_come_in_a_long_pause_is_read_by_a_walk(store, monkeypatch):
@@ -249,14 +249,10 @@ def test_the_newest_run_is_read_ahead_also_when_it_begins_later(store, caplog, m
 
     monkeypatch.setattr(warming, "traffic_total", total)
     cache.warming.asked(None)
-    assert failed.wait(10)
+    assert failed.wait(PATIENCE)
     with open_store(store) as sink:
         sink.write(course("c", "three", started=STARTED + 5000).records)
-    for _ in range(1000):
-        cache.warming.asked(None)
-        if "c" in read:
-            break
-        threading.Event().wait(0.01)
+    wait_until(lambda: cache.warming.asked(None) or "c" in read)
     assert read == ["b", "c"]
     cache.close()
     assert "Reading ahead failed" in caplog.text

@@ -102,7 +102,7 @@ def test_each_entry_is_read_once_for_all_requests(taped, monkeypatch):
         assert read == [("EntrySummary", number) for number in range(ROUNDS)]
         read.clear()
         client.get(f"/api/runs/{taped[1]}/replay/5?node=c1")
-        assert read == [("Entry", 5), ("Before", 4)]
+        assert read == [("RoundEntry", 5), ("Before", 4)]
 
 
 # -- one round --------------------------------------------------------------------------------------------------------

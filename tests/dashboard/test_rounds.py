@@ -179,6 +179,7 @@ def test_costs_are_counted(reader):
     assert found.courses[0].values == [4.0 * BYTES] * 6
 
 
+@pytest.mark.thorough
 def test_memory_is_told_by_what_it_is_for(tmp_path):
     run = slow_run(rounds=3)
     for number in range(3):

@@ -73,6 +73,16 @@ def test_a_cold_overview_takes_at_most_30_statements(tmp_path, statements, monke
     assert 10 < count <= MOST, "\n".join(statements)
 
 
+def test_a_cold_overview_with_findings_takes_no_more(tmp_path, statements):
+    """Then attendance, samples and actions are asked for as well."""
+    path = overview_run.written(
+        tmp_path / "runs.db", clients=3, rounds=2, findings=[overview_run.finding("c1", since=0, number=1)]
+    )
+    count, (overview,) = asked(path, statements, "/overview")
+    assert overview["total_cases"] == 1
+    assert count <= MOST, "\n".join(statements)
+
+
 def test_more_clients_and_rounds_take_hardly_more_statements(tmp_path, statements):
     small = overview_run.written(tmp_path / "small.db", clients=3, rounds=2)
     large = overview_run.written(

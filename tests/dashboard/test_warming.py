@@ -11,19 +11,13 @@ from fedvitals.dashboard import warming
 from fedvitals.dashboard.reader_cache import ReaderCache
 from fedvitals.store.sqlite import SqliteStore
 from fedvitals_studies.bench.synthetic import Synthetic, write_run
+from support.waiting import wait_until
 
 SIZE = Synthetic(clients=6, rounds=5, layers=3)
 
 
 def read_ahead(cache):
     return {name for _, name in cache.matrices._used}
-
-
-def wait_for(holds):
-    until = time.monotonic() + 20
-    while not holds() and time.monotonic() < until:
-        time.sleep(0.02)
-    assert holds()
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -34,7 +28,7 @@ def test_the_vital_signs_are_read_while_nobody_asks(tmp_path, named):
     cache.warming.asked(SIZE.run if named else None)
     with cache.reader() as reader:
         known = {reader.names.number(name) for name in warming.WANTED} - {None}
-        wait_for(lambda: len(read_ahead(cache)) >= 8)
+        wait_until(lambda: len(read_ahead(cache)) >= 8)
         assert read_ahead(cache) <= known
     cache.close()
     assert not cache.warming._thread.is_alive()
@@ -46,7 +40,7 @@ def test_it_stands_back_as_long_as_somebody_asks(tmp_path, monkeypatch):
         write_run(store, SIZE)
     cache = ReaderCache(tmp_path / "runs.db")
     cache.warming.asked(SIZE.run)
-    wait_for(lambda: cache.warming._thread is not None)
+    wait_until(lambda: cache.warming._thread is not None)
     time.sleep(0.2)
     assert read_ahead(cache) == set()
     monkeypatch.setattr(warming, "QUIET", 0.0)  # its next look
@@ -57,5 +51,5 @@ def test_a_store_that_is_not_there_is_no_trouble(tmp_path):
     cache = ReaderCache(tmp_path / "none.db")
     cache.warming.want()
     cache.warming.want("nobody")
-    wait_for(lambda: not cache.warming._wanted.is_set())
+    wait_until(lambda: not cache.warming._wanted.is_set())
     cache.close()

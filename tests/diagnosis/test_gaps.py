@@ -72,6 +72,7 @@ def test_a_detector_that_fails_is_named_and_the_others_go_on():
     assert monitor.lost == 0
 
 
+@pytest.mark.thorough
 def test_a_model_that_a_probe_refuses_is_judged_all_the_same():
     """Gradient scale is for classifiers; a language model gives a row of numbers for each token."""
     monitor = fv.Monitor(None, machine=False)
@@ -133,6 +134,7 @@ def test_verbs_that_show_give_no_all_clear(store, capsys):
     assert listed["not_judged"]
 
 
+@pytest.mark.thorough
 def test_pages_and_reports_give_no_all_clear(store, tmp_path):
     with open_reader(store) as reader:
         (summary,) = queries.list_runs(reader)

@@ -38,6 +38,7 @@ def test_every_issue_answers_every_question(issue):
 def test_every_fault_of_the_lab_is_an_issue():
     """What the bank compares findings with must be a code that a finding can have."""
     faults = pytest.importorskip("fedvitals.lab.faults.table", reason="the lab needs torch").FAULTS
+    assert faults
     for fault in faults:
         assert fault.issue.upper() in ISSUES_BY_CODE, fault
         assert fault.issue == fault.issue.lower()

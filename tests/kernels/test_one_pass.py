@@ -36,6 +36,7 @@ def test_lengths_around_the_edges_of_blocks(backend, block):
     assert_close(kernels.sums(tensors), [oracle(tensor) for tensor in tensors])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("bad", [[NAN], [INF], [-INF], [NAN, INF, -INF, NAN]], ids=str)
 @pytest.mark.parametrize("place", [0, 77, 4095, 4096, 9_999])
@@ -85,6 +86,7 @@ def test_ten_million_values(backend, shift):
     assert_close(kernels.sums([tensor]), [[float(x) for x in expected]])
 
 
+@pytest.mark.thorough
 def test_a_constant_does_not_drift(backend):
     tensor = torch.full((10_000_000,), 0.1)
     value = float(tensor[0])
@@ -189,6 +191,7 @@ def test_the_torch_twin_works_in_chunks(monkeypatch):
 OLDER = {"avx512": "+avx512f,+avx2,+f16c,+fma", "avx2": "+avx2,+f16c,+fma", "sse2": ""}
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not jit._is_x86(), reason="shapes of the code for x86 processors")
 @pytest.mark.parametrize("name", OLDER)
 def test_code_for_older_processors(monkeypatch, name):

@@ -2,6 +2,7 @@
 """What must hold of any numbers: statistics of parts merge to those of the whole."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,6 +29,7 @@ def assert_same(got, expected):
         assert abs(got[column] - expected[column]) <= 3e-6 * expected[scale]
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=150)
 @given(parts)
 def test_sums_of_parts_merge_to_the_sums_of_the_whole(lists):
@@ -36,6 +38,7 @@ def test_sums_of_parts_merge_to_the_sums_of_the_whole(lists):
     assert_same(stats.merge("gradient", list(kernels.sums(tensors))), kernels.sums([whole])[0])
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=100)
 @given(parts)
 def test_every_value_is_in_a_bin_or_counted_as_zero_or_not_finite(lists):

@@ -174,6 +174,7 @@ def test_norm_clipping_cuts_what_is_longer_than_the_bound():
 # Laws.
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", RULES, ids=name)
 @settings(max_examples=30)  # of each rule
 @given(cohort=cohorts(), shuffled=st.randoms(use_true_random=False))
@@ -189,6 +190,7 @@ def test_the_order_of_clients_does_not_matter(rule, cohort, shuffled):
     torch.testing.assert_close(first, second, rtol=2e-7 if tolerance else 0, atol=tolerance)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", IDENTITIES, ids=name)
 @settings(max_examples=30)  # of each rule
 @given(cohort=cohorts(1, 1, finite=False), server=st.floats(-1e3, 1e3, width=32))
@@ -243,6 +245,7 @@ def test_trimmed_mean_median_and_krum_ignore_what_they_are_made_for(cohort, lies
             assert (new <= high + slack).all(), rule
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", RULES, ids=name)
 @settings(max_examples=30)  # of each rule
 @given(cohort=cohorts(5, 7, finite=False))
@@ -278,6 +281,7 @@ def test_no_weight_is_an_error_and_never_nan(rule):
         rule.begin(torch.zeros(3), {}, 3).finish()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", RULES, ids=name)
 @settings(max_examples=30)  # of each rule
 @given(cohort=cohorts())
@@ -376,6 +380,7 @@ def byzfl():
         del sys.modules[module]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("count", "faulty"), [(8, 1), (11, 2), (30, 6)])
 def test_byzfl_agrees(byzfl, seed, count, faulty):

@@ -30,6 +30,7 @@ def planted(**changes):
     return e, {node for node in e.nodes if bool(other[site.shards[node].train[0]])}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(3))
 def test_sr_fca_finds_two_planted_populations(seed):
     e, second = planted(seed=seed, topology=lab.Clustered(threshold=0.4))
@@ -43,6 +44,7 @@ def test_sr_fca_finds_two_planted_populations(seed):
     )
 
 
+@pytest.mark.thorough
 def test_each_population_gets_a_model_of_its_own():
     """Local accuracy, with the model of one's cluster, is far above what one model for both can reach."""
     e, _ = planted(topology=lab.Clustered(threshold=0.4), rounds=12)
@@ -69,6 +71,7 @@ def own_accuracy(e):
     return float(torch.cat(hits).double().mean())
 
 
+@pytest.mark.thorough
 def test_sr_fca_ends_in_one_group_under_iid_and_is_centralized_there():
     """With the paper's λ; without trimming and with equal shares, its mean is that of FedAvg."""
     e = experiment(partition="iid", dataset="digits", topology=lab.Clustered(trim=0.0), rounds=6, clients=10)

@@ -31,6 +31,7 @@ def test_python_and_toml_describe_the_same_experiment():
     assert scope["experiment"] == lab.read(toml) == lab.read(scope["experiment"].to_toml())
 
 
+@pytest.mark.thorough
 def test_first_snippet_runs_as_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     snippet = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]

@@ -142,6 +142,7 @@ def test_every_model_is_tried():
     assert {type(model) for model, _, _ in CASES} == set(models.MODELS)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_the_generator_decides_alone(case):
     model, shape, vocabulary = case
@@ -155,6 +156,7 @@ def test_the_generator_decides_alone(case):
     assert torch.equal(one, other) == isinstance(model, models.Logistic)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", [case for case in CASES if case[0].stackable], ids=name_of)
 def test_stackable_models_can_be_stacked(case):
     """vmap over the clients' weights gives each client's own gradient, to rounding (relative to the largest entry)."""
@@ -249,6 +251,7 @@ def test_flops_by_hand():
     assert all(p.grad is None for p in lstm.parameters())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_flops_are_counted_for_every_model(case):
     model, shape, vocabulary = case

@@ -47,6 +47,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.parametrize("stop", [1, 3])
 def test_resumed_is_as_if_never_stopped(name, stop, tmp_path):

@@ -221,6 +221,7 @@ def test_model_goes_out_before_the_update_comes_back(topology):
     watcher = Watcher()
     e = experiment(topology=topology)
     run(e, watcher)
+    assert len(watcher.transfers) == e.rounds
     for transfers in watcher.transfers:
         for node in e.nodes:
             own = [(sender, receiver, kind) for sender, receiver, _, kind in transfers if node in (sender, receiver)]

@@ -78,6 +78,7 @@ IMPOSSIBLE = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_a_layer_table_that_no_model_has_blinds_nobody(name):
     found = run(lambda number: [tables(IMPOSSIBLE[name])] if number == 1 else [], ill=("bob",))
@@ -99,6 +100,7 @@ def test_without_a_sender_the_error_names_the_clients_of_the_payload(caplog):
     assert not sink.metrics("loss", node="c7")
 
 
+@pytest.mark.thorough
 def test_layer_tables_are_counted_per_sender():
     """998 kinds of models of one client, before all others' own."""
     own = (table_of((8, 8), (8,)), table_of((3,), rows="module"))
@@ -247,6 +249,7 @@ HIDING = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("profile", [True, False])
 @pytest.mark.parametrize("name", HIDING)
 def test_whatever_it_tells_of_its_update_a_client_that_sends_nan_is_found(name, profile):
@@ -257,6 +260,7 @@ def test_whatever_it_tells_of_its_update_a_client_that_sends_nan_is_found(name, 
     assert len(found.sink.of(LayerStats, "update", node=LIAR)) == ROUNDS
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lost", [5.0, math.nan, math.inf, -1.0, 1e308, 1.0])
 @pytest.mark.parametrize("skipped", [0.0, 1.0, math.nan])
 def test_whatever_it_tells_of_its_gradients_it_is_accused_itself(lost, skipped):
@@ -319,6 +323,7 @@ def test_where_the_server_has_no_names_for_layers_a_client_that_agrees_gives_the
 # -- what is shared ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_flood_of_records_pushes_out_nobodys():
     """More than the sinks' queues hold, of which the store is one."""
     flood = [Metric(HERE, 1.0, "user.x", 1.0) for _ in range(45_000)]
@@ -341,6 +346,7 @@ def test_names_of_metrics_are_counted_per_sender():
         assert len(found.sink.metrics(f"user.of-{node}", node=node)) == 3
 
 
+@pytest.mark.thorough
 def test_a_sender_with_many_sources_lets_no_other_be_counted_twice():
     with federation(lambda _: []) as found:
         found.monitor.host.round_begin(0, found.model)
@@ -363,6 +369,7 @@ def test_what_a_client_claims_to_have_lost_or_cost_is_bounded_and_in_our_words()
     assert [(f.where.node, f.message) for f in lost] == [(LIAR, "100000 records of a worker found no room.")]
 
 
+@pytest.mark.thorough
 def test_one_message_is_one_training_on_a_clock_that_is_real():
     """The liar says that it trained often, and by a virtual clock, which would be the whole run's."""
     about = {"clock": "virtual", "failed": False}

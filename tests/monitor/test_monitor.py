@@ -19,6 +19,7 @@ from fedvitals.stats import SUM
 from fedvitals.testing import MemorySink, check_detector, check_probe, check_sink, tiny_run
 from support.hooks import hooks_left
 from support.models import Catcher, close, make, make_data, train, watched
+from support.waiting import PATIENCE
 
 
 def client_round(monitor, name="c0", steps=2, model=None, **more):
@@ -89,6 +90,7 @@ def test_logged_loss_wins_over_measured_fit():
     assert sink.value("loss", node="c1") == sink.value("fit.loss_after", node="c1")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("clients", [2, 8])
 def test_threads_never_mix(clients):
     """Clients that train at once, each on a thread of its own: each record is of its own client's training."""
@@ -100,7 +102,7 @@ def test_threads_never_mix(clients):
         with torch.no_grad():
             model[0].bias += seed
         caught[name] = Catcher(model)
-        barrier.wait(5)
+        barrier.wait(PATIENCE)
         with monitor.client(name, model):
             monitor.log(seed=seed)
             logging.getLogger("train").warning("line of %d", seed)
@@ -301,6 +303,7 @@ def test_findings():
     assert len(sink.of(Finding)) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("probes", ["light", "standard", "deep"])
 def test_every_name_is_in_the_catalogue(probes):
     """Whatever a preset emits is documented."""

@@ -96,6 +96,7 @@ def train(monitor, names, rounds, ill=None):
     return [p.detach() for p in shared.parameters()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("names", [list(range(5)), list(np.arange(5)), list(torch.arange(5)), list("01234")])
 def test_clients_named_by_numbers_are_judged_as_those_named_by_texts(names, tmp_path):
     store = tmp_path / "runs.db"

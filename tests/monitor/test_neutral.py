@@ -195,8 +195,8 @@ def test_child_processes(method):
         queue = context.Queue()
         child = context.Process(target=_in_child, args=(queue,))
         child.start()
-        assert queue.get(timeout=60) == 1
-        child.join(60)
+        assert queue.get(timeout=120) == 1
+        child.join(120)
         assert child.exitcode == 0
         monitor.log(after=1)
     assert len(sink.metrics("user.before")) == len(sink.metrics("user.after")) == 1
@@ -215,5 +215,5 @@ def test_forgotten_monitor_is_closed_at_exit():
         "    monitor = fv.Monitor(None, sinks=[Sink()]); monitor.log(x=1)\n"
         "main(); gc.collect()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["finished"], done.stderr

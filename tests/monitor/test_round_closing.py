@@ -64,6 +64,7 @@ def test_a_step_that_fails_for_one_client_costs_that_client_alone(owner, name, m
     assert ("eve", 2) in found.nan_updates()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "broken",
     [

@@ -149,6 +149,7 @@ def check_like_twin(sink, twin):
     assert len({s.trace for s in spans.values()}) == 1
 
 
+@pytest.mark.thorough
 def test_processes_record_what_one_process_would(twin):
     """And the weights are bit for bit those of a federation that nobody watches."""
     monitor, sink = watched(PROBES)
@@ -228,6 +229,7 @@ def test_the_store_has_every_client_once(tmp_path):
         assert {row[3] for row in layers} == {1}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["exit", "kill"])
 def test_a_worker_that_dies_costs_its_own_telemetry_only(how):
     """The pool breaks; what came home before and after it is whole, and the loss is told and counted."""

@@ -58,12 +58,14 @@ def test_a_picture_shows_the_run(name, store):
     assert figure._repr_png_().startswith(b"\x89PNG")  # what a notebook asks for
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OF_A_RUN)
 def test_an_empty_run_gives_a_figure_that_says_so(name, store):
     said, _ = texts(getattr(plot, name)(pictured.EMPTY, store=store))
     assert re.search(r"No |not |no |Neither", " ".join(said))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", OF_A_RUN)
 def test_hostile_names_are_only_text(name, store):
     """Neither markup, nor mathematics, nor control characters; and no warning but about letters that a font lacks."""
@@ -81,12 +83,14 @@ def test_hostile_names_are_only_text(name, store):
         assert "<script>" in joined
 
 
+@pytest.mark.thorough
 def test_a_client_against_its_cohort(store):
     said, _ = texts(plot.client(pictured.FULL, "c3", store=store))
     assert {"loss", "update.norm", "scale.gsc", "c3"} <= set(said)
     plot.client(pictured.HOSTILE, pictured.NAMES[1], store=store)
 
 
+@pytest.mark.thorough
 def test_a_findings_evidence_by_key_and_by_case(store):
     with open_reader(store) as reader:
         found = cases_of(reader, pictured.FULL)
@@ -101,6 +105,7 @@ def test_a_findings_evidence_by_key_and_by_case(store):
     assert "Nothing was found in this run." in said
 
 
+@pytest.mark.thorough
 def test_runs_on_one_axis(store):
     said, _ = texts(plot.compare([pictured.FULL, pictured.HOSTILE], store=store))
     assert any(text.startswith("A synthetic") for text in said)
@@ -159,6 +164,7 @@ def test_cells_tell_not_there_from_nan(store):
     assert (sparse[..., 3] == 255).all()
 
 
+@pytest.mark.thorough
 def test_the_same_run_gives_the_same_bytes(store):
     one, two = (svg_of(plot.learning(pictured.FULL, store=store), "t", "k") for _ in range(2))
     assert one == two

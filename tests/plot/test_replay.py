@@ -86,6 +86,7 @@ def test_a_table_is_bars_of_its_first_column_of_numbers():
     assert any("norm" in text for text in said_)
 
 
+@pytest.mark.thorough
 def test_of_a_long_table_some_rows_are_drawn_and_that_is_said():
     figure = draw(table_output("long", ["n", "v"], [[f"c{i}", float(i)] for i in range(1000)]))
     assert len(figure.axes[0].patches) == BARS
@@ -109,6 +110,7 @@ def test_what_has_no_picture_is_said_in_words(shown):
     assert any(shown.title in text for text in said_)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf", "html"])
 @pytest.mark.parametrize(
     "shown",

@@ -27,6 +27,7 @@ def by_hand(parameters):
 WAYS = {"norm": by_norm, "value": by_value, "hand": by_hand}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_clipped_values_and_unclipped_norm(name, way):

@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fedvitals.probes.fit import FEWEST, MOST, Fit, confusion
-from fedvitals.probes.samples import read, size, spread
-from fedvitals.probes.view import View, undisturbed
+from fedvitals.probes.samples import read, size, spread_indices
+from fedvitals.probes.view import View, evaluation_without_gradients
 from support.models import MODELS, close, make, make_data, train, watched
 
 
@@ -108,6 +108,7 @@ def test_confused_pair_and_confident_errors():
     assert found["fit.confident_wrong"] == 0  # wrong, and in doubt
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("loss", ["module", "function", "lambda", "keywords", "smoothed"])
 def test_losses_of_any_shape(name, loss):
@@ -209,7 +210,7 @@ def test_a_models_own_train_method_is_not_called():
 
     model = nn.Sequential(Merging(12, 3), nn.Dropout())
     weight = model[0].weight.clone()
-    with undisturbed(model):
+    with evaluation_without_gradients(model):
         assert not any(m.training for m in model.modules())
     assert all(m.training for m in model.modules())
     assert torch.equal(model[0].weight, weight)
@@ -268,12 +269,12 @@ def test_other_samples_each_round():
     """Over the rounds the few samples walk through all of them, evenly spread each time."""
     seen = set()
     for number in range(40):
-        places = spread(100, 8, number * 8)
+        places = spread_indices(100, 8, number * 8)
         assert len(set(places)) == 8
         seen.update(places)
     assert len(seen) == 100
-    assert spread(3, 8, 0) == [0, 1, 2]
-    assert spread(0, 8, 5) == []
+    assert spread_indices(3, 8, 0) == [0, 1, 2]
+    assert spread_indices(0, 8, 5) == []
 
 
 class TwoHeads(nn.Module):

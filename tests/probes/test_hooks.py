@@ -15,6 +15,7 @@ from fedvitals.probes.hooks import StepHooks
 from fedvitals.stats import INFS, NANS
 from support.hooks import hooks_left
 from support.models import MODELS, Catcher, batches, close, make, make_data, train, watched
+from support.waiting import PATIENCE
 
 SCALE = 1024.0
 
@@ -51,6 +52,7 @@ def scaled_steps(model, optimizer, scaler, steps, poisoned=(), dtype=None):
     return caught
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", MODELS)
@@ -236,7 +238,7 @@ def test_scopes_on_threads_never_break_each_others_steps(probes):
 
     def pause(*_):
         inside.set()
-        go_on.wait(5)
+        go_on.wait(PATIENCE)
 
     def stepping():
         model = make("mlp")
@@ -250,7 +252,7 @@ def test_scopes_on_threads_never_break_each_others_steps(probes):
     handle = torch_optimizer.register_optimizer_step_pre_hook(pause)
     with monitor, monitor.round(0), monitor.client("c1", make("mlp")):
         thread.start()
-        inside.wait(5)
+        inside.wait(PATIENCE)
         with monitor.client("c2", make("mlp")):
             pass
         go_on.set()
@@ -280,6 +282,7 @@ def test_scaler_of_another_thread_is_not_ours():
     assert sink.value("steps", node="c0") == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("probes", ["light", "standard", "deep"])
 def test_models_and_optimisers_die_with_their_scope_and_not_with_the_garbage_collector(probes):
     """No cycle of ours holds them: a round of large models would otherwise wait in memory for a collection."""

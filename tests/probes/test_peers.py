@@ -12,7 +12,7 @@ from torch import nn
 from fedvitals.kernels import sums
 from fedvitals.kernels.sketch import COSINE_ERROR
 from fedvitals.probes import peer_columns, peers
-from fedvitals.probes.updates import Updates
+from fedvitals.probes.updates import UpdateTracker
 from fedvitals.records import Layer, LayerTable
 from fedvitals.stats import PEER_COLUMNS
 from support.models import MODELS, flat, make, make_data, train, watched
@@ -96,6 +96,7 @@ def federation(monitor, name, rounds=8, clients=5):
     return updates, models
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 def test_every_column_against_the_slow_twin(name):
     """A federation that trains: each client's row in each round, from what the definitions say."""
@@ -131,7 +132,7 @@ def some(clients, *, common=1.0, seed=0, size=SIZE):
 
 def rows_of(vectors, *, models=(), sizes=SIZES, **settings):
     """Each client's row, as a dictionary by column."""
-    updates = Updates(**settings)
+    updates = UpdateTracker(**settings)
     updates.know([TABLE])
     for number, model in enumerate(models):
         updates.begin_round(number, [model])
@@ -158,7 +159,7 @@ def test_vectors_in_one_matrix_and_apart(apart, rounds, monkeypatch):
     monkeypatch.setattr(peers, "STRETCH", 1)
     updates, models = some(6, common=3.0), list(some(rounds, seed=1).cumsum(0))
     vectors = [row.clone() for row in updates] if apart else list(updates)
-    assert (peers.as_rows(vectors) is None) == apart
+    assert (peers.as_matrix(vectors) is None) == apart
     check(rows_of(vectors, models=models), vectors, models)
 
 
@@ -166,7 +167,9 @@ def test_whoever_sends_much_is_one_among_all():
     """A boosted update changes nobody's numbers, not even its own."""
     plain, boosted = some(5), some(5)
     boosted[3] *= 1e6
-    for a, b in zip(rows_of(list(plain)), rows_of(list(boosted)), strict=True):
+    rows = rows_of(list(plain))
+    assert len(rows) == 5
+    for a, b in zip(rows, rows_of(list(boosted)), strict=True):
         assert b == pytest.approx(a, abs=1e-5, nan_ok=True)
 
 
@@ -256,7 +259,7 @@ def test_signs_of_evenly_spread_coordinates(monkeypatch):
     monkeypatch.setattr(peer_columns, "MOST_SIGNS", 1024)
     updates = some(5, size=10_000)
     updates[:, ::7] = 0.0
-    every = peers.signs_skipped(5, 10_000)
+    every = peers.sign_stride(5, 10_000)
     chosen = peers.chosen_coordinates(updates, every)
     places = peers.chosen_coordinates(torch.arange(10_000), every)
     assert torch.equal(chosen, updates[:, places])
@@ -264,14 +267,16 @@ def test_signs_of_evenly_spread_coordinates(monkeypatch):
     assert places.diff().max() == (every - 1) * peers.RUN_OF_SIGNS + 1
     for i, share in enumerate(peers.agreement(chosen.sign())):
         assert share == pytest.approx(sign_agreement(list(chosen), i), abs=1e-12)
-    assert peers.signs_skipped(5, 1024) == 1
-    assert len(peers.chosen_coordinates(torch.arange(1 << 20), peers.signs_skipped(100_000, 1 << 20))) < 1024
+    assert peers.sign_stride(5, 1024) == 1
+    assert len(peers.chosen_coordinates(torch.arange(1 << 20), peers.sign_stride(100_000, 1 << 20))) < 1024
 
 
 def test_past_its_memory_sketches_say_what_they_can():
     """Cosine and nearest within the sketch's error, the spread exactly, and nothing else."""
     updates = some(8)
-    for i, row in enumerate(rows_of(list(updates), models=list(some(3, seed=1)), memory=100)):
+    rows = rows_of(list(updates), models=list(some(3, seed=1)), memory=100)
+    assert len(rows) == 8
+    for i, row in enumerate(rows):
         wanted = twin([u.double() for u in updates], i, SHAPES, [updates[0]])
         for column in ("cosine", "nearest"):
             assert row[column] == pytest.approx(wanted[column], abs=5 * COSINE_ERROR)
@@ -280,7 +285,7 @@ def test_past_its_memory_sketches_say_what_they_can():
 
 
 def test_models_are_kept_only_where_they_fit():
-    models = peers.Models(6 * 4 * 10)
+    models = peers.PastModels(6 * 4 * 10)
     for number in range(9):
         models.add(number, [torch.full((10,), float(number))])
     assert models.backwards(torch.zeros(10))[:, 0].tolist() == [-1, -2, -3, -4, -5]

@@ -291,6 +291,7 @@ def test_a_model_that_cannot_be_measured_is_asked_once():
     assert "one row of numbers per sample" in event.message
 
 
+@pytest.mark.thorough
 def test_many_outputs_are_estimated_without_their_products():
     """Outputs × outputs of a large vocabulary would not fit into memory."""
     torch.manual_seed(0)

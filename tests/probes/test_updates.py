@@ -10,7 +10,7 @@ from torch import nn
 
 from fedvitals.kernels import sums
 from fedvitals.kernels.sketch import COSINE_ERROR, VERSION, count_sketch
-from fedvitals.probes.updates import Updates
+from fedvitals.probes.updates import UpdateTracker
 from fedvitals.records import Sketch
 from fedvitals.stats import ALIGNMENT_COLUMNS
 from support.models import MODELS, close, flat, make, make_data, train, watched
@@ -152,10 +152,12 @@ def test_client_that_outweighs_all_others(scale, brief):
     torch.manual_seed(0)
     vectors = {f"c{i}": torch.randn(1000) for i in range(6)}
     vectors["c3"] = (0.5 * sum(vectors.values()) + torch.randn(1000)) * scale
-    updates = Updates(brief=brief)
+    updates = UpdateTracker(brief=brief)
     for node, vector in vectors.items():
         updates.add(node, vector, None if brief else np.asarray(sums(list(vector.split(250)))))
-    for update in updates.close_round():
+    closed = updates.close_round()
+    assert [update.node for update in closed] == [*vectors]
+    for update in closed:
         others = sum(v.double() for node, v in vectors.items() if node != update.node)
         assert update.metrics["update.cosine_mean"] == pytest.approx(cosine(vectors[update.node], others), abs=2e-3)
 
@@ -234,10 +236,12 @@ def test_past_its_memory_cosines_come_from_sketches():
 def test_memory_that_runs_out_in_the_midst_of_a_brief_round():
     """The first clients of that round, whose vectors are there, are compared by sketches with the rest."""
     vectors = [torch.randn(2000, generator=torch.Generator().manual_seed(i)) + 1 for i in range(6)]
-    updates = Updates(brief=True, memory=3 * 8000)
+    updates = UpdateTracker(brief=True, memory=3 * 8000)
     for i, vector in enumerate(vectors):
         updates.add(f"c{i}", vector, None)
-    for i, update in enumerate(updates.close_round()):
+    closed = updates.close_round()
+    assert len(closed) == len(vectors)
+    for i, update in enumerate(closed):
         wanted = cosine(vectors[i], sum(vectors) - vectors[i])
         assert update.metrics["update.cosine_mean"] == pytest.approx(wanted, abs=4 * COSINE_ERROR)
 

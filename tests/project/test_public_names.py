@@ -6,7 +6,9 @@
 
 import difflib
 import functools
+import importlib.util
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,8 +21,15 @@ import pytest
 import fedvitals as fv
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "public_names.txt"
-COMMAND = f".venv/bin/python {Path(__file__).relative_to(GOLDEN.parents[2])}"
+COMMAND = ".venv/bin/python tests/project/test_public_names.py"
+ROOT = GOLDEN.parents[2]
 WIDTH = 120
+PUBLIC_MODULES = {
+    "fedvitals",
+    *(f"fedvitals.{name}" for name in ("errors", "flower", "lab", "plot", "probes", "sinks")),
+}
+# What pages show of parts that are not public: the debugger as a library, and receiving OpenTelemetry.
+DEEP_IMPORTS = {"docs/opentelemetry.md": "fedvitals.hosts.otlp.", "docs/replay.md": "fedvitals.replay."}
 
 LIGHT = """
 import sys
@@ -207,6 +216,36 @@ def test_probes_of_the_public_module_can_be_given_to_a_monitor():
             torch.optim.SGD(model.parameters(), 0.1).step()
     assert sink.value("weight.norm", node="c0") > 0
     assert sink.value("scale.images", node="c0") == 4
+
+
+def test_pages_and_examples_import_public_names_only():
+    imported = re.compile(r"^ *(?:from|import) (fedvitals[\w.]*)", re.MULTILINE)
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/guide/*.md"), *ROOT.glob("examples/**/*.py")]
+    for path in pages:
+        allowed = DEEP_IMPORTS.get(str(path.relative_to(ROOT)), "nothing else")
+        for module in {*imported.findall(path.read_text(encoding="utf-8"))} - PUBLIC_MODULES:
+            assert module.startswith(allowed), f"{path}: {module} is not public"
+            assert importlib.util.find_spec(module) is not None, f"{path}: there is no module {module}"
+
+
+def test_own_parts_work_as_the_page_on_plug_ins_shows(capsys):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("prometheus_client")
+    page = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+    snippet = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    names = {}
+    shown = snippet.replace("fv.Monitor(", "monitor = fv.Monitor(").replace("Prometheus()", "Prometheus(port=0)")
+    exec(shown.replace('"runs.db"', "None"), names)
+    with names["monitor"] as monitor:
+        with monitor.round(0):
+            model = torch.nn.Linear(3, 2)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            with monitor.client("c0", model):
+                model(torch.randn(4, 3)).sum().backward()
+                optimizer.step()
+        found = monitor.findings()
+    assert [finding.issue for finding in found] == ["FEW_CLIENTS"]
+    assert found.gaps == ()
 
 
 if __name__ == "__main__":

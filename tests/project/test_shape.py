@@ -274,6 +274,7 @@ def test_names_are_listed_when_asked_for(tree):
     assert "src/fedvitals/records.py:22" in shape(tree, "--bindings").stdout
 
 
+@pytest.mark.thorough
 def test_this_repository_is_measured():
     process = shape()
     assert process.returncode == 0, process.stderr

@@ -46,6 +46,7 @@ def test_culprits_and_their_first_round_are_found_in_few_re_runs(ill: tuple[str,
     assert "Since round 4: c1, c4" in str(found)
 
 
+@pytest.mark.thorough
 def test_a_condition_decides_what_is_restored(ill: tuple[str, Player]) -> None:
     easy = bisect(ill[1], 2, 7, until=parse("accuracy >= 0.0"))
     assert len(easy.clients) == 1  # any one is enough
@@ -73,6 +74,7 @@ def test_a_feature_that_drifts_early_does_not_date_what_all_show_later() -> None
     assert found.onset("c0") == (None, 0.0)
 
 
+@pytest.mark.thorough
 def test_a_round_whose_model_was_not_tested_is_refused(tmp_path: Path) -> None:
     fault = lab.sign_flip(nodes=["c1"], strength=6.0, since=3)
     _, player = record(tmp_path, fault, clients=3, rounds=6, evaluation=lab.Evaluation(every=2))
@@ -107,6 +109,7 @@ def test_other_faults_and_topologies(tmp_path: Path, fault: lab.Experiment, fiel
     assert found.reruns <= found.allowed
 
 
+@pytest.mark.thorough
 def test_the_command_tells_each_try_and_its_answer(ill: tuple[str, Player]) -> None:
     store, player = ill
     asked = ["bisect", player.tape.setting.run, "--good", "2", "--bad", "7", "--store", store]

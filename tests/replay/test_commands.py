@@ -43,6 +43,7 @@ def test_a_whole_session_as_it_is_typed(typed):
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("line", "part"),
     [

@@ -26,7 +26,7 @@ from fedvitals.replay.tape.reader import open_tape, tape_folder
 pytestmark = pytest.mark.thorough  # CI runs it; `scripts/test --fast` does not
 
 ROUNDS = 6
-SOON = 60.0  # seconds in which anything must have happened, on a busy machine too
+SOON = 120.0  # seconds in which anything must have happened, on a busy machine too
 
 # Waits after its first round until it is told that somebody is attached.
 TRAINING = f"""
@@ -49,10 +49,10 @@ with fv.Monitor(sys.argv[1], run="live", host="lab", tape=fv.Tape(), id="live") 
 SESSION = """
 import sys, time
 from fedvitals.replay.debugger.breakpoints import Breakpoints
-from fedvitals.replay.debugger.live_session import Live
-with Live(sys.argv[1], "live", Breakpoints("round 2")) as live:
+from fedvitals.replay.debugger.live_session import LiveSession
+with LiveSession(sys.argv[1], "live", Breakpoints("round 2")) as live:
     print("attached", flush=True)
-    print(live.wait_for_hit(60), flush=True)
+    print(live.wait_for_hit(120), flush=True)
     time.sleep(600)
 """
 
@@ -296,8 +296,8 @@ def test_a_run_is_held_until_it_is_let_go(tmp_path: Path) -> None:
 
 def test_while_it_waits_no_clock_that_is_set_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     door, handle, sign = RoundGate(tmp_path), GateHandle(tmp_path), tmp_path / round_gate.CLAIM_FILE
-    monkeypatch.setattr(round_gate, "STALE", 0.5)
-    monkeypatch.setattr(round_gate, "BEAT", 0.01)
+    monkeypatch.setattr(round_gate, "STALE_SECONDS", 1.0)
+    monkeypatch.setattr(round_gate, "RENEWAL_SECONDS", 0.01)
     handle.claim()
     os.utime(sign, (time.time() + 3600,) * 2)
     door.wait(3)  # nothing is renewed: it goes on, though the sign is of the future
@@ -306,7 +306,7 @@ def test_while_it_waits_no_clock_that_is_set_matters(tmp_path: Path, monkeypatch
     def renewing(_: float) -> None:
         looks.append(handle.waiting())
         os.utime(sign, (1000.0 + len(looks),) * 2)  # far in the past, and alive
-        time.sleep(0.05)
+        time.sleep(0.06)
         if len(looks) > 20:
             handle.release()
 
@@ -347,8 +347,8 @@ def test_two_sessions_at_once(tmp_path: Path) -> None:
 
 def test_of_a_session_whose_process_is_gone_nobody_waits_ten_seconds(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from fedvitals.replay.debugger.round_gate import Handle; "
-        "Handle(pathlib.Path(sys.argv[1])).claim()"
+        "import sys, pathlib; from fedvitals.replay.debugger.round_gate import GateHandle; "
+        "GateHandle(pathlib.Path(sys.argv[1])).claim()"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
     assert RoundGate(tmp_path).asked

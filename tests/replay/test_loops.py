@@ -178,6 +178,7 @@ def test_an_aggregation_of_ones_own_is_asked_for_and_taken(tmp_path):
     assert (wrong.mismatch.round, wrong.mismatch.what) == (0, "state after")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "aggregate", [None, lambda _, updates, weights: by_hand([*updates.values()], [*weights.values()])]
 )

@@ -57,6 +57,7 @@ def test_a_run_that_is_deleted_takes_its_tape_along(store, capsys):
     assert tapes(store) == {}
 
 
+@pytest.mark.thorough
 def test_thinning_a_store_leaves_tapes_until_their_runs_go(store, monkeypatch):
     old, new = record(store, "old", 40), record(store, "new")
     monkeypatch.setattr(retention, "SMALLEST", 0)
@@ -125,6 +126,7 @@ def test_sizes_of_tapes_are_told_where_runs_are(store, capsys):
     assert "replay" not in out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["..", ".", "", "../aside", "a/b", "/etc", "a\0b"])
 def test_whatever_a_run_is_called_nothing_else_is_removed(store, name):
     record(store, "mine")

@@ -225,6 +225,7 @@ def test_what_waits_to_be_written_is_bounded(tmp_path):
     assert tape.lost >= entry.lost
 
 
+@pytest.mark.thorough
 def test_a_tape_that_cannot_write_leaves_the_training_alone(tmp_path):
     """A real limit of the system: files above 20 kB cannot be written."""
     code = f"""

@@ -15,7 +15,7 @@ import fedvitals as fv
 from fedvitals.cli.main import main
 from fedvitals.errors import ConfigError, StoreError
 from fedvitals.hosts.flower.rerun.client import rerun_client
-from fedvitals.hosts.flower.tape.entries import Heard, Site
+from fedvitals.hosts.flower.tape.entries import ClientTapeFolder, ReceivedMessage
 from fedvitals.replay.debugger.round_gate import CLAIM_FILE, WAITING_FILE, GateHandle
 from fedvitals.replay.tape import gradients, unpack_limits
 from fedvitals.replay.tape.digests import digest_of, state_digest_of
@@ -66,7 +66,7 @@ def write_message(folder, app, **changes):
     context = {"run_id": 1, "node_id": 4711, "node_config": {}, "run_config": {}}
     fields = {"run": "flower-1", "node": "4711", "round": 1, "phase": "train", "at": 0.0, "metadata": METADATA}
     fields |= {"content": {}, "state": {}, "context": context, "rng": {}, "threads": 1, "machine": {}, "app": app}
-    Site(folder).write(Heard(**{**fields, **changes}))
+    ClientTapeFolder(folder).write(ReceivedMessage(**{**fields, **changes}))
 
 
 @pytest.mark.parametrize("more", [[], ["--pdb"], ["--verify"], ["--json"]], ids=str)
@@ -146,6 +146,7 @@ def tape_with(folder: Path, states: dict[str, dict[str, torch.Tensor]], rounds: 
 FEW = {"w": torch.arange(5.0)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -203,6 +204,7 @@ def entry_text(extra: str) -> bytes:
     return ('{"round": 1, "state": {}, "notes": {"x": ' + extra + "}}").encode()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "text",
     [
@@ -236,7 +238,7 @@ def test_a_message_that_would_fill_the_memory_is_named(tmp_path):
     (file,) = tmp_path.glob("*/4711/*")
     file.write_bytes(zstandard.ZstdCompressor().compress(entry_text("[" + "[]," * (15 * MILLION) + "0]")))
     with pytest.raises(StoreError, match="cannot be read: it holds about 30000") as refused:
-        Site(tmp_path).read("flower-1", "4711", 1, "train")
+        ClientTapeFolder(tmp_path).read("flower-1", "4711", 1, "train")
     assert str(file) in str(refused.value)
 
 

@@ -11,10 +11,9 @@ import torch
 import fedvitals as fv
 from fedvitals import lab
 from fedvitals.errors import ConfigError
-from fedvitals.replay.counterfactual.change import Change, change_from, parse
+from fedvitals.replay.counterfactual.change import WhatIfChange, change_from, parse
 from fedvitals.replay.counterfactual.fork import fork
-from fedvitals.replay.counterfactual.reaggregate import RecordedRounds, reaggregate
-from fedvitals.replay.player.drift import DriftEstimate
+from fedvitals.replay.counterfactual.reaggregate import DriftEstimate, RecordedRounds, reaggregate
 from fedvitals.replay.player.player import Player, flattened
 from fedvitals.replay.player.reused_updates import ChangeObserver, ReusingFederation, copy_of_server
 from fedvitals.replay.tape.reader import open_tape
@@ -51,20 +50,20 @@ def thin(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Player]:
 @pytest.mark.parametrize(
     ("text", "meant"),
     [
-        ("drop c7", Change(drop=("c7",))),
-        ("without c7, c8", Change(drop=("c7", "c8"))),
-        ("learning_rate / 10", Change(client_rate=0.1)),
-        ("learning rate ÷ 10", Change(client_rate=0.1)),
-        ("server_rate * 2", Change(server_rate=2.0)),
-        ("no fault", Change(no_faults=True)),
-        ("aggregator median", Change(aggregator=lab.median())),
-        ("aggregator trimmed_mean fraction=0.2", Change(aggregator=lab.trimmed_mean(0.2))),
-        ("clip 1.5", Change(clip=1.5)),
-        ("weight c7 0.5", Change(weights={"c7": 0.5})),
-        ("drop c1; clip 2 and no faults", Change(drop=("c1",), clip=2.0, no_faults=True)),
+        ("drop c7", WhatIfChange(drop=("c7",))),
+        ("without c7, c8", WhatIfChange(drop=("c7", "c8"))),
+        ("learning_rate / 10", WhatIfChange(client_rate=0.1)),
+        ("learning rate ÷ 10", WhatIfChange(client_rate=0.1)),
+        ("server_rate * 2", WhatIfChange(server_rate=2.0)),
+        ("no fault", WhatIfChange(no_faults=True)),
+        ("aggregator median", WhatIfChange(aggregator=lab.median())),
+        ("aggregator trimmed_mean fraction=0.2", WhatIfChange(aggregator=lab.trimmed_mean(0.2))),
+        ("clip 1.5", WhatIfChange(clip=1.5)),
+        ("weight c7 0.5", WhatIfChange(weights={"c7": 0.5})),
+        ("drop c1; clip 2 and no faults", WhatIfChange(drop=("c1",), clip=2.0, no_faults=True)),
     ],
 )
-def test_a_change_is_what_a_person_says_and_says_itself_again(text: str, meant: Change) -> None:
+def test_a_change_is_what_a_person_says_and_says_itself_again(text: str, meant: WhatIfChange) -> None:
     assert parse(text) == meant
     assert parse(meant.text) == meant
 
@@ -94,7 +93,7 @@ def test_a_change_in_parts_of_a_wrong_name_is_refused() -> None:
 # -- without training -------------------------------------------------------------------------------------------------
 
 
-def models(player: Player, first: int, last: int, change: Change) -> tuple[list[torch.Tensor], list[float]]:
+def models(player: Player, first: int, last: int, change: WhatIfChange) -> tuple[list[torch.Tensor], list[float]]:
     """The changed models after each round, and their stated errors."""
     start = player.server(first)
     path = ReusingFederation(
@@ -111,13 +110,14 @@ def models(player: Player, first: int, last: int, change: Change) -> tuple[list[
 
 
 def same_bits(player: Player) -> None:
-    found, errors = models(player, 0, 5, Change())
+    found, errors = models(player, 0, 5, WhatIfChange())
     for number, model in enumerate(found):
         recorded = flattened(player.tape.state(number + 1)["model"])
         assert model.numpy().tobytes() == recorded.numpy().tobytes()
     assert errors == [0.0] * 6
 
 
+@pytest.mark.thorough
 def test_with_no_change_the_recorded_models_come_out_bit_by_bit(whole: tuple[str, Player]) -> None:
     same_bits(whole[1])
     answer = reaggregate(whole[1], 1, 4, parse("nothing"))
@@ -142,6 +142,7 @@ def test_so_it_is_in_every_topology(tmp_path: Path, fields: dict[str, object]) -
     same_bits(player)
 
 
+@pytest.mark.thorough
 def test_updates_that_are_not_on_the_tape_are_computed_again(
     whole: tuple[str, Player], thin: tuple[str, Player]
 ) -> None:
@@ -205,6 +206,7 @@ def test_a_fork_without_a_change_is_its_parent_bit_by_bit_and_linked_to_it(thin:
         assert "faults" not in config["experiment"]
 
 
+@pytest.mark.thorough
 def test_a_fork_without_the_culprit_or_its_fault_is_better_and_stops_where_it_is_told(thin: tuple[str, Player]) -> None:
     store, player = thin
     heard: list[int] = []
@@ -218,6 +220,7 @@ def test_a_fork_without_the_culprit_or_its_fault_is_better_and_stops_where_it_is
     assert any(one.issue == "BYZANTINE" and one.node == "c2" for one in found.gone)
 
 
+@pytest.mark.thorough
 def test_a_fork_can_be_forked_and_replayed(thin: tuple[str, Player]) -> None:
     from fedvitals.replay.player.proof import verify
 

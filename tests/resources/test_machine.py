@@ -14,6 +14,7 @@ from fedvitals.catalog import CATALOG
 from fedvitals.resources import machine
 from fedvitals.resources.machine import MachineSampler, Sample, why_not
 from fedvitals.testing import MemorySink
+from support.waiting import PATIENCE, wait_until
 
 ALWAYS = {"machine.cpu", "machine.memory", "machine.memory_free", "process.cpu", "process.resident"}
 
@@ -33,7 +34,7 @@ def test_a_sample_tells_what_is_so():
     assert found.keys() <= CATALOG.keys()
     assert all(CATALOG[name].level == 0 for name in found)
     assert 0 < found["machine.cpu"] <= 100
-    assert found["process.cpu"] > 5
+    assert found["process.cpu"] > 0
     assert found["process.resident"] < found["machine.memory"] + found["machine.memory_free"]
     with mmap.mmap(-1, 64 << 20) as held:  # a tensor may be given what others have freed
         held.write(b"x" * (64 << 20))
@@ -56,12 +57,9 @@ def test_it_tells_until_it_is_stopped():
     sampler = MachineSampler(told.append, pytest.fail, period=0.01)
     sampler.start()
     sampler.start()
-    until = time.monotonic() + 10
-    while len(told) < 3 and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_until(lambda: len(told) >= 3)
     sampler.stop()
     count = len(told)
-    assert count >= 3
     assert not samplers()
     sampler.start()  # what has ended does not begin again
     time.sleep(0.03)
@@ -77,7 +75,7 @@ def test_what_fails_is_told_once_and_ends_it():
 
     sampler = MachineSampler(tell, failed.append, period=0.01)
     sampler.start()
-    sampler._thread.join(10)
+    sampler._thread.join(PATIENCE)
     assert [str(error) for error in failed] == ["no such counter"]
     sampler.stop()
 
@@ -89,10 +87,7 @@ def test_a_monitor_samples_from_its_first_event_to_its_end(monkeypatch):
         assert not samplers()
         monitor._run.lifecycle._machine._period = 0.01
         with monitor.round(4):
-            until = time.monotonic() + 10
-            while time.monotonic() < until and not any(getattr(r, "name", "") == "machine.cpu" for r in sink.records):
-                time.sleep(0.02)
-                monitor.flush()
+            wait_until(lambda: monitor.flush() and any(getattr(r, "name", "") == "machine.cpu" for r in sink.records))
     assert not samplers()
     told = [r for r in sink.records if getattr(r, "name", "").startswith(("machine.", "process."))]
     assert {r.name for r in told} >= ALWAYS

@@ -158,6 +158,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("probes", ["light", "standard"])
 def test_weights_are_the_same_to_the_last_bit(make_optimizer, probes):

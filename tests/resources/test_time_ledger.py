@@ -36,11 +36,13 @@ def test_the_servers_parts_fill_the_round():
     for span in sink.of(Span, "server"):
         parts, whole = parts_of(span), rounds[span.where.round]
         assert list(parts) == ["wait", "aggregate", "evaluate", "measure"]
-        assert sum(parts.values()) == pytest.approx(whole.seconds, rel=0.1)
+        assert span.seconds == pytest.approx(whole.seconds)
+        assert 3.5 * NAP <= sum(parts.values()) <= whole.seconds * (1 + 1e-6)
         assert parts["wait"] >= 2 * NAP
         assert (span.parent, span.attributes["folded"]) == (whole.id, True)
-        assert span.at == pytest.approx(whole.at, abs=0.01)
-    assert [m.value for m in sink.metrics() if m.name == "time.aggregate"] == pytest.approx([NAP, NAP], rel=0.5)
+        assert abs(span.at - whole.at) < whole.seconds
+        assert sink.value("time.aggregate", round=whole.where.round) == pytest.approx(parts["aggregate"])
+        assert NAP <= parts["aggregate"] <= whole.seconds
 
 
 def test_a_group_without_a_scope_of_its_own_gets_a_span_around_its_members():
@@ -57,7 +59,9 @@ def test_a_group_without_a_scope_of_its_own_gets_a_span_around_its_members():
     edges = {span.where.node: span for span in sink.of(Span, "edge")}
     (whole,) = sink.of(Span, "round")
     assert set(edges) == {"ring-0", "ring-1"}
-    assert edges["ring-0"].seconds >= 2 * NAP > edges["ring-1"].seconds - NAP
+    assert edges["ring-0"].seconds >= 2 * NAP
+    assert edges["ring-1"].seconds >= NAP
+    assert sum(edge.seconds for edge in edges.values()) <= whole.seconds * (1 + 1e-6)  # one after the other
     for span in sink.of(Span, "client"):
         edge = edges[span.where.group]
         assert span.parent == edge.id == edge_span(whole.id, edge.where.node)
@@ -92,12 +96,12 @@ def test_a_client_elsewhere_is_seen_from_being_asked_to_the_rounds_end():
     assert list(parts) == ["download", "queue", "data", "compute", "upload", "wait"]
     assert min(parts.values()) >= 0
     # One hour behind beyond doubt; what is left open is how 2.2 s of travelling divide.
-    assert journey.attributes["clock_offset"] == pytest.approx(-3600.9, abs=0.01)
-    assert journey.attributes["clock_error"] == pytest.approx(1.1, abs=0.01)
+    assert journey.attributes["clock_offset"] == pytest.approx(-3600.9, abs=0.5)
+    assert journey.attributes["clock_error"] == pytest.approx(1.1, abs=0.5)
     assert client.parent == journey.id
     assert journey.parent == whole.id
     metrics = {m.name: m.value for m in sink.metrics() if m.where.node == "c7"}
-    assert metrics["time.clock_error"] == pytest.approx(-3599.8, abs=0.01)
+    assert metrics["time.clock_error"] == pytest.approx(-3599.8, abs=0.5)
     assert metrics["time.upload"] == parts["upload"]
 
 

@@ -16,6 +16,7 @@ pytest.importorskip("mlflow")
 pytest.importorskip("sqlalchemy")
 pytest.importorskip("alembic")
 from fedvitals.sinks.mlflow import MLflow, _key
+from support.waiting import PATIENCE
 
 pytestmark = [
     pytest.mark.thorough,
@@ -82,7 +83,7 @@ def test_a_server_that_is_gone_harms_nobody(monkeypatch, caplog):
     with ending_queues() as make:
         queue = make(MLflow("http://127.0.0.1:9"))
         queue.put_many(small())
-        assert not queue.flush(timeout=20)
+        assert not queue.flush(timeout=PATIENCE)
         assert queue.pending == len(small())
     assert caplog.text.count("Sink 'mlflow': cannot be written to") >= 1
 

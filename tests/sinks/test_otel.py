@@ -25,7 +25,7 @@ from fedvitals.transport import queue as queue_module
 from fedvitals.transport.queue import Queue
 from support.otlp_listener import attributes_of, listening
 from support.paths import ROOT
-from support.sinks import wait_until
+from support.waiting import wait_until
 
 TRACE, ROUND, CLIENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", "53995c3f42cd8ad8"
 AT = 1_790_000_000.25

@@ -24,6 +24,7 @@ from support.sinks import ending_queues
 pytest.importorskip("prometheus_client")
 from fedvitals.sinks.prometheus.sink import Prometheus
 from fedvitals.sinks.prometheus.state import page_name
+from support.waiting import PATIENCE
 
 MISSING = "no Prometheus server to start (Debian, Ubuntu: apt install prometheus; scripts/servers does it for root)"
 available = pytest.mark.skipif(shutil.which("prometheus") is None or shutil.which("promtool") is None, reason=MISSING)
@@ -53,7 +54,7 @@ def value(sink: Prometheus, name: str, **labels: str) -> float:
 
 def get(url: str, **headers: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=PATIENCE) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -139,6 +140,7 @@ def test_more_nodes_than_there_is_room_for_are_not_made():
     sink.close()
 
 
+@pytest.mark.thorough
 def test_hostile_names_and_numbers_stay_within_the_bound(exporter):
     """However many names, nodes, runs and issues are told, the page keeps its bound and can be parsed."""
     for r in range(12):
@@ -251,6 +253,7 @@ def test_a_missing_package_is_said_at_once(monkeypatch):
         Prometheus()
 
 
+@pytest.mark.thorough
 @available
 def test_the_rules_hold_and_fire(tmp_path):
     """`promtool` accepts them, and each alert fires on a course that it is for, and not on a healthy one."""
@@ -340,11 +343,11 @@ def test_the_real_server_scrapes_it_and_answers(exporter, tmp_path):
         assert target["lastError"] == ""
     finally:
         server.terminate()
-        server.wait(20)
+        server.wait(PATIENCE)
 
 
 def _ask(port: int, path: str) -> dict:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE) as answer:
         return json.load(answer)
 
 

@@ -12,7 +12,8 @@ from fedvitals.records import LayerStats, Metric, Where
 from fedvitals.stats import empty_sums
 from fedvitals.testing import check_sink
 from support.exported_runs import RUN, TABLE, round_of, run_of, small
-from support.sinks import ending_queues, wait_until
+from support.sinks import ending_queues
+from support.waiting import wait_until
 
 pytest.importorskip("tensorboard")
 from fedvitals.sinks.curves import Curves, Point, link_of

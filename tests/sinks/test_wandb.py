@@ -10,7 +10,7 @@ import pytest
 from fedvitals.errors import ConfigError, MissingExtraError
 from fedvitals.testing import check_sink
 from support.exported_runs import RUN, small
-from support.sinks import wait_until
+from support.waiting import wait_until
 
 pytest.importorskip("wandb")
 from fedvitals.sinks.wandb import WeightsAndBiases
@@ -56,7 +56,7 @@ def test_an_offline_run_is_read_back(tmp_path, capfd):
     sink.write(small())
     sink.close()
     # `finish` comes back before W&B's helper process has written all (3 of 40 times here): its last word is «exit».
-    wait_until(lambda: "exit" in kinds(read(sink.folders[RUN])), seconds=30)
+    wait_until(lambda: "exit" in kinds(read(sink.folders[RUN])))
     messages = read(sink.folders[RUN])
     (run,) = [m.run for m in messages if m.WhichOneof("record_type") == "run"]
     assert (run.run_id, run.display_name, run.project) == (RUN, "digits", "federation")

@@ -23,8 +23,9 @@ def kill_and_check(seed, folder):
     writer = subprocess.Popen(
         [sys.executable, "-m", "support.killed_writer", path], cwd=TESTS, stdout=subprocess.PIPE, text=True
     )
-    acknowledged = [int(writer.stdout.readline())]
-    time.sleep(random.Random(seed).uniform(0, 0.4))
+    chance = random.Random(seed)
+    acknowledged = [int(writer.stdout.readline()) for _ in range(chance.randint(1, 20))]
+    time.sleep(chance.uniform(0, 0.02))  # somewhere within the next batches
     writer.send_signal(signal.SIGKILL)
     acknowledged += [int(line) for line in writer.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
     writer.wait()
@@ -56,7 +57,7 @@ def sequences(reader):
 def test_a_killed_writer_loses_nothing_that_it_acknowledged(tmp_path):
     with ThreadPoolExecutor(4) as pool:
         written = list(pool.map(lambda seed: kill_and_check(seed, tmp_path), range(20)))
-    assert sum(written) > 100  # the kills did not all come before the work
+    assert sum(written) > 100  # the kills did not all come at the beginning
 
 
 @pytest.mark.slow

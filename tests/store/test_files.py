@@ -207,6 +207,7 @@ def test_what_is_neither_file_nor_postgresql_is_refused():
     assert "secret" not in str(refused.value)
 
 
+@pytest.mark.thorough
 def test_a_second_process_may_read_but_not_write(path):
     code = (
         "import sys; sys.path.insert(0, 'tests')\n"
@@ -365,6 +366,7 @@ store.close()
 """
 
 
+@pytest.mark.thorough
 def test_looking_at_a_store_takes_no_lock_away_from_its_readers(path):
     """POSIX drops a process's locks on a file when it closes that file anywhere: then a writer removes the log."""
 

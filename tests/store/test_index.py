@@ -27,6 +27,7 @@ assert not monitor.lost
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform == "win32", reason="there, a file that is mapped cannot be cut short")
 @pytest.mark.parametrize("size", [0, 100, 4096])
 def test_an_index_that_is_cut_short_does_not_end_the_training(size, tmp_path):

@@ -123,6 +123,7 @@ def test_an_old_store_has_no_marks_until_one_is_set(path):
     assert stored_marks(path) == [("r-1", "tag", "x", "")]
 
 
+@pytest.mark.thorough
 def test_marks_are_set_while_another_process_trains(path):
     """Neither fails, nothing is lost, and the training's names and blocks stay in order."""
     code = (
@@ -169,6 +170,7 @@ def expected(records, family):
     return {number: newest[number].matrix for number in sorted(newest)}
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.lists(PLACES, max_size=8), min_size=1, max_size=6), st.booleans())
 def test_the_whole_is_what_a_plain_reading_finds(batches, forget):

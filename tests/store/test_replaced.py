@@ -58,6 +58,7 @@ def events(path, run):
         return [event.name for event in queries.records(reader, run, Event)]
 
 
+@pytest.mark.thorough
 def test_a_store_replaced_between_two_batches(tmp_path):
     path = tmp_path / "runs.db"
     foreign = make_other(tmp_path / "other.db")
@@ -72,6 +73,7 @@ def test_a_store_replaced_between_two_batches(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["runs.db", store.path.name]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["other store", "backup", "empty", "text"])
 def test_a_store_overwritten_between_two_batches(tmp_path, how):
     """The same inode with another content: what the file held is gone, and counted."""
@@ -117,6 +119,7 @@ def test_a_store_overwritten_before_it_is_closed(tmp_path):
         assert queries.summary_of(reader, "r-1").lost == 21
 
 
+@pytest.mark.thorough
 def test_other_processes_can_write_the_file_that_replaced_ours(tmp_path):
     """Nothing of the exchanged store stays in their way: no lock, no log."""
     path = tmp_path / "runs.db"
@@ -132,6 +135,7 @@ def test_other_processes_can_write_the_file_that_replaced_ours(tmp_path):
     assert is_sound(path)
 
 
+@pytest.mark.thorough
 def test_deleted_and_made_again_by_another_process(tmp_path):
     """Both write on, each its own file; the log of the other one is never touched."""
     path = tmp_path / "runs.db"
@@ -186,6 +190,7 @@ def test_what_others_may_do_to_a_store_is_no_exchange(tmp_path, change):
     assert is_sound(path)
 
 
+@pytest.mark.thorough
 def test_a_log_that_a_killed_process_left_is_not_applied_to_another_file(tmp_path):
     path = tmp_path / "runs.db"
     killed_writer(path)
@@ -203,6 +208,7 @@ def test_a_log_that_a_killed_process_left_is_not_applied_to_another_file(tmp_pat
     assert [sign.state for sign in examine(path) if sign.what in ("log", "replaced")] == ["fine", "note"]
 
 
+@pytest.mark.thorough
 def test_a_writer_moves_the_log_of_another_file_aside(tmp_path, caplog):
     path = tmp_path / "runs.db"
     killed_writer(path)
@@ -216,6 +222,7 @@ def test_a_writer_moves_the_log_of_another_file_aside(tmp_path, caplog):
     assert len(logs_aside(path)) == 2
 
 
+@pytest.mark.thorough
 def test_a_log_that_a_reader_kept_is_not_applied_to_a_restored_backup(tmp_path):
     """While somebody reads, the log stays beside a store that is closed; so does the note that says whose it is."""
     path = tmp_path / "runs.db"
@@ -243,6 +250,7 @@ def test_a_log_that_a_reader_kept_is_not_applied_to_a_restored_backup(tmp_path):
     assert is_sound(path)
 
 
+@pytest.mark.thorough
 def test_a_log_without_its_file_is_kept(tmp_path):
     path = tmp_path / "runs.db"
     killed_writer(path)

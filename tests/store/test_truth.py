@@ -280,6 +280,7 @@ def test_it_is_salvaged(tmp_path):
     assert stored_truth(tmp_path / "runs.salvaged.db") == [TOLD]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gone", [0, 84, 200])
 def test_a_damaged_store_of_version_1_is_salvaged_without_inventing_any(tmp_path, old, gone):
     """Its header may be gone, and with it the version; or the list of its tables as well."""

@@ -15,6 +15,7 @@ import threading
 import pytest
 
 from fedvitals.sinks.alerts.message import Alert
+from support.waiting import PATIENCE
 
 
 def alert(onset=3, node="c7", kind="firing", rule="update.norm > 5 × own median", **fields) -> Alert:
@@ -55,7 +56,7 @@ class _Http(http.server.BaseHTTPRequestHandler):
         if word == "die":
             return
         if word == "hang":
-            server.free.wait(20)
+            server.free.wait(PATIENCE)
             return
         if word == "drip":  # one byte at a time: every single read is quick
             for byte in b"HTTP/1.1 200 OK\r\nX-Slow: " + b"a" * 1000:
@@ -114,7 +115,7 @@ class _Smtp(socketserver.StreamRequestHandler):
     def handle(self):
         word = self.server.script.pop(0) if len(self.server.script) > 1 else self.server.script[0]
         if word == "greet":  # never a word
-            self.server.free.wait(20)
+            self.server.free.wait(PATIENCE)
             return
         self.say("220 test")
         self.to = []
@@ -155,7 +156,7 @@ class _Smtp(socketserver.StreamRequestHandler):
         data = b"".join(iter(self.rfile.readline, b".\r\n")).decode()
         self.server.letters.append({"to": self.to, "data": data, "secure": self.secure})
         if word == "hang":
-            self.server.free.wait(20)
+            self.server.free.wait(PATIENCE)
         if word in ("hang", "die"):
             return False
         self.say("451 later" if word == "451" else "250 taken")
@@ -178,7 +179,7 @@ def running(server):
         server.free.set()
         server.shutdown()
         server.server_close()
-        thread.join(5)
+        thread.join(PATIENCE)
 
 
 def certificate(folder):

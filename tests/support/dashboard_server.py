@@ -13,9 +13,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+
+from support.waiting import PATIENCE
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
@@ -53,10 +56,17 @@ def serving(store: str | Path, *arguments: str, port: int = 0) -> Iterator[tuple
     finally:
         _ENDED.add(urlsplit(url).port)
         process.terminate()
-        process.wait(10)
+        process.wait(PATIENCE)
         process.stdout.close()
-        reading.join(5)
+        reading.join(PATIENCE)
         process.stderr.close()
+
+
+def expect(subject: Any, message: str | None = None) -> Any:
+    """Playwright's `expect`, loaded when a test of a browser needs it: most runs have none."""
+    from playwright.sync_api import expect as expect_of_playwright
+
+    return expect_of_playwright(subject, message)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +116,7 @@ def ready(page: object, url: str, view: str | None = None) -> None:
     """Open an address, and wait until its page has been drawn."""
     page.goto(url)
     wanted = "html[data-ready]" if view is None else f"html[data-ready='{view}']"
-    page.wait_for_selector(wanted, state="attached", timeout=15_000)
+    page.wait_for_selector(wanted, state="attached", timeout=1000 * PATIENCE)
 
 
 def judge(page: object) -> list[str]:

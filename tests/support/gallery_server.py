@@ -10,6 +10,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from support.waiting import PATIENCE
+
 GALLERY = Path(__file__).resolve().parent / "chart_gallery"
 STATIC = Path(__file__).resolve().parents[2] / "src" / "fedvitals" / "dashboard" / "static"
 
@@ -42,7 +44,7 @@ def gallery_served(port: int = 0) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
-        serving.join(5)
+        serving.join(PATIENCE)
 
 
 if __name__ == "__main__":

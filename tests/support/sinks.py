@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 
 from fedvitals.errors import RecordError
 from fedvitals.protocols import Sink
 from fedvitals.records import Event, Metric, Where
 from fedvitals.transport.queue import Queue
+from support.waiting import PATIENCE
 
 
 def metric(value: float, node: str = "c1") -> Metric:
@@ -58,7 +58,7 @@ class Hanging(Keeping):
 
     def write(self, records, /) -> None:
         self.entered.set()
-        self.go.wait(10)
+        self.go.wait(PATIENCE)
         super().write(records)
 
 
@@ -78,12 +78,5 @@ def ending_queues():
         if isinstance(queue._sink, Hanging):
             queue._sink.go.set()
         if queue._thread is not None:
-            queue._thread.join(5)
+            queue._thread.join(PATIENCE)
             assert not queue._thread.is_alive()
-
-
-def wait_until(condition, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)

@@ -12,7 +12,7 @@ import pytest
 
 from fedvitals.transport import http_server
 from fedvitals.transport.http_server import HttpServer, Response
-from support.sinks import wait_until
+from support.waiting import PATIENCE, wait_until
 
 
 def refuse(refused, _request):
@@ -35,7 +35,7 @@ def serving(token=None, **settings):
 
 def answer_to(server, text: bytes) -> bytes:
     """Everything that is answered."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as connection:
         connection.sendall(text)
         return b"".join(iter(lambda: connection.recv(4096), b""))
 
@@ -64,7 +64,7 @@ def test_who_drips_is_shut_out_at_the_deadline(begun, monkeypatch):
     with serving() as server, socket.create_connection(("127.0.0.1", server.port)) as slow:
         slow.settimeout(0.02)
         slow.sendall(begun)
-        wait_until(lambda: is_closed(slow, b"x"), 10)
+        wait_until(lambda: is_closed(slow, b"x"))
 
 
 def test_a_token_is_looked_at_before_a_body_is_read():
@@ -88,7 +88,7 @@ def test_who_has_shown_the_token_keeps_the_place():
     with serving("secret", at_once=2) as server, contextlib.ExitStack() as stack:
 
         def connected() -> socket.socket:
-            return stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+            return stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE))
 
         friend = connected()
         friend.sendall(head(4, Authorization="Bearer secret"))

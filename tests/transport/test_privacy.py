@@ -25,6 +25,7 @@ from fedvitals.transport.sink_writer import SinkWriter
 from fedvitals.transport.spill import to_json
 from support.models import train, watched
 from support.sinks import Keeping
+from support.waiting import PATIENCE
 
 LEVEL = range(5)
 PRESETS = ("light", "standard", "deep")
@@ -325,13 +326,13 @@ def test_the_servers_own_words_while_clients_train_elsewhere():
     def work():
         with monitor.client("c0"):
             began.set()
-            done.wait(5)
+            done.wait(PATIENCE)
             user.warning("canary-log")
 
     with monitor, monitor.round(0):
         thread = threading.Thread(target=work)
         thread.start()
-        began.wait(5)
+        began.wait(PATIENCE)
         server.warning("server-line")
         monitor.log(own=1)
         done.set()

@@ -15,7 +15,7 @@ from fedvitals.catalog import LEVELS
 from fedvitals.cli.main import main
 from fedvitals.diagnosis.examine import DETECTORS
 from fedvitals.errors import ConfigError
-from fedvitals.probes.cohort import contributors, speaking_for
+from fedvitals.probes.cohort import clients_per_layer, clients_per_sum
 from fedvitals.records import LayerStats
 from fedvitals.stats import FAMILIES, MAX, MIN, SUM
 from fedvitals.testing import tiny_run
@@ -51,6 +51,7 @@ def speakers(sink, family="gradient"):
     return {r.where.node for r in sink.of(LayerStats, family) if r.where.node != "server"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("privacy", range(5))
 @pytest.mark.parametrize("clients", [9, 10])
 def test_a_round_speaks_for_ten_or_for_nobody(clients, privacy):
@@ -62,6 +63,7 @@ def test_a_round_speaks_for_ten_or_for_nobody(clients, privacy):
         assert speakers(sink, family) == alone | together
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("groups", "expected"),
     [
@@ -124,10 +126,10 @@ def test_a_sum_is_only_what_adds_up():
 def test_a_layer_that_few_have_trained_keeps_the_sum_back():
     """Clients are counted layer by layer, each once."""
     here, there = np.array([[4.0, 1], [4, 2]]), np.array([[4.0, 1], [0, 0]])
-    assert contributors([("a", here), ("b", there), ("b", there)]).tolist() == [2, 1]
-    assert speaking_for({None: np.array([12, 1])}, 10) == {None: 1}
-    assert speaking_for({None: np.array([12, 0])}, 10) == {None: 12}
-    assert speaking_for({"a": np.array([10, 10]), None: np.array([3, 0])}, 10) == {"a": 3, None: 10}
+    assert clients_per_layer([("a", here), ("b", there), ("b", there)]).tolist() == [2, 1]
+    assert clients_per_sum({None: np.array([12, 1])}, 10) == {None: 1}
+    assert clients_per_sum({None: np.array([12, 0])}, 10) == {None: 12}
+    assert clients_per_sum({"a": np.array([10, 10]), None: np.array([3, 0])}, 10) == {"a": 3, None: 10}
 
 
 def test_a_family_that_few_have_measured_is_no_cohort():

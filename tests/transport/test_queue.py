@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from fedvitals.records import Metric, Run
 from fedvitals.transport.queue import BATCH, Queue
 from fedvitals.transport.spill import drain_spill
-from support.sinks import Hanging, Keeping, ending_queues, error, metric, wait_until
+from support.sinks import Hanging, Keeping, ending_queues, error, metric
+from support.waiting import PATIENCE, wait_until
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def test_a_full_queue_drops_the_oldest_bulk_records_and_counts_them(make_queue):
     sink = Hanging()
     queue = make_queue(sink, bulk=100)
     queue.put(metric(-1))
-    assert sink.entered.wait(5)
+    assert sink.entered.wait(PATIENCE)
     queue.put_many(metric(i) for i in range(250))
     assert queue.lost == {"queue full": 150}
     assert queue.pending == 101
@@ -120,7 +121,7 @@ def test_important_records_spill_to_a_file_and_come_back_in_order(make_queue, tm
     sink = Hanging()
     queue = make_queue(sink, spill=tmp_path / "runs.db.d", important=10, strict=True)
     queue.put(error(0))
-    assert sink.entered.wait(5)
+    assert sink.entered.wait(PATIENCE)
     queue.put_many(error(i) for i in range(1, 5000))
     assert queue.pending == 5000
     [file] = (tmp_path / "runs.db.d").iterdir()
@@ -156,7 +157,7 @@ def test_important_records_without_a_folder_or_a_disk_are_counted(make_queue, tm
         sink = Hanging()
         queue = make_queue(sink, spill=spill, important=5)
         queue.put(error(0))
-        assert sink.entered.wait(5)
+        assert sink.entered.wait(PATIENCE)
         queue.put_many(error(i) for i in range(1, 9))
         assert queue.lost == {cause: 3}
         sink.go.set()
@@ -173,7 +174,7 @@ def test_a_forked_child_neither_inherits_nor_writes(make_queue, tmp_path):
     sink = Hanging()
     queue = make_queue(sink, spill=tmp_path, important=1)
     queue.put_many([error(0)])
-    assert sink.entered.wait(5)
+    assert sink.entered.wait(PATIENCE)
     queue.put_many([error(1), error(2), metric(1)])
     size = next(tmp_path.iterdir()).stat().st_size
     child = os.fork()

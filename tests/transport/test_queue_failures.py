@@ -14,7 +14,8 @@ from fedvitals.errors import FedvitalsError, RecordError
 from fedvitals.transport import queue as queue_module
 from fedvitals.transport.queue import Queue
 from fedvitals.transport.spill import drain_spill
-from support.sinks import Hanging, Keeping, ending_queues, error, metric, wait_until
+from support.sinks import Hanging, Keeping, ending_queues, error, metric
+from support.waiting import PATIENCE, wait_until
 
 
 @pytest.fixture
@@ -69,11 +70,11 @@ def test_delays_double_up_to_a_limit(make_queue, monkeypatch):
 
 @pytest.mark.parametrize("timeout", [None, 0.05, 30.0])
 def test_flush_gives_up_on_a_sink_that_keeps_failing(make_queue, quick, timeout):
-    queue = make_queue(Keeping(OSError("down")))
+    sink = Keeping(OSError("down"))
+    queue = make_queue(sink)
     queue.put(metric(1))
-    began = time.monotonic()
     assert queue.flush(timeout) is False
-    assert time.monotonic() - began < 3
+    assert sink.attempts < 500  # in 30 s, or for ever, it would try thousands of times
     assert queue.pending == 1  # still waiting for better times
 
 
@@ -83,10 +84,10 @@ def test_flush_gives_up_on_a_hanging_sink_and_other_queues_go_on(make_queue):
     for queue in (stuck, free):
         queue.put(metric(1))
     assert stuck.flush(0.05) is False
-    assert free.flush(5) is True
-    began = time.monotonic()
+    assert free.flush(PATIENCE) is True
     stuck.close(timeout=0.1)
-    assert time.monotonic() - began < 2
+    assert stuck._thread.is_alive()  # it was left there, within the sink
+    assert hanging.records == []
     assert stuck.lost == {"sink failed": 1}
 
 
@@ -107,7 +108,7 @@ def test_at_close_important_records_are_left_for_the_next_process(make_queue, qu
     queue.put_many([error(1), metric(1), metric(2), error(2)])
     wait_until(lambda: queue._failures)
     queue.put_many([error(3), metric(3)])
-    queue.close(timeout=5)
+    queue.close(timeout=PATIENCE)
     assert not queue._thread.is_alive()
     assert queue.lost == {"sink failed": 3}
     assert list(drain_spill(tmp_path, sink="another")) == []
@@ -175,7 +176,7 @@ def test_a_log_handler_that_puts_does_not_lock_up_with_a_failing_sink(make_queue
         queue.put(metric(1))
         for _ in range(50):
             log.warning("from the training thread")
-        assert queue.flush(5) is False
+        assert queue.flush(PATIENCE) is False
     finally:
         log.removeHandler(handler)
 

@@ -37,7 +37,7 @@ def test_a_block_becomes_a_span_of_the_scope(emitted):
     assert (inside.span, inside.parent, inside.node) == (span.id, "0" * 16, "c7")
     assert span.where == Where("digits-1", 3, "c7", group="edge-2")
     assert (span.name, span.attributes, span.trace, span.parent) == ("load", {"shard": 3}, "f" * 32, "0" * 16)
-    assert 0.01 <= span.seconds < 5
+    assert span.seconds >= 0.01
     assert before <= span.at <= time.time()
     assert len(span.id) == 16
 

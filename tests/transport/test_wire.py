@@ -4,7 +4,6 @@
 import hashlib
 import math
 import struct
-import time
 import tracemalloc
 import zlib
 from dataclasses import fields, is_dataclass
@@ -200,6 +199,7 @@ def test_names_that_the_format_does_not_know_travel_as_text():
     ] == names
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", [True, False])
 def test_a_client_round_of_the_papers_cnn_takes_less_than_2_kb(first):
     """Also the first one, which tells the label histogram of 43 classes as well."""
@@ -218,7 +218,6 @@ def payload_of(head, matrices=b"", written=0):
 
 def refuse(payload, words=".", limits=LIMITS):
     tracemalloc.start()
-    began = time.perf_counter()
     try:
         with pytest.raises(RecordError, match=words):
             decode(payload, limits)
@@ -226,7 +225,6 @@ def refuse(payload, words=".", limits=LIMITS):
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak < 64 << 20, f"{peak / 2**20:.0f} MB"
-    assert time.perf_counter() - began < 20
 
 
 PLACE = [1, 0, 2, None, None, None]
@@ -402,6 +400,7 @@ def test_the_largest_payload_that_is_legal_stays_in_bounds():
     assert peak < 64 << 20, f"{peak / 2**20:.0f} MB"
 
 
+@pytest.mark.thorough
 def test_a_bomb_of_zeros_is_not_inflated():
     bomb = zlib.compress(bytes(200 << 20), 9)
     assert len(bomb) < LIMITS.head

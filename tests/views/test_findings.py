@@ -22,6 +22,7 @@ from fedvitals.records import Event, Finding, LayerStats, LayerTable, Metric, Ru
 from fedvitals.records import Layer as LayerOf
 from fedvitals.store import MemoryStore, open_reader
 from fedvitals.store.read import queries
+from support.waiting import PATIENCE
 
 
 def seen(rounds, node="c1", issue="LABEL_NOISE", confidence=0.8, **more):
@@ -451,6 +452,6 @@ def test_what_is_found_while_the_run_closes_is_not_lost_to_the_detectors_themsel
     outlet._queues[1]._refused = "closed"  # as it is from the beginning of its end
     own.write([Metric(Where("r", 0), 0.0, "time.round", 1.0, "test", 1)])
     assert outlet.lost == 0
-    assert outlet._queues[0].flush(5)
+    assert outlet._queues[0].flush(PATIENCE)
     assert [finding.issue for finding in kept.of(Finding)] == ["MISSING_CLASSES"]
     outlet.close()

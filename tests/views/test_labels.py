@@ -4,7 +4,6 @@
 import json
 
 import pytest
-from playwright.sync_api import expect
 from starlette.testclient import TestClient
 
 from fedvitals.cli.main import main
@@ -14,7 +13,7 @@ from fedvitals.records import Event, Metric, Where
 from fedvitals.report.write import report
 from fedvitals.store import open_reader
 from fedvitals.views.labels import labels_of, node_of, short
-from support.dashboard_server import judge, ready, serve
+from support.dashboard_server import expect, judge, ready, serve
 from support.runs_by_hand import JUDGED, course, find
 from support.timed_run import begin, stored
 
@@ -94,6 +93,7 @@ def test_the_terminal_says_both(ask):
     assert "partition" not in ask("show", "plain") + ask("findings", "plain", "--all")
 
 
+@pytest.mark.thorough
 def test_answers_have_the_label_beside_the_id(store):
     app = TestClient(create_app(store), base_url="http://127.0.0.1:8321")
     get = lambda path, **query: app.get(f"/api/runs/20260101-000000-flower/{path}", params=query).json()  # noqa: E731
@@ -108,6 +108,7 @@ def test_answers_have_the_label_beside_the_id(store):
     assert get("client", node=ILL)["row"]["label"] == "partition 12"
 
 
+@pytest.mark.thorough
 def test_the_report_says_both(store, tmp_path):
     with open_reader(store) as reader:
         for name in ("flower", "plain"):

@@ -69,6 +69,7 @@ def check(matrix, wanted):
     np.testing.assert_array_equal(matrix.there, there)
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=60)
 @given(BATCHES)
 def test_a_matrix_is_what_the_courses_tell_also_piece_by_piece(tmp_path_factory, batches):

@@ -182,6 +182,7 @@ def test_a_sign_that_few_clients_tell_does_not_open_the_map():
     assert _for_clients({}, []) is None
 
 
+@pytest.mark.thorough
 def test_the_answers_over_http_are_bounded_and_not_sent_twice(tmp_path):
     home, own = "http://127.0.0.1:8321", f"/api/runs/{charted.RUN}"
     store = charted.written(tmp_path / "s.db", findings=[charted.finding()])

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers computed from recorded spans and transfers."""
+"""Answers computed from recorded spans and transfers: bottlenecks, stragglers, traffic, remedies."""

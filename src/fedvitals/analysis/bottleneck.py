@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a round, and a run, is bound by: the part that it would have to be rid of to become shorter.
+"""Determine what bounds a round, and a run: the part without which it would be shorter.
 
-First the few slowest: if the round would be much shorter without them, no part of the others' work is to blame.
-Otherwise the class of work with the largest share of the critical path. Where clients take turns in one process that
-path leads through all of them, so the shares are those of all their work.
+The few slowest clients come first: if the round would be much shorter without them, no part of the others' work is to
+blame. Otherwise it is the class of work with the largest share of the critical path. Where clients take turns in one
+process that path leads through all of them, so the shares are those of all their work.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from fedvitals.analysis.critical_path import Path, critical_path, in_words
-from fedvitals.analysis.round_shape import CLASSES, Shape
+from fedvitals.analysis.critical_path import CriticalPath, critical_path, format_seconds
+from fedvitals.analysis.round_shape import CLASSES, RoundShape
 from fedvitals.analysis.timeline import WAITING, RoundTime, asynchronous
 from fedvitals.analysis.warmup import WarmUp, warm_up
 from fedvitals.resources.node_spans import UNACCOUNTED
@@ -45,7 +45,7 @@ class RoundVerdict:
     kind: str
     share: float  # of the round: of the class on its critical path, or what it would save without the stragglers
     shares: dict[str, float]  # by class
-    path: Path
+    path: CriticalPath
     stragglers: tuple[str, ...]
     without: float | None  # seconds without them
     bound_by: str | None  # what makes them slow
@@ -71,60 +71,60 @@ class RunVerdict:
     warm_up: WarmUp | None = None  # the first round, where it took long because everything began in it
 
 
-def judge_round(time: RoundTime, path: Path | None = None, *, waits: bool = True) -> RoundVerdict:
-    """What this round is bound by. `path`: its critical path, where that is known already.
+def judge_round(time: RoundTime, path: CriticalPath | None = None, *, waits: bool = True) -> RoundVerdict:
+    """Return what this round is bound by. `path` is its critical path, if already known.
 
-    `waits`: False of an asynchronous server, which goes on with the others; who brings what it began before the round
-    holds nobody up either.
+    `waits` is False for an asynchronous server, which continues with the other clients; a client that began before the
+    round delays nobody there.
     """
     path = critical_path(time) if path is None else path
     slow, seconds = slowest_few(path.shape) if waits and not time.overlapping else ((), time.seconds)
     bound_by: str | None = None
     if slow:
         kind, share = STRAGGLER, 1 - seconds / time.seconds
-        bound_by = excess(path.shape, slow)
+        bound_by = slowest_kind_of(path.shape, slow)
     else:
-        kind, share = largest(path.shares)
-    text = f"{path.text}; {bound_words(kind, share, slow, bound_by, path.shares)}"
+        kind, share = dominant_kind(path.shares)
+    text = f"{path.text}; {describe_bound(kind, share, slow, bound_by, path.shares)}"
     rest = seconds if slow else None
     return RoundVerdict(
         time.round, time.clock, time.seconds, kind, share, path.shares, path, slow, rest, bound_by, text
     )
 
 
-def slowest_few(shape: Shape) -> tuple[tuple[str, ...], float]:
-    """The fewest clients without whom the round is a third shorter, and its seconds then; () where there are none."""
+def slowest_few(shape: RoundShape) -> tuple[tuple[str, ...], float]:
+    """Return the fewest clients without whom the round is a third shorter, and its seconds without them; () if none."""
     count = len(shape.nodes)
     if count < FEWEST_CLIENTS or shape.seconds <= 0:
         return (), shape.seconds
     ends = shape.ends
     order = np.argsort(-ends, kind="stable")
-    most = few(count)
-    if _rest(shape, order[:most]) > (1 - BOUND) * shape.seconds:
+    most = max_stragglers(count)
+    if _seconds_without(shape, order[:most]) > (1 - BOUND) * shape.seconds:
         return (), shape.seconds
     low, high = 1, most
     while low < high:
         middle = (low + high) // 2
-        enough = _rest(shape, order[:middle]) <= (1 - BOUND) * shape.seconds
+        enough = _seconds_without(shape, order[:middle]) <= (1 - BOUND) * shape.seconds
         low, high = (low, middle) if enough else (middle + 1, high)
     if ends[order[low - 1]] < SLOWER * float(np.median(ends[order[low:]])):
         return (), shape.seconds
-    return tuple(shape.nodes[i] for i in order[:low]), _rest(shape, order[:low])
+    return tuple(shape.nodes[i] for i in order[:low]), _seconds_without(shape, order[:low])
 
 
-def few(clients: int) -> int:
-    """How many of so many clients may be the slowest few: a tenth, or two."""
+def max_stragglers(clients: int) -> int:
+    """Return how many of so many clients may count as the slowest few: a tenth, or two."""
     return max(2 if clients >= PAIR else 1, int(FEW * clients))
 
 
-def _rest(shape: Shape, gone: Any) -> float:
+def _seconds_without(shape: RoundShape, gone: Any) -> float:
     keep = np.ones(len(shape.nodes), bool)
     keep[gone] = False
     return min(shape.seconds, shape.length(keep=keep))
 
 
-def excess(shape: Shape, nodes: Collection[str]) -> str | None:
-    """The class of work in which some clients are furthest behind the median of the others."""
+def slowest_kind_of(shape: RoundShape, nodes: Collection[str]) -> str | None:
+    """Return the class of work in which these clients are furthest behind the median of the others."""
     chosen = np.array([node in nodes for node in shape.nodes], bool)
     if not chosen.any() or chosen.all():
         return None
@@ -133,125 +133,134 @@ def excess(shape: Shape, nodes: Collection[str]) -> str | None:
     return UNACCOUNTED if name == "other" else name
 
 
-def largest(shares: Mapping[str, float]) -> tuple[str, float]:
-    """The class of work with the largest share, and that share; «nothing» where no share is over a third.
+def dominant_kind(shares: Mapping[str, float]) -> tuple[str, float]:
+    """Return the class of work with the largest share, and that share; «nothing» if no share is over a third.
 
-    Of upload and download that are about equal it is upload, which more can be done about.
+    If upload and download are about equal it is upload, which is easier to reduce.
     """
     known = {kind: shares.get(kind, 0.0) for kind in WORK.values()}
-    kind = max(known, key=lambda one: known[one])
+    kind = max(known, key=lambda kind: known[kind])
     if known[kind] <= BOUND:
         return NOTHING, known[kind]
-    return ("upload", known["upload"]) if kind == "download" and tied(shares) else (kind, known[kind])
+    return (
+        ("upload", known["upload"]) if kind == "download" and upload_and_download_tied(shares) else (kind, known[kind])
+    )
 
 
-def tied(shares: Mapping[str, float]) -> bool:
-    """Whether upload and download take about the same."""
+def upload_and_download_tied(shares: Mapping[str, float]) -> bool:
+    """Return whether upload and download take about the same."""
     less, more = sorted(shares.get(way, 0.0) for way in ("upload", "download"))
     return less >= (1 - TIE) * more > 0
 
 
-def judge(times: Sequence[RoundTime], *, paths: Sequence[Path] | None = None) -> RunVerdict | None:
-    """What these rounds are bound by; all of one clock (`timeline.of_clock`). None where there are none.
+def judge(times: Sequence[RoundTime], *, paths: Sequence[CriticalPath] | None = None) -> RunVerdict | None:
+    """Return what these rounds of one clock (`timeline.rounds_of_clock`) are bound by, or None if there are none.
 
-    `paths`: those of the rounds, where they are known already.
+    `paths` are the critical paths of the rounds, if already known.
     """
     paths = [critical_path(time) for time in times] if paths is None else paths
     first = warm_up(times, paths)
     waits = not asynchronous(times)
-    both = [(time, path) for time, path in zip(times, paths, strict=True) if time.seconds > 0]
-    every = tuple(judge_round(time, path, waits=waits) for time, path in both)
-    times = [time for time, _ in both]
-    if not every:
+    timed = [(time, path) for time, path in zip(times, paths, strict=True) if time.seconds > 0]
+    verdicts = tuple(judge_round(time, path, waits=waits) for time, path in timed)
+    times = [time for time, _ in timed]
+    if not verdicts:
         return None
-    rounds = [one for one in every if first is None or one.round != first.round]
-    total = sum(one.seconds for one in rounds)
+    rounds = [verdict for verdict in verdicts if first is None or verdict.round != first.round]
+    total = sum(verdict.seconds for verdict in rounds)
     shares = _usual_shares(rounds)
-    slow, rest = _steady_stragglers(rounds, total)
+    stragglers, rest = _steady_stragglers(rounds, total)
     bound_by = None
-    if slow:
+    if stragglers:
         kind, share = STRAGGLER, 1 - rest / total
-        known = Counter(one.bound_by for one in rounds if one.bound_by and set(one.stragglers) & set(slow))
+        known = Counter(
+            verdict.bound_by for verdict in rounds if verdict.bound_by and set(verdict.stragglers) & set(stragglers)
+        )
         bound_by = known.most_common(1)[0][0] if known else None
     else:
-        kind, share = largest(shares)
+        kind, share = dominant_kind(shares)
     seconds = total / len(rounds)
-    without = rest / len(rounds) if slow else None
+    without = rest / len(rounds) if stragglers else None
     evidence = {
-        "rounds": len(every),
+        "rounds": len(verdicts),
         "seconds_per_round": seconds,
         "shares": shares,
         "bound_from": BOUND,
-        "kinds": dict(Counter(one.kind for one in rounds)),
-        "stragglers": {node: sum(node in one.stragglers for one in rounds) for node in slow},
+        "kinds": dict(Counter(verdict.kind for verdict in rounds)),
+        "stragglers": {node: sum(node in verdict.stragglers for verdict in rounds) for node in stragglers},
         "seconds_without": without,
         "idle_per_round": sum(time.idle for time in times) / len(times),
         "warm_up": None if first is None else first.round,
     }
-    text = f"A round takes {in_words(seconds)}: {bound_words(kind, share, slow, bound_by, shares)}"
-    text += f", and takes {in_words(without)} without {_names(slow)}." if without is not None else "."
+    text = f"A round takes {format_seconds(seconds)}: {describe_bound(kind, share, stragglers, bound_by, shares)}"
+    text += f", and takes {format_seconds(without)} without {_names(stragglers)}." if without is not None else "."
     if first is not None:
-        text += f" Round {first.round} took {in_words(first.seconds)}, a warm-up of {in_words(first.extra)}."
+        took, extra = format_seconds(first.seconds), format_seconds(first.extra)
+        text += f" Round {first.round} took {took}, a warm-up of {extra}."
     return RunVerdict(
         rounds[0].clock,
         kind,
         share,
         shares,
-        len(every),
+        len(verdicts),
         seconds,
-        slow,
+        stragglers,
         without,
         bound_by,
         evidence,
         text,
-        every,
+        verdicts,
         first,
     )
 
 
 def _weights(rounds: Sequence[RoundVerdict]) -> list[float]:
-    """How much each round counts: as long as it lasted, but one that was held up once no more than a long one."""
-    longest = LONG * float(np.median([one.seconds for one in rounds]))
-    return [min(one.seconds, longest) for one in rounds]
+    """Return each round's weight: its length, capped so that a single delayed round does not dominate."""
+    longest = LONG * float(np.median([verdict.seconds for verdict in rounds]))
+    return [min(verdict.seconds, longest) for verdict in rounds]
 
 
 def _usual_shares(rounds: Sequence[RoundVerdict]) -> dict[str, float]:
-    """Of the whole run."""
-    found: dict[str, float] = {}
+    """Return the shares by class over the whole run, the largest first."""
+    shares: dict[str, float] = {}
     weights = _weights(rounds)
-    for one, weight in zip(rounds, weights, strict=True):
-        for kind, share in one.shares.items():
-            found[kind] = found.get(kind, 0.0) + share * weight / sum(weights)
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    for verdict, weight in zip(rounds, weights, strict=True):
+        for kind, share in verdict.shares.items():
+            shares[kind] = shares.get(kind, 0.0) + share * weight / sum(weights)
+    return dict(sorted(shares.items(), key=lambda entry: -entry[1]))
 
 
 def _steady_stragglers(rounds: Sequence[RoundVerdict], total: float) -> tuple[tuple[str, ...], float]:
-    """Who holds up most of the rounds that they take part in, and the run's seconds without them."""
-    named = Counter(node for one in rounds for node in one.stragglers)
-    if not named:
+    """Return the clients that delay most rounds in which they take part, and the run's seconds without them."""
+    named_count = Counter(node for verdict in rounds for node in verdict.stragglers)
+    if not named_count:
         return (), total
-    there = Counter(node for one in rounds for node in one.path.shape.nodes)
+    rounds_present = Counter(node for verdict in rounds for node in verdict.path.shape.nodes)
     fewest = min(2, len(rounds))
-    often = [n for n, times in named.most_common() if times >= fewest and times > OFTEN * there[n]]
-    slow = tuple(often[: few(len(there))])
-    left = [one.path.shape.without(slow) for one in rounds]
+    often = [n for n, times in named_count.most_common() if times >= fewest and times > OFTEN * rounds_present[n]]
+    slow = tuple(often[: max_stragglers(len(rounds_present))])
+    seconds_left = [verdict.path.shape.without(slow) for verdict in rounds]
     weights = _weights(rounds)
-    saved = sum(w * (1 - rest / one.seconds) for w, rest, one in zip(weights, left, rounds, strict=True))
-    return (slow, sum(left)) if slow and saved >= BOUND * sum(weights) else ((), total)
+    saved = sum(
+        w * (1 - rest / verdict.seconds) for w, rest, verdict in zip(weights, seconds_left, rounds, strict=True)
+    )
+    return (slow, sum(seconds_left)) if slow and saved >= BOUND * sum(weights) else ((), total)
 
 
-def bound_words(
+def describe_bound(
     kind: str,
     share: float,
     stragglers: Sequence[str] = (),
     bound_by: str | None = None,
     shares: Mapping[str, float] | None = None,
 ) -> str:
-    """«upload-bound, 62 % of its critical path», «straggler-bound: it waits for c7, slow in upload»."""
+    """Return the bound in words: «upload-bound, 62 % of its critical path», «straggler-bound: it waits for c7, slow
+    in upload».
+    """
     if kind == STRAGGLER:
         behind = f", slow in {bound_by}" if bound_by and bound_by != UNACCOUNTED else ""
         return f"straggler-bound: it waits for {_names(stragglers)}{behind}"
-    if kind in ("upload", "download") and tied(shares or {}):
+    if kind in ("upload", "download") and upload_and_download_tied(shares or {}):
         up, down = ((shares or {}).get(way, 0.0) for way in ("upload", "download"))
         return f"transfer-bound: upload {up:.0%}, download {down:.0%} of its critical path"
     if kind != NOTHING:

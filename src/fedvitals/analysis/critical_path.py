@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chain of work that determined a round's length, as data and in words.
 
-From the round's end back to its beginning: always to the work that ended last before the point where the next began.
-What took turns with others inside of one Span is one link, named by its largest part. Where nobody's work explains the
-time, what the server is known to have done does; what is left is unaccounted for.
+It is followed from the round's end back to its beginning, always to the work that ended last before the next began.
+Work that alternated with others' inside one Span is one link, named after its largest part. Gaps between clients' work
+are filled with what the server is known to have done; the rest is unaccounted for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
-from fedvitals.analysis.round_shape import Shape, shape_of
+from fedvitals.analysis.round_shape import RoundShape, shape_of
 from fedvitals.analysis.timeline import NodeTime, RoundTime, by_class
 from fedvitals.resources.node_spans import CLOSE, UNACCOUNTED, SpanBlock
 from fedvitals.time_parts import REST, SERVER, WORK
@@ -24,8 +24,8 @@ LAST_FIRST = ("evaluate", "examine", "aggregate", "receive")  # of a server's su
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """One stretch of the chain; where nobody's work explains it, of the server, «unaccounted»."""
+class PathLink:
+    """One link of the chain; a gap that nobody's work explains belongs to the server, «unaccounted»."""
 
     node: str
     part: str  # the largest of its parts
@@ -37,24 +37,24 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Path:
-    """What a round's length came from."""
+class CriticalPath:
+    """What determined a round's length."""
 
     round: int
     clock: str
     began: float
     seconds: float
-    links: tuple[Link, ...]  # the first to the last
+    links: tuple[PathLink, ...]  # the first to the last
     slowest: str | None  # the client with most of it; None also where nobody is waited for
     part: str  # what took longest: of that client, or of the server if that is more
     part_seconds: float
     without: float | None  # the round's seconds without the slowest
     shares: dict[str, float]  # class → share of the round
     text: str
-    shape: Shape = field(repr=False, compare=False)
+    shape: RoundShape = field(repr=False, compare=False)
 
 
-class _Unit(NamedTuple):
+class _WorkUnit(NamedTuple):
     ended: float
     began: float
     node: str
@@ -63,19 +63,19 @@ class _Unit(NamedTuple):
 
 
 def without(time: RoundTime, nodes: Collection[str]) -> float:
-    """The round's seconds without some nodes; without an edge, that is without its members."""
-    gone = {*nodes, *(one.node for one in time.clients if one.group in set(nodes))}
+    """Return the round's seconds without some nodes; without an edge means without its members."""
+    gone = {*nodes, *(node.node for node in time.clients if node.group in set(nodes))}
     return shape_of(time).without(gone)
 
 
-def critical_path(time: RoundTime) -> Path:
-    """The chain of one round."""
+def critical_path(time: RoundTime) -> CriticalPath:
+    """Return the critical path of one round."""
     units = sorted(_units(time), key=lambda unit: unit.ended)
     links = _chain(time, units)
     shape = shape_of(time)
-    flown = flights(time) if time.overlapping else {}
+    flown = journey_shares(time) if time.overlapping else {}
     if flown:
-        links = [_in_flight(link, flown) if link.node in shape.nodes else link for link in links]
+        links = [_with_shares(link, flown) if link.node in shape.nodes else link for link in links]
     by_node: dict[str, float] = {}
     sums: dict[str, float] = {}
     for link in links:
@@ -88,8 +88,12 @@ def critical_path(time: RoundTime) -> Path:
     whole = time.seconds if time.seconds > 0 else 1.0
     shares = {kind: seconds / whole for kind, seconds in by_class(sums).items()}
     node, part, seconds = _longest(links, [slowest] if slowest else shape.nodes if flown else [])
-    text = _landed(time, flown) if flown else _words(time, links, shape, slowest, saved, (node, part, seconds))
-    return Path(
+    text = (
+        _describe_arrivals(time, flown)
+        if flown
+        else _describe_path(time, links, shape, slowest, saved, (node, part, seconds))
+    )
+    return CriticalPath(
         time.round,
         time.clock,
         time.began,
@@ -105,25 +109,27 @@ def critical_path(time: RoundTime) -> Path:
     )
 
 
-def _units(time: RoundTime) -> list[_Unit]:
-    """Everybody's work. What a server did in many short stretches has no place of its own: it fills gaps later."""
-    found = []
+def _units(time: RoundTime) -> list[_WorkUnit]:
+    """Return every node's work. A server's work in many short pieces has no position of its own: it fills gaps
+    later.
+    """
+    units = []
     for node in time.nodes.values():
         if node.kind != "client" and any(stay.folded for stay in node.stays):
             continue
         for block in node.blocks:
             known = any(part in WORK or (block.folded and part == UNACCOUNTED) for part in block.parts)
             if known and block.seconds > CLOSE:
-                found.append(_Unit(block.began + block.seconds, block.began, node.node, node.group, block))
-    return found
+                units.append(_WorkUnit(block.began + block.seconds, block.began, node.node, node.group, block))
+    return units
 
 
-def _chain(time: RoundTime, units: list[_Unit]) -> list[Link]:
-    """The links, first to last; they cover the round."""
+def _chain(time: RoundTime, units: list[_WorkUnit]) -> list[PathLink]:
+    """Return the links, first to last; they cover the round."""
     gaps = _Gaps(time)
-    links: list[Link] = []
+    links: list[PathLink] = []
     at, place, following = time.ends, len(units) - 1, ""
-    by_node: dict[str, list[_Unit]] = {}
+    by_node: dict[str, list[_WorkUnit]] = {}
     for unit in units:
         by_node.setdefault(unit.node, []).append(unit)
     while at - time.began > CLOSE:
@@ -140,8 +146,8 @@ def _chain(time: RoundTime, units: list[_Unit]) -> list[Link]:
     return links[::-1]
 
 
-def _before(at: float, units: list[_Unit], place: int, own: Collection[_Unit], pause: float) -> _Unit:
-    """The work that ended last before a moment: the same node's where that is as good as any other."""
+def _before(at: float, units: list[_WorkUnit], place: int, own: Collection[_WorkUnit], pause: float) -> _WorkUnit:
+    """Return the work that ended last before a moment, preferring that of the same node."""
     newest = units[place]
     mine = max((unit for unit in own if unit.ended <= at + CLOSE), key=lambda unit: unit.ended, default=None)
     if mine is not None and (mine.ended >= newest.ended - CLOSE or mine.ended >= at - pause):
@@ -154,19 +160,23 @@ def _before(at: float, units: list[_Unit], place: int, own: Collection[_Unit], p
     return longest
 
 
-def _link(unit: _Unit, units: list[_Unit]) -> Link:
+def _link(unit: _WorkUnit, units: list[_WorkUnit]) -> PathLink:
     block = unit.block
     waited = sum(seconds for part, seconds in block.parts.items() if part in REST)
     if not block.folded or waited <= WAITED * block.seconds:
         parts = block.parts
-        return Link(unit.node, _largest(parts), unit.began, block.seconds, dict(parts), unit.group, block.shared)
+        return PathLink(unit.node, _largest(parts), unit.began, block.seconds, dict(parts), unit.group, block.shared)
     # Others trained on the same thread meanwhile: all of them together explain the time.
-    beside = [one for one in units if one.block.folded and one.began < unit.ended and one.ended > unit.began]
+    units_beside = [
+        unit_beside
+        for unit_beside in units
+        if unit_beside.block.folded and unit_beside.began < unit.ended and unit_beside.ended > unit.began
+    ]
     pooled: dict[str, float] = {}
-    for one in beside:
-        common = min(one.ended, unit.ended) - max(one.began, unit.began)
-        share = common / one.block.seconds
-        for part, seconds in one.block.parts.items():
+    for unit_beside in units_beside:
+        common = min(unit_beside.ended, unit.ended) - max(unit_beside.began, unit.began)
+        share = common / unit_beside.block.seconds
+        for part, seconds in unit_beside.block.parts.items():
             if part in WORK:
                 pooled[part] = pooled.get(part, 0.0) + seconds * share
     total = sum(pooled.values())
@@ -174,11 +184,11 @@ def _link(unit: _Unit, units: list[_Unit]) -> Link:
         pooled = {part: seconds * block.seconds / total for part, seconds in pooled.items()}
     elif block.seconds - total > CLOSE:
         pooled[UNACCOUNTED] = block.seconds - total
-    return Link(unit.node, _largest(pooled), unit.began, block.seconds, pooled, unit.group, len(beside))
+    return PathLink(unit.node, _largest(pooled), unit.began, block.seconds, pooled, unit.group, len(units_beside))
 
 
 def _largest(parts: dict[str, float]) -> str:
-    """The part that took longest; what is known comes before what is not."""
+    """Return the part that took longest, preferring known parts over unaccounted time."""
     known = {part: seconds for part, seconds in parts.items() if part != UNACCOUNTED}
     if not known or max(known.values()) < 0.5 * parts.get(UNACCOUNTED, 0.0):
         return UNACCOUNTED
@@ -186,7 +196,7 @@ def _largest(parts: dict[str, float]) -> str:
 
 
 class _Gaps:
-    """What the server did while nobody else's work explains the time, from the last gap to the first."""
+    """The server's work during the gaps between clients' work, from the last gap to the first."""
 
     def __init__(self, time: RoundTime) -> None:
         server = time.server
@@ -197,76 +207,80 @@ class _Gaps:
             first = {part: work.pop(part) for part in LAST_FIRST if part in work}
             self._left = first | work
 
-    def fill(self, began: float, ended: float, following: str, after: str) -> list[Link]:
-        """Links from the end of a gap to its beginning: between the work of one node and that of another."""
+    def fill(self, began: float, ended: float, following: str, after: str) -> list[PathLink]:
+        """Return the links of a gap between the work of two nodes, from its end to its beginning."""
         links = []
         at = ended
         for part, seconds in list(self._left.items()):
             taken = min(seconds, at - began)
             if taken > CLOSE:
-                links.append(Link(SERVER, part, at - taken, taken, {part: taken}))
+                links.append(PathLink(SERVER, part, at - taken, taken, {part: taken}))
                 self._left[part] -= taken
                 at -= taken
         if at - began > CLOSE:
             links.append(self._waiting(began, at, following, after))
         return links
 
-    def _waiting(self, began: float, ended: float, following: str, after: str) -> Link:
-        """For its turn, behind somebody who is not seen; for a process; for an answer; for somebody who never came."""
+    def _waiting(self, began: float, ended: float, following: str, after: str) -> PathLink:
+        """Return the link of a wait: for a turn, a process, an answer, or a client that never came."""
         whole = ended - began
         for node, names in ((following, ("queue", "start")), (after, ("reply",)), (SERVER, ("wait",))):
             parts = _waited(self._time.nodes.get(node), names, began, ended)
             if sum(parts.values()) > 0.5 * whole:
                 left = whole - sum(parts.values())
                 parts = {**parts, UNACCOUNTED: left} if left > CLOSE else parts
-                return Link(node, _largest(parts), began, whole, parts)
-        return Link(SERVER, UNACCOUNTED, began, whole, {UNACCOUNTED: whole})
+                return PathLink(node, _largest(parts), began, whole, parts)
+        return PathLink(SERVER, UNACCOUNTED, began, whole, {UNACCOUNTED: whole})
 
 
 def _waited(node: NodeTime | None, parts: Collection[str], began: float, ended: float) -> dict[str, float]:
-    """How long a node says that it waited inside of this time, by what for; sums have no place in time."""
-    found: dict[str, float] = {}
+    """Return how long a node reports to have waited within this time, by part; sums have no position in time."""
+    waited: dict[str, float] = {}
     if node is None:
-        return found
+        return waited
     for block in node.blocks:
         inside = min(block.began + block.seconds, ended) - max(block.began, began)
         for part in parts:
-            if not block.folded and part in block.parts and part in node.told and inside > CLOSE:
-                found[part] = found.get(part, 0.0) + inside
-    return found
+            if not block.folded and part in block.parts and part in node.reported and inside > CLOSE:
+                waited[part] = waited.get(part, 0.0) + inside
+    return waited
 
 
-def flights(time: RoundTime) -> dict[str, float]:
-    """What the journeys that ended in the round consisted of, with what lies before it: shares, each counts the same.
+def journey_shares(time: RoundTime) -> dict[str, float]:
+    """Return the shares of each part in the journeys that ended in the round, including their time before it.
 
-    So much shorter is the time from one landing to the next, if a part takes none: Σ 1/time is how often they land.
+    Each journey counts equally: the number of arrivals per second is Σ 1/time, so a part's share is what would be
+    gained if it took no time.
     """
-    found: dict[str, float] = {}
-    for one in time.clients:
-        work = {part: seconds for part, seconds in one.told.items() if part in WORK}
+    shares: dict[str, float] = {}
+    for node in time.clients:
+        work = {part: seconds for part, seconds in node.reported.items() if part in WORK}
         whole = sum(work.values())
-        for part, seconds in work.items() if one.busy > 0 and whole > 0 else ():
-            found[part] = found.get(part, 0.0) + seconds / whole
-    return {part: share / sum(found.values()) for part, share in found.items()}
+        for part, seconds in work.items() if node.busy > 0 and whole > 0 else ():
+            shares[part] = shares.get(part, 0.0) + seconds / whole
+    return {part: share / sum(shares.values()) for part, share in shares.items()}
 
 
-def _in_flight(link: Link, flown: Mapping[str, float]) -> Link:
-    """A stretch of an asynchronous round: of a journey only the end lies in it, so all of them say what it was."""
+def _with_shares(link: PathLink, flown: Mapping[str, float]) -> PathLink:
+    """Return a link of an asynchronous round, divided by the shares of all journeys, of which only the end is in the
+    round.
+    """
     parts = {part: link.seconds * share for part, share in flown.items()}
     return replace(link, part=_largest(parts), parts=parts)
 
 
-def _landed(time: RoundTime, flown: Mapping[str, float]) -> str:
-    each = [sum(v for part, v in one.told.items() if part in WORK) for one in time.clients if one.busy > 0]
+def _describe_arrivals(time: RoundTime, flown: Mapping[str, float]) -> str:
+    each = [sum(v for part, v in node.reported.items() if part in WORK) for node in time.clients if node.busy > 0]
     part = max(flown, key=lambda name: flown[name])
+    typical = format_seconds(median(each))
     return (
-        f"round {time.round} took {in_words(time.seconds)}: {len(each)} updates came in, of {in_words(median(each))} "
+        f"round {time.round} took {format_seconds(time.seconds)}: {len(each)} updates came in, of {typical} "
         f"in the median, {flown[part]:.0%} of that {NOUNS.get(part, part)}"
     )
 
 
-def _longest(links: list[Link], clients: Collection[str]) -> tuple[str, str, float]:
-    """Whose part took longest: the slowest client's, or the server's if that is more."""
+def _longest(links: list[PathLink], clients: Collection[str]) -> tuple[str, str, float]:
+    """Return whose part took longest: the slowest client's, or the server's if that is more."""
     sums: dict[tuple[str, str], float] = {}
     for link in links:
         for part, seconds in link.parts.items():
@@ -279,30 +293,34 @@ def _longest(links: list[Link], clients: Collection[str]) -> tuple[str, str, flo
     return best
 
 
-def _words(
+def _describe_path(
     time: RoundTime,
-    links: list[Link],
-    shape: Shape,
+    links: list[PathLink],
+    shape: RoundShape,
     slowest: str | None,
     saved: float | None,
     longest: tuple[str, str, float],
 ) -> str:
-    text = f"round {time.round} took {in_words(time.seconds)}"
+    text = f"round {time.round} took {format_seconds(time.seconds)}"
     node, part, seconds = longest
     on_it = {link.node for link in links if link.node in shape.nodes}
     if slowest is None or saved is None or not links:
-        return text + (f": the server's {NOUNS.get(part, part)}, {in_words(seconds)}" if seconds else "")
+        return text + (f": the server's {NOUNS.get(part, part)}, {format_seconds(seconds)}" if seconds else "")
     if shape.slots is not None and node != SERVER:
         turns = sum(link.seconds for link in links if link.node in shape.nodes)
-        count = len(shape.nodes) if len(on_it) < len(shape.nodes) and shape.slots > 1 else max(len(on_it), _most(links))
+        count = (
+            len(shape.nodes)
+            if len(on_it) < len(shape.nodes) and shape.slots > 1
+            else max(len(on_it), _most_shared(links))
+        )
         how = "one after the other" if shape.slots == 1 else f"{shape.slots} at a time"
-        return f"{text}: {count} clients {how}, {in_words(turns)}; without {slowest} {in_words(saved)}"
+        return f"{text}: {count} clients {how}, {format_seconds(turns)}; without {slowest} {format_seconds(saved)}"
     whose = "the server's" if node == SERVER else f"{node}'s"
-    text = f"{text}: {whose} {NOUNS.get(part, part)}, {in_words(seconds)}"
-    return text if len(shape.nodes) < 2 else f"{text}; without {slowest} {in_words(saved)}"
+    text = f"{text}: {whose} {NOUNS.get(part, part)}, {format_seconds(seconds)}"
+    return text if len(shape.nodes) < 2 else f"{text}; without {slowest} {format_seconds(saved)}"
 
 
-def _most(links: list[Link]) -> int:
+def _most_shared(links: list[PathLink]) -> int:
     return max((link.shared for link in links), default=1)
 
 
@@ -321,8 +339,8 @@ NOUNS = {
 """Parts as words behind «c7's»; the others are words already."""
 
 
-def in_words(seconds: float) -> str:
-    """A length of time as people write it: «8.1 s», «0.24 s», «3 ms», «1,240 s»."""
+def format_seconds(seconds: float) -> str:
+    """Return a duration as people write it: «8.1 s», «0.24 s», «3 ms», «1,240 s»."""
     if seconds >= 100:
         return f"{seconds:,.0f} s"
     if seconds >= 1:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each round is bound by, as metrics, while the run goes on: for detectors, which see no Spans.
+"""What each round is bound by, as metrics during the run, for detectors, which see no Spans.
 
-The shares of `verdict`, by sums that each Span is added to as it passes: so they cost microseconds, and the same at any
-number of clients. They come when the round is over, after the detectors have looked at it: one round late.
+These are the shares of `bottleneck`, computed from sums to which each Span is added as it arrives: that costs
+microseconds, independent of the number of clients. They are emitted when the round is over, after the detectors have
+examined it: one round late.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fedvitals.analysis.bottleneck import SLOWER, few
+from fedvitals.analysis.bottleneck import SLOWER, max_stragglers
 from fedvitals.analysis.round_shape import WAITED
-from fedvitals.analysis.timeline import may_tell
+from fedvitals.analysis.timeline import may_report
 from fedvitals.protocols import Sink
 from fedvitals.records import Metric, Record, Span, Where
 from fedvitals.resources.node_spans import CLOSE, clamped_parts, recorded_parts
@@ -30,8 +31,8 @@ SPANS = 32_768  # of one round and clock, that are told apart from those which c
 
 
 @dataclass(slots=True)
-class _Clients:
-    """Spans of one sort: journeys, or clients' own training."""
+class _SpanSums:
+    """Sums over spans of one kind: journeys, or clients' own training."""
 
     count: int = 0
     total: float = 0.0  # seconds of work, over all
@@ -78,14 +79,14 @@ class _Clients:
         self.last_began, self.first_ended = max(self.last_began, span.at), min(self.first_ended, ended)
         for kind, seconds in work.items():
             self.classes[kind] = self.classes.get(kind, 0.0) + seconds
-        one = (ended, self.count, span.where.node or "", busy, work)
+        entry = (ended, self.count, span.where.node or "", busy, work)
         if len(self.latest) < LATEST:
-            heapq.heappush(self.latest, one)
+            heapq.heappush(self.latest, entry)
         else:
-            heapq.heappushpop(self.latest, one)
+            heapq.heappushpop(self.latest, entry)
 
     def slots(self, under_way: float) -> int | None:
-        """How many work at a time, where they take turns: as `shape` tells, by the same signs."""
+        """Return how many clients work at a time, where they take turns; by the same criteria as `round_shape`."""
         if self.count < 2 or under_way <= 0:
             return None
         turns = self.stacked or self.waited > WAITED * self.inside
@@ -95,19 +96,19 @@ class _Clients:
 
 
 @dataclass(slots=True)
-class _Sums:
-    """A round on one clock."""
+class _RoundSums:
+    """The sums of one round on one clock."""
 
     began: float | None = None
     seconds: float = 0.0
-    journeys: _Clients = field(default_factory=_Clients)
-    clients: _Clients = field(default_factory=_Clients)
+    journeys: _SpanSums = field(default_factory=_SpanSums)
+    clients: _SpanSums = field(default_factory=_SpanSums)
     server: dict[str, float] = field(default_factory=dict)
     seen: set[tuple[str, str, str | None]] = field(default_factory=set)  # what came: a batch may be delivered twice
 
     def add(self, span: Span) -> None:
         own = (span.id, span.name, span.where.node)
-        fine = 0 <= span.seconds <= LONGEST and -1e15 < span.at < 1e15 and may_tell(span)
+        fine = 0 <= span.seconds <= LONGEST and -1e15 < span.at < 1e15 and may_report(span)
         if not fine or own in self.seen or (len(self.seen) >= SPANS and span.name != ROUND):
             return
         self.seen.add(own)
@@ -124,13 +125,13 @@ class _Sums:
 
 
 class LiveProfile(Sink):
-    """A sink, so it runs on a queue's worker. `emit` takes the metrics of each round that is over."""
+    """A sink that emits the metrics of each round that is over; it runs on a queue's worker."""
 
     name = "profile"
 
     def __init__(self, emit: Callable[[Record], None]) -> None:
         self._emit = emit
-        self._open: dict[tuple[str, int], dict[str, _Sums]] = {}
+        self._open: dict[tuple[str, int], dict[str, _RoundSums]] = {}
 
     def write(self, records: Sequence[Record], /) -> None:
         for record in records:
@@ -153,44 +154,49 @@ class LiveProfile(Sink):
             own = self._open[key] = {}
         clock = clock_of(span)
         if clock not in own:
-            own[clock] = _Sums()
+            own[clock] = _RoundSums()
         own[clock].add(span)
 
-    def _close(self, run: str, number: int, at: float) -> None:
-        own = self._open.pop((run, number), {})
+    def _close(self, run: str, round_index: int, at: float) -> None:
+        own = self._open.pop((run, round_index), {})
         sums = next((own[c] for c in ("virtual", "real") if c in own and own[c].began is not None), None)
         if sums is None or sums.seconds <= 0:
             return
-        found, slowest, seconds = shares(sums)
-        where = Where(run, number)
-        for kind, share in found.items():
+        shares, slowest, seconds = round_shares(sums)
+        where = Where(run, round_index)
+        for kind, share in shares.items():
             name = PREFIX + kind.replace(" ", "_")
             self._emit(Metric(where, at, name, min(max(share, 0.0), 1.0)))
         if slowest is not None:
-            self._emit(Metric(Where(run, number, slowest), at, "time.critical", seconds))
+            self._emit(Metric(Where(run, round_index, slowest), at, "time.critical", seconds))
 
 
-def _held_up(clients: _Clients, latest: list[tuple[float, int, str, float, dict[str, float]]], began: float) -> float:
-    """Seconds from when all but the slowest few were done until the last was; two are few only if both are slow."""
+def _straggler_seconds(
+    clients: _SpanSums, latest: list[tuple[float, int, str, float, dict[str, float]]], began: float
+) -> float:
+    """Return the seconds for which the last client was waited for after all but the slowest few were done.
+
+    Two clients count as few only if both are slow.
+    """
     if clients.count < 3:
         return 0.0
-    gone = min(few(clients.count), len(latest) - 1)
+    gone = min(max_stragglers(clients.count), len(latest) - 1)
     if gone == 2:
         others = (
             clients.base
             - began
-            + (clients.ends - sum(one[0] - clients.base for one in latest[:2])) / (clients.count - 2)
+            + (clients.ends - sum(entry[0] - clients.base for entry in latest[:2])) / (clients.count - 2)
         )
         gone = 2 if latest[1][0] - began >= SLOWER * others else 1
     return latest[0][0] - latest[gone][0]
 
 
-def shares(sums: _Sums) -> tuple[dict[str, float], str | None, float]:
-    """By kind, the share of the round; and the client that was done last, with the seconds until then."""
+def round_shares(sums: _RoundSums) -> tuple[dict[str, float], str | None, float]:
+    """Return the shares of the round by kind, the client that was done last, and the seconds until then."""
     whole = sums.seconds
-    found = dict.fromkeys((*KINDS, STRAGGLER), 0.0)
+    shares = dict.fromkeys((*KINDS, STRAGGLER), 0.0)
     clients = sums.journeys if sums.journeys.count else sums.clients
-    slowest, until, worked = None, 0.0, 0.0
+    slowest, slowest_seconds, worked = None, 0.0, 0.0
     if clients.count:
         latest = sorted(clients.latest, reverse=True)
         began = sums.began or 0.0
@@ -199,25 +205,25 @@ def shares(sums: _Sums) -> tuple[dict[str, float], str | None, float]:
         if early:
             work, worked = clients.classes, min(whole, max(0.0, clients.last - began))
         elif slots is not None:
-            _, _, slowest, until, _ = max(latest, key=lambda one: one[3])
+            _, _, slowest, slowest_seconds, _ = max(latest, key=lambda entry: entry[3])
             work, worked = clients.classes, min(whole, clients.total / slots)
-            usual = (clients.total - until) / (clients.count - 1)
+            usual = (clients.total - slowest_seconds) / (clients.count - 1)
             alone = (
                 latest[0][0] - latest[1][0] if slots > 1 and latest[0][2] == slowest else 0.0
             )  # when all others had done
-            found[STRAGGLER] = max((until - usual) / slots, alone, 0.0) / whole
+            shares[STRAGGLER] = max((slowest_seconds - usual) / slots, alone, 0.0) / whole
         else:
             ended, _, slowest, _, work = latest[0]
-            until = min(max(0.0, ended - began), whole)
+            slowest_seconds = min(max(0.0, ended - began), whole)
             worked = min(whole, sum(work.values()))
-            found[STRAGGLER] = _held_up(clients, latest, began) / whole
+            shares[STRAGGLER] = _straggler_seconds(clients, latest, began) / whole
         scale = worked / sum(work.values())
         for kind, seconds in work.items():
-            found[kind] += seconds * scale / whole
+            shares[kind] += seconds * scale / whole
     # The server's work counts as far as there is time that the clients do not explain.
     serving = sum(sums.server.values())
     if serving > 0:
         scale = min(1.0, (whole - worked) / serving)
         for kind, seconds in sums.server.items():
-            found[kind] += seconds * scale / whole
-    return found, slowest, until
+            shares[kind] += seconds * scale / whole
+    return shares, slowest, slowest_seconds

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to do about a run's bottleneck: the remedies that apply to it, by the gain computed for this run.
+"""Remedies for a run's bottleneck, ranked by the gain computed for this run.
 
-Each comes from a row of the what-if table, and where the lab can run it again, with the change of the experiment as
-plain data: dotted names of fields, as `lab.read(text, changes)` takes them, and their values. A value that depends on
-the one before is `{"times": 0.5}`, which `resolved` works out. `{"faster": 4}` stands for the same device, so many
-times as fast, and `{"loading": 4}` for devices that load data so many times as fast: both need the lab's profiles.
+Each comes from a row of the what-if table. Where the lab can re-run it, it carries the change of the experiment as
+data: dotted names of fields, as `lab.read(text, changes)` takes them, and their values. A value relative to the present
+one is `{"times": 0.5}`, which `resolve_change` computes. `{"faster": 4}` means the same device that many times as fast,
+and `{"loading": 4}` devices that load data that many times as fast: both need the lab's profiles.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedvitals.analysis.bottleneck import STRAGGLER, RunVerdict
-from fedvitals.analysis.what_if import Row
+from fedvitals.analysis.what_if import WhatIfRow
 
 LEAST = 0.02  # share of a round, below which a remedy is not worth its costs
 ENOUGH = 0.8  # of the most that a deadline could save: of those that do, the one that leaves out the fewest
@@ -23,7 +23,7 @@ MOST_LOST = 0.5  # share of the data; a deadline that leaves out more is none th
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """One thing to do, with its gain for this run: seconds of a round before and after, and their difference."""
+    """One remedy with its gain for this run: seconds of a round before and after, and their difference."""
 
     key: dict[str, Any]
     name: str
@@ -73,31 +73,31 @@ HELPS = {  # what each is against: a remedy for what a run is bound by says so
 }
 
 
-def remedies(verdict: RunVerdict, rows: Sequence[Row], *, least: float = LEAST) -> list[Remedy]:
-    """The largest gain first; only what saves at least a share `least` of a round."""
-    found = [_remedy(row, verdict) for row in _one_of_each(rows) if row.share >= least]
+def remedies(verdict: RunVerdict, rows: Sequence[WhatIfRow], *, least: float = LEAST) -> list[Remedy]:
+    """Return the remedies that save at least a share `least` of a round, the largest gain first."""
+    applicable = [_remedy(row, verdict) for row in _select_rows(rows) if row.share >= least]
     if verdict.kind == STRAGGLER and verdict.without is not None:
-        found.append(_without(verdict, verdict.without))
-    return sorted(found, key=lambda remedy: -remedy.saving)
+        applicable.append(_without(verdict, verdict.without))
+    return sorted(applicable, key=lambda remedy: -remedy.saving)
 
 
-def _one_of_each(rows: Sequence[Row]) -> list[Row]:
-    """All rows, but of the deadlines and over-selections one each, and no more evaluations than needed to know."""
-    chosen = [row for row in rows if _sort(row) not in ("deadline", "over_select") and row.key != {"evaluate_every": 0}]
+def _select_rows(rows: Sequence[WhatIfRow]) -> list[WhatIfRow]:
+    """Return all rows, but only one deadline, one over-selection and the most useful evaluation interval."""
+    chosen = [row for row in rows if _kind(row) not in ("deadline", "over_select") and row.key != {"evaluate_every": 0}]
     for sort in ("deadline", "over_select"):
-        same = [row for row in rows if _sort(row) == sort and row.saving > 0 and (row.lost or 0.0) <= MOST_LOST]
+        same = [row for row in rows if _kind(row) == sort and row.saving > 0 and (row.lost or 0.0) <= MOST_LOST]
         if same:
             most = max(row.saving for row in same)
             chosen.append(min((r for r in same if r.saving >= ENOUGH * most), key=lambda r: (r.lost or 0.0, -r.saving)))
     return chosen
 
 
-def _sort(row: Row) -> str:
+def _kind(row: WhatIfRow) -> str:
     return next(iter(row.key))
 
 
-def _remedy(row: Row, verdict: RunVerdict) -> Remedy:
-    sort = _sort(row)
+def _remedy(row: WhatIfRow, verdict: RunVerdict) -> Remedy:
+    sort = _kind(row)
     name = NAMES[sort].format(row.key[sort])
     if row.key == {"compress": 4}:
         name = "Quantise updates to 8 bits"
@@ -135,8 +135,8 @@ def _without(verdict: RunVerdict, after: float) -> Remedy:
     return Remedy(key, name, why, verdict.seconds, after, saving, share, costs, assumes, None)
 
 
-def _change(sort: str, row: Row) -> tuple[dict[str, Any] | None, float]:
-    """Of the experiment, and how many times as many rounds bring as many updates."""
+def _change(sort: str, row: WhatIfRow) -> tuple[dict[str, Any] | None, float]:
+    """Return the change of the experiment, and how many times as many rounds bring as many updates."""
     value = row.key[sort]
     half = {"times": value}
     if sort == "compress":
@@ -159,21 +159,21 @@ def _change(sort: str, row: Row) -> tuple[dict[str, Any] | None, float]:
     return changes.get(sort), 1.0
 
 
-def resolved(change: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
-    """The change with values in place of `{"times": ...}`, from an experiment as a (nested) table.
+def resolve_change(change: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the change with `{"times": ...}` replaced by values, computed from an experiment as a (nested) table.
 
-    What the experiment does not set stays unset; whole numbers stay whole, and at least 1.
+    Settings that the experiment does not have stay unset; integers stay integers, and at least 1.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in change.items():
         if not (isinstance(value, Mapping) and set(value) == {"times"}):
-            found[name] = value
+            values[name] = value
             continue
-        here: Any = current
+        present: Any = current
         for key in name.split("."):
-            here = here.get(key) if isinstance(here, Mapping) else None
-        if isinstance(here, int) and not isinstance(here, bool) and name != "participation":
-            found[name] = max(1, round(here * value["times"]))
-        elif isinstance(here, int | float):
-            found[name] = here * value["times"]
-    return found
+            present = present.get(key) if isinstance(present, Mapping) else None
+        if isinstance(present, int) and not isinstance(present, bool) and name != "participation":
+            values[name] = max(1, round(present * value["times"]))
+        elif isinstance(present, int | float):
+            values[name] = present * value["times"]
+    return values

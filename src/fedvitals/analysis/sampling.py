@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients drawn by chance from those that were recorded, with the times that they took: for what-if questions."""
+"""Random cohorts of recorded clients with their recorded times, for what-if questions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedvitals.analysis.round_shape import Seconds, Shape
+from fedvitals.analysis.round_shape import RoundShape, Seconds
 
 DRAWS = 400  # of a cohort: the mean's standard error is a twentieth of the spread
 CELLS = 2_000_000  # draws times clients, at most: 16 MB
@@ -19,7 +19,7 @@ CLIENTS = 500  # under way at a time that are followed; of more, this many stand
 
 
 def expected_longest(each: Seconds, count: int) -> float:
-    """The mean of the largest of `count` values drawn without replacement; exact.
+    """Return the exact mean of the largest of `count` values drawn without replacement.
 
     Σ_j x_(j) · C(j−1, count−1) / C(n, count) over the values in order.
     """
@@ -35,13 +35,13 @@ def _log_choose(n: int, k: int) -> float:
     return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
 
 
-class Pool:
-    """Every client with the times that it took, each as likely as the other. The same seed draws the same.
+class ClientPool:
+    """All recorded clients with their times, each equally likely. The same seed draws the same cohorts.
 
-    Times are without what a client waited for the server to send to others: that depends on who else is asked.
+    Times exclude the wait for the server to send to others, which depends on who else is asked.
     """
 
-    def __init__(self, shapes: Sequence[Shape], seed: int) -> None:
+    def __init__(self, shapes: Sequence[RoundShape], seed: int) -> None:
         times: dict[str, list[float]] = {}
         for shape in shapes:
             for node, seconds in zip(shape.nodes, (shape.ends - shape.line).tolist(), strict=True):
@@ -52,8 +52,8 @@ class Pool:
         self.sending = float(np.median([shape.line.max() / max(1, len(shape.nodes) - 1) for shape in shapes]))
         self.seed = seed
 
-    def nth(self, needed: int, asked: int) -> float:
-        """The mean time until `needed` of `asked` clients are done."""
+    def mean_time_of_nth(self, needed: int, asked: int) -> float:
+        """Return the mean time until `needed` of `asked` clients are done."""
         chance = np.random.default_rng([self.seed, needed, asked])
         clients = len(self.nodes)
         draws = max(20, min(DRAWS, CELLS // clients))
@@ -65,29 +65,29 @@ class Pool:
         return float(np.partition(drawn, needed - 1, axis=1)[:, needed - 1].mean())
 
 
-def buffered(pool: Pool, buffer: int, aggregations: int, pause: float) -> float:
-    """Seconds of an asynchronous server from one aggregation to the next, over so many of them from the first on.
+def buffered_round_seconds(pool: ClientPool, buffer: int, aggregations: int, pause: float) -> float:
+    """Return an asynchronous server's mean seconds between two aggregations, over so many of them from the start.
 
-    As many clients are under way as a round has. When one is back, one that is neither under way nor in the buffer is
-    sent off, by chance. `pause`: what the server takes for an aggregation.
+    As many clients train at a time as a round has. When one finishes, a random one that is neither training nor in the
+    buffer starts. `pause` is the server's time for an aggregation.
     """
     share = min(1.0, CLIENTS / pool.cohort)
     places, most = max(1, round(pool.cohort * share)), max(1, round(buffer * share))
     chance = np.random.default_rng(pool.seed)
     repeats = max(1, min(REPEATS, LANDINGS // max(1, aggregations * most)))
-    found = []
+    means = []
     for _ in range(repeats):
         chosen = chance.permutation(len(pool.nodes))[: max(places, round(len(pool.nodes) * share))]
         times = [pool.times[i] for i in chosen]
         followed = min(aggregations, max(1, LANDINGS // most))
-        found.append(_follow(times, places, most, followed, pause, chance) / followed)
-    return max(float(np.mean(found)), buffer * pool.sending)
+        means.append(_simulate(times, places, most, followed, pause, chance) / followed)
+    return max(float(np.mean(means)), buffer * pool.sending)
 
 
-def _follow(
+def _simulate(
     times: Sequence[Seconds], places: int, most: int, aggregations: int, pause: float, chance: np.random.Generator
 ) -> float:
-    """When the last of the aggregations is over."""
+    """Return the time at which the last of the aggregations is over."""
     drawn_from = [own.tolist() for own in times]
     under_way: list[tuple[float, int]] = []
     busy: set[int] = set()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who determined the rounds' lengths: how often, by how much, through which kind of work, and since when."""
+"""Which clients determined the rounds' lengths: how often, by how much, through which work, and since when."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedvitals.analysis.bottleneck import excess
-from fedvitals.analysis.critical_path import Path, critical_path
+from fedvitals.analysis.bottleneck import slowest_kind_of
+from fedvitals.analysis.critical_path import CriticalPath, critical_path
 from fedvitals.analysis.timeline import RoundTime, asynchronous
-from fedvitals.analysis.warmup import usual
+from fedvitals.analysis.warmup import without_warm_up
 from fedvitals.resources.node_spans import UNACCOUNTED
 
 
-class Turn(NamedTuple):
+class ClientRound(NamedTuple):
     """A client's part in one round."""
 
     round: int
@@ -39,18 +39,21 @@ class Straggler:
     part: str  # the most usual one where it determined the round
     typical: float  # median of its seconds
     peers: float  # median of the others'
-    history: tuple[Turn, ...]  # all rounds in which it took part
+    history: tuple[ClientRound, ...]  # all rounds in which it took part
 
 
-def stragglers(times: Sequence[RoundTime], *, most: int = 20, paths: Sequence[Path] | None = None) -> list[Straggler]:
-    """Who cost the most seconds first. `paths`: those of the rounds, where they are known already.
+def stragglers(
+    times: Sequence[RoundTime], *, most: int = 20, paths: Sequence[CriticalPath] | None = None
+) -> list[Straggler]:
+    """Return the clients that cost the most seconds first. `paths` are those of the rounds, if already known.
 
-    A first round that was a warm-up is left out; () where nobody is waited for, as in asynchronous aggregation.
+    A first round that was a warm-up is left out. The list is empty where nobody is waited for, as in asynchronous
+    aggregation.
     """
     if asynchronous(times):
         return []
     paths = [critical_path(time) for time in times] if paths is None else paths
-    _, paths = usual(times, paths)
+    _, paths = without_warm_up(times, paths)
     lost: dict[str, float] = {}
     for path in paths:
         if path.slowest is not None and path.without is not None:
@@ -59,8 +62,8 @@ def stragglers(times: Sequence[RoundTime], *, most: int = 20, paths: Sequence[Pa
     return [_straggler(node, paths, lost[node]) for node in worst]
 
 
-def _straggler(node: str, paths: Sequence[Path], seconds_lost: float) -> Straggler:
-    history = [turn for path in paths if (turn := _turn(node, path)) is not None]
+def _straggler(node: str, paths: Sequence[CriticalPath], seconds_lost: float) -> Straggler:
+    history = [turn for path in paths if (turn := _client_round(node, path)) is not None]
     mine = [turn for turn in history if turn.determined]
     return Straggler(
         node,
@@ -74,7 +77,7 @@ def _straggler(node: str, paths: Sequence[Path], seconds_lost: float) -> Straggl
     )
 
 
-def _turn(node: str, path: Path) -> Turn | None:
+def _client_round(node: str, path: CriticalPath) -> ClientRound | None:
     shape = path.shape
     if node not in shape.nodes:
         return None
@@ -83,6 +86,6 @@ def _turn(node: str, path: Path) -> Turn | None:
     others = np.delete(ends, place)
     determined = path.slowest == node
     saving = max(0.0, path.seconds - path.without) if determined and path.without is not None else 0.0
-    part = excess(shape, [node]) or UNACCOUNTED
+    part = slowest_kind_of(shape, [node]) or UNACCOUNTED
     peers = float(np.median(others)) if len(others) else float(ends[place])
-    return Turn(path.round, float(ends[place]), peers, part, determined, saving)
+    return ClientRound(path.round, float(ends[place]), peers, part, determined, saving)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every node did in every round, from its first moment to its last, on the real and on the virtual clock.
 
-A node's parts sum to the round. Before a client's first Span lies `queue`, after its last one `wait`, both from
-timestamps; what lies inside of a Span and in none of its parts is `unaccounted`. Where a client's own training is known
-beside its way to the server and back, the training says what the way's computing consisted of.
+A node's parts add up to the round. Before a client's first Span it is in `queue`, after its last one in `wait`, both
+from timestamps; time inside a Span that none of its parts covers is `unaccounted`. If a client's own training is known
+in addition to its journey, the training details the journey's computing.
 
-Spans may come from machines that lie, or whose clocks are wrong: what cannot be true is left out and counted, what lies
-outside of its round is moved or cut, and nothing in here raises for what a Span says.
+Spans may come from machines that lie, or whose clocks are wrong: impossible ones are left out and counted, those
+outside of their round are moved or cut, and nothing here raises for what a Span says.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LARGEST = 1e15  # since the epoch; beyond it, floats do not tell a second from t
 
 
 class Interval(NamedTuple):
-    """What a node did from when on, for so long."""
+    """What a node did from a moment on, and for how long."""
 
     node: str
     group: str | None
@@ -62,7 +62,7 @@ class NodeTime:
     began: float  # of the round
     seconds: float  # of the round
     parts: dict[str, float]  # sums to the round
-    told: dict[str, float]  # as told: asynchronous journeys begin before the round in which they end
+    reported: dict[str, float]  # as told: asynchronous journeys begin before the round in which they end
     stays: tuple[NodeSpan, ...]
     samples: float | None = None
     steps: float | None = None
@@ -71,33 +71,33 @@ class NodeTime:
 
     @property
     def blocks(self) -> list[SpanBlock]:
-        """Its whole round in order, without gaps."""
-        found: list[SpanBlock] = []
+        """The node's whole round in order, without gaps."""
+        blocks: list[SpanBlock] = []
         at = self.began
         before = UNACCOUNTED if self.kind == SERVER else "queue"
         for stay in self.stays:
             if stay.began - at > CLOSE:
-                found.append(SpanBlock(at, stay.began - at, {before: stay.began - at}, False, 1))
-            found += blocks_of(stay)
+                blocks.append(SpanBlock(at, stay.began - at, {before: stay.began - at}, False, 1))
+            blocks += blocks_of(stay)
             at = max(at, stay.began + stay.seconds)
         left = self.began + self.seconds - at
         if left > CLOSE:
-            found.append(SpanBlock(at, left, {UNACCOUNTED if self.kind == SERVER else "wait": left}, False, 1))
-        return found
+            blocks.append(SpanBlock(at, left, {UNACCOUNTED if self.kind == SERVER else "wait": left}, False, 1))
+        return blocks
 
     @property
     def intervals(self) -> list[Interval]:
-        found = []
+        intervals = []
         for block in self.blocks:
             at = block.began
             for part, seconds in block.parts.items():
-                found.append(Interval(self.node, self.group, part, at, seconds, block.folded))
+                intervals.append(Interval(self.node, self.group, part, at, seconds, block.folded))
                 at += seconds
-        return found
+        return intervals
 
     @property
     def busy(self) -> float:
-        """Seconds in which it did something, known or not."""
+        """The seconds in which it did something, known or not."""
         return sum(seconds for part, seconds in self.parts.items() if part not in REST)
 
 
@@ -121,15 +121,15 @@ class RoundTime:
 
     @property
     def clients(self) -> list[NodeTime]:
-        return [one for one in self.nodes.values() if one.kind == CLIENT]
+        return [node for node in self.nodes.values() if node.kind == CLIENT]
 
     @property
     def edges(self) -> list[NodeTime]:
-        return [one for one in self.nodes.values() if one.kind == EDGE]
+        return [node for node in self.nodes.values() if node.kind == EDGE]
 
     @property
     def server(self) -> NodeTime | None:
-        return next((one for one in self.nodes.values() if one.kind == SERVER), None)
+        return next((node for node in self.nodes.values() if node.kind == SERVER), None)
 
     @property
     def intervals(self) -> list[Interval]:
@@ -137,9 +137,9 @@ class RoundTime:
 
     @property
     def overlapping(self) -> bool:
-        """Whether clients brought what they had begun before it, as in asynchronous aggregation."""
+        """Whether clients delivered work begun before the round, as in asynchronous aggregation."""
         before = self.began - 0.05 * self.seconds - CLOSE
-        return any(self.ends - sum(one.told.values()) < before for one in self.clients if JOURNEY in _names(one))
+        return any(self.ends - sum(node.reported.values()) < before for node in self.clients if JOURNEY in _names(node))
 
     @property
     def unaccounted(self) -> float:
@@ -153,37 +153,37 @@ def _names(node: NodeTime) -> set[str]:
 
 
 def class_of(part: str) -> str:
-    """What a round is bound by that consists of this part: «compute», «upload», ..., «waiting», «unaccounted»."""
+    """Return the class of work of a part: «compute», «upload», ..., «waiting», «unaccounted»."""
     return WORK.get(part) or (WAITING if part in REST else UNACCOUNTED)
 
 
 def by_class(parts: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by class."""
-    found: dict[str, float] = {}
+    """Return seconds by class."""
+    seconds_by_class: dict[str, float] = {}
     for part, seconds in parts.items():
         kind = class_of(part)
-        found[kind] = found.get(kind, 0.0) + seconds
-    return found
+        seconds_by_class[kind] = seconds_by_class.get(kind, 0.0) + seconds
+    return seconds_by_class
 
 
-def may_tell(span: Span) -> bool:
-    """Whether the Span's node may say this: only the whole tells of the round, and only the server of itself."""
+def may_report(span: Span) -> bool:
+    """Return whether the Span's node may report it: only the whole reports the round, and only the server itself."""
     node = span.where.node
     return node is None if span.name == ROUND else node in (None, SERVER) if span.name == SERVER else True
 
 
 def asynchronous(times: Sequence[RoundTime]) -> bool:
-    """Whether most rounds took in what was begun before them: nobody is waited for there."""
+    """Return whether most rounds took in work begun before them: nobody is waited for there."""
     return sum(time.overlapping for time in times) > len(times) / 2
 
 
 def main_clock(times: Iterable[RoundTime]) -> str:
-    """«virtual» where there is one: real seconds of a simulation say nothing of the federation."""
+    """Return «virtual» if there is a virtual clock: real seconds of a simulation say nothing about the federation."""
     return "virtual" if any(time.clock == "virtual" for time in times) else "real"
 
 
-def of_clock(times: Iterable[RoundTime], clock: str | None = None) -> list[RoundTime]:
-    """The rounds of one clock, the main one unless told."""
+def rounds_of_clock(times: Iterable[RoundTime], clock: str | None = None) -> list[RoundTime]:
+    """Return the rounds of one clock, by default the main one."""
     times = list(times)
     chosen = main_clock(times) if clock is None else clock
     return sorted((time for time in times if time.clock == chosen), key=lambda time: time.round)
@@ -192,25 +192,25 @@ def of_clock(times: Iterable[RoundTime], clock: str | None = None) -> list[Round
 def timeline(
     spans: Iterable[Span], *, clock: str | None = None, rounds: Collection[int] | None = None
 ) -> list[RoundTime]:
-    """Every round, by clock (the real one first) and number; of one clock or some rounds where these are given."""
+    """Return every round, by clock (the real one first) and number; optionally of one clock or some rounds only."""
     gathered: dict[tuple[str, int], list[Span]] = {}
     for span in spans:
         number = span.where.round
         if number is None or span.name not in NESTED or (rounds is not None and number not in rounds):
             continue
-        its = clock_of(span)
-        if clock is None or its == clock:
-            gathered.setdefault((its, number), []).append(span)
+        span_clock = clock_of(span)
+        if clock is None or span_clock == clock:
+            gathered.setdefault((span_clock, number), []).append(span)
     names = functools.cache(natural)  # each name is looked at once
-    found: list[RoundTime] = []
-    for (its, number), same in sorted(gathered.items(), key=lambda item: item[0]):
-        before = found[-1] if found and found[-1].clock == its else None
-        found.append(_round(number, its, same, names, before))
-    return found
+    rounds_found: list[RoundTime] = []
+    for (span_clock, number), spans_of_round in sorted(gathered.items(), key=lambda entry: entry[0]):
+        before = rounds_found[-1] if rounds_found and rounds_found[-1].clock == span_clock else None
+        rounds_found.append(_round(number, span_clock, spans_of_round, names, before))
+    return rounds_found
 
 
 def _round(
-    number: int, clock: str, spans: list[Span], names: Callable[[str], Any], before: RoundTime | None
+    round_index: int, clock: str, spans: list[Span], names: Callable[[str], Any], before: RoundTime | None
 ) -> RoundTime:
     usable, left_out = _usable(spans)
     whole = [span for span in usable if span.name == ROUND]
@@ -229,15 +229,15 @@ def _round(
         else:
             by_node[node] = [span]
     shifted: dict[str, float] = {}
-    made = [_node(node, own, began, seconds, shifted) for node, own in by_node.items()]
-    made.sort(key=lambda one: (_ORDER[one.kind], names(one.node)))
+    nodes = [_node(node, own, began, seconds, shifted) for node, own in by_node.items()]
+    nodes.sort(key=lambda node_time: (_ORDER[node_time.kind], names(node_time.node)))
     idle = 0.0 if before is None else began - before.ends
     return RoundTime(
-        number,
+        round_index,
         clock,
         began,
         seconds,
-        _with_members({one.node: one for one in made}),
+        _with_members({node_time.node: node_time for node_time in nodes}),
         idle if 0 < idle < LONGEST else 0.0,
         bool(whole),
         left_out,
@@ -249,23 +249,25 @@ _ORDER = {SERVER: 0, EDGE: 1, CLIENT: 2}
 
 
 def _usable(spans: list[Span]) -> tuple[list[Span], int]:
-    """Those that can be true, each once; and how many are not.
+    """Return the spans that are possible, each once, and the number of the others.
 
-    Ids are told by machines, too: nobody's Span is left out because another node used its id before.
+    Ids come from machines, too: no Span is left out because another node used its id before.
     """
     seen: set[tuple[str, str, str | None]] = set()
     kept = []
     for span in spans:
         fine = 0 <= span.seconds <= LONGEST and -LARGEST < span.at < LARGEST  # NaN is in neither
         own = (span.id, span.name, span.where.node)
-        if fine and own not in seen and may_tell(span):
+        if fine and own not in seen and may_report(span):
             seen.add(own)
             kept.append(span)
     return kept, len(spans) - len(kept)
 
 
 def _extent(spans: list[Span], whole: list[Span]) -> tuple[float, float]:
-    """When the round began and how long it took; without a Span of its own, from the first to the last of the rest."""
+    """Return when the round began and how long it took; without its own Span, from the first to the last of the
+    rest.
+    """
     if whole:
         whole.sort(key=lambda span: span.at)
         return whole[-1].at, whole[-1].seconds
@@ -281,11 +283,11 @@ def _node(node: str, spans: list[Span], began: float, seconds: float, shifted: d
     outer = JOURNEY if JOURNEY in names else kind  # how its whole round is seen; its training lies inside of a journey
     stays: list[NodeSpan] = []
     inner: list[Span] = []
-    told: dict[str, float] = {}
-    for span in sorted(spans, key=lambda one: one.at) if len(spans) > 1 else spans:
+    reported: dict[str, float] = {}
+    for span in sorted(spans, key=lambda span: span.at) if len(spans) > 1 else spans:
         if span.name == outer:
             parts = recorded_parts(span)
-            told = add(dict(told), parts) if told else parts
+            reported = add(dict(reported), parts) if reported else parts
             stay, moved = node_span_of(span, parts, began, began + seconds)
             if abs(moved) > abs(shifted.get(node, CLOSE)):
                 shifted[node] = moved
@@ -303,7 +305,7 @@ def _node(node: str, spans: list[Span], began: float, seconds: float, shifted: d
         began,
         seconds,
         sums(kind, stays, began, seconds),
-        told,
+        reported,
         tuple(stays),
         _number(numbers, "samples"),
         _number(numbers, "steps"),
@@ -321,48 +323,54 @@ def _number(spans: list[Span], name: str) -> float | None:
 
 
 def _with_members(nodes: dict[str, NodeTime]) -> dict[str, NodeTime]:
-    """The nodes; of an edge that tells no waiting of its own, it waited while its members were under way.
+    """Return the nodes, with edges that report no waiting marked as waiting while their members were in progress.
 
-    Between two of them, where they take turns in one process, it waited for the next one's turn.
+    Between two members that take turns in one process, the edge waited for the next one's turn.
     """
     members: dict[str, list[tuple[float, float]]] = {}
-    edges = {node: one for node, one in nodes.items() if one.kind == EDGE and one.parts.get(UNACCOUNTED, 0.0) > CLOSE}
+    edges = {
+        node: node_time
+        for node, node_time in nodes.items()
+        if node_time.kind == EDGE and node_time.parts.get(UNACCOUNTED, 0.0) > CLOSE
+    }
     if not edges:
         return nodes
-    for one in nodes.values():
-        if one.kind == CLIENT and one.group in edges:
-            members.setdefault(one.group, []).append(span_of_work(one))
-    for node, one in edges.items():
-        rest = one.parts[UNACCOUNTED]
+    for node_time in nodes.values():
+        if node_time.kind == CLIENT and node_time.group in edges:
+            members.setdefault(node_time.group, []).append(span_of_work(node_time))
+    for node, node_time in edges.items():
+        rest = node_time.parts[UNACCOUNTED]
         own = members.get(node, ())
-        waited = 0.0 if "wait" in one.told else min(rest, _covered(own, one.stays))
+        waited = 0.0 if "wait" in node_time.reported else min(rest, _covered_seconds(own, node_time.stays))
         if waited > 0:
             hull = [(min(began for began, _ in own), max(ended for _, ended in own))]
-            turns = min(rest - waited, _covered(hull, one.stays) - waited)
-            stays = tuple(_waiting(stay, waited / rest, max(0.0, turns) / rest) for stay in one.stays)
-            parts = sums(EDGE, list(stays), one.began, one.seconds)
-            nodes[node] = NodeTime(node, EDGE, one.group, one.began, one.seconds, parts, one.told, stays)
+            turns = min(rest - waited, _covered_seconds(hull, node_time.stays) - waited)
+            stays = tuple(_with_waiting(stay, waited / rest, max(0.0, turns) / rest) for stay in node_time.stays)
+            parts = sums(EDGE, list(stays), node_time.began, node_time.seconds)
+            nodes[node] = NodeTime(
+                node, EDGE, node_time.group, node_time.began, node_time.seconds, parts, node_time.reported, stays
+            )
     return nodes
 
 
-def _waiting(stay: NodeSpan, share: float, turns: float) -> NodeSpan:
-    """With so much of what was unaccounted for as waiting for members, and for the turns of members."""
+def _with_waiting(stay: NodeSpan, share: float, turns: float) -> NodeSpan:
+    """Return the stay with shares of its unaccounted time as waiting for members, and for their turns."""
     rest = stay.parts.get(UNACCOUNTED, 0.0)
     own = {part: v for part, v in stay.parts.items() if part != UNACCOUNTED}
     more = {"queue": rest * turns, UNACCOUNTED: rest * (1 - share - turns)}
     return stay._replace(parts={"wait": rest * share, **own} | {part: v for part, v in more.items() if v > CLOSE})
 
 
-def _covered(stretches: Iterable[tuple[float, float]], stays: Iterable[NodeSpan]) -> float:
-    """Seconds of the stays in which at least one of the stretches was under way."""
+def _covered_seconds(stretches: Iterable[tuple[float, float]], stays: Iterable[NodeSpan]) -> float:
+    """Return the seconds of the stays in which at least one of the intervals was in progress."""
     own = list(stretches)
     return sum(covered(own, stay.began, stay.began + stay.seconds) for stay in stays)
 
 
 def span_of_work(node: NodeTime) -> tuple[float, float]:
-    """When it first did something in the round and when it last did; both the round's beginning if it never did.
+    """Return when the node first and last did something in the round; both are the round's start if it never did.
 
-    Of what is unaccounted for, it is known when it was only where a client trained.
+    The time of unaccounted work is known only where a client trained.
     """
     first, last = math.inf, -math.inf
     for stay in node.stays:
@@ -379,14 +387,17 @@ def span_of_work(node: NodeTime) -> tuple[float, float]:
 
 
 def waiting_for(time: RoundTime) -> dict[str, str]:
-    """Whom each node that waits waits for: as told, else the client that was done last, which itself waits for none
-    but the server.
+    """Return the node that each waiting node waits for: as reported, else the client that was done last.
+
+    That client itself waits for the server only.
     """
-    ends = {one.node: span_of_work(one)[1] for one in time.clients if one.busy > 0}
+    ends = {node_time.node: span_of_work(node_time)[1] for node_time in time.clients if node_time.busy > 0}
     last = max(ends, key=lambda node: ends[node]) if ends else SERVER
-    found = {}
-    for node, one in time.nodes.items():
-        if one.parts.get("wait", 0.0) > CLOSE:
-            known = one.waited_for is not None and (one.waited_for in time.nodes or one.waited_for == SERVER)
-            found[node] = one.waited_for if known and one.waited_for else SERVER if node == last else last
-    return found
+    waits = {}
+    for node, node_time in time.nodes.items():
+        if node_time.parts.get("wait", 0.0) > CLOSE:
+            known = node_time.waited_for is not None and (
+                node_time.waited_for in time.nodes or node_time.waited_for == SERVER
+            )
+            waits[node] = node_time.waited_for if known and node_time.waited_for else SERVER if node == last else last
+    return waits

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What went over the wire, by whom and when, and what it took to get anywhere: pure functions of records.
+"""What went over the wire, by client, round and layer, and what it took to reach an accuracy.
 
-«Up» is what a client sent and «down» what it received, whatever the message was: so it holds in a ring, too, where
-clients pass models to each other. What edges and the server exchange is counted apart.
+«Up» is what a client sent and «down» what it received, whatever the message was; so it also holds in a ring, where
+clients pass models to each other. Traffic between edges and the server is counted separately.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedvitals.records import Event, LayerTable, Transfer, is_client
 T = TypeVar("T")
 
 TELEMETRY = "telemetry"
-TROUBLES = {
+FAILURES = {
     "client.dropped_out": "away",
     "client.failed": "failed",
     "update.lost": "lost",
@@ -36,7 +36,7 @@ _NO_NEED = ("download", "upload", "wait", "idle", "away")  # parts that are tran
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What went one way: on the wire, and before compression."""
+    """Traffic in one direction: on the wire, and before compression."""
 
     bytes: int = 0
     raw_bytes: int = 0
@@ -50,12 +50,12 @@ class Flow:
 
     @property
     def compression(self) -> float | None:
-        """How many bytes became one."""
+        """How many bytes were compressed into one."""
         return self.raw_bytes / self.bytes if self.bytes else None
 
     @staticmethod
     def of(sums: Iterable[Sequence[float]]) -> Flow:
-        """Their sum; in this order: bytes, raw bytes, messages, timed bytes, seconds."""
+        """Return the sum of rows of bytes, raw bytes, messages, timed bytes and seconds."""
         columns = [*zip(*sums, strict=True)] or [(), (), (), (), ()]
         size, raw, messages, timed = (int(sum(column)) for column in columns[:4])
         return Flow(size, raw, messages, timed, math.fsum(columns[4]))
@@ -63,6 +63,8 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class ClientTraffic:
+    """The traffic of one client, and what became of it in each round."""
+
     node: str
     up: Flow
     down: Flow
@@ -77,21 +79,23 @@ class ClientTraffic:
 
     @property
     def availability(self) -> float | None:
-        """Share of the rounds in which it was asked and was there."""
+        """The share of the rounds in which it was asked and was there."""
         return 1 - self.count("away") / self.asked if self.asked else None
 
     @property
     def failure_rate(self) -> float | None:
-        """Share of the rounds in which it was there and nothing of use came back in time."""
+        """The share of the rounds in which it was there and nothing of use came back in time."""
         there = self.asked - self.count("away")
         return (there - self.count("answered")) / there if there else None
 
     def count(self, outcome: str) -> int:
-        return sum(one == outcome for one in self.outcomes.values())
+        return sum(recorded == outcome for recorded in self.outcomes.values())
 
 
 @dataclass(frozen=True, slots=True)
 class RoundTraffic:
+    """The traffic of one round."""
+
     round: int
     up: Flow
     down: Flow
@@ -104,7 +108,7 @@ class RoundTraffic:
 
 @dataclass(frozen=True, slots=True)
 class LayerTraffic:
-    """Before compression exact, from the layer's shape; after it in proportion, since no message tells by layer."""
+    """A layer's part of the traffic: exact before compression, from its shape; proportional after it."""
 
     layer: str
     share: float  # of a model's bytes
@@ -116,6 +120,8 @@ class LayerTraffic:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
+    """The traffic of a run, by client, round and layer."""
+
     up: Flow
     down: Flow
     between: Flow
@@ -127,19 +133,19 @@ class Traffic:
 
     @property
     def bytes(self) -> int:
-        """Of the training, without telemetry; every message once."""
-        return sum(one.bytes for one in self.rounds)
+        """The bytes of the training, without telemetry; every message counts once."""
+        return sum(round_traffic.bytes for round_traffic in self.rounds)
 
     @property
     def telemetry_share(self) -> float | None:
-        """Of all that went over the wire."""
+        """The share of telemetry in everything that went over the wire."""
         whole = self.bytes + self.telemetry_bytes
         return self.telemetry_bytes / whole if whole else None
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
-    """What it took to reach an accuracy, or the best that there was."""
+class AccuracyMilestone:
+    """What it took to reach an accuracy, or the best accuracy if it was not reached."""
 
     accuracy: float
     round: int | None  # in which it was reached first
@@ -151,8 +157,8 @@ class Reached:
 
 
 @dataclass(frozen=True, slots=True)
-class Needed:
-    """The bandwidth a client needs if the round is to take no longer than `target_seconds`."""
+class BandwidthNeed:
+    """The bandwidth that a client needs if the round is to take no longer than `target_seconds`."""
 
     node: str
     target_seconds: float
@@ -170,27 +176,27 @@ def traffic_of(
     tables: Sequence[LayerTable] = (),
     topology: str | None = None,
 ) -> Traffic:
-    """All of a run's traffic, by client, by round and by layer. `attendance`: the rounds in which each one answered."""
-    books = _Books()
-    for one in transfers:
-        books.enter(one)
-    outcomes = outcomes_of(events, attendance or {}, {*books.up, *books.down}, books.up)
+    """Return a run's traffic by client, round and layer. `attendance` is the rounds in which each client answered."""
+    sums = _TrafficSums()
+    for transfer in transfers:
+        sums.enter(transfer)
+    outcomes = outcomes_of(events, attendance or {}, {*sums.up, *sums.down}, sums.up)
     again = topology not in EXCHANGING
-    up, down = Flow.of(books.up.values()), Flow.of(books.down.values())
+    up, down = Flow.of(sums.up.values()), Flow.of(sums.down.values())
     return Traffic(
         up,
         down,
-        Flow.of(books.between.values()),
-        books.telemetry.total(),
-        books.twice.total() if again else None,
-        _by_client(books, outcomes, again),
-        _by_round(books, outcomes, again),
+        Flow.of(sums.between.values()),
+        sums.telemetry.total(),
+        sums.twice.total() if again else None,
+        _by_client(sums, outcomes, again),
+        _by_round(sums, outcomes, again),
         layers_of(tables, up, down),
     )
 
 
-class _Books:
-    """Sums by node and round while the messages pass by: bytes, raw bytes, messages, timed bytes, seconds."""
+class _TrafficSums:
+    """Sums by node and round over all messages: bytes, raw bytes, messages, timed bytes, seconds."""
 
     def __init__(self) -> None:
         self.up: dict[tuple[str, int], list[float]] = {}
@@ -201,25 +207,26 @@ class _Books:
         self.once: Counter[int] = Counter()  # bytes of each round, every message once
         self._seen: set[tuple[str, str, str, int, int]] = set()
 
-    def enter(self, one: Transfer) -> None:
-        number = -1 if one.where.round is None else one.where.round
-        sends, receives = is_client(one.sender), is_client(one.receiver)
-        client, size = one.sender if sends else one.receiver, max(0, one.bytes)
-        if one.kind == TELEMETRY:
-            self.telemetry[client, number] += size
+    def enter(self, transfer: Transfer) -> None:
+        """Add one transfer."""
+        round_index = -1 if transfer.where.round is None else transfer.where.round
+        sends, receives = is_client(transfer.sender), is_client(transfer.receiver)
+        client, size = transfer.sender if sends else transfer.receiver, max(0, transfer.bytes)
+        if transfer.kind == TELEMETRY:
+            self.telemetry[client, round_index] += size
             return
-        self.once[number] += size
-        lasted = one.seconds if one.seconds is not None and 0 < one.seconds < math.inf else 0.0
-        flow = (size, max(0, one.raw_bytes), int(size > 0), size if lasted else 0, lasted)
+        self.once[round_index] += size
+        lasted = transfer.seconds if transfer.seconds is not None and 0 < transfer.seconds < math.inf else 0.0
+        flow = (size, max(0, transfer.raw_bytes), int(size > 0), size if lasted else 0, lasted)
         if sends:
-            _add(self.up, (one.sender, number), flow)
+            _add(self.up, (transfer.sender, round_index), flow)
         if receives:
-            _add(self.down, (one.receiver, number), flow)
+            _add(self.down, (transfer.receiver, round_index), flow)
         if not sends and not receives:
-            _add(self.between, (one.sender, number), flow)
-        message = (one.sender, one.receiver, one.kind, number, one.raw_bytes)
+            _add(self.between, (transfer.sender, round_index), flow)
+        message = (transfer.sender, transfer.receiver, transfer.kind, round_index, transfer.raw_bytes)
         if message in self._seen:
-            self.twice[client, number] += 1
+            self.twice[client, round_index] += 1
         self._seen.add(message)
 
 
@@ -234,37 +241,37 @@ def outcomes_of(
     moved: Iterable[tuple[str, int]] = (),
     sent: Collection[tuple[str, int]] = (),
 ) -> dict[str, dict[int, str]]:
-    """What became of each client in each round in which it was asked; of several troubles the worst.
+    """Return what became of each client in each round in which it was asked; of several failures the worst.
 
-    `moved`: clients and rounds with any message; `sent`: with one of the client's own.
+    `moved` are clients and rounds with any message, `sent` those with a message of the client's own.
     """
-    found: dict[str, dict[int, str]] = {}
+    outcomes: dict[str, dict[int, str]] = {}
     for node, number in moved:
-        found.setdefault(node, {})[number] = "answered"
+        outcomes.setdefault(node, {})[number] = "answered"
     for who, rounds in attendance.items():
         if who is not None and is_client(who):
-            found.setdefault(who, {}).update(dict.fromkeys(rounds, "answered"))
-    order = list(TROUBLES.values())
+            outcomes.setdefault(who, {}).update(dict.fromkeys(rounds, "answered"))
+    order = list(FAILURES.values())
     for event in events:
-        outcome, client, when = TROUBLES.get(event.name), event.where.node, event.where.round
+        outcome, client, when = FAILURES.get(event.name), event.where.node, event.where.round
         if event.name == NEVER_CAME and (client, when) not in sent and when not in attendance.get(client, ()):
             outcome = "lost"
         if outcome is None or client is None or when is None or not is_client(client):
             continue
-        before = found.setdefault(client, {}).get(when, "answered")
+        before = outcomes.setdefault(client, {}).get(when, "answered")
         if before == "answered" or order.index(outcome) < order.index(before):
-            found[client][when] = outcome
-    return {node: dict(sorted(told.items())) for node, told in found.items()}
+            outcomes[client][when] = outcome
+    return {node: dict(sorted(reported.items())) for node, reported in outcomes.items()}
 
 
-def _by_client(books: _Books, outcomes: Mapping[str, Mapping[int, str]], again: bool) -> tuple[ClientTraffic, ...]:
-    up, down = _by(0, books.up), _by(0, books.down)
-    telemetry, twice = _by(0, books.telemetry), _by(0, books.twice)
+def _by_client(sums: _TrafficSums, outcomes: Mapping[str, Mapping[int, str]], again: bool) -> tuple[ClientTraffic, ...]:
+    up, down = _grouped(0, sums.up), _grouped(0, sums.down)
+    telemetry, twice = _grouped(0, sums.telemetry), _grouped(0, sums.twice)
     moved: Counter[tuple[str, int]] = Counter()
-    for sums in (books.up, books.down):
-        for key, flow in sums.items():
+    for flows in (sums.up, sums.down):
+        for key, flow in flows.items():
             moved[key] += int(flow[0])
-    usual = {node: median(sizes) for node, sizes in _by(0, moved).items()}
+    usual = {node: median(sizes) for node, sizes in _grouped(0, moved).items()}
     clients = [
         ClientTraffic(
             node,
@@ -277,15 +284,17 @@ def _by_client(books: _Books, outcomes: Mapping[str, Mapping[int, str]], again: 
         )
         for node in {*up, *down, *outcomes}
     ]
-    return tuple(sorted(clients, key=lambda one: (-one.up.bytes - one.down.bytes, len(one.node), one.node)))
+    return tuple(
+        sorted(clients, key=lambda client: (-client.up.bytes - client.down.bytes, len(client.node), client.node))
+    )
 
 
-def _by_round(books: _Books, outcomes: Mapping[str, Mapping[int, str]], again: bool) -> tuple[RoundTraffic, ...]:
-    up, down, between = (_by(1, of) for of in (books.up, books.down, books.between))
-    telemetry, twice = _by(1, books.telemetry), _by(1, books.twice)
+def _by_round(sums: _TrafficSums, outcomes: Mapping[str, Mapping[int, str]], again: bool) -> tuple[RoundTraffic, ...]:
+    up, down, between = (_grouped(1, of) for of in (sums.up, sums.down, sums.between))
+    telemetry, twice = _grouped(1, sums.telemetry), _grouped(1, sums.twice)
     troubles: dict[int, Counter[str]] = {}
-    for told in outcomes.values():
-        for number, outcome in told.items():
+    for reported in outcomes.values():
+        for number, outcome in reported.items():
             troubles.setdefault(number, Counter()).update(() if outcome == "answered" else (outcome,))
     return tuple(
         RoundTraffic(
@@ -296,34 +305,38 @@ def _by_round(books: _Books, outcomes: Mapping[str, Mapping[int, str]], again: b
             sum(telemetry.get(number, ())),
             sum(twice.get(number, ())) if again else None,
             dict(troubles.get(number, {})),
-            books.once[number],
+            sums.once[number],
         )
         for number in sorted({*up, *down, *between, *telemetry, *troubles})
     )
 
 
-def _by(place: int, sums: Mapping[tuple[str, int], T]) -> dict[Any, list[T]]:
-    """By node (0) or by round (1)."""
-    found: dict[Any, list[T]] = {}
-    for key, value in sums.items():
-        found.setdefault(key[place], []).append(value)
-    return found
+def _grouped(index: int, sums: Mapping[tuple[str, int], T]) -> dict[Any, list[T]]:
+    """Group the values by node (0) or by round (1)."""
+    grouped: dict[Any, list[T]] = {}
+    for key, entry in sums.items():
+        grouped.setdefault(key[index], []).append(entry)
+    return grouped
 
 
-def width(dtype: str) -> int:
-    """Bytes of one value, by its type's name: «uint8», «float8_e4m3fn», «complex128»; 4 of what has no number."""
-    found = re.search(r"(?<![0-9])(8|16|32|64|128)(?![0-9])", dtype)
-    return 1 if dtype == "bool" else int(found[1]) // 8 if found else 4
+def bytes_per_value(dtype: str) -> int:
+    """Return the bytes of one value by its dtype's name: «uint8», «float8_e4m3fn», «complex128»; 4 if it has no
+    number.
+    """
+    digits = re.search(r"(?<![0-9])(8|16|32|64|128)(?![0-9])", dtype)
+    return 1 if dtype == "bool" else int(digits[1]) // 8 if digits else 4
 
 
 def layers_of(tables: Sequence[LayerTable], up: Flow, down: Flow) -> tuple[LayerTraffic, ...]:
-    """Each layer's part of the clients' traffic, the largest first; parameters and buffers, since both are sent."""
+    """Return each layer's part of the clients' traffic, the largest first; parameters and buffers, since both are
+    sent.
+    """
     sizes: dict[str, int] = {}
     for table in tables:
         if table.rows in ("parameter", "buffer"):
-            sizes |= {one.name: math.prod(one.shape) * width(one.dtype) for one in table.layers}
+            sizes |= {layer.name: math.prod(layer.shape) * bytes_per_value(layer.dtype) for layer in table.layers}
     whole = sum(sizes.values())
-    found = [
+    layers = [
         LayerTraffic(
             layer,
             size / whole,
@@ -335,69 +348,71 @@ def layers_of(tables: Sequence[LayerTable], up: Flow, down: Flow) -> tuple[Layer
         for layer, size in sizes.items()
         if whole
     ]
-    return tuple(sorted(found, key=lambda one: -one.share))
+    return tuple(sorted(layers, key=lambda layer: -layer.share))
 
 
-def reached(
+def accuracy_milestones(
     accuracy: Mapping[int, float],
     *,
     seconds: Mapping[int, float],
     virtual_seconds: Mapping[int, float],
     bytes: Mapping[int, int],  # noqa: A002 - the vocabulary's word
     levels: Sequence[float] = LEVELS,
-) -> tuple[Reached, ...]:
-    """For each accuracy the first round that has it, and what had been spent by its end; all by round.
+) -> tuple[AccuracyMilestone, ...]:
+    """Return for each accuracy the first round that reached it, and what had been spent by its end; all by round.
 
-    A federation that was evaluated every few rounds only counts as having reached it when that was seen.
+    If a federation is evaluated only every few rounds, the evaluation that shows the accuracy counts.
     """
     finite = {number: value for number, value in accuracy.items() if math.isfinite(value)}
     best = max(finite.values(), default=None)
     known = sorted({*accuracy, *seconds, *virtual_seconds, *bytes})
-    found = []
+    milestones = []
     for level in levels:
         first = min((number for number, value in finite.items() if value >= level), default=None)
         if first is None:
-            found.append(Reached(level, None, None, None, None, None, best))
+            milestones.append(AccuracyMilestone(level, None, None, None, None, None, best))
             continue
-        until = [number for number in known if number <= first]
-        found.append(
-            Reached(
+        rounds_until = [number for number in known if number <= first]
+        milestones.append(
+            AccuracyMilestone(
                 level,
                 first,
-                len(until),
-                math.fsum(seconds.get(n, 0.0) for n in until) if seconds else None,
-                math.fsum(virtual_seconds.get(n, 0.0) for n in until) if virtual_seconds else None,
-                sum(bytes.get(n, 0) for n in until) if bytes else None,
+                len(rounds_until),
+                math.fsum(seconds.get(n, 0.0) for n in rounds_until) if seconds else None,
+                math.fsum(virtual_seconds.get(n, 0.0) for n in rounds_until) if virtual_seconds else None,
+                sum(bytes.get(n, 0) for n in rounds_until) if bytes else None,
                 best,
             )
         )
-    return tuple(found)
+    return tuple(milestones)
 
 
-def needed(
-    ways: Mapping[str, Sequence[Mapping[str, float]]],
+def bandwidth_needs(
+    client_parts: Mapping[str, Sequence[Mapping[str, float]]],
     traffic: Traffic,
     target_seconds: float,
     server_seconds: float,
     latency: Mapping[str, float] | None = None,
-) -> tuple[Needed, ...]:
-    """The bandwidth that each client needs for rounds of `target_seconds`, the neediest first.
+) -> tuple[BandwidthNeed, ...]:
+    """Return the bandwidth that each client needs for rounds of `target_seconds`, the neediest first.
 
-    bits/s = 8 · (bytes up + down) / (target − server's own part − what the client needs beside transfers − latency),
-    each a median over its rounds. `ways`: each client's parts, round by round; waiting is no need, for it is what is
-    saved. `latency`: seconds of each way of a round that no bandwidth shortens, where they are known.
+    bits/s = 8 · (bytes up + down) / (target − server's own part − client's other needs − latency), each a median over
+    its rounds. `client_parts` are each client's parts, round by round; waiting is not a need, since it is what is
+    saved. `latency` is the seconds per direction of a round that no bandwidth shortens, where known.
     """
-    found = []
+    needs = []
     for client in traffic.clients:
-        own = ways.get(client.node, ())
+        rounds_parts = client_parts.get(client.node, ())
         size = client.round_bytes
-        if not own or not size:
+        if not rounds_parts or not size:
             continue
-        other = median(sum(v for part, v in one.items() if part not in _NO_NEED) for one in own)
-        moving = median(one.get("download", 0.0) + one.get("upload", 0.0) for one in own)
+        other = median(sum(v for part, v in parts.items() if part not in _NO_NEED) for parts in rounds_parts)
+        moving = median(parts.get("download", 0.0) + parts.get("upload", 0.0) for parts in rounds_parts)
         still = min(2 * max(0.0, (latency or {}).get(client.node, 0.0)), moving)
         left = target_seconds - server_seconds - other - still
         now = 8 * size / (moving - still) if moving > still else None
         enough = 8 * size / left if left > 0 else None
-        found.append(Needed(client.node, target_seconds, other, size, enough, now, still))
-    return tuple(sorted(found, key=lambda one: -(math.inf if one.bits_per_second is None else one.bits_per_second)))
+        needs.append(BandwidthNeed(client.node, target_seconds, other, size, enough, now, still))
+    return tuple(
+        sorted(needs, key=lambda parts: -(math.inf if parts.bits_per_second is None else parts.bits_per_second))
+    )

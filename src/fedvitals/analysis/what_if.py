@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other settings would have given, computed from the recorded times: a table of rows, each with what it assumes.
+"""What other settings would have given, computed from the recorded times: a table of rows with their assumptions.
 
-Every row changes one thing and leaves the rest as it was seen. What that costs in accuracy cannot be computed from
-times: a re-run tells it.
+Every row changes one thing and leaves the rest as recorded. The cost in accuracy cannot be computed from times: a
+re-run measures it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from fedvitals.analysis.critical_path import Path, critical_path, in_words
-from fedvitals.analysis.round_shape import CLASSES, Seconds, Shape, in_turns, scaled, shape_of_flights
-from fedvitals.analysis.sampling import Pool, buffered, expected_longest
+from fedvitals.analysis.critical_path import CriticalPath, critical_path, format_seconds
+from fedvitals.analysis.round_shape import CLASSES, RoundShape, Seconds, asynchronous_shape, scaled_work, turns_seconds
+from fedvitals.analysis.sampling import ClientPool, buffered_round_seconds, expected_longest
 from fedvitals.analysis.timeline import RoundTime, asynchronous
-from fedvitals.analysis.warmup import usual
+from fedvitals.analysis.warmup import without_warm_up
 from fedvitals.records import Transfer
 from fedvitals.resources.node_spans import CLOSE
 from fedvitals.time_parts import WORK
@@ -34,8 +34,8 @@ AGGREGATIONS = 20  # of an asynchronous server, at least, that are followed: the
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One change, and the mean seconds of a round with it; of asynchronous ones, for as many updates as a round has."""
+class WhatIfRow:
+    """One change, and the mean seconds of a round with it; if asynchronous, for as many updates as a round has."""
 
     key: dict[str, Any]
     name: str
@@ -54,25 +54,27 @@ class Row:
 
     @property
     def share(self) -> float:
-        """Of a round."""
+        """The saving as a share of a round."""
         return self.saving / self.before if self.before > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """What was recorded, of all rounds."""
+class _RecordedRounds:
+    """The recorded rounds with their paths and shapes."""
 
     times: Sequence[RoundTime]
-    paths: Sequence[Path]
-    shapes: Sequence[Shape]
+    paths: Sequence[CriticalPath]
+    shapes: Sequence[RoundShape]
     before: float
     seed: int
 
-    def row(self, key: dict[str, Any], name: str, after: Iterable[float], assumes: str, costs: str, **more: Any) -> Row:
-        return Row(key, name, self.before, max(0.0, float(np.mean([*after]))), assumes, costs, **more)
+    def row(
+        self, key: dict[str, Any], name: str, after: Iterable[float], assumes: str, costs: str, **more: Any
+    ) -> WhatIfRow:
+        return WhatIfRow(key, name, self.before, max(0.0, float(np.mean([*after]))), assumes, costs, **more)
 
     def on_path(self, part: str) -> list[float]:
-        """Seconds of each round's critical path that went to a part, the server's and the edges'."""
+        """Return the seconds of each round's critical path that the server and the edges spent on a part."""
         return [
             sum(link.parts.get(part, 0.0) for link in path.links if link.node not in path.shape.nodes)
             for path in self.paths
@@ -88,19 +90,19 @@ def what_if(
     transfers: Iterable[Transfer] = (),
     latency: float | Mapping[str, float] | None = None,
     seed: int = 0,
-    paths: Sequence[Path] | None = None,
-) -> list[Row]:
-    """The rows that apply to these rounds, all of one clock; () where no client worked.
+    paths: Sequence[CriticalPath] | None = None,
+) -> list[WhatIfRow]:
+    """Return the rows that apply to these rounds of one clock; empty if no client worked.
 
-    `latency`: seconds of each way of a client's round that sizes do not change, where known; else `transfers` of two
-    sizes tell it. `paths`: those of the rounds, where they are known already. A warm-up is left out.
+    `latency` is the seconds per direction of a client's round that do not depend on sizes, where known; else it is
+    estimated from `transfers` of two sizes. `paths` are those of the rounds, if already known. A warm-up is left out.
     """
     paths = [critical_path(time) for time in times] if paths is None else paths
-    times, paths = usual(times, paths)
+    times, paths = without_warm_up(times, paths)
     both = [(t, p) for t, p in zip(times, paths, strict=True) if t.seconds > 0 and p.shape.nodes]
     if not both:
         return []
-    seen = _Seen(
+    seen = _RecordedRounds(
         [time for time, _ in both],
         [path for _, path in both],
         [path.shape for _, path in both],
@@ -108,11 +110,11 @@ def what_if(
         seed,
     )
     delays = latency if latency is not None else latencies(transfers)
-    flying = asynchronous(seen.times)
-    if flying:
-        seen = replace(seen, shapes=[shape_of_flights(time) for time in seen.times])
+    is_asynchronous = asynchronous(seen.times)
+    if is_asynchronous:
+        seen = replace(seen, shapes=[asynchronous_shape(time) for time in seen.times])
     rows = [*_transfers(seen, delays), *_training(seen), *_server(seen)]
-    if not flying:
+    if not is_asynchronous:
         rows += _cohorts(seen)
         if all(shape.slots is None for shape in seen.shapes):
             rows += [*_deadlines(seen), *_over_selections(seen), *_asynchronous(seen)]
@@ -122,7 +124,7 @@ def what_if(
 # -- the work itself --------------------------------------------------------------------------------------------------
 
 
-def _transfers(seen: _Seen, latency: float | Mapping[str, float]) -> Iterable[Row]:
+def _transfers(seen: _RecordedRounds, latency: float | Mapping[str, float]) -> Iterable[WhatIfRow]:
     known = bool(latency) or latency == 0.0
     unknown = "latency takes part in the saving: from one size of message it cannot be told from transfer"
     ways = {way: _fixed(seen.shapes, way, latency) for way in dict(COMPRESSION) if seen.total(way)}
@@ -142,8 +144,8 @@ def _transfers(seen: _Seen, latency: float | Mapping[str, float]) -> Iterable[Ro
         )
 
 
-def _fixed(shapes: Sequence[Shape], way: str, latency: float | Mapping[str, float]) -> dict[str, float]:
-    """Of each client's seconds of one way, the share that is latency: of its mean, since both are slow at a time."""
+def _fixed(shapes: Sequence[RoundShape], way: str, latency: float | Mapping[str, float]) -> dict[str, float]:
+    """Return the share of latency in each client's mean seconds of one direction."""
     taken: dict[str, list[float]] = {}
     for shape in shapes:
         for node, seconds in zip(shape.nodes, shape.work[:, CLASSES.index(way)].tolist(), strict=True):
@@ -154,9 +156,9 @@ def _fixed(shapes: Sequence[Shape], way: str, latency: float | Mapping[str, floa
 
 
 def _typical(taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Each one's mean; drawn to that of all as far as they differ by chance, for the slowest were also unlucky.
+    """Return each client's mean, shrunk towards the overall mean as far as they differ by chance.
 
-    Weights are those of James and Stein: 1 − (what rounds make means differ) / (what means differ).
+    The weights are those of James and Stein: 1 − (variance due to rounds) / (variance of the means).
     """
     means: dict[str, float] = {}
     rounds: list[float] = []
@@ -171,43 +173,44 @@ def _typical(taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {node: middle + own * (mean - middle) for node, mean in means.items()}
 
 
-def _compressed(shape: Shape, way: str, factor: float, fixed: Mapping[str, float]) -> float:
+def _compressed(shape: RoundShape, way: str, factor: float, fixed: Mapping[str, float]) -> float:
     stays = np.array([fixed.get(node, 0.0) for node in shape.nodes])
-    return shape.length(scaled(shape, {way: stays + (1 - stays) / factor}))
+    return shape.length(scaled_work(shape, {way: stays + (1 - stays) / factor}))
 
 
 def latencies(transfers: Iterable[Transfer]) -> dict[str, float]:
-    """Seconds of a message of each client that do not depend on its size; of whom two sizes that differ well are known.
+    """Return the seconds of each client's message that do not depend on its size, where two clearly different sizes are
+    known.
 
-    Those of its uploads; of its downloads where only these differ: a way to the server and back has one length.
+    Uploads count; downloads where only these differ, since both directions have the same latency.
     """
     seen: dict[tuple[bool, str], dict[int, list[float]]] = {}
-    for one in transfers:
-        timed = one.seconds is not None and 0 < one.seconds < math.inf and one.bytes > 0
-        if timed and one.seconds is not None and one.kind in ("update", "model"):
-            up = one.kind == "update"
-            own = seen.setdefault((up, one.sender if up else one.receiver), {})
-            own.setdefault(one.bytes, []).append(one.seconds)
-    found = {}
+    for transfer in transfers:
+        timed = transfer.seconds is not None and 0 < transfer.seconds < math.inf and transfer.bytes > 0
+        if timed and transfer.seconds is not None and transfer.kind in ("update", "model"):
+            up = transfer.kind == "update"
+            times_by_size = seen.setdefault((up, transfer.sender if up else transfer.receiver), {})
+            times_by_size.setdefault(transfer.bytes, []).append(transfer.seconds)
+    latency_of_node = {}
     for (_, node), sizes in sorted(seen.items()):  # uploads last, so that they count
         small, large = min(sizes), max(sizes)
         if large >= 1.5 * small:
             less, more = float(np.median(sizes[small])), float(np.median(sizes[large]))
             per_byte = max(0.0, (more - less) / (large - small))
-            found[node] = max(0.0, less - per_byte * small)
-    return found
+            latency_of_node[node] = max(0.0, less - per_byte * small)
+    return latency_of_node
 
 
 _STEPS = ("compute", "data loading", "download", "upload")  # what grows with the number of local steps
 
 
-def _training(seen: _Seen) -> Iterable[Row]:
+def _training(seen: _RecordedRounds) -> Iterable[WhatIfRow]:
     if seen.total("compute"):
         yield seen.row(
             {"steps": 0.5},
             "half the local steps",
             [
-                shape.length(scaled(shape, dict.fromkeys(_STEPS[: 4 if shape.exchanging else 2], 0.5)))
+                shape.length(scaled_work(shape, dict.fromkeys(_STEPS[: 4 if shape.exchanging else 2], 0.5)))
                 for shape in seen.shapes
             ],
             "Computing and loading shrink as the steps do, and messages where each step sends some.",
@@ -218,7 +221,7 @@ def _training(seen: _Seen) -> Iterable[Row]:
             yield seen.row(
                 {"batch": 2},
                 "batches twice as large",
-                [s.length(scaled(s, {"compute": f})) for s, f in zip(seen.shapes, factors, strict=True)],
+                [s.length(scaled_work(s, {"compute": f})) for s, f in zip(seen.shapes, factors, strict=True)],
                 "As many samples in half as many steps: the optimiser's time halves, forward and backward stay.",
                 "Fewer, larger steps: the learning rate may have to grow with them.",
             )
@@ -226,24 +229,24 @@ def _training(seen: _Seen) -> Iterable[Row]:
         yield seen.row(
             {"loading_workers": WORKERS},
             f"{WORKERS} processes that load data",
-            [shape.length(scaled(shape, {"data loading": 1 / WORKERS})) for shape in seen.shapes],
+            [shape.length(scaled_work(shape, {"data loading": 1 / WORKERS})) for shape in seen.shapes],
             f"{WORKERS} of them load {WORKERS} times as fast; what they load ahead of need saves more.",
             "Cores, and memory for batches that wait; none in accuracy.",
         )
 
 
-def _batch_factors(time: RoundTime, shape: Shape) -> Seconds:
-    """How computing shrinks where what each step costs by itself is paid half as often."""
-    found = np.ones(len(shape.nodes))
-    for place, node in enumerate(shape.nodes):
+def _batch_factors(time: RoundTime, shape: RoundShape) -> Seconds:
+    """Return how computing shrinks if the fixed cost of each step is paid half as often."""
+    factors = np.ones(len(shape.nodes))
+    for index, node in enumerate(shape.nodes):
         parts = time.nodes[node].parts
         whole = sum(seconds for part, seconds in parts.items() if WORK.get(part) == "compute")
         steps = parts.get("optimizer", 0.0) + parts.get("measure", 0.0)
-        found[place] = 1 - 0.5 * steps / whole if whole > 0 else 1.0
-    return found
+        factors[index] = 1 - 0.5 * steps / whole if whole > 0 else 1.0
+    return factors
 
 
-def _server(seen: _Seen) -> Iterable[Row]:
+def _server(seen: _RecordedRounds) -> Iterable[WhatIfRow]:
     lengths = [time.seconds for time in seen.times]
     evaluating, averaging, receiving = (seen.on_path(part) for part in ("evaluate", "aggregate", "receive"))
     if sum(evaluating):
@@ -275,7 +278,7 @@ def _server(seen: _Seen) -> Iterable[Row]:
 # -- who is waited for ------------------------------------------------------------------------------------------------
 
 
-def _cohorts(seen: _Seen) -> Iterable[Row]:
+def _cohorts(seen: _RecordedRounds) -> Iterable[WhatIfRow]:
     sizes = [len(shape.nodes) for shape in seen.shapes]
     if max(sizes) < 2:
         return
@@ -290,8 +293,8 @@ def _cohorts(seen: _Seen) -> Iterable[Row]:
     )
 
 
-def _fewer(shape: Shape, count: int, seed: int) -> float:
-    """The expected seconds of a round with a random part of its clients."""
+def _fewer(shape: RoundShape, count: int, seed: int) -> float:
+    """Return the expected seconds of a round with a random part of its clients."""
     if shape.slots is None:
         # Fewer clients are also sent to sooner, where the server sends to one after the other.
         return expected_longest(shape.ends - (1 - count / len(shape.nodes)) * shape.line, count) + shape.rest
@@ -299,11 +302,11 @@ def _fewer(shape: Shape, count: int, seed: int) -> float:
     if shape.slots == 1:
         return float(each.sum()) * count / len(each) + shape.rest
     chance = np.random.default_rng(seed)
-    draws = [in_turns(each[np.sort(chance.permutation(len(each))[:count])], shape.slots) for _ in range(16)]
+    draws = [turns_seconds(each[np.sort(chance.permutation(len(each))[:count])], shape.slots) for _ in range(16)]
     return float(np.mean(draws)) + shape.rest
 
 
-def _deadlines(seen: _Seen) -> Iterable[Row]:
+def _deadlines(seen: _RecordedRounds) -> Iterable[WhatIfRow]:
     everybody = np.concatenate([shape.ends for shape in seen.shapes])
     longest = float(everybody.max())
     limits: dict[float, float] = {}
@@ -317,18 +320,19 @@ def _deadlines(seen: _Seen) -> Iterable[Row]:
         cut, lost, of = _lost(seen, limit)
         yield seen.row(
             {"deadline": limit},
-            f"a deadline of {in_words(limit)} ({quantile:.0%} of all answers)",
+            f"a deadline of {format_seconds(limit)} ({quantile:.0%} of all answers)",
             after,
             "Who is not done by then is left out; who was cut off already counts as done when it was.",
-            f"{lost:.0%} of the {of} would not count" + (f", those of {_some(cut)} in most rounds." if cut else "."),
+            f"{lost:.0%} of the {of} would not count"
+            + (f", those of {_first_nodes(cut)} in most rounds." if cut else "."),
             cut=cut,
             lost=lost,
             lost_of=of,
         )
 
 
-def _lost(seen: _Seen, limit: float) -> tuple[tuple[str, ...], float, str]:
-    """Who would mostly be cut off by a deadline, and how much of the data."""
+def _lost(seen: _RecordedRounds, limit: float) -> tuple[tuple[str, ...], float, str]:
+    """Return which clients a deadline would mostly cut off, and how much of the data."""
     late: dict[str, int] = {}
     there: dict[str, int] = {}
     samples = np.concatenate([shape.samples for shape in seen.shapes])
@@ -343,14 +347,14 @@ def _lost(seen: _Seen, limit: float) -> tuple[tuple[str, ...], float, str]:
     return cut, lost, "samples" if known else "clients"
 
 
-def _over_selections(seen: _Seen) -> Iterable[Row]:
-    """Ask more than are needed and take the first. Where all are asked already, fewer are needed."""
-    pool = Pool(seen.shapes, seen.seed)
+def _over_selections(seen: _RecordedRounds) -> Iterable[WhatIfRow]:
+    """Yield rows for asking more clients than needed and taking the first. Where all are asked, fewer are needed."""
+    pool = ClientPool(seen.shapes, seen.seed)
     if pool.cohort < 2:
         return
     rest = float(np.mean([shape.rest for shape in seen.shapes]))
     called = int(np.median([len(time.clients) for time in seen.times]))  # also those who were away
-    spare = len({one.node for time in seen.times for one in time.clients}) > called
+    spare = len({node.node for time in seen.times for node in time.clients}) > called
     known: set[tuple[int, int]] = set()
     for more in OVER_SELECTION:
         needed = pool.cohort if spare else max(1, round(called / more))
@@ -359,10 +363,10 @@ def _over_selections(seen: _Seen) -> Iterable[Row]:
             continue
         known.add((asked, needed))
         if spare:
-            after = [pool.nth(needed, asked) + rest]
+            after = [pool.mean_time_of_nth(needed, asked) + rest]
         else:  # everybody was there: who would have been the last to count is known
             both = zip(seen.times, seen.shapes, strict=True)
-            after = [_first(shape, round(needed / called * len(time.clients))) for time, shape in both]
+            after = [_seconds_until_count(shape, round(needed / called * len(time.clients))) for time, shape in both]
         yield seen.row(
             {"over_select": more, "needed": needed, "all_asked": not spare},
             f"{asked} clients asked, the first {needed} taken",
@@ -374,15 +378,15 @@ def _over_selections(seen: _Seen) -> Iterable[Row]:
         )
 
 
-def _first(shape: Shape, count: int) -> float:
-    """The round's seconds if it ends when so many of its clients are done."""
+def _seconds_until_count(shape: RoundShape, count: int) -> float:
+    """Return the round's seconds if it ends when so many of its clients are done."""
     place = min(len(shape.nodes), max(1, count)) - 1
     return float(np.partition(shape.ends, place)[place]) + shape.rest
 
 
-def _asynchronous(seen: _Seen) -> Iterable[Row]:
-    """As FedBuff: nobody waits for the slow, the server averages some updates at a time."""
-    pool = Pool(seen.shapes, seen.seed)
+def _asynchronous(seen: _RecordedRounds) -> Iterable[WhatIfRow]:
+    """Yield the row for FedBuff: nobody waits for slow clients, the server averages some updates at a time."""
+    pool = ClientPool(seen.shapes, seen.seed)
     cohort = pool.cohort
     grouped = any(node.group is not None for time in seen.times for node in time.nodes.values())
     if cohort < 2 or grouped:
@@ -391,7 +395,7 @@ def _asynchronous(seen: _Seen) -> Iterable[Row]:
     testing = seen.on_path("evaluate")
     rest = float(np.mean([max(0.0, shape.rest - tests) for shape, tests in zip(seen.shapes, testing, strict=True)]))
     count = max(AGGREGATIONS, math.ceil(len(seen.times) * cohort / buffer))
-    seconds = buffered(pool, buffer, count, rest * buffer / cohort) * cohort / buffer
+    seconds = buffered_round_seconds(pool, buffer, count, rest * buffer / cohort) * cohort / buffer
     yield seen.row(
         {"asynchronous": buffer, "concurrency": cohort},
         f"asynchronous aggregation of {buffer} updates at a time",
@@ -402,5 +406,5 @@ def _asynchronous(seen: _Seen) -> Iterable[Row]:
     )
 
 
-def _some(nodes: Sequence[str]) -> str:
+def _first_nodes(nodes: Sequence[str]) -> str:
     return ", ".join(nodes[:3]) + (f" and {len(nodes) - 3} more" if len(nodes) > 3 else "")

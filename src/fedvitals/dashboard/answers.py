@@ -71,7 +71,7 @@ def answer(
     cache: ReaderCache = request.app.state.reader_cache
     cache.look()
     with cache.reader() as reader:
-        run_id = None if run is None else _find(reader, run)
+        run_id = run if run is None or cache.has_run(run) else _find(reader, run)
         cache.warming.asked(run_id)
         version = cache.version(run_id) if about is None else _joint(cache, about(reader))
         version += also if isinstance(also, str) else also(run_id or "")

@@ -74,6 +74,11 @@ class ChangeTracker:
         self._last, self._runs, self._marks, self._removed, self._bases = newest, runs, marks, removed, bases
         return changed | {names[number] for number in numbers}
 
+    def has_run(self, run: str) -> bool:
+        """Whether the store had a run of this very id at the last look."""
+        with self._lock:
+            return run in self._runs
+
     def version(self, run: str | None) -> str:
         """Return the version of a run, or of the whole store (None)."""
         with self._lock:

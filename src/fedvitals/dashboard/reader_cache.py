@@ -125,6 +125,10 @@ class ReaderCache:
             self._watcher = None
             raise
 
+    def has_run(self, run: str) -> bool:
+        """Whether the store had a run of this very id at the last look."""
+        return self._tracker.has_run(run)
+
     def version(self, run: str | None) -> str:
         """Return what changes with the run, or with the whole store (None); for ETags."""
         return self._tracker.version(run)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From records to findings: detectors run on a history, live or stored."""
+"""Detectors that turn a run's records into findings, live or on a stored run."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings as people want them: one case for one trouble, with a history, instead of the same finding every round.
+"""Group findings into cases: one case per issue and place, with its history.
 
-A detector speaks again in every round in which the trouble is there. A case is quiet once its node has taken part in
-more than `QUIET` rounds without another word about it; a word after that does not open a new case: it has returned.
+A detector reports a problem again in every round in which it sees it. A case ends once its node has taken part in more
+than `QUIET_ROUNDS` rounds without a finding. A finding after that does not open a new case; it counts as a return of
+the old one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE, SEVERITIES, Issue
 from fedvitals.protocols import History, Node
 from fedvitals.records import Finding
 
-QUIET_ROUNDS = 5  # rounds with the node but without the trouble, after which it counts as gone
+QUIET_ROUNDS = 5  # rounds with the node but without a finding, after which the case counts as over
 Attendance = Mapping[Node | None, Sequence[int]]
 """The rounds in which each node took part, ascending; None: all rounds of the run."""
 
@@ -25,38 +26,38 @@ CaseKey = tuple[str, Node | None, str | None, str | None]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One trouble: an issue of a node, of a group, of a layer, or of the whole run."""
+    """One issue of a client, a group, a layer or the whole run, over all rounds in which it was found."""
 
     issue: str
     node: Node | None
     group: str | None
     layer: str | None
-    severity: str  # the worst that it had
+    severity: str  # the worst of its findings
     confidence: float  # of the newest finding
-    since: int | None  # when it began, as far as could be seen later
-    first: int | None  # the round in which it was found
-    last: int | None  # the round in which it was seen last
-    rounds: tuple[int, ...]  # in which it was seen
+    since: int | None  # when it began, as far as can be known
+    first: int | None  # the round of the first finding
+    last: int | None  # the round of the last finding
+    rounds: tuple[int, ...]  # with a finding
     confidences: tuple[float, ...]  # in these rounds
     still_there: bool
-    returned: int  # how often it came back after it had been quiet
+    returned: int  # how often it came back after the case was over
     newest: Finding
 
     @property
     def issue_entry(self) -> Issue:
-        """What the table says of this issue; little, of a user's own."""
+        """Return the issue's entry in the table; a minimal one for an issue of a user's own detector."""
         return ISSUES_BY_CODE.get(self.issue) or Issue(self.issue, self.issue, "user", self.severity)
 
     @property
     def place(self) -> str:
-        """Where it is, in words: «client c7, layer 0.weight»."""
+        """Return where the issue is, in words: «client c7, layer 0.weight»."""
         parts = [self.node, f"in {self.newest.where.group}" if self.node and self.newest.where.group else self.group]
         parts.append(None if self.layer is None else f"layer {self.layer}")
         return ", ".join(part for part in parts if part) or "the whole run"
 
     @property
     def timeline(self) -> str:
-        """Since when, until when and how often: «since round 5, seen in 4 rounds, still there»."""
+        """Return since when, until when and how often it was seen: «since round 5, seen in 4 rounds, still there»."""
         if self.first is None:
             return "in no round"
         words = [f"since round {self.since}" if self.since is not None else f"round {self.first}"]
@@ -71,21 +72,21 @@ class Case:
 
 
 def record_attendance(attendance: dict[Node | None, list[int]], history: History, round_index: int) -> None:
-    """Note who took part in one more round: whoever trained or sent an update."""
+    """Add a round to the attendance of every node that trained or sent an update in it."""
     for node in (None, *{**history.latest("steps", round_index), **history.latest("update.norm", round_index)}):
         attendance.setdefault(node, []).append(round_index)
 
 
 def key_of(finding: Finding) -> CaseKey:
-    """What makes two findings one case. A client keeps its cases when it changes its cluster."""
+    """Return the key that findings of one case share. A client keeps its cases when it changes its cluster."""
     where = finding.where
     return finding.issue, where.node, where.group if where.node is None else None, where.layer
 
 
 def cases(findings: Iterable[Finding], attendance: Attendance | None = None) -> list[Case]:
-    """One case for each trouble, worst first: by severity, then by how sure, then by how early.
+    """Return one case per issue and place, worst first: by severity, then confidence, then first round.
 
-    Without `attendance`, every node counts as present in every round up to the newest finding's.
+    Without `attendance`, every node counts as present in every round up to that of the newest finding.
     """
     by_case: dict[CaseKey, list[Finding]] = {}
     for finding in findings:
@@ -98,7 +99,7 @@ def cases(findings: Iterable[Finding], attendance: Attendance | None = None) -> 
 
 def _case(case_key: CaseKey, findings: Sequence[Finding], attendance: Attendance) -> Case:
     by_round: dict[int | None, Finding] = {}
-    for finding in findings:  # of several in one round, the surest
+    for finding in findings:  # of several in one round, the one with the highest confidence
         before = by_round.get(finding.where.round)
         if before is None or finding.confidence >= before.confidence:
             by_round[finding.where.round] = finding
@@ -126,7 +127,7 @@ def _case(case_key: CaseKey, findings: Sequence[Finding], attendance: Attendance
 
 
 def _between(rounds: Sequence[int], first: int, last: int) -> int:
-    """How many of these rounds lie strictly between two."""
+    """Return how many of these rounds lie strictly between `first` and `last`."""
     return max(0, bisect_left(rounds, last) - bisect_right(rounds, first))
 
 
@@ -136,12 +137,12 @@ def _since(finding: Finding) -> int | None:
 
 
 def severity_rank(severity: str) -> int:
-    """0 for the worst; what nobody knows comes last."""
+    """Return the rank of a severity: 0 for the worst; unknown severities come last."""
     return SEVERITIES.index(severity) if severity in SEVERITIES else len(SEVERITIES)
 
 
 def is_trouble(case: Case) -> bool:
-    """Whether a verb that judges has found something: a note is none."""
+    """Return whether a case counts as a problem for commands that judge a run; notes do not."""
     return case.severity in ("critical", "warning")
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether two examinations of a run said the same: live and later, or before and after a change of the detectors."""
+"""Compare the findings of two examinations of one run: live and later, or before and after a change of the
+detectors.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,20 @@ from fedvitals.records import Finding
 
 @dataclass(frozen=True, slots=True)
 class FindingsDifference:
-    """Findings that only one side has, or that both have in other words or numbers (as they are now)."""
+    """The findings that only one side has, or that both have with different words or numbers (as they are now)."""
 
     same: int
     only_stored: tuple[Finding, ...]
     only_now: tuple[Finding, ...]
     changed: tuple[Finding, ...]
-    own: int  # stored ones whose issue is not in our table: of a user's detectors, left aside
+    own: int  # stored findings of a user's own detectors, which are not compared
 
     def __bool__(self) -> bool:
         return bool(self.only_stored or self.only_now or self.changed)
 
 
 def compare_findings(stored: Sequence[Finding], now: Iterable[Finding]) -> FindingsDifference:
-    """What differs; the time at which something was found and its identity do not count."""
+    """Return how the stored findings differ from those of now; times and record ids are ignored."""
     known = [finding for finding in stored if finding.issue in ISSUES_BY_CODE]
     before, after = _by_place(known), _by_place(now)
     both = [(before[place], after[place]) for place in after if place in before]
@@ -47,7 +49,7 @@ def _by_place(findings: Iterable[Finding]) -> dict[tuple[Any, ...], Finding]:
         where = finding.where
         place = (where.round, finding.issue, where.node, where.group, where.layer, where.step)
         copy = 0
-        while (*place, copy) in placed:  # a detector may say several things of one place
+        while (*place, copy) in placed:  # a detector may report several findings for one place
             copy += 1
         placed[*place, copy] = finding
     return placed
@@ -64,7 +66,7 @@ def _reasons(finding: Finding) -> list[Any]:
 
 
 def _stored(evidence: Any) -> Any:
-    """Evidence as a store gives it back: JSON has no tuples, and only words for what is not finite."""
+    """Return evidence as a store returns it: JSON has no tuples, and writes non-finite numbers as words."""
     if isinstance(evidence, Mapping):
         return {str(key): _stored(entry) for key, entry in evidence.items()}
     if isinstance(evidence, list | tuple):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All shipped detectors, and how they go over a run: round after round, each with no more than was known then."""
+"""The shipped detectors, and how they are run on a history round by round, each seeing only what was known by then."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fedvitals.records import Finding
 STANDARD = "standard"
 MOST_ALARMS = 10.0
 OnDetectorFailure = Callable[[Exception, str], None]
-"""Hears of a detector that raised: the error, and which one it was."""
+"""Called with the error of a detector that raised, and which detector it was."""
 
 RULES: tuple[Detector, ...] = (
     *guards.DETECTORS,
@@ -40,15 +40,15 @@ RULES: tuple[Detector, ...] = (
     *memory.DETECTORS,
 )
 DETECTORS: tuple[Detector, ...] = (*RULES, *faulty_clients.DETECTORS)
-"""What «standard» stands for. Together they keep to the false-alarm budget of docs/issues.md."""
+"""The detectors of «standard». Together they keep within the false-alarm budget of docs/issues.md."""
 
 
 def choose_detectors(detectors: str | Sequence[Detector | str], false_alarms: float = 1.0) -> tuple[Detector, ...]:
     """Return the detectors that a user chose: «standard», functions, names of installed plug-ins, or a list of these.
 
     A plug-in that is not named is not imported; one that cannot be loaded fails in every round (`detectors.installed`).
-    `false_alarms`: how many per 100 healthy rounds are allowed, over all rules together. What can be wrong only seldom,
-    and is then plainly so, costs the same at any setting; the search for faulty clients takes what is left.
+    `false_alarms` is the number of alarms allowed per 100 healthy rounds, over all rules together. Exact rules cost the
+    same at any setting; the search for faulty clients gets what is left of the budget.
     """
     is_number = isinstance(false_alarms, int | float) and not isinstance(false_alarms, bool)
     if not is_number or not 0 < false_alarms <= MOST_ALARMS:
@@ -83,13 +83,14 @@ def examine(
     *,
     failed: OnDetectorFailure | None = None,
 ) -> list[Finding]:
-    """What the detectors (all of ours, unless given) say of each of these rounds (all, unless given), in order.
+    """Return the findings of the given rounds (default: all) by the given detectors (default: the shipped ones), in
+    order.
 
-    The run's id is not filled in: a history knows none. `failed` hears of a detector that raised, and the others go on;
-    without it, the error is raised.
+    The findings carry no run id, because a history has none. `failed` is called with the error of a detector that
+    raised, and the others go on; without it, the error is raised.
     """
     chosen = DETECTORS if detectors is None else tuple(detectors)
-    examination = Examination(history, chosen, failed, finished=True)
+    examination = DetectorExamination(history, chosen, failed, finished=True)
     return [
         finding
         for round_index in (history.rounds() if rounds is None else rounds)
@@ -97,8 +98,9 @@ def examine(
     ]
 
 
-class Examination:
-    """Detectors that go over one run: they get the same view of it each round, which ends further on each time.
+class DetectorExamination:
+    """Runs detectors over one run. They see the same view of its history each round, which ends one round later each
+    time.
 
     `finished`: nothing is being added to the history meanwhile.
     """
@@ -116,22 +118,22 @@ class Examination:
         self._detectors, self._failed = detectors, failed
 
     def findings_of(self, round_index: int) -> Iterator[Finding]:
-        """What the detectors say of a round, from what was known by its end."""
+        """Yield what the detectors report for a round, from what was known by its end."""
         self._horizon.move_to(round_index)
         for detector in self._detectors:
             findings: list[Finding] = []
             try:
-                # A client may send any number. What infinities come to (∞ − ∞ is no number) is beyond no limit, so that
-                # nobody is accused of it: that is meant, and no reason to warn. Medians of nothing still are.
+                # A client may send any number. Arithmetic on infinities gives NaN (∞ − ∞), which exceeds no limit, so
+                # nobody is accused of it. That is intended and needs no warning; a median of nothing still warns.
                 with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
                     findings.extend(detector(self._past, round_index))
             except Exception as error:
                 if self._failed is None:
                     raise
                 self._failed(error, f"the detector '{name_of(detector)}'")
-            yield from findings  # what it said before it failed counts
+            yield from findings  # what it reported before it failed counts
 
 
 def with_run_and_time(finding: Finding, run: str, at: float) -> Finding:
-    """The finding with the run that it is about, and the time, unless the detector gave one."""
+    """Return the finding with the id of its run filled in, and the time unless the detector gave one."""
     return replace(finding, where=replace(finding.where, run=finding.where.run or run), at=finding.at or at)

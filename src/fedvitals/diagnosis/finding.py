@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a detector words what it found: every finding says what, where, since when, how sure, and on which numbers."""
+"""Build findings: every finding says what is wrong, where, since when, how sure that is, and on which numbers it
+rests.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from fedvitals.records import Finding, Suspect, Where
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """One number that a finding rests on, beside what is usual: its peers' now, or its own before."""
+    """One number that a finding rests on, beside the usual value: that of its peers now, or its own before."""
 
     name: str  # of the metric, as in the catalogue
     value: float
@@ -39,9 +41,10 @@ def finding(
     suspects: Sequence[Suspect] = (),
     more: Mapping[str, Any] | None = None,
 ) -> Finding:
-    """A finding of this round. The run's name is filled in by whoever runs the detector, which knows no run.
+    """Return a finding of this round. The caller that runs the detector fills in the run's name and the time.
 
-    `since`: the round in which the trouble began, as far as can be seen. `more`: evidence of the issue's own, JSON.
+    `since`: the round in which the problem began, as far as can be seen. `more`: evidence specific to the issue, as
+    JSON.
     """
     issue_entry = ISSUES_BY_CODE[issue]
     evidence: dict[str, Any] = {
@@ -51,8 +54,8 @@ def finding(
         ],
         **(more or {}),
     }
-    # What clients say may give any number, and a store takes no larger one.
+    # A step may come from a client's claims, and a store takes no integer beyond 64 bits.
     where = Where("", round_index, node, step if step is not None and abs(step) < 1 << 63 else None, layer, group)
     level = issue_entry.severity if severity is None else severity
-    # The time, too, is filled in by whoever runs the detector: the same history must give the same finding.
+    # The caller also fills in the time: the same history must give the same finding.
     return Finding(where, 0.0, issue, level, min(max(confidence, 0.0), 1.0), message, evidence, tuple(suspects))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a run without findings need not be healthy: detectors that failed, measurements that failed, records lost."""
+"""Reasons why a run without findings may still be unhealthy: failed detectors, failed measurements, lost records."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNRELATED = (
 
 @dataclass(frozen=True, slots=True)
 class MonitorFailure:
-    """Work of the monitor that failed: what it was doing, the kind of error, and where."""
+    """A failed step of the monitor: what it was doing, the kind of error, and where."""
 
     doing: str
     exception: str
@@ -32,7 +32,7 @@ class MonitorFailure:
 
 
 def monitor_failure_of(event: Event) -> MonitorFailure | None:
-    """The failure that an event tells of; None where it is another event."""
+    """Return the failure that an event reports; None for any other event."""
     if event.name != MONITOR_ERROR:
         return None
     doing, exception = (str(event.data.get(key) or "") for key in ("doing", "exception"))
@@ -40,9 +40,9 @@ def monitor_failure_of(event: Event) -> MonitorFailure | None:
 
 
 def gaps(failures: Iterable[MonitorFailure], lost: int) -> tuple[str, ...]:
-    """What was not judged, in words; empty when everything was.
+    """Return in words what was not judged; empty when everything was.
 
-    Of a client, only its name is given: it may have written the rest itself.
+    Of a client, only its name is given, because it may have written the rest itself.
     """
     related = [failure for failure in failures if not failure.doing.startswith(UNRELATED)]
     of_server = [failure for failure in related if failure.node in (None, "server")]
@@ -59,17 +59,19 @@ def gaps(failures: Iterable[MonitorFailure], lost: int) -> tuple[str, ...]:
 
 
 def no_all_clear(reasons: Sequence[str]) -> str:
-    """The sentence that takes the place of «no findings»."""
+    """Return the sentence that replaces «no findings»."""
     return f"No findings, but not all was judged: {'; '.join(reasons)}."
 
 
 def incomplete(reasons: Sequence[str]) -> str:
-    """The sentence that goes with findings."""
+    """Return the sentence that accompanies findings of an incomplete examination."""
     return f"Not all was judged: {'; '.join(reasons)}."
 
 
 def _named(failures: Sequence[MonitorFailure], kind: str) -> list[str]:
-    """«the detector 'plateau' failed in round 3 (TypeError)», for the first few."""
+    """Return «the detector 'plateau' failed in round 3 (TypeError)» for the first few failures, and a count of the
+    rest.
+    """
     first: dict[str, MonitorFailure] = {}
     for failure in failures:
         first.setdefault(failure.doing or "a step of the monitor", failure)

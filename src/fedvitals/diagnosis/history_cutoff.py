@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A history that ends with one round: detectors on a stored run see no more than they did when it trained.
+"""A view of a run's history truncated at a given round, so that detectors replayed on a stored run see exactly what
+they saw live.
 
-Live, too, later rounds may be there already, since records come in batches. So the end is set here, once, and no
-detector has to be trusted with it. What is asked twice is looked up once.
+Live, later rounds may be present already, because records arrive in batches. The cutoff is set here, once, so that no
+detector has to be trusted with it. Answers are cached.
 """
 
 from __future__ import annotations
@@ -17,27 +18,28 @@ from fedvitals.protocols import History, Node
 from fedvitals.records import Event
 from fedvitals.stats import Array
 
-LOOK_BACK = 1000  # rounds that detectors see; a training may be longer than memory is large
-# A node is there from the first round on in which it has one of these, or an event.
+LOOK_BACK = 1000  # rounds that detectors see; a long training must not exhaust memory
+# A node exists from the first round in which it has one of these metrics, or an event.
 SIGNS_OF_LIFE = ("time.client", "steps", "update.norm", "samples", "update.samples", "weight.difference")
 
 T = TypeVar("T")
 
 
 class CutoffRound:
-    """How far detectors may see. It is moved by whoever examines a run; they themselves have no hold of it."""
+    """The last round that detectors may see. The examination moves it; detectors have no access to it."""
 
     def __init__(self) -> None:
         self.round = -1
         self.moves = 0
 
     def move_to(self, round_index: int) -> None:
+        """Let detectors see everything up to and including this round."""
         self.round = round_index
         self.moves += 1
 
 
 class HistoryCutoff:
-    """A `protocols.History` of the rounds up to and with the horizon's.
+    """A `protocols.History` of the rounds up to and including the cutoff round.
 
     `finished`: nothing is being added to the history, so that answers about all of its rounds may be kept.
     """
@@ -48,8 +50,8 @@ class HistoryCutoff:
         self._finished = finished
         self._moves = 0
         self._kept: dict[Hashable, Any] = {}  # answers about the whole run
-        self._of_round: dict[Hashable, Any] = {}  # answers that only this round's detectors will ask for
-        self._seen: dict[int, frozenset[Node]] = {}  # who was there, by round
+        self._of_round: dict[Hashable, Any] = {}  # answers that only this round's detectors need
+        self._seen: dict[int, frozenset[Node]] = {}  # nodes present, by round
 
     @property
     def _round(self) -> int:
@@ -70,7 +72,7 @@ class HistoryCutoff:
         return self._ask(self._kept, "rounds", self._history.rounds)
 
     def _span(self, rounds: Sequence[int]) -> slice:
-        """The part of these rounds (ascending) that may be seen."""
+        """Return the part of these (ascending) rounds that may be seen."""
         every = self._all_rounds()
         last = bisect_right(every, self._round)
         first = every[max(0, last - LOOK_BACK)] if last else 0
@@ -111,7 +113,7 @@ class HistoryCutoff:
         rounds, nodes, values = self._ask(self._kept, key, lambda: self._history.matrix(family, statistic, layer))
         span = self._span(rounds)
         rounds, values = rounds[span], values[span]
-        # Who has come only later, or never had a number, is not there in either case.
+        # Nodes that appear only later, or never had a value, are left out.
         there = np.flatnonzero(~np.isnan(values).all(axis=0)) if len(rounds) else np.arange(0)
         return rounds, [nodes[i] for i in there], values[:, there]
 

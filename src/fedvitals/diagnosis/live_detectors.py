@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detectors on a run as it trains: they see every record in memory, and speak when a round is complete."""
+"""Run detectors on a run while it trains: they see every record in memory and report when a round is complete."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from fedvitals.diagnosis.cases import Attendance, Case, cases, record_attendance, severity_rank
-from fedvitals.diagnosis.examine import Examination, with_run_and_time
+from fedvitals.diagnosis.examine import DetectorExamination, with_run_and_time
 from fedvitals.diagnosis.gaps import incomplete, no_all_clear
 from fedvitals.protocols import Detector, History, Node, RecordWriter, Sink
 from fedvitals.records import Action, Finding, Metric, Record, Run, Truth, Where
@@ -18,11 +18,16 @@ ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
 
 
 class HistorySink(RecordWriter, Protocol):
+    """A sink that can also return the history of what was written to it."""
+
     def history(self, run: str) -> History: ...
 
 
 class LiveDetectors(Sink):
-    """A sink, so it runs on a queue's worker: detectors take no time from the training thread."""
+    """A sink that runs the detectors on a queue's worker, so that they take no time from the training thread.
+
+    `on_finding` is called with each finding; `on_failure` with an error and what was being done.
+    """
 
     name = "detectors"
     ignores = (Finding, Action, Truth)  # no detector may see these; see `transport.sink_writer`
@@ -36,11 +41,13 @@ class LiveDetectors(Sink):
         on_failure: Callable[[Exception, str], None],
     ) -> None:
         self._run, self._memory, self._found, self._failed = run, memory, on_finding, on_failure
-        self._examination = Examination(memory.history(run), detectors, on_failure)
+        self._examination = DetectorExamination(memory.history(run), detectors, on_failure)
         self.attendance: dict[Node | None, list[int]] = {}  # the rounds in which each node took part
 
     def write(self, records: Sequence[Record], /) -> None:
-        """Take records in. What fails is reported and left out: it must not keep the detectors from all the rest."""
+        """Take in records and examine each completed round. Failures are reported and do not keep detectors from the
+        rest.
+        """
         try:
             self._memory.write([_measured(record) for record in records if not isinstance(record, self.ignores)])
         except Exception as error:  # noqa: BLE001 - of one record; the others are kept
@@ -68,17 +75,17 @@ class LiveDetectors(Sink):
 
 
 def _of_whole_round(where: Where) -> bool:
-    """Not of a client, which may say whatever it likes."""
+    """Return whether a record is about the whole round, not about a client, which could claim anything."""
     return where.round is not None and where.node is None
 
 
 def _measured(record: Record) -> Record:
-    """Without the configuration, which may tell what was made ill: not even behind the `History` shall it be found."""
+    """Return the record without the run's configuration: it may name injected faults, which detectors must not see."""
     return replace(record, config={}) if isinstance(record, Run) else record
 
 
-class Findings(list[Finding]):
-    """Findings, worst first, one for each round in which a trouble was seen; printed as cases, a line for each."""
+class FindingList(list[Finding]):
+    """Findings, worst first, one per round in which an issue was seen; printed as cases, one line each."""
 
     def __init__(
         self,
@@ -95,7 +102,7 @@ class Findings(list[Finding]):
 
     @property
     def cases(self) -> list[Case]:
-        """The same by trouble: each once, with its history, worst first."""
+        """Return the findings grouped into cases, worst first."""
         return cases(self, self._attendance)
 
     def __str__(self) -> str:

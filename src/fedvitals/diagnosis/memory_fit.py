@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training's memory comes to, and what would make it fit: arithmetic on the shares `memory.*`, no more.
+"""Predict a training step's peak memory from the measured shares (`memory.*`), and what would make it fit a limit.
 
-The peak of a step is taken as the sum of the shares. Against all storages that live in real steps that is 6 % too
-little (a small CNN, whose optimiser has copies for a moment) to 12 % too much (a transformer, whose gradients come as
-its activations go); `fedvitals bench profile` measures it again.
+The peak is taken as the sum of the shares. Compared with all storages alive in real steps, that is between 6 % too low
+(a small CNN, whose optimiser briefly holds copies) and 12 % too high (a transformer, whose gradients arrive as its
+activations go); `fedvitals bench profile` measures it again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_PRUNED = 0.9  # share of the weights; who prunes more has another model
 
 @dataclass(frozen=True, slots=True)
 class MemoryRemedy:
-    """One way to make it fit."""
+    """One change that makes a training step fit the memory limit."""
 
     kind: str  # «batch», «half», «int8», «prune»
     text: str
@@ -38,13 +38,13 @@ class MemoryRemedy:
 
 
 def predicted_peak(shares: Mapping[str, float], batch: float | None = None, to_batch: float | None = None) -> int:
-    """Bytes of a step at its peak, with another batch than the one that was measured where both are given."""
+    """Return the predicted peak bytes of a step; scaled to another batch size if both batch sizes are given."""
     scale = to_batch / batch if batch and to_batch else 1.0
     return round(sum(shares.get(name, 0.0) for name in FIXED) + shares.get("activations", 0.0) * scale)
 
 
 def largest_share(shares: Mapping[str, float]) -> tuple[str, float] | None:
-    """Its name and its part of the whole."""
+    """Return the name of the largest share and its fraction of the whole; None if nothing was measured."""
     whole = sum(shares.get(name, 0.0) for name in SHARES)
     if whole <= 0:
         return None
@@ -53,9 +53,10 @@ def largest_share(shares: Mapping[str, float]) -> tuple[str, float] | None:
 
 
 def memory_remedies(shares: Mapping[str, float], limit_bytes: float, batch: float | None = None) -> list[MemoryRemedy]:
-    """What would bring the predicted peak under the limit, the cheapest in accuracy first; [] if it fits already.
+    """Return what would bring the predicted peak under the limit, the least costly in accuracy first; [] if it fits
+    already.
 
-    `shares`: bytes by name as in `SHARES`; `batch`: the samples that the activations are of.
+    `shares`: bytes by name, as in `SHARES`. `batch`: the number of samples that the activations belong to.
     """
     usable = USABLE_SHARE * limit_bytes
     if predicted_peak(shares) <= usable:
@@ -85,7 +86,7 @@ def _smaller_batch(shares: Mapping[str, float], usable: float, batch: float | No
 
 
 def _half(shares: Mapping[str, float], usable: float) -> MemoryRemedy | None:
-    """Activations, gradients and the model that computes in 16 bits; the optimiser keeps 32, as is usual."""
+    """Train model, gradients and activations in 16 bits; the optimiser keeps 32 bits, as is usual."""
     small = sum(HALF * shares.get(name, 0.0) for name in ("model", "gradients", "activations"))
     peak = small + sum(shares.get(name, 0.0) for name in ("buffers", "optimizer", "telemetry"))
     text = "model, gradients and activations in 16 bits (bfloat16)"
@@ -93,7 +94,7 @@ def _half(shares: Mapping[str, float], usable: float) -> MemoryRemedy | None:
 
 
 def _int8(shares: Mapping[str, float], usable: float) -> MemoryRemedy | None:
-    """A frozen model in 8 bits and small adapters: gradients and optimiser state all but vanish."""
+    """Freeze the model in 8 bits and train small adapters: gradients and optimiser state all but vanish."""
     peak = EIGHT * shares.get("model", 0.0) + HALF * shares.get("activations", 0.0)
     peak += shares.get("buffers", 0.0) + shares.get("telemetry", 0.0)
     text = "the model quantised to 8 bits, with adapters trained in 16"
@@ -101,7 +102,7 @@ def _int8(shares: Mapping[str, float], usable: float) -> MemoryRemedy | None:
 
 
 def _pruned(shares: Mapping[str, float], usable: float) -> MemoryRemedy | None:
-    """Channels pruned: model, gradients, optimiser state and activations shrink alike."""
+    """Prune channels: model, gradients, optimiser state and activations shrink alike."""
     by_width = sum(shares.get(name, 0.0) for name in ("model", "gradients", "optimizer", "activations"))
     rest = shares.get("buffers", 0.0) + shares.get("telemetry", 0.0)
     if by_width <= 0 or usable <= rest:
@@ -116,7 +117,7 @@ def _pruned(shares: Mapping[str, float], usable: float) -> MemoryRemedy | None:
 def device_table(
     shares: Mapping[str, float], devices: Mapping[str, float], batch: float | None = None
 ) -> list[DeviceFit]:
-    """For each device by name (and its memory in bytes): the predicted peak, whether it fits, and what would help."""
+    """Return for each device (name and memory in bytes) the predicted peak, whether it fits, and what would help."""
     peak = predicted_peak(shares)
     return [
         DeviceFit(
@@ -128,6 +129,8 @@ def device_table(
 
 @dataclass(frozen=True, slots=True)
 class DeviceFit:
+    """Whether the training fits one device, and what would make it fit."""
+
     device: str
     memory_bytes: int
     peak_bytes: int
@@ -136,7 +139,7 @@ class DeviceFit:
 
 
 def size_words(count: float) -> str:
-    """Bytes for people."""
+    """Return a number of bytes in words, such as «1.5 GB»."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"

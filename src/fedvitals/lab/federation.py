@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,6 @@ from fedvitals.lab.faults import table as fault_table
 from fedvitals.lab.network.journey_planner import JourneyPlanner, drop_unused
 from fedvitals.lab.network.spans import record_round_spans
 from fedvitals.lab.state import SplitVector
-from fedvitals.lab.stopwatch import Stopwatch
 from fedvitals.protocols import Observer
 
 
@@ -264,3 +264,27 @@ class Federation:
         message = send_update(self.experiment.compression, update.state, start, self.site.layout.weights)
         update.state = message.state
         return message.bytes
+
+
+# The server's real time in a round, attributed completely to parts.
+
+
+class Stopwatch:
+    """Attributes the time since the last lap to a part of `fedvitals.time_parts`."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self._parts: dict[str, float] = {}
+        self._at = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        now = time.perf_counter()
+        self._parts[part] = self._parts.get(part, 0.0) + now - self._at
+        self._at = now
+
+    def report(self, observer: Observer) -> None:
+        """Report the seconds of each part to the observer."""
+        for part, seconds in self._parts.items():
+            observer.spent(part, seconds)

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from fedvitals import lab
-from fedvitals.analysis.remedies import Remedy, resolved
+from fedvitals.analysis.remedies import Remedy, resolve_change
 from fedvitals.errors import ConfigError
 from fedvitals.lab.network.profiles import Device
 from fedvitals.lab.network.virtual_clock import known_devices
@@ -156,7 +156,7 @@ def apply_remedy(experiment: lab.Experiment, remedy: Remedy) -> tuple[dict[str, 
     """
     if remedy.change is None:
         raise ConfigError(f"The lab cannot run «{remedy.name}»: it changes what no experiment describes.")
-    change = resolved(remedy.change, _table(experiment))
+    change = resolve_change(remedy.change, _table(experiment))
     if not change:
         raise ConfigError(f"«{remedy.name}» changes nothing in this experiment: it sets none of {[*remedy.change]}.")
     return change, with_changes(experiment, change)

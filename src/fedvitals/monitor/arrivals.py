@@ -52,14 +52,19 @@ from fedvitals.transport.sender import Sender, as_seen
 from fedvitals.transport.wire.payload import decode
 
 if TYPE_CHECKING:
-    from fedvitals.probes.backends import Kit
+    from fedvitals.probes.backends import AnyInstruments
 
 
 class Arrivals:
     """Decodes payloads, takes each record once, adds clients to their round. Reports clients that never arrived."""
 
     def __init__(
-        self, spine: Spine, lost: LostRecords, kit: Kit, ledger: Ledger | None, capture: Capture | None = None
+        self,
+        spine: Spine,
+        lost: LostRecords,
+        kit: AnyInstruments,
+        ledger: Ledger | None,
+        capture: Capture | None = None,
     ) -> None:
         self._context, self._scopes = spine.context, spine.scopes
         self._emission, self._guard = spine.emission, spine.guard

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings of a run as it trains: the detectors behind their queue, what they found, and who else is notified."""
+"""FindingList of a run as it trains: the detectors behind their queue, what they found, and who else is notified."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fedvitals.diagnosis.gaps import gaps
-from fedvitals.diagnosis.live_detectors import Findings, LiveDetectors
+from fedvitals.diagnosis.live_detectors import FindingList, LiveDetectors
 from fedvitals.monitor.losses import LostRecords
 from fedvitals.monitor.spine import Spine
 from fedvitals.protocols import Detector, History
@@ -45,13 +45,13 @@ class RunFindings:
         """What the detectors have seen so far."""
         return self._memory.history(self._run)
 
-    def so_far(self, *, complete: bool = True) -> Findings:
+    def so_far(self, *, complete: bool = True) -> FindingList:
         """What the detectors have found so far. `complete`: whether they have seen everything."""
         attendance = None if self._live is None else self._live.attendance
         missing = gaps(self._guard.failures, self._lost.count)
         if not complete and not self._lost.count:
             missing = (*missing, "some records still wait for the store or the detectors")
-        return Findings(self._findings, installed=len(self._detectors), attendance=attendance, gaps=missing)
+        return FindingList(self._findings, installed=len(self._detectors), attendance=attendance, gaps=missing)
 
     def _take(self, finding: Finding) -> None:
         # A copy: what is emitted gets an identity. A detector knows no run, and may leave the time to us.

@@ -12,7 +12,7 @@ from typing import Any
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.monitor.monitored_run import MonitoredRun
 from fedvitals.monitor.workers import WorkerObserver
-from fedvitals.probes.backends import measured_apart
+from fedvitals.probes.backends import flatten_and_sum_each
 from fedvitals.probes.results import Results
 from fedvitals.protocols import Node, Stack, TapeRecorder
 from fedvitals.records import Action, AnyName, Record, Truth, Where, as_round_index, node_name
@@ -144,7 +144,7 @@ class HostObserver:
 
         named = self._guard("updates()", lambda: {node_name(node): sent for node, sent in updates.items()}) or {}
         attempt = functools.partial(self._guard.attempt, here=self._clients.at)
-        for node, vector, rows in self._guard("updates()", lambda: measured_apart(named, attempt)) or ():
+        for node, vector, rows in self._guard("updates()", lambda: flatten_and_sum_each(named, attempt)) or ():
             attempt("updates()", functools.partial(take, node, vector, rows), node)
         excluded = [action.target for action in answers if action.target is not None]
         self._guard("taping updates", lambda: self.monitored.tape.loop.sent(number, named, excluded))

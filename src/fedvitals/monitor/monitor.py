@@ -21,11 +21,11 @@ from typing import Any, Self
 
 from fedvitals.diagnosis.corrections.policy import CorrectionPolicy, correction_policy_of
 from fedvitals.diagnosis.examine import STANDARD, choose_detectors
-from fedvitals.diagnosis.live_detectors import Findings
+from fedvitals.diagnosis.live_detectors import FindingList
 from fedvitals.monitor.host import HostObserver
 from fedvitals.monitor.lifecycle import check_parts
 from fedvitals.monitor.monitored_run import MonitoredRun
-from fedvitals.probes.backends import instruments
+from fedvitals.probes.backends import make_instruments
 from fedvitals.protocols import Detector, RecordWriter
 from fedvitals.records import Action, AnyName, Run
 from fedvitals.resources.capture import Capture
@@ -38,8 +38,8 @@ class Monitor:
 
     `store`: a file or `postgresql://...`; None leaves records to `sinks` alone. `run`: a name for people, which several
     runs may share. `probes`: «light», «standard», «deep», or a list with probes of your own. `detectors`: «standard», a
-    list of your own (which may have "standard" in it), or () for none; `false_alarms`: how many per 100 healthy rounds
-    you allow. `privacy`: from 0 (timings only) to 4, by
+    list of your own (which may have "standard" and names of installed plug-ins in it), or () for none;
+    `false_alarms`: how many per 100 healthy rounds you allow. `privacy`: from 0 (timings only) to 4, by
     default 3, in a deployment 2; `cohort`: the fewest clients whose sum may be told from level 1 on; `tracebacks`: on
     from level 3, in a deployment off: see docs/metrics.md. `update_memory`: bytes that may be held for exact cosines
     between updates. `profile`: whether to tell what the time and memory of rounds and clients went to
@@ -77,7 +77,7 @@ class Monitor:
     ) -> None:
         check_parts(sinks, capture, tape)
         policy = policy_for(host, privacy, cohort, tracebacks)
-        kit = instruments(probes, update_memory)
+        kit = make_instruments(probes, update_memory)
         chosen = choose_detectors(detectors, false_alarms)
         corrections = correction_policy_of(cure)
         ours = {"probes": kit.preset.name, "detectors": len(chosen), "cure": corrections.described()}
@@ -203,7 +203,7 @@ class Monitor:
         """Record when a client elsewhere was asked and when it answered (docs/profile.md); see `HostObserver`."""
         self._host.exchange(node, sent, received, replied, returned, started=started, span=span)
 
-    def findings(self) -> Findings:
+    def findings(self) -> FindingList:
         """What the detectors have found so far, worst first. Waits until they have seen everything."""
         return self._run.findings.so_far(complete=self.flush() or self._run.lifecycle.flush(1.0, own=True))
 

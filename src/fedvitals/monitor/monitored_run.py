@@ -29,7 +29,7 @@ from fedvitals.store import MemoryStore
 from fedvitals.transport.privacy import PrivacyPolicy
 
 if TYPE_CHECKING:
-    from fedvitals.probes.backends import Kit
+    from fedvitals.probes.backends import AnyInstruments
 
 
 class MonitoredRun:
@@ -44,7 +44,7 @@ class MonitoredRun:
         run: Run,
         store: str | os.PathLike[str] | None,
         policy: PrivacyPolicy,
-        kit: Kit,
+        kit: AnyInstruments,
         detectors: Sequence[Detector],
         cure: CorrectionPolicy,
         *,

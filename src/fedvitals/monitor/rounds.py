@@ -23,7 +23,7 @@ from fedvitals.probes.results import Results
 from fedvitals.protocols import Node
 from fedvitals.records import AnyName, LayerStats, Span, as_round_index, node_name
 from fedvitals.resources.memory import peak_bytes, resident_bytes
-from fedvitals.resources.time_ledger import Ledger, NodeTime
+from fedvitals.resources.time_ledger import Ledger, LedgerSpan
 from fedvitals.scope import Scope
 from fedvitals.stats import Array
 from fedvitals.time_parts import EDGE, JOURNEY, ROUND, SERVER
@@ -33,7 +33,7 @@ from fedvitals.transport.timing import new_span_id
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedvitals.probes.backends import Kit
+    from fedvitals.probes.backends import AnyInstruments
 
 # Parts that are told as metrics, too: of the round, and of each client that is elsewhere.
 PART_METRICS = {SERVER: ("aggregate", "evaluate"), JOURNEY: ("download", "queue", "start", "upload", "reply", "wait")}
@@ -55,7 +55,13 @@ class Rounds:
     """`open` is the round that is open; `least`: the fewest clients whose sum may be told. `ledger`: None, no times."""
 
     def __init__(
-        self, spine: Spine, lost: LostRecords, kit: Kit, arrivals: Arrivals, ledger: Ledger | None, least: int
+        self,
+        spine: Spine,
+        lost: LostRecords,
+        kit: AnyInstruments,
+        arrivals: Arrivals,
+        ledger: Ledger | None,
+        least: int,
     ) -> None:
         self._context, self._scopes = spine.context, spine.scopes
         self._emission, self._guard = spine.emission, spine.guard
@@ -183,23 +189,29 @@ class Rounds:
     def _tell_time(self, scope: Scope, ended: float) -> None:
         """The Spans of server, groups and journeys, and of these the seconds that detectors look at."""
         attempt = self._attempts(scope)
-        for node_time in () if self._ledger is None else self._ledger.close(ended):
-            attempt("telling what time went to", partial(self._tell_parts, scope, node_time), node_time.node)
+        for ledger_span in () if self._ledger is None else self._ledger.close(ended):
+            attempt("telling what time went to", partial(self._tell_parts, scope, ledger_span), ledger_span.node)
 
-    def _tell_parts(self, scope: Scope, node_time: NodeTime) -> None:
+    def _tell_parts(self, scope: Scope, ledger_span: LedgerSpan) -> None:
         own = replace(
             scope,
-            node=node_time.node,
-            group=node_time.group,
-            span=node_time.id or new_span_id(),
-            parent=node_time.parent,
+            node=ledger_span.node,
+            group=ledger_span.group,
+            span=ledger_span.id or new_span_id(),
+            parent=ledger_span.parent,
         )
         self._record.span(
-            own, node_time.name, node_time.began, node_time.seconds, {"parts": node_time.parts, **node_time.attributes}
+            own,
+            ledger_span.name,
+            ledger_span.began,
+            ledger_span.seconds,
+            {"parts": ledger_span.parts, **ledger_span.attributes},
         )
-        for part in PART_METRICS.get(node_time.name, ()):
-            if part in node_time.parts:
-                self._record.metric(own if node_time.name == JOURNEY else scope, f"time.{part}", node_time.parts[part])
+        for part in PART_METRICS.get(ledger_span.name, ()):
+            if part in ledger_span.parts:
+                self._record.metric(
+                    own if ledger_span.name == JOURNEY else scope, f"time.{part}", ledger_span.parts[part]
+                )
 
     def stats(self, node: Any, family: str, array: Any) -> None:
         """Statistics that the host computed itself: [layers, columns] of one node, or [clients, ...] of many."""

@@ -31,7 +31,7 @@ from fedvitals.monitor.clients import Clients
 from fedvitals.monitor.lifecycle import Lifecycle
 from fedvitals.monitor.losses import LostRecords
 from fedvitals.monitor.spine import Spine
-from fedvitals.probes.backends import WorkerKit
+from fedvitals.probes.backends import WorkerInstruments
 from fedvitals.probes.presets import Preset
 from fedvitals.probes.results import Results
 from fedvitals.protocols import Stack
@@ -56,7 +56,7 @@ class _WorkerRun:
 
     def __init__(self, worker: WorkerObserver) -> None:
         self.buffer = PayloadBuffer(worker.policy, worker.known)
-        self.kit = WorkerKit(worker.preset)
+        self.kit = WorkerInstruments(worker.preset)
         self.spine = Spine.of(
             Run(worker.run, worker.name),
             worker.policy,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations: what each module puts out, and which of its units are dead or saturated.
+"""Statistics of each module's output, and its dead or saturated units.
 
-Hooks exist only during scheduled steps, and compute at once: an in-place activation would overwrite what they saw.
+Hooks exist only during scheduled steps, and measure immediately, since an in-place activation would overwrite the
+output.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from fedvitals.kernels import sums
 from fedvitals.probes import samples
-from fedvitals.probes.view import View, undisturbed
+from fedvitals.probes.view import View, evaluation_without_gradients
 from fedvitals.stats import HEALTH_COLUMNS, Array, empty_sums, merge_sums
 
 # Output values that a bounded activation hardly leaves: where its slope has fallen under 1 % of the largest.
@@ -31,15 +32,15 @@ CHANNELS_FIRST = (nn.Conv1d, nn.ConvTranspose1d, nn.BatchNorm1d, nn.MaxPool1d, n
 
 
 def watched_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules that compute something themselves: those without children."""
+    """Return the modules that compute something themselves: those without children."""
     return [(name or "model", m) for name, m in model.named_modules() if not any(m.children())]
 
 
 def health(output: Tensor, module: nn.Module) -> Array:
-    """Units of an output: how many, dead, saturated, of both signs (HEALTH_COLUMNS).
+    """Return the numbers of units of an output: all, dead, saturated, of both signs (HEALTH_COLUMNS).
 
     A unit is a channel of [samples, channels, ...], a feature of [samples, features] and of [samples, places, features]
-    (but for the output of a 1-d convolution, pooling or batch norm). Dead: 0 for every sample and place. Saturated:
+    (except for the output of a 1-d convolution, pooling or batch norm). Dead: 0 for every sample and place. Saturated:
     beyond the limits of SATURATION for every sample and place. Sign-diverse: positive for some, negative for others.
     """
     units = output.detach()
@@ -61,7 +62,9 @@ Take = Callable[[], Mapping[str, Any]]
 
 
 def prepare(view: View, charge: Callable[[Callable[[], None]], None]) -> Take:
-    """Hooks on, for one step; returns the function that takes them off. `charge` runs a function on our account."""
+    """Register hooks for one step and return the function that removes them. `charge` runs a function at the probe's
+    cost.
+    """
     seen: dict[int, list[tuple[Array, Array]]] = {}
     modules = watched_modules(view.model)
 
@@ -69,7 +72,7 @@ def prepare(view: View, charge: Callable[[Callable[[], None]], None]) -> Take:
         def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) and output else output
             if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dim() >= 2:
-                charge(lambda: seen.setdefault(index, []).append(_measured(tensor, module)))
+                charge(lambda: seen.setdefault(index, []).append(_measure_output(tensor, module)))
 
         return hook
 
@@ -78,40 +81,40 @@ def prepare(view: View, charge: Callable[[Callable[[], None]], None]) -> Take:
     def take() -> Mapping[str, Any]:
         for handle in handles:
             handle.remove()
-        return _summed(seen, len(modules)) if seen else {}
+        return _merge_outputs(seen, len(modules)) if seen else {}
 
     return take
 
 
 def activations(view: View) -> Mapping[str, Any]:
-    """Nine sums and unit health of every module's output, on at most 64 of the client's own samples.
+    """Return the nine sums and unit health of every module's output, on at most 64 of the client's own samples.
 
-    This is the probe as it runs when a scope closes. At scheduled steps the monitor calls `prepare` instead, and the
-    training's own forward pass is measured, which costs no other.
+    This is the probe as it runs when a scope closes. At scheduled steps the monitor calls `prepare` instead, and
+    measures the training's own forward pass without an additional one.
     """
     if view.data is None:
         return {}
-    x, _ = samples.read(view.data, samples.spread(samples.size(view.data), 64, 0))
-    take = prepare(view, lambda measure: measure())
+    x, _ = samples.read(view.data, samples.spread_indices(samples.size(view.data), 64, 0))
+    remove_hooks = prepare(view, lambda measure: measure())
     try:
-        with undisturbed(view.model):
+        with evaluation_without_gradients(view.model):
             view.model(x)
     finally:
-        found = take()
-    return found
+        rows = remove_hooks()
+    return rows
 
 
 activations.prepare = prepare  # type: ignore[attr-defined]
 
 
-def _summed(seen: Mapping[int, list[tuple[Array, Array]]], count: int) -> Mapping[str, Any]:
-    """One row a module; a module that ran twice is merged, one that did not run is neutral."""
+def _merge_outputs(seen: Mapping[int, list[tuple[Array, Array]]], count: int) -> Mapping[str, Any]:
+    """Return one row per module; the outputs of a module that ran twice are merged, one that did not run is neutral."""
     values, units = empty_sums(count), np.zeros((count, len(HEALTH_COLUMNS)))
-    for index, found in seen.items():
-        values[index] = merge_sums(np.stack([v for v, _ in found]))
-        units[index] = np.sum([u for _, u in found], axis=0)
+    for index, measurements in seen.items():
+        values[index] = merge_sums(np.stack([v for v, _ in measurements]))
+        units[index] = np.sum([u for _, u in measurements], axis=0)
     return {"activation": values, "activation.health": units}
 
 
-def _measured(tensor: Tensor, module: nn.Module) -> tuple[Array, Array]:
+def _measure_output(tensor: Tensor, module: nn.Module) -> tuple[Array, Array]:
     return np.asarray(torch.as_tensor(sums([tensor.detach()])).cpu())[0], health(tensor, module)

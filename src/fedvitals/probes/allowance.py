@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a probe that runs once per client-round may cost: a share of the training time, in turns.
+"""The time budget of a probe that runs once per client-round: a share of the training time, with clients taking turns.
 
-Each client-round earns `percent` of its training time and spends what the probe cost. When one measurement costs more
-than a round earns (a tiny model, a short round), clients take turns: the probe waits until the allowance covers it, and
-then looks at whoever was looked at least.
+Each client-round earns `percent` of its training time and spends what the probe cost. If one measurement costs more
+than a round earns (a tiny model, a short round), the probe waits until the allowance covers it, and then measures the
+client that was measured least often.
 """
 
 from __future__ import annotations
 
 
 class Allowance:
-    """`due` asks, `settle` books. With None for percent every client-round is due."""
+    """A time budget: `due` asks whether to measure, `settle` records costs. With None for percent every client-round
+    is due.
+    """
 
     def __init__(self, percent: float | None) -> None:
         self.percent = percent
@@ -19,7 +21,7 @@ class Allowance:
         self._times: dict[str | None, int] = {}  # how often each client was looked at
 
     def due(self, node: str | None) -> bool:
-        """Whether to measure this client now; if so, it counts as looked at."""
+        """Return whether to measure this client now; if so, it counts as measured."""
         times = self._times.setdefault(node, 0)
         if self.percent is not None:
             turn = times * len(self._times) <= sum(self._times.values())
@@ -29,12 +31,14 @@ class Allowance:
         return True
 
     def earned(self, training: float) -> float:
+        """Return the seconds that a client-round's training earns."""
         return 0.0 if self.percent is None else training * self.percent / 100
 
     def settle(self, cost: float, training: float) -> float:
-        """Book a client-round: what the probe cost (0: left out) and how long the training took; the cost that counts.
+        """Record a client-round: the probe's cost (0 if it did not run) and the training time; returns the cost that
+        counts.
 
-        The first measurement of a process pays for its set-up; booking it would silence the probe for many rounds.
+        The first measurement of a process includes its set-up; counting it would silence the probe for many rounds.
         """
         if cost and not self._warm:
             self._warm, cost = True, 0.0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The instruments of a run: torch's where torch is installed, NumPy's where it is not.
+"""Choose the instruments of a run: torch's if torch is installed, else NumPy's.
 
-Nothing in here imports torch by itself. A process in which nobody has imported it, such as the client of a federation
+Nothing here imports torch by itself, so a process in which nobody has imported it, such as the client of a federation
 of scikit-learn models, does without.
 """
 
@@ -18,22 +18,22 @@ import numpy as np
 from fedvitals.probes import numpy_updates
 from fedvitals.probes.attempts import Attempt
 from fedvitals.probes.numpy_updates import ArrayInstruments
-from fedvitals.probes.presets import Preset, named, resolve
+from fedvitals.probes.presets import Preset, preset_without_torch, resolve
 from fedvitals.stats import Array
 
 if TYPE_CHECKING:
     from fedvitals.probes.instruments import Instruments
 
-    Kit = Instruments | ArrayInstruments
+    AnyInstruments = Instruments | ArrayInstruments
 
 
 def torch_is_loaded() -> bool:
-    """Whether somebody in this process has imported torch."""
+    """Return whether torch has been imported in this process."""
     return sys.modules.get("torch") is not None
 
 
 def torch_is_installed() -> bool:
-    """Whether torch could be imported here. Importing it takes more than a second, asking does not."""
+    """Return whether torch could be imported, without the second that importing it takes."""
     if "torch" in sys.modules:
         return torch_is_loaded()
     try:
@@ -42,19 +42,21 @@ def torch_is_installed() -> bool:
         return False
 
 
-def instruments(probes: Any, update_memory: int) -> Kit:
-    """What measures a run by these probes. Without torch, probes cannot run: updates are measured by NumPy alone."""
+def make_instruments(probes: Any, update_memory: int) -> AnyInstruments:
+    """Return the instruments of a run with these probes. Without torch, updates are measured by NumPy and no probe
+    runs.
+    """
     if not torch_is_installed():
-        return ArrayInstruments(named(probes), update_memory)
+        return ArrayInstruments(preset_without_torch(probes), update_memory)
     from fedvitals.probes.instruments import Instruments  # noqa: PLC0415 - imports torch
 
     return Instruments(resolve(probes), update_memory)
 
 
-class WorkerKit:
-    """Torch's instruments in a worker process, made for the first model that is watched.
+class WorkerInstruments:
+    """Torch's instruments in a worker process, created for the first model that is watched.
 
-    Many clients have no such model, nor torch. Called, it gives the instruments.
+    Many clients have no such model, nor torch. Calling it returns the instruments.
     """
 
     def __init__(self, preset: Preset | str) -> None:
@@ -64,7 +66,7 @@ class WorkerKit:
         self._made: Instruments | None = None
 
     def know(self, initial: bytes | None, trained: frozenset[str]) -> None:
-        """What the parent process knows of the run by now."""
+        """Set what the parent process knows about the run: the initial model and the layers that train."""
         self._initial, self._trained = self._initial or initial, self._trained | trained
 
     def __call__(self) -> Instruments:
@@ -75,7 +77,7 @@ class WorkerKit:
         return self._made
 
     def prepare(self) -> None:
-        """Before a client trains: it begins with the run's first model, and without what another left behind."""
+        """Reset the instruments before a client trains: the run's initial model, and nothing from other clients."""
         import torch  # noqa: PLC0415 - the model that is watched has imported it
 
         kit = self()
@@ -85,25 +87,25 @@ class WorkerKit:
         kit.norms.clear()  # a client's last round may have been in another process: the parent compares
 
 
-def measured(updates: Mapping[str, Sequence[Any]]) -> list[tuple[str, Any, Array]]:
-    """Each update as one vector, with its nine sums per layer."""
+def flatten_and_sum(updates: Mapping[str, Sequence[Any]]) -> list[tuple[str, Any, Array]]:
+    """Return each update as (node, one vector, its nine sums per layer)."""
     if not torch_is_loaded():
-        return [*numpy_updates.measured(updates)]
-    from fedvitals.probes.updates import measured as by_torch  # noqa: PLC0415 - imports torch
+        return [*numpy_updates.flatten_and_sum(updates)]
+    from fedvitals.probes.updates import flatten_and_sum as by_torch  # noqa: PLC0415 - imports torch
 
     return [*by_torch(updates)]
 
 
-def measured_apart(updates: Mapping[str, Sequence[Any]], attempt: Attempt) -> list[tuple[str, Any, Array]]:
-    """As `measured`; where that fails, those updates that can be read, each tried by itself."""
+def flatten_and_sum_each(updates: Mapping[str, Sequence[Any]], attempt: Attempt) -> list[tuple[str, Any, Array]]:
+    """Like `flatten_and_sum`; if that fails, try each update separately and return those that can be read."""
     try:
-        return measured(updates)
+        return flatten_and_sum(updates)
     except Exception:  # noqa: BLE001 - because of somebody, and the attempts below say who that is
-        found = [attempt("updates()", partial(measured, {node: own}), node) for node, own in updates.items()]
-        return [one for own in found for one in own or ()]
+        measured = [attempt("updates()", partial(flatten_and_sum, {node: own}), node) for node, own in updates.items()]
+        return [entry for own in measured for entry in own or ()]
 
 
 def as_array(values: Any) -> Array:
-    """Numbers of any library as float64; tensors come to the CPU."""
-    found = values.detach().cpu() if hasattr(values, "detach") else values
-    return np.asarray(found, dtype=np.float64)
+    """Return numbers of any library as a float64 array; tensors are copied to the CPU."""
+    on_cpu = values.detach().cpu() if hasattr(values, "detach") else values
+    return np.asarray(on_cpu, dtype=np.float64)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient norm before the user's clipping, at no cost to those who do not clip.
 
-A gradient that was changed in place since it was made has a raised version counter. That is suspicious, though
-gradient accumulation raises it too. So on suspicion one hook is set, which looks at all gradients when the backward
-pass ends; if they differ at the optimiser's step, it was clipping, and the hook stays; if not, it goes.
+A gradient that was changed in place has a raised version counter. That suggests clipping, although gradient
+accumulation raises it, too. On suspicion one hook is registered, which measures all gradients at the end of the
+backward pass; if they differ at the optimiser's step, it was clipping, and the hook stays; otherwise it is removed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from fedvitals.stats import SUM_SQUARES
 
 
 class ClipWatch:
+    """Detects gradient clipping, and measures the norm before it."""
+
     def __init__(self, parameters: Sequence[Tensor], *, confirmed: bool = False) -> None:
         self.confirmed = confirmed  # clipping was seen; carried over from scope to scope, so that no step is missed
         self._parameters = parameters
@@ -30,14 +32,14 @@ class ClipWatch:
             self._set_hook(next((p for p in parameters if p.requires_grad), None))
 
     def before_step(self, owned: Sequence[Tensor | None]) -> float | None:
-        """The L2 norm that this step's gradient had before clipping; None if it was not clipped, or not seen."""
+        """Return the L2 norm that this step's gradient had before clipping; None if it was not clipped, or not seen."""
         if self._reference is None:
             # A confirmed watcher without a reference hangs on a parameter that no backward pass reaches.
             if not self._cleared and (self._handle is None or self.confirmed):
                 self._suspect(owned)
             return None
         versions = self._versions(owned)
-        before, found = self._reference
+        before, unclipped_sums = self._reference
         changed = [i for i, (old, new) in enumerate(zip(before, versions, strict=True)) if new > old >= 0]
         if not changed:
             if not self.confirmed:
@@ -45,12 +47,12 @@ class ClipWatch:
                 self._cleared = True
             return None
         self.confirmed = True
-        rows = np.asarray(torch.as_tensor(found).cpu())
+        rows = np.asarray(torch.as_tensor(unclipped_sums).cpu())
         mine = [i for i, version in enumerate(versions) if version >= 0]
         return float(np.sqrt(rows[mine, SUM_SQUARES].sum()))
 
     def _suspect(self, owned: Sequence[Tensor | None]) -> None:
-        """One gradient is asked for all: this runs at every step of those who do not clip."""
+        """Check the version of one gradient for all, since this runs at every step of those who do not clip."""
         for p in owned:
             if p is not None and (gradient := p.grad) is not None:
                 if gradient._version > 0:  # noqa: SLF001 - what autograd itself checks
@@ -58,11 +60,12 @@ class ClipWatch:
                 return
 
     def look(self) -> None:
-        """Take the gradients as they are now for the unclipped ones: after a backward pass, after unscaling."""
+        """Record the present gradients as the unclipped ones: after a backward pass, after unscaling."""
         if self._handle is not None:
             self._reference = (self._versions(self._parameters), sums([p.grad for p in self._parameters]))
 
     def remove(self) -> None:
+        """Remove the hook."""
         if self._handle is not None:
             self._handle.remove()
         self._handle = self._reference = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A round's clients together: what their statistics add up to, per edge, cluster or ring and as a whole."""
+"""The clients of a round together: their merged statistics, per edge, cluster or ring and as a whole."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from fedvitals.records import LayerStats
 from fedvitals.stats import COUNT, FAMILIES, INFS, MAX, MIN, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array, merge
 
 if TYPE_CHECKING:
-    from fedvitals.probes.backends import Kit
+    from fedvitals.probes.backends import AnyInstruments
     from fedvitals.probes.numpy_updates import ArrayUpdate
-    from fedvitals.probes.updates import Update
+    from fedvitals.probes.updates import ClientUpdate
 
 Kind = tuple[str, tuple[int, ...], tuple[tuple[str, str], ...]]  # family, shape, layer tables
 Counts = npt.NDArray[np.int64]  # [layers] of clients
@@ -35,7 +35,7 @@ ROUNDING = 1e-4  # what a client's sums of an update may differ by from the serv
 
 
 class Cohort:
-    """Takes in clients as they finish, from any thread; `close` gives the round."""
+    """Collects clients as they finish, from any thread; `close` returns the round's results."""
 
     def __init__(self, *, approximate_before: bool = False) -> None:
         self._approximate_before = approximate_before
@@ -56,7 +56,7 @@ class Cohort:
         return node in self._groups
 
     def add(self, node: str, group: str | None, results: Results, *, failed: bool, origin: str = HERE) -> None:
-        """Take in a client that has finished. `origin`: where its statistics were computed."""
+        """Add a client that has finished. `origin` is where its statistics were computed."""
         with self._lock:
             self._groups[node] = group
             if origin != HERE:
@@ -79,20 +79,20 @@ class Cohort:
     def receive(
         self, sent: Mapping[str, Array], claims: Mapping[str, Sequence[LayerStats]] | None = None
     ) -> list[tuple[Key, Results]]:
-        """Return what the server measured of the updates that it got, where it does not agree with the clients' own.
+        """Return what the server measured of the received updates where it disagrees with the clients' own sums.
 
-        `sent`: the nine sums per layer of each client's update. `claims`: what senders say of theirs. A client tells
-        honestly of its training, and may have sent something else. What was sent is what counts; a client's own sums
-        stand only where they are one record that agrees.
+        `sent` holds the nine sums per layer of each client's update, `claims` what senders report of theirs. A client
+        may report its training honestly and send something else. What was sent counts; a client's own sums remain only
+        where they are one record that agrees.
         """
         claims = claims or {}
         with self._lock:
             differing = self._replace_others(sent)
             agreeing = self._agreeing(sent)
         # Strangers, those whose level keeps it from us, senders, and those who told of other layers.
-        untold = [node for node in sent if node not in agreeing and node not in differing]
-        found: list[tuple[Key, Results]] = []
-        for node in (*untold, *differing):
+        unreported = [node for node in sent if node not in agreeing and node not in differing]
+        results_by_key: list[tuple[Key, Results]] = []
+        for node in (*unreported, *differing):
             results = Results(matrices=[("update", sent[node], None)], tables=self._tables.get(node, {}))
             own = [*self._own_updates(node), *(claim.matrix for claim in claims.get(node, ()))]
             if node not in differing:
@@ -100,16 +100,18 @@ class Cohort:
             distance = max(differing.get(node, 0.0), _contradiction(own, sent[node]))
             if distance > ROUNDING or not any(rows.shape == sent[node].shape for rows in own):
                 results.take({"update.differs": distance} if own and not math.isnan(distance) else {})
-            found.append(((node, self._groups.get(node)), results))
-        return found
+            results_by_key.append(((node, self._groups.get(node)), results))
+        return results_by_key
 
     def _own_updates(self, node: str) -> list[Array]:
-        """The sums of its update that were measured where the client trained, in this process or a worker of ours."""
+        """Return the sums of a client's update that were measured where it trained, in this process or in one of our
+        workers.
+        """
         groups = [own for kind, members in self._matrices.items() if kind[0] == "update" for own in members.values()]
         return [rows for own in groups for name, rows in own if name == node]
 
     def _agreeing(self, sent: Mapping[str, Array]) -> set[str]:
-        """The clients whose own sums need nothing beside them, once those of another update have been replaced."""
+        """Return the clients whose own sums agree, after those of other updates have been replaced."""
         shapes: dict[str, list[tuple[int, ...]]] = defaultdict(list)
         for kind, groups in self._matrices.items():
             for node, rows in (member for own in groups.values() for member in own if kind[0] == "update"):
@@ -122,10 +124,10 @@ class Cohort:
         }
 
     def _replace_others(self, sent: Mapping[str, Array]) -> dict[str, float]:
-        """Whose own sums of their update are of another one, and by how much; what was sent takes their place."""
-        told = [own for kind, groups in self._matrices.items() if kind[0] == "update" for own in groups.values()]
+        """Replace own sums that belong to another update than was sent; returns these clients with their distances."""
+        own_updates = [own for kind, groups in self._matrices.items() if kind[0] == "update" for own in groups.values()]
         places: dict[tuple[int, ...], list[tuple[list[tuple[str, Array]], int, str]]] = defaultdict(list)
-        for own in told:
+        for own in own_updates:
             for i, (node, rows) in enumerate(own):
                 # Of other layers than the client's it would be nothing that could be told in its place.
                 if node in sent and sent[node].shape == rows.shape:
@@ -142,7 +144,7 @@ class Cohort:
         return differing
 
     def clients_of(self, group: str | None) -> int:
-        """How many clients have finished in a group so far."""
+        """Return how many clients of a group have finished so far."""
         return sum(own == group for own in self._groups.values())
 
     def count_traffic(self, sender: str, receiver: str, size: int) -> None:
@@ -150,80 +152,83 @@ class Cohort:
             self._sent[sender] += size
             self._received[receiver] += size
 
-    def close(self, kit: Kit, model: Any, least: int, attempt: Attempt = unguarded) -> list[tuple[Key, Results]]:
-        """Everything that is known only now: cosines and duplicates, groups, the whole, the global model, traffic.
+    def close(
+        self, instruments: AnyInstruments, model: Any, least: int, attempt: Attempt = unguarded
+    ) -> list[tuple[Key, Results]]:
+        """Return everything that is known only now: cosines and duplicates, groups, the whole, the global model,
+        traffic.
 
-        `least`: the fewest clients whose sum may be told where they may not be told one by one. `attempt`: runs each
-        step by itself, so that one that fails costs nothing else.
+        `least` is the smallest number of clients whose sum may be reported where they may not be reported individually.
+        `attempt` runs each step separately, so that one that fails affects nothing else.
         """
-        found: list[tuple[Key, Results]] = []
+        results: list[tuple[Key, Results]] = []
 
         def step(doing: str, work: Callable[[], list[tuple[Key, Results]]], node: str | None = None) -> None:
-            found.extend(attempt(doing, work, node) or ())
+            results.extend(attempt(doing, work, node) or ())
 
-        for update in kit.updates.close_round(attempt):
-            step("measuring an update", partial(self._of_update, update, kit), update.node)
+        for update in instruments.updates.close_round(attempt):
+            step("measuring an update", partial(self._of_update, update, instruments), update.node)
         for kind, members in self._by_members():
-            step(f"adding up '{kind[0]}'", partial(_merged, kind, members, least))
+            step(f"adding up '{kind[0]}'", partial(_merge_groups, kind, members, least))
         step("adding up groups", self._of_groups)
         for name, traffic in (("traffic.sent", self._sent), ("traffic.received", self._received)):
             for node, size in traffic.items():
                 step("adding up traffic", partial(self._of_traffic, name, node, size), node)
-        step("counting clients", partial(self._of_whole, kit))
+        step("counting clients", partial(self._of_whole, instruments))
         if model is not None:
-            step("measuring the global model", lambda: [(("server", None), kit.model_results(model))])
-        return found
+            step("measuring the global model", lambda: [(("server", None), instruments.model_results(model))])
+        return results
 
     def _by_members(self) -> list[tuple[Kind, Mapping[str | None, list[tuple[str, Array]]]]]:
-        """What is to be added up, by family; of one family, the layers that most clients have come last.
+        """Return what is to be merged, by family; within a family, the layers that most clients have come last.
 
-        A history calls a family's layers what the newest table does.
+        A history names a family's layers by the newest table.
         """
         families = {family: i for i, family in enumerate(dict.fromkeys(kind[0] for kind in self._matrices))}
         return sorted(self._matrices.items(), key=lambda item: (families[item[0][0]], sum(map(len, item[1].values()))))
 
     def _of_groups(self) -> list[tuple[Key, Results]]:
-        found: list[tuple[Key, Results]] = []
+        results_by_key: list[tuple[Key, Results]] = []
         for group, (signed, absolute) in self._difference.items():
             if group not in self.measured_edges:
                 results = Results(clients=len(self._differing[group]))
                 results.take({"weight.difference": signed, "weight.difference_absolute": absolute})
-                found.append(((group, group), results))
-        return found
+                results_by_key.append(((group, group), results))
+        return results_by_key
 
     def _of_traffic(self, name: str, node: str, size: int) -> list[tuple[Key, Results]]:
         results = Results()
         results.take({name: size})
         return [((node, self._groups.get(node)), results)]
 
-    def _of_whole(self, kit: Kit) -> list[tuple[Key, Results]]:
+    def _of_whole(self, instruments: AnyInstruments) -> list[tuple[Key, Results]]:
         whole = Results()
         whole.take({"clients": len(self._groups), "clients.failed": self.failed})
-        if kit.updates.approximate and not self._approximate_before:
+        if instruments.updates.approximate and not self._approximate_before:
             text = "Updates exceed update_memory: cosines are estimated from sketches, standard error 0.06."
             whole.remarks.append(("updates.approximate", text, {}))
-        whole.remarks += kit.remarks()
+        whole.remarks += instruments.remarks()
         return [((None, None), whole)]
 
-    def _of_update(self, update: Update | ArrayUpdate, kit: Kit) -> list[tuple[Key, Results]]:
+    def _of_update(self, update: ClientUpdate | ArrayUpdate, instruments: AnyInstruments) -> list[tuple[Key, Results]]:
         results = Results(tables=self._tables.get(update.node, {}))
         results.take(update.metrics)
         if update.alignment is not None:
             results.matrices.append(("update.alignment", update.alignment, None))
         if update.peers is not None:
             results.matrices.append(("update.peers", update.peers, None))
-        if update.sketch is not None and not kit.preset.brief:
+        if update.sketch is not None and not instruments.preset.brief:
             results.sketch = update.sketch
         return [((update.node, self._groups.get(update.node)), results)]
 
 
-def _contradiction(told: Sequence[Array], sent: Array) -> float:
-    """By how much a client's own sums of its update differ from those of the update that it sent; 0 without any.
+def _contradiction(own_sums: Sequence[Array], sent: Array) -> float:
+    """Return how much a client's own sums differ from those of the update that it sent; 0 without any.
 
-    NaN if its layers are not among those that were sent, and nothing can be compared.
+    NaN if its layers are not among those that were sent, so that nothing can be compared.
     """
     distances = []
-    for own in told:
+    for own in own_sums:
         there = _same_layers(own, sent)
         distances.append(float(_distances(own[None], sent[there][None])[0]) if there is not None else math.nan)
     known = [distance for distance in distances if not math.isnan(distance)]
@@ -231,10 +236,10 @@ def _contradiction(told: Sequence[Array], sent: Array) -> float:
 
 
 def _same_layers(own: Array, sent: Array) -> list[int] | None:
-    """Where a client's layers lie among those that were sent; None if they are not all there, in their order.
+    """Return the indices of a client's layers among those that were sent; None if they are not all there, in order.
 
-    What is sent may hold more: the running statistics of batch norm, or frozen layers. A layer is recognised by its
-    sums where these are equal, else by how many values it has.
+    What is sent may hold more: the running statistics of batch norm, or frozen layers. A layer is recognised by equal
+    sums, else by its number of values.
     """
     if len(own) == len(sent):
         return [*range(len(own))]
@@ -250,7 +255,7 @@ def _same_layers(own: Array, sent: Array) -> list[int] | None:
 
 
 def agreeing_claims(claims: Sequence[LayerStats], sent: Array) -> list[LayerStats]:
-    """The sums of a sender that are those of the update that it sent."""
+    """Return the claimed sums that are those of the update that was sent."""
     return [
         claim
         for claim in claims
@@ -259,10 +264,10 @@ def agreeing_claims(claims: Sequence[LayerStats], sent: Array) -> list[LayerStat
 
 
 def _distances(own: Array, got: Array) -> Array:
-    """The largest difference between nine sums and nine sums of an update; [clients, layers, 9] → [clients], up to 1.
+    """Return the largest relative difference between two sets of nine sums; [clients, layers, 9] → [clients], up to 1.
 
-    Sums are compared by the size of what they sum, as it arrived: they may cancel to nearly nothing. 1: a count
-    differs, or more than the whole size.
+    Differences are relative to the magnitude of the values as received, since sums may cancel to nearly 0. 1 means that
+    a count differs, or by more than the whole magnitude.
     """
     counts = [COUNT, NANS, INFS]
     size = got[..., SUM_MAGNITUDES]
@@ -278,46 +283,53 @@ def _distances(own: Array, got: Array) -> Array:
     return worst
 
 
-def _merged(kind: Kind, members: Mapping[str | None, list[tuple[str, Array]]], least: int) -> list[tuple[Key, Results]]:
-    """client + client = edge; edge + edge = round; each with the number of clients that it speaks for."""
+def _merge_groups(
+    kind: Kind, members: Mapping[str | None, list[tuple[str, Array]]], least: int
+) -> list[tuple[Key, Results]]:
+    """Merge clients to edges and edges to the round, each with the number of clients that it represents."""
     family, _, tables = kind
     with np.errstate(all="ignore"):  # what clients say may be infinite
-        sums = {group: merge(family, [matrix for _, matrix in found]) for group, found in members.items()}
+        sums = {group: merge(family, [matrix for _, matrix in matrices]) for group, matrices in members.items()}
         whole = merge(family, [*sums.values()])
-    clients = speaking_for({group: contributors(found) for group, found in members.items()}, least)
-    found = [((group, group), matrix, clients[group]) for group, matrix in sums.items() if group is not None]
+    clients = clients_per_sum({group: clients_per_layer(matrices) for group, matrices in members.items()}, least)
+    matrices = [((group, group), matrix, clients[group]) for group, matrix in sums.items() if group is not None]
     return [
         (key, Results(matrices=[(family, matrix, None)], tables=dict(tables), clients=number))
-        for key, matrix, number in (*found, ((None, None), whole, clients[None]))
+        for key, matrix, number in (*matrices, ((None, None), whole, clients[None]))
     ]
 
 
-def contributors(found: Sequence[tuple[str, Array]]) -> Counts:
-    """How many clients stand behind each layer: one that froze a layer, or gave the same twice, adds nobody to it."""
+def clients_per_layer(matrices: Sequence[tuple[str, Array]]) -> Counts:
+    """Return how many clients contribute to each layer; one that froze a layer, or reported twice, adds nobody to
+    it.
+    """
     rows: dict[str, npt.NDArray[np.bool_]] = {}
-    for node, matrix in found:
+    for node, matrix in matrices:
         there = (np.isfinite(matrix) & (matrix != 0)).any(axis=1)
         rows[node] = rows[node] | there if node in rows else there
     return np.asarray(np.stack([*rows.values()]).sum(axis=0))
 
 
-def speaking_for(groups: Mapping[str | None, Counts], least: int) -> dict[str | None, int]:
-    """Of how many clients each sum tells, per group and (None) of the round, where all those of `least` are told.
+def clients_per_sum(groups: Mapping[str | None, Counts], least: int) -> dict[str | None, int]:
+    """Return how many clients each sum represents, per group and (None) for the round, if all of at least `least` are
+    shown.
 
-    The fewest behind any of its layers. The round less the groups that are told is a sum, too: where that would leave
-    fewer than `least`, the smallest of these groups counts as so few, until what is left is of enough, or of none.
+    It is the smallest number behind any of its layers. The round minus the shown groups is a sum, too: where that would
+    leave fewer than `least`, the smallest of these groups counts as that few, until what is left is enough, or none.
     """
-    counts: dict[str | None, int] = {group: _fewest(found) for group, found in groups.items() if group is not None}
+    counts: dict[str | None, int] = {
+        group: _smallest_count(per_layer) for group, per_layer in groups.items() if group is not None
+    }
     total = np.asarray(np.stack([*groups.values()]).sum(axis=0))
-    told = sorted((group for group, count in counts.items() if count >= least), key=lambda group: counts[group])
-    while told:
-        rest = total - np.stack([groups[group] for group in told]).sum(axis=0)
-        if not rest.any() or _fewest(rest) >= least:
+    shown = sorted((group for group, count in counts.items() if count >= least), key=lambda group: counts[group])
+    while shown:
+        rest = total - np.stack([groups[group] for group in shown]).sum(axis=0)
+        if not rest.any() or _smallest_count(rest) >= least:
             break
-        counts[told.pop(0)] = _fewest(rest)
-    return {None: _fewest(total), **counts}
+        counts[shown.pop(0)] = _smallest_count(rest)
+    return {None: _smallest_count(total), **counts}
 
 
-def _fewest(counts: Counts) -> int:
-    """The smallest count that is not zero: a layer without anybody tells of nobody."""
+def _smallest_count(counts: Counts) -> int:
+    """Return the smallest count above zero: a layer without clients represents nobody."""
     return int(counts[counts > 0].min()) if counts.any() else 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The direction that a random projection leaves out, of many small matrices at once.
+"""The deflated direction of a random projection, for many small matrices at once.
 
-`scale` says why. With G = W·Wᵀ and z = (I − u·uᵀ)·r, r of independent signs, E[zᵀGz] = tr G − uᵀGu for every unit
-vector u. So nothing is biased by a direction that is only nearly the leading eigenvector, as long as these two numbers
-are those of the direction itself: its quality is a matter of the spread alone.
+`scale` explains the method. With G = W·Wᵀ and z = (I − u·uᵀ)·r, r of independent signs, E[zᵀGz] = tr G − uᵀGu for every
+unit vector u. So a direction that only approximates the leading eigenvector causes no bias, as long as these two
+numbers are those of the direction itself: its quality affects the variance only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TINY = 1e-300
 
 @dataclass(frozen=True, slots=True)
 class Direction:
-    """Of each client: a unit vector u, [clients, outputs] in float64, uᵀGu and tr G − uᵀGu, [clients, 1]."""
+    """For each client: a unit vector u, [clients, outputs] in float64, uᵀGu and tr G − uᵀGu, [clients, 1]."""
 
     u: Tensor
     along: Tensor
@@ -28,15 +28,15 @@ class Direction:
 
 
 def by_decomposition(gram: Tensor) -> Direction:
-    """u is the leading eigenvector, to the last digit. On the host: where the device is another one, that waits."""
+    """Return the leading eigenvector as u, to the last digit. Computed on the host, which synchronises with a GPU."""
     values, vectors = torch.linalg.eigh(gram)
     return Direction(vectors[:, :, -1], values[:, -1:], values[:, :-1].sum(1, keepdim=True))
 
 
 def by_squaring(gram: Tensor) -> Direction:
-    """u is a column of G's 256th power: products alone, so that nothing waits for a device.
+    """Return a column of G's 256th power as u: only products, so that nothing waits for a device.
 
-    cuSOLVER takes 8 ms for each matrix of 43 × 43, and would look at the result on the host.
+    cuSOLVER takes 8 ms for each matrix of 43 × 43, and checks the result on the host.
     """
     power = gram
     for number in range(_SQUARINGS):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's outputs as a function of its inputs, ready for backward passes that leave the training untouched."""
+"""A model's outputs as a function of its inputs, for backward passes that leave the training untouched."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class Differentiable:
     outputs: Tensor
 
     def pull(self, direction: Tensor) -> Tensor:
-        """‖vᵀJ‖² of each sample, where v is that sample's row of `direction`; in float64.
+        """Return ‖vᵀJ‖² of each sample, where v is that sample's row of `direction`; in float64.
 
-        By `autograd.grad` for the inputs alone: no parameter's `.grad` is touched, and no weight gradient computed.
+        It uses `autograd.grad` for the inputs alone: no parameter's `.grad` is touched, and no weight gradient
+        computed.
         """
         (gradient,) = torch.autograd.grad(self.outputs, self.inputs, direction, retain_graph=True)
         return gradient.detach().flatten(1).double().square().sum(1)
@@ -33,9 +34,9 @@ class Differentiable:
 
 @contextmanager
 def differentiable(model: nn.Module, x: Tensor, *, twice: bool = False) -> Iterator[Differentiable]:
-    """The model applied to x. Integers, such as tokens, are followed from the first embedding's output on.
+    """Apply the model to x. Integers, such as tokens, are differentiated from the first embedding's output on.
 
-    `twice`: the gradients shall be differentiated again, which torch's fast attention does not allow.
+    `twice`: the gradients will be differentiated again, which torch's fast attention does not support.
     """
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH) if twice else nullcontext():
         if x.is_floating_point():
@@ -43,11 +44,11 @@ def differentiable(model: nn.Module, x: Tensor, *, twice: bool = False) -> Itera
             outputs = model(inputs)
         else:
             inputs, outputs = _from_embedding(model, x)
-        yield Differentiable(inputs, classified(outputs, len(x)))
+        yield Differentiable(inputs, require_class_outputs(outputs, len(x)))
 
 
-def classified(outputs: Any, samples: int) -> Tensor:
-    """The outputs, if they are one row of numbers per sample; else a plain word on what is supported."""
+def require_class_outputs(outputs: Any, samples: int) -> Tensor:
+    """Return the outputs if they are one row of numbers per sample; else raise an error that says what is supported."""
     if isinstance(outputs, Tensor) and outputs.shape == (samples, *outputs.shape[1:]) and outputs.dim() == 2:
         return outputs
     got = f"a tensor of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
@@ -58,7 +59,7 @@ def classified(outputs: Any, samples: int) -> Tensor:
 
 
 def _from_embedding(model: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
-    """Put a fresh leaf in the place of the first embedding's output, and follow it."""
+    """Replace the first embedding's output by a fresh leaf, and return it with the outputs."""
     table = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     if table is None:
         raise ConfigError(

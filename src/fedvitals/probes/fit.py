@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit: how well the received model, and then the trained one, suits the client's own samples.
+"""How well the received model, and then the trained one, fits the client's own samples.
 
-The most telling sign of wrong labels, and the dearest: two forward passes. `Fit` keeps itself inside a share of the
-client's training time by choosing how many samples it looks at, from 8 to 64, and how often, from what the last ones
-cost.
+This is the strongest sign of wrong labels, and the most expensive: two forward passes. `Fit` stays within a share of
+the client's training time by choosing how many samples it uses, from 8 to 64, and how often, from the previous costs.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from fedvitals.probes import samples
 from fedvitals.probes.allowance import Allowance
-from fedvitals.probes.view import View, undisturbed
+from fedvitals.probes.view import View, evaluation_without_gradients
 
 # Fewer than eight would cost hardly less, since a small forward pass is mostly overhead.
 MOST, FEWEST = 64, 8
@@ -26,9 +25,9 @@ CONFIDENT = 0.7
 
 
 class Fit:
-    """One run's fit probe: from 8 to 64 samples, as many as `percent` of the training time pays for, and in turns.
+    """The fit probe of a run: as many samples, from 8 to 64, as `percent` of the training time allows, and in turns.
 
-    None for percent: always `most` samples.
+    With None for percent it always uses `most` samples.
     """
 
     def __init__(self, percent: float | None, most: int = MOST) -> None:
@@ -38,38 +37,38 @@ class Fit:
         self._allowance = Allowance(percent)
 
     def before(self, view: View) -> tuple[dict[str, float], tuple[Tensor, Tensor] | None]:
-        """Metrics of the received model, and the samples for `after` (None: not this time)."""
+        """Return metrics of the received model, and the samples for `after` (None: not this time)."""
         total = samples.size(view.data)
-        found: dict[str, float] = {"samples": total}
+        metrics: dict[str, float] = {"samples": total}
         if view.loss is None or not total or not self._allowance.due(view.node):
-            return found, None
-        x, y = samples.read(view.data, samples.spread(total, self._count, (view.round or 0) * self._count))
+            return metrics, None
+        x, y = samples.read(view.data, samples.spread_indices(total, self._count, (view.round or 0) * self._count))
         x, y = _to_device(view.model, x, y)
         output, losses = predict(view.model, view.loss, x, y)
-        found |= {"fit.samples": len(y), "fit.loss_before": math.fsum(losses) / len(y)}
+        metrics |= {"fit.samples": len(y), "fit.loss_before": math.fsum(losses) / len(y)}
         if len(y) > 1:
-            found["fit.loss_p90"] = sorted(losses)[math.ceil(0.9 * len(y)) - 1]
+            metrics["fit.loss_p90"] = sorted(losses)[math.ceil(0.9 * len(y)) - 1]
         if is_classifier(output, y):
             labels, guesses = y.tolist(), output.argmax(1).tolist()
-            found["fit.accuracy_before"] = accuracy(labels, guesses)
-            found["fit.confusion"], pair = confusion(labels, guesses)
+            metrics["fit.accuracy_before"] = accuracy(labels, guesses)
+            metrics["fit.confusion"], pair = confusion(labels, guesses)
             if pair is not None:
-                found["fit.confused_label"], found["fit.confused_guess"] = pair
-            found["fit.confident_wrong"] = float(confidently_wrong(output, y).double().mean())
-        return found, (x, y)
+                metrics["fit.confused_label"], metrics["fit.confused_guess"] = pair
+            metrics["fit.confident_wrong"] = float(confidently_wrong(output, y).double().mean())
+        return metrics, (x, y)
 
     def after(self, view: View, batch: tuple[Tensor, Tensor]) -> dict[str, float]:
-        """Metrics of the trained model on the same samples."""
+        """Return metrics of the trained model on the same samples."""
         x, y = batch
         assert view.loss is not None  # noqa: S101 - `before` gave no batch otherwise
         output, losses = predict(view.model, view.loss, x, y)
-        found = {"fit.loss_after": math.fsum(losses) / len(y)}
+        metrics = {"fit.loss_after": math.fsum(losses) / len(y)}
         if is_classifier(output, y):
-            found["fit.accuracy_after"] = accuracy(y.tolist(), output.argmax(1).tolist())
-        return found
+            metrics["fit.accuracy_after"] = accuracy(y.tolist(), output.argmax(1).tolist())
+        return metrics
 
     def settle(self, cost: float, training: float) -> None:
-        """Book a client-round: what fit cost (0: it was left out) and how long the training took."""
+        """Record a client-round: the cost of fit (0 if it did not run) and the training time."""
         cost = self._allowance.settle(cost, training)
         earned = self._allowance.earned(training)
         if not cost or not earned:
@@ -83,14 +82,14 @@ class Fit:
 def predict(
     model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor
 ) -> tuple[Tensor, list[float]]:
-    """Outputs and per-sample losses in evaluation mode; nothing of the model or the random stream is changed."""
-    with undisturbed(model):
+    """Return outputs and per-sample losses in evaluation mode; the model and the random streams are not changed."""
+    with evaluation_without_gradients(model):
         output = model(x.clone())  # a model may work on its input in place, and `after` needs it as it was
         return output, per_sample(loss, output, y).tolist()
 
 
 def per_sample(loss: Callable[..., Tensor], output: Any, y: Tensor) -> Tensor:
-    """The loss of each sample: unreduced where the function can give it so, else one call per sample."""
+    """Return the loss of each sample: unreduced if the function supports it, else by one call per sample."""
     if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
         unreduced: Any = copy.copy(loss)
         unreduced.reduction = "none"
@@ -106,7 +105,7 @@ def per_sample(loss: Callable[..., Tensor], output: Any, y: Tensor) -> Tensor:
 
 
 def _sample(output: Any, place: int) -> Any:
-    """One sample's part of an output, as a batch of one; of a model with several heads, of each of them."""
+    """Return one sample's part of an output, as a batch of one; for a model with several heads, of each of them."""
     if isinstance(output, dict):
         return {name: _sample(part, place) for name, part in output.items()}
     if isinstance(output, tuple | list):
@@ -115,6 +114,7 @@ def _sample(output: Any, place: int) -> Any:
 
 
 def is_classifier(output: Any, y: Tensor) -> bool:
+    """Return whether the output has one row of logits per sample, and the labels are integers."""
     return isinstance(output, Tensor) and output.dim() == 2 and y.dim() == 1 and not y.is_floating_point()
 
 
@@ -123,9 +123,9 @@ def accuracy(labels: list[int], guesses: list[int]) -> float:
 
 
 def confusion(labels: list[int], guesses: list[int]) -> tuple[float, tuple[int, int] | None]:
-    """How far errors gather in one pair of classes, and (label, guess) of that pair; None where nothing gathers.
+    """Return how far errors concentrate in one pair of classes, and that pair (label, guess); None if they do not.
 
-    max over a≠b of max(C_ab − 1, 0) / (n_a + 2); of pairs that are equal in this, the first.
+    max over a≠b of max(C_ab − 1, 0) / (n_a + 2); of equal pairs the first.
     """
     counts: dict[tuple[int, int], int] = {}
     sizes: dict[int, int] = {}
@@ -141,7 +141,7 @@ def confusion(labels: list[int], guesses: list[int]) -> tuple[float, tuple[int, 
 
 
 def confidently_wrong(output: Tensor, y: Tensor) -> Tensor:
-    """For each sample, whether the model gives another class than its label more than CONFIDENT."""
+    """Return for each sample whether the model predicts another class than its label with more than CONFIDENT."""
     chances, guesses = output.float().softmax(-1).max(-1)
     return (chances > CONFIDENT) & (guesses != y)
 
@@ -158,7 +158,7 @@ def labels_remark(histogram: Mapping[int, int]) -> tuple[str, str, dict[str, Any
 
 
 def labels_of(data: Any, most: int = 100_000) -> dict[int, int] | None:
-    """How many samples of each label, where that costs next to nothing: labels that lie in one tensor."""
+    """Return how many samples each label has, if that is cheap: labels that are one tensor."""
     data = getattr(data, "dataset", data)
     labels = data.tensors[1] if hasattr(data, "tensors") and len(data.tensors) == 2 else None
     if labels is None and isinstance(data, tuple) and len(data) == 2 and isinstance(data[1], Tensor):

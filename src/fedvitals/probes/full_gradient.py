@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The average gradient over a client's whole data set, per layer: the paper's Figures 21 to 29.
 
-From its nine sums derive both readings of «average»: the signed mean and the mean magnitude. Of a softmax head the
-signed mean is 0 by construction, so the two tell different stories (docs/metrics.md). Costs about as much as training
-on the whole set once: it runs on a schedule of its own.
+Both readings of «average» derive from its nine sums: the signed mean and the mean magnitude. For a softmax head the
+signed mean is 0 by construction, so the two differ (docs/metrics.md). It costs about as much as training on the whole
+set once, so it has its own schedule.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import torch
 
 from fedvitals.kernels import sums
 from fedvitals.probes import samples
-from fedvitals.probes.view import View, modes_kept
+from fedvitals.probes.view import View, evaluation_mode
 
 BATCH = 64
 
 
 def full_gradient(view: View) -> Mapping[str, Any]:
-    """The nine sums of every layer's gradient, averaged over all samples; in evaluation mode, `.grad` untouched."""
+    """Return the nine sums of every layer's gradient, averaged over all samples; in evaluation mode, `.grad`
+    untouched.
+    """
     if view.data is None or view.loss is None:
         return {}
     total = samples.size(view.data)
@@ -30,12 +32,12 @@ def full_gradient(view: View) -> Mapping[str, Any]:
         return {}
     device = wanted[0].device
     averages = [torch.zeros_like(p) for p in wanted]
-    with modes_kept(view.model), torch.enable_grad():
+    with evaluation_mode(view.model), torch.enable_grad():
         for first in range(0, total, BATCH):
             x, y = samples.read(view.data, range(first, min(first + BATCH, total)))
             loss = view.loss(view.model(x.to(device)), y.to(device))
-            found = torch.autograd.grad(loss, wanted, allow_unused=True)
-            for average, gradient in zip(averages, found, strict=True):
+            gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+            for average, gradient in zip(averages, gradients, strict=True):
                 if gradient is not None:
                     average.add_(gradient, alpha=len(y) / total)
     by_parameter = dict(zip(map(id, wanted), averages, strict=True))

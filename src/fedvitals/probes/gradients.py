@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients: nine sums per layer at each step, and what a client-round of them amounts to."""
+"""Gradients: nine sums per layer at each step, and their summary over a client-round."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedvitals.stats import COUNT, INFS, NANS, STEP_COLUMNS, SUM_SQUARES, Array,
 
 
 def gradients(view: View) -> Mapping[str, Any]:
-    """The nine sums of every layer's gradient, as the optimiser is about to use it.
+    """Return the nine sums of every layer's gradient, as the optimiser is about to use it.
 
     At steps a session does the same with a `GradientRecorder`, which costs a small model half as much.
     """
@@ -24,7 +24,7 @@ def gradients(view: View) -> Mapping[str, Any]:
 
 
 def last_gradient(view: View) -> Mapping[str, Any]:
-    """The norm of the gradients that still stand when the scope closes; nothing if they were cleared."""
+    """Return the norm of the gradients that remain when the scope closes; nothing if they were cleared."""
     rows = sums([p.grad for p in view.parameters]).tolist()  # plain numbers: quicker than numpy for a few layers
     if not any(row[COUNT] for row in rows):
         return {}
@@ -35,12 +35,12 @@ def last_gradient(view: View) -> Mapping[str, Any]:
 
 
 def gradient_histogram(view: View) -> Mapping[str, Any]:
-    """How many gradient values lie in each octave, by sign."""
+    """Return how many gradient values lie in each octave, by sign."""
     return {"gradient.histogram": histogram(view.gradients)}
 
 
 def summarise(steps: Sequence[int], rows: Array) -> tuple[dict[str, Array], dict[str, tuple[float, int | None]]]:
-    """A client-round from its steps: layer matrices by family, and metrics as (value, step).
+    """Summarise the steps of a client-round: layer matrices by family, and metrics as (value, step).
 
     `rows` is [measurements, layers, 9]; two optimisers give two measurements of one step, of different layers.
     """
@@ -68,14 +68,14 @@ def summarise(steps: Sequence[int], rows: Array) -> tuple[dict[str, Array], dict
 
 
 def _relative_change(norms: Array) -> Array:
-    """|n_s − n_{s−1}| / n_{s−1} along the first axis; 0 where both are 0, inf where something follows nothing."""
+    """Return |n_s − n_{s−1}| / n_{s−1} along the first axis; 0 where both are 0, inf where a norm follows 0."""
     before, after = norms[:-1], norms[1:]
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(before == after, 0.0, np.abs(after - before) / before)
 
 
 def _step_norms(steps: Array, norms: Array, present: npt.NDArray[np.bool_]) -> Array:
-    """Per layer: how many steps, the sum, the largest and the last of the norms, the largest change, with its step."""
+    """Return per layer the number of steps, the sum, largest and last norm, and the largest change with its step."""
     result = np.zeros((norms.shape[1], len(STEP_COLUMNS)))
     everywhere = present.all(axis=0)
     result[everywhere] = _columns(steps, norms[:, everywhere])
@@ -86,7 +86,7 @@ def _step_norms(steps: Array, norms: Array, present: npt.NDArray[np.bool_]) -> A
 
 
 def _columns(steps: Array, norms: Array) -> Array:
-    """[layers, STEP_COLUMNS] of layers that were all seen at all of these steps."""
+    """Return [layers, STEP_COLUMNS] for layers that were all seen at all of these steps."""
     result = np.zeros((norms.shape[1], len(STEP_COLUMNS)))
     result[:, 0], result[:, 1] = len(norms), norms.sum(axis=0)
     result[:, 2], result[:, 3] = norms.max(axis=0), steps[norms.argmax(axis=0)]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Being called before every optimiser step on a model's parameters, whoever made the optimiser, without a trace after.
+"""Hooks before every optimiser step on a model's parameters, whoever created the optimiser; removed without a trace.
 
 The hook sees what the optimiser is about to use: after clipping, after unscaling. Three cases need more than a hook:
 
 - a closure (LBFGS): the gradients exist only after the closure ran, so the closure is wrapped;
-- `GradScaler`: a step whose gradients are not finite never reaches the optimiser, so the scaler's `step` is watched
+- `GradScaler`: a step whose gradients are not finite never reaches the optimiser, so the scaler's `step` is wrapped
   while a scope is open, and the skipped step is reported;
 - clipping: the unclipped gradient is gone by the time the hook runs. A gradient that was changed in place has a raised
-  version counter; once that is seen, one more hook looks at the gradients at the end of the backward pass.
+  version counter; once that is seen, one more hook measures the gradients at the end of the backward pass.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ The last is a bool, or a tensor of one where only the device knows."""
 
 
 def _measure_nothing(_optimizer: Optimizer, _owned: Owned, _step: int, _skipped: Any) -> None:
-    """For hooks that were removed while another thread was calling them."""
+    """Do nothing, for hooks that were removed while another thread was calling them."""
 
 
 class StepCounter:
-    """Counts the steps on a model's parameters, for those who measure nothing at them: one hook, and quick."""
+    """Counts the optimiser steps on a model's parameters without measuring anything."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.steps = 0
         self._ids = {id(p) for p in parameters}
         self._mine: dict[int, tuple[Optimizer, int]] = {}  # steps so far; negative: acts on other parameters
-        self._forget = tell_of_steps(self)
+        self._forget = register_step_hooks(self)
 
     def remove(self) -> None:
         self._forget()
         self._mine.clear()
 
-    def meet(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def on_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         known = self._mine.get(id(optimizer))
         if known is None:
             own = any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
@@ -57,13 +57,13 @@ class StepCounter:
         self.steps = max(self.steps, steps)  # two optimisers of one model step together
 
     def optimizers(self) -> list[Optimizer]:
-        """Those that stepped on these parameters."""
+        """Return the optimisers that stepped on these parameters."""
         return [optimizer for optimizer, steps in self._mine.values() if steps >= 0]
 
 
 @dataclass(slots=True)
-class _Met:
-    """An optimiser that was met in a scope."""
+class _KnownOptimizer:
+    """An optimiser that stepped while a scope was open."""
 
     optimizer: Optimizer  # a strong reference: a freed optimiser's id could come back as another one's
     groups: int  # of parameters, when it was looked at
@@ -73,7 +73,7 @@ class _Met:
 
 
 class StepHooks:
-    """Hooks for the length of one scope. `measure` is called on the thread that trains."""
+    """Hooks for the duration of one scope. `measure` is called on the thread that trains."""
 
     def __init__(
         self,
@@ -85,9 +85,9 @@ class StepHooks:
         self._ids = {id(p) for p in parameters}
         self._measure = measure
         self._unscaled = unscaled
-        self._known: dict[int, _Met] = {}
+        self._known: dict[int, _KnownOptimizer] = {}
         self._handles: list[Any] = []
-        self._forget: tuple[Callable[[], None], ...] = (tell_of_steps(self), tell_of_scalers(self))
+        self._forget: tuple[Callable[[], None], ...] = (register_step_hooks(self), register_scaler_hooks(self))
 
     def remove(self) -> None:
         for forget in self._forget:
@@ -99,11 +99,12 @@ class StepHooks:
         # A cycle, of whoever measures and these hooks, would keep the user's model until garbage is collected.
         self._forget, self._measure, self._unscaled = (), _measure_nothing, None
 
-    def meet(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Before a step of any optimiser: measure, if it acts on our parameters.
+    def on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Measure before a step of any optimiser, if it acts on our parameters.
 
-        Hooks of all optimisers, as this one, run before an optimiser's own, among which the user's may clip. Where an
-        optimiser has any, ours is added to it, last; torch walks the hooks lazily and reaches it in this very step.
+        Hooks for all optimisers, like this one, run before an optimiser's own, among which the user's may clip. Where
+        an optimiser has any, ours is added to it, last; torch iterates the hooks lazily and reaches it in this same
+        step.
         """
         known = self._known.get(id(optimizer))
         if known is None or known.groups != len(optimizer.param_groups):
@@ -123,14 +124,14 @@ class StepHooks:
         return None
 
     def optimizers(self) -> list[Optimizer]:
-        """Those that stepped on these parameters."""
+        """Return the optimisers that stepped on these parameters."""
         return [known.optimizer for known in self._known.values() if known.owned is not None]
 
-    def _look_at(self, optimizer: Optimizer) -> _Met:
-        """What is known of an optimiser, at its first step here or when it has been given new parameters."""
+    def _look_at(self, optimizer: Optimizer) -> _KnownOptimizer:
+        """Return what is known about an optimiser, at its first step here or after it was given new parameters."""
         acted_on = {id(p) for group in optimizer.param_groups for p in group["params"]} & self._ids
         owned = [p if id(p) in acted_on else None for p in self._parameters] if acted_on else None
-        known = self._known.setdefault(id(optimizer), _Met(optimizer, 0, None))
+        known = self._known.setdefault(id(optimizer), _KnownOptimizer(optimizer, 0, None))
         known.groups, known.owned = len(optimizer.param_groups), owned
         return known
 
@@ -150,7 +151,7 @@ class StepHooks:
             return (args[0], measured_closure, *args[2:]), kwargs
         return args, {**kwargs, "closure": measured_closure}
 
-    def _count(self, known: _Met, skipped: bool | Tensor = False) -> None:
+    def _count(self, known: _KnownOptimizer, skipped: bool | Tensor = False) -> None:
         if known.owned is not None:
             known.steps += 1
             self._measure(known.optimizer, known.owned, known.steps - 1, skipped)
@@ -160,58 +161,58 @@ class StepHooks:
         return 0 if known is None else known.steps
 
     def scaler_unscaled(self, optimizer: Optimizer) -> None:
-        """After `GradScaler.unscale_`: the gradients are the true ones now, and not yet clipped."""
+        """Handle `GradScaler.unscale_`: the gradients are now the true ones, and not yet clipped."""
         known = self._known.get(id(optimizer)) or self._look_at(optimizer)
         if self._unscaled is not None and known.owned is not None:
             self._unscaled()
 
     def scaler_stepped(self, optimizer: Optimizer, steps_before: int) -> None:
-        """After `GradScaler.step`: an optimiser that was not reached skipped its step; its gradients still stand."""
+        """Handle `GradScaler.step`: an optimiser that was not reached skipped its step; its gradients still exist."""
         known = self._known.get(id(optimizer)) or self._look_at(optimizer)
         if known.owned is not None and known.steps == steps_before:
             self._count(known, skipped=True)
 
 
 _lock = threading.Lock()
-_met: list[StepHooks | StepCounter] = []  # who is told of optimiser steps
+_registered: list[StepHooks | StepCounter] = []  # who is told of optimiser steps
 _handle: list[Any] = []  # of the one hook that tells them
 
 
-def tell_of_steps(hooks: StepHooks | StepCounter) -> Callable[[], None]:
-    """Call `hooks.meet` before each step of any optimiser; returns the function that ends it.
+def register_step_hooks(hooks: StepHooks | StepCounter) -> Callable[[], None]:
+    """Call `hooks.on_step` before each step of any optimiser; returns the function that ends it.
 
     torch has one table of such hooks for the process, and fails in the user's own `step` if it changes while another
-    thread walks it. So there is one hook in it for all scopes, from the first that opens to the last that closes.
+    thread iterates it. So there is one hook in it for all scopes, from the first that opens to the last that closes.
     """
     with _lock:
-        if not _met:
-            _handle.append(register_optimizer_step_pre_hook(_meet_all))
-        _met.append(hooks)
+        if not _registered:
+            _handle.append(register_optimizer_step_pre_hook(_call_all))
+        _registered.append(hooks)
 
     def forget() -> None:
         with _lock:
-            if hooks in _met:
-                _met.remove(hooks)
-                if not _met:
+            if hooks in _registered:
+                _registered.remove(hooks)
+                if not _registered:
                     _handle.pop().remove()
 
     return forget
 
 
-def _meet_all(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+def _call_all(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     changed = None
-    for hooks in tuple(_met):
-        result = hooks.meet(optimizer, args, kwargs)
+    for hooks in tuple(_registered):
+        result = hooks.on_step(optimizer, args, kwargs)
         if result is not None:  # a wrapped closure, which the next scope may wrap again
             changed = args, kwargs = result
     return changed
 
 
-def tell_of_scalers(hooks: StepHooks) -> Callable[[], None]:
-    """Tell `hooks` after each `step` and `unscale_` of any GradScaler; returns the function that ends it.
+def register_scaler_hooks(hooks: StepHooks) -> Callable[[], None]:
+    """Notify `hooks` after each `step` and `unscale_` of any GradScaler; returns the function that ends it.
 
-    GradScaler has no hooks of its own. Its two methods are replaced while any scope is open and put back after the
-    last: the list of watchers lives on the replacement, so scopes on several threads may close in any order.
+    GradScaler has no hooks of its own. Its two methods are replaced while any scope is open and restored after the
+    last: the list of watchers is stored on the replacement, so scopes on several threads may close in any order.
     """
     scaler: Any = torch.amp.GradScaler
     with _lock:

@@ -17,7 +17,7 @@ from fedvitals.probes.nonlinearity import nonlinearity
 from fedvitals.probes.presets import Preset
 from fedvitals.probes.results import Results
 from fedvitals.probes.scale import scale
-from fedvitals.probes.updates import Updates
+from fedvitals.probes.updates import UpdateTracker
 from fedvitals.probes.view import View, flatten, table_of
 from fedvitals.probes.weights import check_initialisation, starts_at_zero, weights
 from fedvitals.records import LayerTable
@@ -25,12 +25,12 @@ from fedvitals.stats import FAMILIES
 
 
 class Instruments:
-    """What a run keeps between its client-rounds: the plan, the allowances, the updates, what was learnt."""
+    """The state that a run keeps between its client-rounds: preset, allowances, updates, and what was learnt."""
 
     def __init__(self, preset: Preset, update_memory: int) -> None:
         self.preset = preset
         self.fit = Fit(preset.fit_percent)
-        self.updates = Updates(brief=preset.brief, memory=update_memory)
+        self.updates = UpdateTracker(brief=preset.brief, memory=update_memory)
         self.watches_modules = any(planned.probe is activations for planned in preset.probes)
         self.costs = [0.0] * len(preset.probes)
         self.allowances = [Allowance(planned.percent) for planned in preset.probes]
@@ -44,32 +44,36 @@ class Instruments:
         self._tables: dict[Any, LayerTable] = {}
 
     def view(self, model: nn.Module, **about: Any) -> View:
-        """A view of the layers of a model that train in it or in any other model of this run seen so far."""
+        """Return a view of the layers of a model that train in it or in any other model of this run seen so far."""
         view = View(model, trained=self.trained, **about)
         self.trained |= {name for name, parameter in view.named_parameters if parameter.requires_grad}
         return view
 
     def parameters(self, model: nn.Module) -> list[Tensor]:
-        """The parameters of a global model that are measured."""
+        """Return the parameters of a global model that are measured."""
         return self.view(model).parameters
 
     def tables(self, model: nn.Module) -> list[Mapping[str, LayerTable]]:
-        """The layers that train, and all layers: what clients send may be the whole model, frozen parts included."""
+        """Return the tables of the layers that train, and of all layers: clients may send the whole model, frozen
+        parts included.
+        """
         view = self.view(model)
         whole = [{"parameter": self.table("parameter", [*model.named_parameters()])}] if view.frozen else []
         return [*whole, tables_of(self, view)]
 
     def first_model(self, model: nn.Module) -> list[tuple[str, str]]:
-        """Remember what drift is measured from; gives what looks wrong with it, as (layer, remark)."""
+        """Keep the initial model, from which drift is measured; returns what looks wrong with it, as (layer,
+        remark).
+        """
         self.initial = flatten(self.view(model).parameters)
         return check_initialisation(model)
 
     def zero_layers(self, model: nn.Module) -> list[str]:
-        """The matrices that begin at 0 on purpose."""
+        """Return the matrices that start at 0 on purpose."""
         return starts_at_zero(model)
 
     def model_results(self, model: nn.Module) -> Results:
-        """The statistics of the global model's own weights and buffers."""
+        """Return the statistics of the global model's own weights and buffers."""
         results = Results()
         for name, value in weights(self.view(model)).items():
             if name in FAMILIES:
@@ -79,7 +83,7 @@ class Instruments:
         return results
 
     def remarks(self) -> list[tuple[str, str, Mapping[str, Any]]]:
-        """What a round should say of the instruments themselves."""
+        """Return what a round should report about the instruments themselves."""
         return []
 
     def table(self, rows: str, tensors: Sequence[tuple[str, Tensor]]) -> LayerTable:
@@ -89,18 +93,18 @@ class Instruments:
         return self._tables[key]
 
 
-def tables_of(kit: Instruments, view: View) -> dict[str, LayerTable]:
-    """The layer tables of a model: parameters, all of them as one, buffers, and the modules whose output is watched."""
+def tables_of(instruments: Instruments, view: View) -> dict[str, LayerTable]:
+    """Return the layer tables of a model: parameters, all of them as one, buffers, and the watched modules."""
     weights, dtype = sum(p.numel() for p in view.parameters), view.parameters[0].dtype if view.parameters else None
     whole = torch.empty(weights, dtype=dtype, device="meta")
     tables = {
-        "parameter": kit.table("parameter", view.named_parameters),
-        "model": kit.table("model", [("model", whole)]),
+        "parameter": instruments.table("parameter", view.named_parameters),
+        "model": instruments.table("model", [("model", whole)]),
     }
     buffers = view.named_buffers
     if buffers:
-        tables["buffer"] = kit.table("buffer", buffers)
-    if kit.watches_modules:
+        tables["buffer"] = instruments.table("buffer", buffers)
+    if instruments.watches_modules:
         modules = [(name, torch.empty(0)) for name, _ in watched_modules(view.model)]
-        tables["module"] = kit.table("module", modules)
+        tables["module"] = instruments.table("module", modules)
     return tables

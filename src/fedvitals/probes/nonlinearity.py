@@ -22,14 +22,14 @@ from torch import Tensor, nn
 
 from fedvitals.probes.differentiate import differentiable
 from fedvitals.probes.scale import inputs_of, seed_of
-from fedvitals.probes.view import View, modes_kept
+from fedvitals.probes.view import View, evaluation_mode
 
 IMAGES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class nonlinearity:  # noqa: N801 - reads as its sibling probes, which are functions
-    """The probe. `images`: how many samples of the client's data; «all»: every one."""
+    """The probe. `images` is the number of samples of the client's data, or «all»."""
 
     images: int | str = IMAGES
 
@@ -38,29 +38,29 @@ class nonlinearity:  # noqa: N801 - reads as its sibling probes, which are funct
         return "nonlinearity"
 
     def __call__(self, view: View) -> Mapping[str, Any]:
-        found = inputs_of(view, self.images)
-        if found is None or len(found[0]) < 2:
+        inputs = inputs_of(view, self.images)
+        if inputs is None or len(inputs[0]) < 2:
             return {}
-        value = nonlinearity_coefficient(view.model, found[0], seed=seed_of(view))
+        value = nonlinearity_coefficient(view.model, inputs[0], seed=seed_of(view))
         return {} if math.isnan(value) else {"nonlinearity.nlc": value}
 
 
 def nonlinearity_coefficient(model: nn.Module, x: Tensor, *, seed: int = 0) -> float:
-    """NLC on these samples; NaN when the outputs do not vary."""
+    """Return the NLC on these samples; NaN if the outputs do not vary."""
     stream = torch.Generator().manual_seed(seed)
-    with modes_kept(model), differentiable(model, x, twice=True) as graph:
+    with evaluation_mode(model), differentiable(model, x, twice=True) as graph:
         delta = _covariance_draws(graph.inputs.detach(), stream)
-        pushed = push(graph.inputs, graph.outputs, delta)
+        pushed = jacobian_product(graph.inputs, graph.outputs, delta)
         outputs = graph.outputs.detach().double()
         spread = outputs.var(0, correction=1).sum()
     return math.sqrt(float(pushed.double().square().sum(1).mean() / spread)) if spread > 0 else math.nan
 
 
-def push(inputs: Tensor, outputs: Tensor, delta: Tensor) -> Tensor:
-    """J(x)·δ of each sample, by two backward passes; the samples' axes may be several.
+def jacobian_product(inputs: Tensor, outputs: Tensor, delta: Tensor) -> Tensor:
+    """Return J(x)·δ of each sample, by two backward passes; there may be several sample axes.
 
-    Of vᵀJ as a function of v, the derivative along δ is J·δ. Works for every operation that autograd can differentiate
-    twice, which is more than forward mode supports.
+    The derivative of vᵀJ with respect to v, along δ, is J·δ. This works for every operation that autograd can
+    differentiate twice, which is more than forward mode supports.
     """
     v = torch.zeros_like(outputs, requires_grad=True)
     (pulled,) = torch.autograd.grad(outputs, inputs, v, create_graph=True)
@@ -69,12 +69,14 @@ def push(inputs: Tensor, outputs: Tensor, delta: Tensor) -> Tensor:
 
 
 def _covariance_draws(x: Tensor, stream: torch.Generator) -> Tensor:
-    """One draw per sample from a distribution with the data's covariance: (a − b)/√2 for two different samples."""
+    """Return one draw per sample from a distribution with the data's covariance: (a − b)/√2 for two different
+    samples.
+    """
     first, second = pairs(len(x), stream).to(x.device)
     return (x[first] - x[second]) / math.sqrt(2)
 
 
 def pairs(count: int, stream: torch.Generator) -> Tensor:
-    """For each sample two different ones, by their places, [2, samples]."""
+    """Return for each sample the indices of two different ones, [2, samples]."""
     first = torch.randperm(count, generator=stream)
     return torch.stack([first, (first + torch.randint(1, count, (count,), generator=stream)) % count])

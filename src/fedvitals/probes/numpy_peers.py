@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one client's update stands among those of the same round, by NumPy: the numbers of `probes.peers`.
+"""How one client's update compares with those of the same round, by NumPy: the numbers of `probes.peers`.
 
-All of it follows from the products of every update with every other, of the whole and of the layers that are looked at
-on their own. They are formed piece by piece in float64, so that no copy of all updates is needed.
+Everything follows from the products of every update with every other, of the whole and of the layers that are compared
+separately. They are computed piece by piece in float64, so that no copy of all updates is needed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from fedvitals.probes.peer_columns import (
     RUN_OF_SIGNS,
     SIGNS,
     STEP,
-    Layout,
-    Piece,
-    signs_skipped,
-    spread,
+    LayerSlice,
+    PeerLayout,
+    sign_stride,
+    spread_rows,
 )
 from fedvitals.stats import SUM_SQUARES, Array
 
@@ -41,15 +41,15 @@ NUMBERS_AT_ONCE = 1 << 20  # of all updates, as float64
 NOTHING = 1e-10  # square below which the others cancel each other: there is no direction to compare with
 
 
-class PastModels:
-    """The global models with which the last rounds began, if so many fit into `memory` bytes."""
+class PastArrayModels:
+    """The global models with which the last rounds began, if they fit into `memory` bytes."""
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
         self._past: deque[tuple[int, Values]] = deque(maxlen=ROUNDS_BACK + 1)
 
     def add(self, number: int, parameters: Sequence[Values]) -> None:
-        """What a round begins with. A round that is begun again begins with what came last."""
+        """Add the model that a round begins with. If a round begins again, its last model counts."""
         if (ROUNDS_BACK + 1) * sum(values.nbytes for values in parameters) > self._memory or not parameters:
             self._past.clear()
             return
@@ -58,19 +58,21 @@ class PastModels:
         self._past.append((number, np.concatenate([np.asarray(values).reshape(-1) for values in parameters])))
 
     def backwards(self, size: int) -> Array | None:
-        """[k, size]: the way from the newest model to the one before, to that before it, ...; None without any."""
+        """Return [k, size]: the differences from the newest model to the earlier ones, newest first; None without
+        any.
+        """
         if len(self._past) < 2 or any(model.size != size for _, model in self._past):
             return None
         *past, now = (model.astype(np.float64) for _, model in self._past)
         return np.stack(past[::-1]) - now
 
 
-def peer_rows(vectors: Sequence[Values], sums: Array, layout: Layout, models: PastModels) -> Array:
-    """[clients, PEER_COLUMNS] of updates that are finite and of equal layout; `sums`: [clients, layers, 9].
+def peer_rows(vectors: Sequence[Values], sums: Array, layout: PeerLayout, models: PastArrayModels) -> Array:
+    """Return [clients, PEER_COLUMNS] of updates that are finite and of equal layout; `sums`: [clients, layers, 9].
 
-    A client that sent nothing but zeros has no direction: it counts for nobody, and its own row is NaN.
+    A client that sent only zeros has no direction: it is ignored, and its own row is NaN.
     """
-    rows = spread(sums)
+    rows = spread_rows(sums)
     norms = np.sqrt(sums[..., SUM_SQUARES].sum(axis=1))
     whole = _products(vectors, slice(0, vectors[0].size))
     with np.errstate(all="ignore"):
@@ -91,32 +93,34 @@ def peer_rows(vectors: Sequence[Values], sums: Array, layout: Layout, models: Pa
 
 
 def _products(vectors: Sequence[Values], place: slice) -> Array:
-    """[clients, clients] of the inner products of a stretch of all updates."""
-    found = np.zeros((len(vectors), len(vectors)))
+    """Return the inner products [clients, clients] over a range of coordinates."""
+    products = np.zeros((len(vectors), len(vectors)))
     width = max(1024, NUMBERS_AT_ONCE // len(vectors))
     for first in range(place.start, place.stop, width):
         piece = np.stack([vector[first : min(first + width, place.stop)] for vector in vectors]).astype(np.float64)
-        found += piece @ piece.T
-    return found
+        products += piece @ piece.T
+    return products
 
 
 def _cosines(products: Array) -> Array:
-    """[clients, clients]; NaN to and from one that is zero."""
+    """Return the cosines [clients, clients]; NaN to and from an update of zeros."""
     norms = np.sqrt(np.diag(products))
     return np.asarray(np.clip(products / np.where(norms > 0, np.outer(norms, norms), np.nan), -1, 1))
 
 
 def _to_others(cosines: Array) -> Array:
-    """Each client's cosine to the sum of the others' unit vectors."""
+    """Return each client's cosine to the sum of the others' unit vectors."""
     known = np.nan_to_num(cosines)
     with_others = known.sum(axis=1) - np.diag(known)
     squares = known.sum() - 2 * known.sum(axis=1) + np.diag(known)
-    found = np.where(squares > NOTHING, with_others / np.sqrt(squares), np.nan)
-    return np.asarray(np.where(np.diag(known) > 0, np.clip(found, -1, 1), np.nan))
+    cosines_to_others = np.where(squares > NOTHING, with_others / np.sqrt(squares), np.nan)
+    return np.asarray(np.where(np.diag(known) > 0, np.clip(cosines_to_others, -1, 1), np.nan))
 
 
-def _to_classes(vectors: Sequence[Values], head: Piece) -> Array:
-    """[clients, 3]: mean and least cosine of the head's rows (one a class) to the others' rows; their entropy."""
+def _to_classes(vectors: Sequence[Values], head: LayerSlice) -> Array:
+    """Return [clients, 3]: mean and smallest cosine of the head's rows (one per class) to the others' rows; their
+    entropy.
+    """
     own = np.stack([vector[head.place] for vector in vectors]).astype(np.float64).reshape(len(vectors), head.rows, -1)
     norms = np.sqrt((own**2).sum(axis=(1, 2)))
     units = own * np.where(norms > 0, 1 / norms, 0.0)[:, None, None]
@@ -138,7 +142,7 @@ def _to_classes(vectors: Sequence[Values], head: Piece) -> Array:
 
 
 def _to_models(rows: Array, vectors: Sequence[Values], norms: Array, models: Array | None) -> None:
-    """Along the last step of the global model, and back to where it was some rounds ago."""
+    """Set the cosines along the last step of the global model, and back to where it was some rounds ago."""
     if models is None:
         return
     dots = np.stack([models @ vector.astype(np.float64) for vector in vectors], axis=1)
@@ -149,17 +153,17 @@ def _to_models(rows: Array, vectors: Sequence[Values], norms: Array, models: Arr
 
 
 def _agreement(vectors: Sequence[Values]) -> Array:
-    """Of each client's signs, the share that equals the sign of the sum of the others' signs, zeros left out."""
-    every = signs_skipped(len(vectors), vectors[0].size)
+    """Return the share of each client's signs that equals the sign of the sum of the others' signs, without zeros."""
+    every = sign_stride(len(vectors), vectors[0].size)
     whole = vectors[0].size if every == 1 else vectors[0].size // RUN_OF_SIGNS * RUN_OF_SIGNS
     width = whole if every == 1 else RUN_OF_SIGNS
     parts = [vector[:whole].reshape(-1, max(1, width))[::every] for vector in vectors]
     signs = np.sign(np.stack([part.reshape(-1) for part in parts])).astype(np.int8)
     total = signs.sum(axis=0, dtype=np.int64)
-    found = np.full(len(vectors), np.nan)
+    agreement = np.full(len(vectors), np.nan)
     for i, own in enumerate(signs):
         others = np.sign(total - own)
         counted = (own != 0) & (others != 0)
         if counted.any():
-            found[i] = float((own == others)[counted].mean())
-    return found
+            agreement[i] = float((own == others)[counted].mean())
+    return agreement

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Updates of models that are NumPy arrays, measured by NumPy: for servers on which torch is not installed.
 
-The numbers are those of `probes.updates` as far as it goes: per layer the nine sums, the share of the whole and cosines
-to the mean of the others and to the client's previous update; of the whole its norm, its cosines and duplicates, and
-how a client stands among its peers. Sketches need torch, and are left out.
+The numbers are those of `probes.updates` as far as possible: per layer the nine sums, the share of the whole and
+cosines to the mean of the others and to the client's previous update; of the whole its norm, cosines and duplicates,
+and how a client compares with its peers. Sketches need torch, and are left out.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedvitals.probes.attempts import Attempt, unguarded
-from fedvitals.probes.numpy_peers import PastModels, peer_rows
-from fedvitals.probes.peer_columns import Layout, layout_of
+from fedvitals.probes.numpy_peers import PastArrayModels, peer_rows
+from fedvitals.probes.peer_columns import PeerLayout, layout_of
 from fedvitals.probes.presets import Preset
 from fedvitals.probes.results import Results
 from fedvitals.records import Layer, LayerTable
@@ -46,7 +46,9 @@ REMARK = (
 
 @np.errstate(all="ignore")  # a client may send anything
 def sums(arrays: Iterable[Values]) -> Array:
-    """`[layers, 9]`: the columns `stats.STATISTICS` of every array; sums, extremes and zeros are over finite values."""
+    """Return `[layers, 9]`: the columns `stats.STATISTICS` of every array; sums, extremes and zeros are over finite
+    values.
+    """
     rows = [_sums_of(np.asarray(values).reshape(-1)) for values in arrays]
     return np.stack(rows) if rows else np.empty((0, len(STATISTICS)))
 
@@ -63,7 +65,7 @@ def _sums_of(values: Values) -> Array:
 
 
 class FlatArrays(list[Values]):
-    """Arrays that lie one after the other in `vector`, in the order of the layers."""
+    """Arrays that are contiguous in `vector`, in the order of the layers."""
 
     def __init__(self, vector: Values, shapes: Sequence[Sequence[int]]) -> None:
         ends = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
@@ -72,19 +74,19 @@ class FlatArrays(list[Values]):
         self.vector = vector
 
 
-def measured(updates: Mapping[str, Sequence[Any]]) -> list[tuple[str, Values, Array]]:
-    """Each update as one vector of its own, with its nine sums per layer."""
-    found = []
+def flatten_and_sum(updates: Mapping[str, Sequence[Any]]) -> list[tuple[str, Values, Array]]:
+    """Return each update as (node, one vector, its nine sums per layer)."""
+    measured = []
     for node, update in updates.items():
         arrays = [np.asarray(array) for array in update]
         vector = np.concatenate([array.reshape(-1) for array in arrays]) if arrays else np.zeros(0, np.float32)
-        found.append((node, vector, sums(arrays)))
-    return found
+        measured.append((node, vector, sums(arrays)))
+    return measured
 
 
 @dataclass(slots=True)
 class ArrayUpdate:
-    """One client's update; the fields are those of `probes.updates.Update` that a round is told from."""
+    """One client's update; its fields are those of `probes.updates.ClientUpdate` that a round reports."""
 
     node: str
     rows: Array
@@ -105,15 +107,15 @@ class ArrayUpdate:
 
 
 class ArrayUpdates:
-    """The updates of a run, round by round, with the methods of `probes.updates.Updates`.
+    """The updates of a run, round by round, with the methods of `probes.updates.UpdateTracker`.
 
-    `memory`: bytes of updates that are held for cosines. Beyond it updates come without any.
+    `memory` is the bytes of updates that are kept for cosines. Beyond it updates have none.
     """
 
     def __init__(self, *, brief: bool, memory: int) -> None:
         self._brief, self._memory, self._held = brief, memory, 0
-        self._models = PastModels(memory // 4)
-        self._layouts: dict[tuple[int, ...], Layout] = {}  # by the sizes of the layers
+        self._models = PastArrayModels(memory // 4)
+        self._layouts: dict[tuple[int, ...], PeerLayout] = {}  # by the sizes of the layers
         self._round: dict[str, ArrayUpdate] = {}
         self._previous: dict[str, ArrayUpdate] = {}
         self._lock = threading.Lock()
@@ -124,7 +126,7 @@ class ArrayUpdates:
         return self._held
 
     def add(self, node: str, vector: Values, rows: Array | None) -> ArrayUpdate:
-        """Take in one update. A second one of the same client in the same round replaces the first."""
+        """Add one update. A second one of the same client in the same round replaces the first."""
         own = sums([vector]) if rows is None else rows
         update = ArrayUpdate(node, own, vector, float(own[:, SUM_SQUARES].sum()))
         update.metrics["update.norm"] = math.sqrt(update.squares)
@@ -143,21 +145,21 @@ class ArrayUpdates:
         return update
 
     def begin_round(self, number: int, parameters: Sequence[Any]) -> None:
-        """The global model that the clients of a round begin with."""
+        """Set the global model that the clients of a round start from."""
         if not self._brief:
             self._models.add(number, [np.asarray(values) for values in parameters])
 
     def know(self, tables: Iterable[LayerTable]) -> None:
-        """Shapes of layers: an update itself is a row of numbers."""
+        """Set the shapes of layers, which an update itself does not carry."""
         for table in tables:
             if table.rows == "parameter":
                 self._layouts[tuple(math.prod(layer.shape) for layer in table.layers)] = layout_of(table)
 
     @np.errstate(all="ignore")
     def close_round(self, attempt: Attempt = unguarded) -> list[ArrayUpdate]:
-        """The round's updates with their cosines and duplicates; they become the clients' previous ones.
+        """Return the round's updates with their cosines and duplicates; they become the clients' previous ones.
 
-        `attempt`: does each comparison by itself. Where one fails, its cosines are missing and nothing else.
+        `attempt` does each comparison separately. If one fails, only its cosines are missing.
         """
         with self._lock:
             closing, self._round = self._round, {}
@@ -186,18 +188,18 @@ class ArrayUpdates:
         total = np.sum(np.stack(vectors), axis=0, dtype=np.float64)
         for update, vector in zip(cohort, vectors, strict=True):
             if len(cohort) > 1:
-                _tell(update, "update.cosine_mean", 0, vector, total - vector)
+                _store_cosines(update, "update.cosine_mean", 0, vector, total - vector)
             previous = self._previous.get(update.node)
             if self._brief or previous is None or previous.vector is None or not previous.finite:
                 continue
             if previous.sizes == update.sizes:
-                _tell(update, "update.cosine_previous", 1, vector, previous.vector)
+                _store_cosines(update, "update.cosine_previous", 1, vector, previous.vector)
         if not self._brief:
             sums_of_all = np.stack([update.rows for update in cohort])
-            layout = self._layouts.get(cohort[0].sizes, Layout())
+            layout = self._layouts.get(cohort[0].sizes, PeerLayout())
             for update, row in zip(cohort, peer_rows(vectors, sums_of_all, layout, self._models), strict=True):
                 update.peers = row[None]
-        for update, copies in zip(cohort, _copies(vectors), strict=True):
+        for update, copies in zip(cohort, _count_copies(vectors), strict=True):
             if copies and update.squares > 0:
                 update.metrics["update.duplicates"] = float(copies)
 
@@ -206,8 +208,8 @@ class ArrayUpdates:
             self._held -= old.vector.nbytes
 
 
-def _tell(update: ArrayUpdate, name: str, column: int, own: Values, other: Values) -> None:
-    """Put cosines down: of the whole as a metric, of the layers in their column of the alignment."""
+def _store_cosines(update: ArrayUpdate, name: str, column: int, own: Values, other: Values) -> None:
+    """Store cosines: of the whole as a metric, of the layers in their column of the alignment."""
     ends = np.cumsum(update.sizes)[:-1]
     pairs = zip(np.split(own, ends), np.split(other, ends), strict=True)
     parts = np.array([(_dot(a, b), _dot(a, a), _dot(b, b)) for a, b in pairs])
@@ -227,8 +229,8 @@ def _cosine(dot: float, squares: float, other_squares: float) -> float:
     return float(np.clip(dot / math.sqrt(product), -1, 1)) if 0 < product < math.inf else math.nan
 
 
-def _copies(vectors: Sequence[Values]) -> list[int]:
-    """For each vector the number of others that have the same bits."""
+def _count_copies(vectors: Sequence[Values]) -> list[int]:
+    """Return for each vector the number of others that have the same bits."""
     contents = [vector.tobytes() for vector in vectors]
     groups: dict[int, list[bytes]] = defaultdict(list)
     for content in contents:
@@ -240,7 +242,9 @@ def _copies(vectors: Sequence[Values]) -> list[int]:
 
 
 class ArrayInstruments:
-    """What a run keeps between its rounds, with the fields of `probes.session.Instruments` that a server uses."""
+    """The state that a run keeps between its rounds, with the fields of `probes.instruments.Instruments` that a
+    server uses.
+    """
 
     def __init__(self, preset: Preset, update_memory: int) -> None:
         self.preset = preset
@@ -251,27 +255,27 @@ class ArrayInstruments:
         self._remarked = False
 
     def parameters(self, model: Any) -> list[Any]:
-        """The arrays of a global model."""
+        """Return the arrays of a global model."""
         return [*model.parameters()]
 
     def tables(self, model: Any) -> list[dict[str, LayerTable]]:
-        """The layer tables of a model that has `named_parameters()`."""
+        """Return the layer tables of a model that has `named_parameters()`."""
         layers = tuple(Layer(name, values.shape, str(values.dtype)) for name, values in model.named_parameters())
         size, dtype = sum(math.prod(layer.shape) for layer in layers), layers[0].dtype if layers else "float32"
         whole = LayerTable("model", (Layer("model", (size,), dtype),))
         return [{"parameter": LayerTable("parameter", layers), "model": whole}]
 
     def first_model(self, model: Any) -> list[tuple[str, str]]:  # noqa: ARG002 - as of the other instruments
-        """What looks wrong with the run's first model: nothing is known, as it may be no network at all."""
+        """Return no remarks about the initial model, which may not be a network at all."""
         self.initial = np.zeros(0, np.float32)  # known, and not needed
         return []
 
     def zero_layers(self, model: Any) -> list[str]:
-        """The matrices that begin at 0: which of them train is not known."""
+        """Return the matrices that start at 0; which of them train is not known."""
         return [name for name, values in model.named_parameters() if values.ndim > 1 and not values.any()]
 
     def model_results(self, model: Any) -> Results:
-        """The statistics of the global model's own weights."""
+        """Return the statistics of the global model's own weights."""
         rows = sums(values for _, values in model.named_parameters())
         results = Results(matrices=[("weight", rows, None)])
         nonfinite = rows[:, NANS].sum() + rows[:, INFS].sum()
@@ -279,6 +283,6 @@ class ArrayInstruments:
         return results
 
     def remarks(self) -> list[tuple[str, str, Mapping[str, Any]]]:
-        """Once: that torch is missing, and what that costs."""
-        told, self._remarked = self._remarked, True
-        return [] if told else [("updates.numpy", REMARK, {})]
+        """Return, once, that torch is missing and what that costs."""
+        already_reported, self._remarked = self._remarked, True
+        return [] if already_reported else [("updates.numpy", REMARK, {})]

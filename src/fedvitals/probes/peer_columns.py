@@ -21,8 +21,8 @@ SIGNS_TOGETHER = 8 << 20  # of all clients; fewer of each where these are many
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """One layer of a flat update: its number, where it lies, and how many rows it has as a matrix."""
+class LayerSlice:
+    """One layer of a flat update: its index, its slice, and its number of rows as a matrix."""
 
     layer: int
     place: slice
@@ -30,33 +30,35 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """The layers that are looked at on their own; None where a model has no such layer, or where it is not known."""
+class PeerLayout:
+    """The layers that are compared separately; None where a model has no such layer, or where it is not known."""
 
-    first: Piece | None = None  # the first and the last weight of two or more dimensions
-    head: Piece | None = None
-    bias: Piece | None = None  # of the head
+    first: LayerSlice | None = None  # the first and the last weight of two or more dimensions
+    head: LayerSlice | None = None
+    bias: LayerSlice | None = None  # of the head
 
 
-def layout_of(table: LayerTable) -> Layout:
-    """Where the first weight, the head and its bias lie in a model with these parameters."""
+def layout_of(table: LayerTable) -> PeerLayout:
+    """Return where the first weight, the head and its bias are in a model with these parameters."""
     shapes = [layer.shape for layer in table.layers]
     sizes = [math.prod(shape) for shape in shapes]
     ends = np.cumsum(sizes, dtype=int).tolist()
 
-    def piece(layer: int) -> Piece:
-        return Piece(layer, slice(ends[layer] - sizes[layer], ends[layer]), shapes[layer][0])
+    def piece(layer: int) -> LayerSlice:
+        return LayerSlice(layer, slice(ends[layer] - sizes[layer], ends[layer]), shapes[layer][0])
 
     weights = [i for i, shape in enumerate(shapes) if len(shape) >= 2 and sizes[i]]
     if not weights:
-        return Layout()
+        return PeerLayout()
     head = weights[-1]
     biased = head + 1 < len(shapes) and shapes[head + 1] == shapes[head][:1]
-    return Layout(piece(weights[0]), piece(head), piece(head + 1) if biased else None)
+    return PeerLayout(piece(weights[0]), piece(head), piece(head + 1) if biased else None)
 
 
-def spread(sums: Array) -> Array:
-    """The rows of clients of which nothing but the nine sums is known: NaN, and how evenly their updates spread."""
+def spread_rows(sums: Array) -> Array:
+    """Return the rows of clients of which only the nine sums are known: NaN, and how evenly their updates are
+    spread.
+    """
     rows = np.full((len(sums), len(PEER_COLUMNS)), np.nan)
     count, squares, magnitudes = (sums[..., i].sum(axis=1) for i in (0, SUM_SQUARES, SUM_MAGNITUDES))
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -64,7 +66,7 @@ def spread(sums: Array) -> Array:
     return rows
 
 
-def signs_skipped(clients: int, length: int) -> int:
-    """Of how many runs of neighbours one is looked at, so that there are not too many signs."""
+def sign_stride(clients: int, length: int) -> int:
+    """Return n such that one in n runs of neighbouring signs is compared, to limit their number."""
     most = min(MOST_SIGNS, max(RUN_OF_SIGNS, SIGNS_TOGETHER // clients))
     return 1 if length <= most else math.ceil(length / RUN_OF_SIGNS / (most // RUN_OF_SIGNS))

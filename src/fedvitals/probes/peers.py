@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one client's update stands among those of the same round: the family `update.peers`, one row a client.
+"""How one client's update compares with those of the same round: the family `update.peers`, one row per client.
 
-Everybody counts the same here, whatever its update's size: a client that sends a hundred times as much is compared with
-the others, not they with it. Nearly all of it follows from one pass over the updates: the sum of unit vectors, and the
+Every client counts the same, whatever its update's size: one that sends a hundred times as much is compared with the
+others, not they with it. Nearly everything follows from one pass over the updates: the sum of unit vectors, and the
 products of all updates with that sum and with the last global models.
 """
 
@@ -31,16 +31,16 @@ from fedvitals.probes.peer_columns import (
     RUN_OF_SIGNS,
     SIGNS,
     STEP,
-    Layout,
-    Piece,
+    LayerSlice,
+    PeerLayout,
     layout_of,
-    signs_skipped,
-    spread,
+    sign_stride,
+    spread_rows,
 )
 from fedvitals.probes.view import flatten
 from fedvitals.stats import SUM_SQUARES, Array
 
-__all__ = ["Layout", "Models", "Peers", "as_rows", "from_sketches", "layout_of", "signs_skipped", "spread"]
+__all__ = ["PastModels", "PeerLayout", "Peers", "as_matrix", "from_sketches", "layout_of", "sign_stride", "spread_rows"]
 
 CANDIDATE = 0.8  # sketch cosine from which a pair is compared exactly
 CANDIDATES = 4  # of each client, at most; one each where updates are so large that four would take long:
@@ -53,15 +53,15 @@ _CANCELLED = 1e-3
 _NOTHING = 1e-10  # square below which the others cancel each other: there is no direction to compare with
 
 
-class Models:
-    """The global models with which the last rounds began, if so many fit into `memory` bytes."""
+class PastModels:
+    """The global models with which the last rounds began, if they fit into `memory` bytes."""
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
         self._past: deque[tuple[int, Tensor]] = deque(maxlen=ROUNDS_BACK + 1)
 
     def add(self, number: int, parameters: Sequence[Tensor]) -> None:
-        """What a round begins with; a round that is begun again begins with what is told last."""
+        """Add the model that a round begins with. If a round begins again, its last model counts."""
         if (ROUNDS_BACK + 1) * sum(p.numel() * p.element_size() for p in parameters) > self._memory:
             self._past.clear()
             return
@@ -70,7 +70,7 @@ class Models:
         self._past.append((number, flatten(parameters)))
 
     def backwards(self, like: Tensor) -> Tensor | None:
-        """[k, D]: the way from the newest model to the one before, to that before it, ...; None if there is none."""
+        """Return [k, D]: the differences from the newest model to the earlier ones, newest first; None without any."""
         if len(self._past) < 2 or any(model.shape != like.shape for _, model in self._past):
             return None
         for place, (number, model) in enumerate(self._past):
@@ -80,15 +80,15 @@ class Models:
 
 
 class Peers:
-    """The updates of one round, all finite and of equal layout; `rows` tells how each stands among the others.
+    """The updates of one round, all finite and of equal layout; `rows` says how each compares with the others.
 
-    Who sent nothing but zeros has no direction: it counts for nobody, and its own row is NaN.
+    A client that sent only zeros has no direction: it is ignored, and its own row is NaN.
     """
 
-    def __init__(self, vectors: Sequence[Tensor], sums: Array, layout: Layout, models: Models) -> None:
-        """`sums`: the nine sums, [clients, layers, 9]; of one layer where layers are not known."""
-        self._vectors, self._matrix = vectors, as_rows(vectors)
-        self._rows = spread(sums)
+    def __init__(self, vectors: Sequence[Tensor], sums: Array, layout: PeerLayout, models: PastModels) -> None:
+        """`sums` are the nine sums, [clients, layers, 9]; of one layer where layers are not known."""
+        self._vectors, self._matrix = vectors, as_matrix(vectors)
+        self._rows = spread_rows(sums)
         self._head = layout.head
         squares = sums[..., SUM_SQUARES]
         self._norms = np.sqrt(squares.sum(axis=1))
@@ -99,7 +99,7 @@ class Peers:
         self._models = models.backwards(vectors[0])
 
     def rows(self, sketches: Array) -> Array:
-        """[clients, PEER_COLUMNS]; `sketches`, [clients, 256], say who may be like whom."""
+        """Return [clients, PEER_COLUMNS]; `sketches`, [clients, 256], select the pairs to compare exactly."""
         dots, squares, to_models, heads = self._products()
         with np.errstate(all="ignore"):
             for column, (place, norms) in self._compared.items():
@@ -108,7 +108,7 @@ class Peers:
                 self._to_models(to_models)
             if self._head is not None:
                 self._to_classes(self._head, torch.cat(heads))
-        every = signs_skipped(len(self._vectors), self._vectors[0].numel())
+        every = sign_stride(len(self._vectors), self._vectors[0].numel())
         if self._matrix is None:
             signs = torch.stack([chosen_coordinates(vector, every).sign() for vector in self._vectors])
         else:
@@ -121,16 +121,17 @@ class Peers:
         return self._rows
 
     def _at(self, place: slice) -> Tensor:
-        """A stretch of all updates, [clients, ...]."""
+        """Return a range of coordinates of all updates, [clients, ...]."""
         if self._matrix is not None:
             return self._matrix[:, place]
         return torch.stack([vector[place] for vector in self._vectors])
 
     def _products(self) -> tuple[dict[int, Array], dict[int, float], Array, list[Tensor]]:
-        """In one pass, stretch by stretch: each update times the sum of all units, and times the models.
+        """Compute in one pass, range by range, each update times the sum of all unit vectors, and times the models.
 
-        Gives these products by column, [clients]; the squares of the sums; the products with the models, [k, clients];
-        and the head's sum of units, in pieces. A stretch is small enough to stay in the processor's cache.
+        Returns these products by column, [clients]; the squares of the sums; the products with the models, [k,
+        clients]; and the head's sum of unit vectors, in pieces. A range is small enough to stay in the processor's
+        cache.
         """
         clients = len(self._vectors)
         factors = {column: torch.as_tensor(_inverse(norms)) for column, (_, norms) in self._compared.items()}
@@ -138,18 +139,18 @@ class Peers:
         squares = dict.fromkeys(self._compared, 0.0)
         to_models = np.zeros((0 if self._models is None else len(self._models), clients))
         heads: list[Tensor] = []
-        found: list[tuple[list[int], Tensor, Tensor]] = []
+        pieces: list[tuple[list[int], Tensor, Tensor]] = []
         for stretch in self._stretches():
             own = self._at(stretch)
             columns = [c for c, (place, _) in self._compared.items() if place.start <= stretch.start < place.stop]
             units = torch.stack([factors[column] for column in columns]).to(own) @ own
             against = units if self._models is None else torch.cat([units, self._models[:, stretch]])
             # In this order: the other one takes twice as long.
-            found.append((columns, against @ own.T, units.square().sum(1)))
+            pieces.append((columns, against @ own.T, units.square().sum(1)))
             if HEAD in columns:
                 heads.append(units[columns.index(HEAD)])
-        fetched = _all_home([part for _, *pair in found for part in pair])
-        for (columns, *_), products, totals in zip(found, fetched[::2], fetched[1::2], strict=True):
+        fetched = _all_to_host([part for _, *pair in pieces for part in pair])
+        for (columns, *_), products, totals in zip(pieces, fetched[::2], fetched[1::2], strict=True):
             for column, row, total in zip(columns, products, totals, strict=False):
                 dots[column] += row
                 squares[column] += float(total)
@@ -157,7 +158,7 @@ class Peers:
         return dots, squares, to_models, heads
 
     def _stretches(self) -> Iterator[slice]:
-        """The coordinates in pieces of which each lies wholly inside or outside of every layer that is looked at."""
+        """Yield ranges of coordinates that lie entirely inside or outside of every separately compared layer."""
         edges = sorted({edge for place, _ in self._compared.values() for edge in (place.start, place.stop)})
         width = max(1024, (STRETCH if self._vectors[0].is_cpu else STRETCH_AWAY) // len(self._vectors))
         for start, stop in itertools.pairwise(edges):
@@ -165,7 +166,9 @@ class Peers:
                 yield slice(first, min(first + width, stop))
 
     def _others(self, place: slice, norms: Array, without: int) -> Tensor:
-        """The sum of all units but one, where taking that one from the sum of all would leave rounding."""
+        """Return the sum of all unit vectors but one, where subtracting it from the total would leave rounding
+        errors.
+        """
         total = torch.zeros_like(self._vectors[0][place])
         for i, factor in enumerate(_inverse(norms).tolist()):
             if factor and i != without:
@@ -173,37 +176,37 @@ class Peers:
         return total
 
     def _to_others(self, place: slice, norms: Array, dots: Array, square: float) -> Array:
-        """Cosines to the sum of the others' unit vectors: that is the sum of all less one's own, of length 1."""
+        """Return cosines to the sum of the others' unit vectors: the total minus the client's own, of length 1."""
         own = dots / norms
         squares = square - 2 * own + 1
-        found = np.where(norms > 0, (own - 1) / np.sqrt(squares), np.nan)
+        cosines = np.where(norms > 0, (own - 1) / np.sqrt(squares), np.nan)
         for i in np.flatnonzero((squares < _CANCELLED) & (norms > 0)).tolist():
             others = self._others(place, norms, without=i)
             dot, left = float(self._vectors[i][place] @ others), _square(others)
-            found[i] = dot / norms[i] / math.sqrt(left) if left > _NOTHING else np.nan
-        return np.clip(found, -1, 1)
+            cosines[i] = dot / norms[i] / math.sqrt(left) if left > _NOTHING else np.nan
+        return np.clip(cosines, -1, 1)
 
     def _to_models(self, dots: Array) -> None:
-        """Along the last step of the global model, and back to where it was some rounds ago."""
+        """Set the cosines along the last step of the global model, and back to where it was some rounds ago."""
         assert self._models is not None  # noqa: S101 - asked by the caller
-        lengths = _home(torch.linalg.vector_norm(self._models, dim=1))[:, None]
+        lengths = _to_host(torch.linalg.vector_norm(self._models, dim=1))[:, None]
         cosines = np.clip(np.where(lengths > 0, dots / self._norms / lengths, np.nan), -1, 1)
         self._rows[:, STEP] = -cosines[0]
         self._rows[:, BACK] = np.fmax.reduce(cosines, axis=0)
 
-    def _to_classes(self, head: Piece, total: Tensor) -> None:
-        """Each row of the head, which is one class's, against the others' rows for that class."""
+    def _to_classes(self, head: LayerSlice, total: Tensor) -> None:
+        """Compare each row of the head, which belongs to one class, with the others' rows for that class."""
         norms = self._compared[HEAD][1]
         own = self._at(head.place).unflatten(1, (head.rows, -1))
         total = total.view(head.rows, -1)
-        sizes = _home(torch.linalg.vector_norm(own, dim=2))  # of each row
-        dots = _home(torch.bmm(own.transpose(0, 1), total[..., None])[..., 0].T) / norms[:, None]
+        sizes = _to_host(torch.linalg.vector_norm(own, dim=2))  # of each row
+        dots = _to_host(torch.bmm(own.transpose(0, 1), total[..., None])[..., 0].T) / norms[:, None]
         mine = (sizes / norms[:, None]) ** 2
-        left = _home(total.double().square().sum(1)) - 2 * dots + mine
+        left = _to_host(total.double().square().sum(1)) - 2 * dots + mine
         cosines = np.where((mine > 0) & (left > _NOTHING), (dots - mine) / np.sqrt(mine * left), np.nan)
         for i in np.flatnonzero((left < _CANCELLED * mine).any(axis=1)).tolist():
             rest = self._others(head.place, norms, without=i).view(head.rows, -1)
-            dot, square = _home((own[i] * rest).sum(1)), _home(rest.double().square().sum(1))
+            dot, square = _to_host((own[i] * rest).sum(1)), _to_host(rest.double().square().sum(1))
             cosines[i] = np.where((mine[i] > 0) & (square > _NOTHING), dot / sizes[i] / np.sqrt(square), np.nan)
         self._tell_classes(np.clip(cosines, -1, 1), sizes)
 
@@ -220,7 +223,7 @@ class Peers:
             self._rows[:, CLASS_ENTROPY] = entropy / math.log(sizes.shape[1])
 
     def _exact_pairs(self, pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
-        """The cosine of each pair, once, so that both get the same to the last bit."""
+        """Return the cosine of each pair, computed once, so that both clients get the same value to the last bit."""
         if not pairs:
             return {}
         if len(pairs) * self._vectors[0].numel() <= PAIRED_AT_ONCE:  # small ones: a call for each would cost more
@@ -235,7 +238,7 @@ class Peers:
 
 
 def chosen_coordinates(vectors: Tensor, every: int) -> Tensor:
-    """One run of neighbours in `every` so many, along the last axis; all where it is 1."""
+    """Return one run of neighbours in `every` such runs, along the last axis; all if it is 1."""
     if every == 1:
         return vectors
     whole = vectors.shape[-1] // RUN_OF_SIGNS * RUN_OF_SIGNS
@@ -244,77 +247,78 @@ def chosen_coordinates(vectors: Tensor, every: int) -> Tensor:
 
 
 def agreement(signs: Tensor) -> Array:
-    """Of each client's signs, the share that equals the sign of the sum of the others' signs, zeros left out.
+    """Return the share of each client's signs that equals the sign of the sum of the others' signs, without zeros.
 
-    Without one's own sign s the sum T is T − s, which points with s where s·T ≥ 2, and against it where s·T ≤ 0.
-    So two products tell of everybody. They are sums of few whole numbers, hence exact.
+    Without its own sign s the sum T is T − s, which agrees with s where s·T ≥ 2, and disagrees where s·T ≤ 0. So two
+    products serve all clients. They are sums of few integers, hence exact.
     """
     total = signs.sum(0)
     with_plus, with_minus = (total >= 2).to(signs), (total <= -2).to(signs)
     against_plus, against_minus = (total <= 0).to(signs), (total >= 0).to(signs)
     differences = torch.stack([with_plus - with_minus, against_plus - against_minus]) @ signs.T
     sums = torch.stack([with_plus + with_minus, against_plus + against_minus]) @ signs.abs().T
-    agree, against = _home((sums + differences) / 2)
+    agree, against = _to_host((sums + differences) / 2)
     with np.errstate(invalid="ignore"):
         return np.asarray(agree / (agree + against))
 
 
 def from_sketches(sums: Array, sketches: Array) -> Array:
-    """[clients, PEER_COLUMNS] where the updates themselves are not held."""
-    rows, cosines = spread(sums), cosines_of(sketches)
+    """Return [clients, PEER_COLUMNS] where the updates themselves are not kept."""
+    rows, cosines = spread_rows(sums), cosines_of(sketches)
     with np.errstate(divide="ignore", invalid="ignore"):
         units = np.nan_to_num(sketches / np.linalg.norm(sketches, axis=1, keepdims=True))
         others = units.sum(axis=0) - units
         squares = (others**2).sum(axis=1)
-        found = (units * others).sum(axis=1) / np.sqrt(squares)
+        to_others = (units * others).sum(axis=1) / np.sqrt(squares)
     usable = (squares > _NOTHING) & units.any(axis=1)
-    rows[:, COSINE] = np.where(usable, np.clip(found, -1, 1), np.nan)
+    rows[:, COSINE] = np.where(usable, np.clip(to_others, -1, 1), np.nan)
     rows[:, NEAREST] = nearest(cosines, {})
     rows[~units.any(axis=1)] = np.nan
     return rows
 
 
 def cosines_of(sketches: Array) -> Array:
-    """[clients, clients], the same from both sides to the last bit; −∞ to oneself and to who has no direction."""
+    """Return [clients, clients], symmetric to the last bit; −∞ to oneself and to clients without a direction."""
     norms = np.linalg.norm(sketches, axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
         units = sketches / norms[:, None]
-        found: Array = np.clip(np.triu(units @ units.T, 1), -1, 1)
-    found += found.T
-    found[np.isnan(found)] = -np.inf
-    np.fill_diagonal(found, -np.inf)
-    return found
+        cosines: Array = np.clip(np.triu(units @ units.T, 1), -1, 1)
+    cosines += cosines.T
+    cosines[np.isnan(cosines)] = -np.inf
+    np.fill_diagonal(cosines, -np.inf)
+    return cosines
 
 
 def candidates(cosines: Array, most: int) -> list[tuple[int, int]]:
-    """Pairs whose updates may be nearly the same, by their sketches: each client's best, then its second best, ...
+    """Return pairs whose updates may be nearly the same, by their sketches: each client's best, then its second best,
+    ...
 
-    Of one for each client up to four; no more than `most`, but for the best ones.
+    Between one and four per client; no more than `most`, except for the best ones.
     """
     few = min(CANDIDATES, len(cosines) - 1)
     if few < 1 or cosines.max() <= CANDIDATE:
         return []
     best = np.argsort(-cosines, axis=1, kind="stable")[:, :few]
-    found: dict[tuple[int, int], None] = {}
+    pairs: dict[tuple[int, int], None] = {}
     for rank in range(few):
         for i, j in enumerate(best[:, rank].tolist()):
-            if cosines[i, j] > CANDIDATE and (rank == 0 or len(found) < most):
-                found[min(i, j), max(i, j)] = None
-    return [*found]
+            if cosines[i, j] > CANDIDATE and (rank == 0 or len(pairs) < most):
+                pairs[min(i, j), max(i, j)] = None
+    return [*pairs]
 
 
 def nearest(cosines: Array, exact: dict[tuple[int, int], float]) -> Array:
-    """Each client's largest cosine to another: exact where it has candidates, else as the sketches say."""
-    found = np.full(len(cosines), -np.inf)
+    """Return each client's largest cosine to another: exact where it has candidates, else from the sketches."""
+    largest = np.full(len(cosines), -np.inf)
     for pair, cosine in exact.items():
         for i in pair:
-            found[i] = max(found[i], cosine)
-    found = np.where(np.isinf(found), cosines.max(axis=1, initial=-np.inf), found)
-    return np.where(np.isinf(found), np.nan, found)
+            largest[i] = max(largest[i], cosine)
+    largest = np.where(np.isinf(largest), cosines.max(axis=1, initial=-np.inf), largest)
+    return np.where(np.isinf(largest), np.nan, largest)
 
 
-def as_rows(vectors: Sequence[Tensor]) -> Tensor | None:
-    """The vectors as [clients, D] without a copy, where they are the rows of one matrix; else None."""
+def as_matrix(vectors: Sequence[Tensor]) -> Tensor | None:
+    """Return the vectors as [clients, D] without a copy if they are the rows of one matrix, else None."""
     first, size = vectors[0], vectors[0].numel()
     storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
     for i, v in enumerate(vectors):
@@ -329,17 +333,17 @@ def _inverse(norms: Array) -> Array:
         return np.where(norms > 0, 1 / norms, 0.0)
 
 
-def _home(values: Tensor) -> Array:
+def _to_host(values: Tensor) -> Array:
     return values.double().cpu().numpy()
 
 
-def _all_home(tensors: Sequence[Tensor]) -> list[Array]:
-    """Each of them, from a device by one copy."""
+def _all_to_host(tensors: Sequence[Tensor]) -> list[Array]:
+    """Return all tensors on the host, with one copy per device."""
     if not tensors or tensors[0].is_cpu:
-        return [_home(values) for values in tensors]
+        return [_to_host(values) for values in tensors]
     flat = torch.cat([values.flatten() for values in tensors]).cpu()
     parts = flat.split([values.numel() for values in tensors])
-    return [_home(part.view(values.shape)) for part, values in zip(parts, tensors, strict=True)]
+    return [_to_host(part.view(values.shape)) for part, values in zip(parts, tensors, strict=True)]
 
 
 def _square(vector: Tensor) -> float:

@@ -28,7 +28,7 @@ SCALE_PERCENT = 7.0  # what 16 samples cost of the paper's 20 iterations
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A probe and when it runs: at the steps that `when` grants, or (`last()`) once as the client's scope closes."""
+    """A probe and when it runs: at the steps that `when` grants, or once when the client's scope closes."""
 
     probe: Probe
     when: Schedule = at_exit
@@ -44,6 +44,8 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
+    """A named set of probes with their schedules."""
+
     name: str
     probes: tuple[Planned, ...]
     fit_percent: float | None  # share of training time; None: as many samples as allowed, whatever it costs
@@ -52,7 +54,7 @@ class Preset:
 
 
 def preset(name: str) -> Preset:
-    """A preset by name; fresh, since a budget holds the state of one run."""
+    """Return a new preset by name; new, since a budget holds the state of one run."""
     check_name(name)
     try:  # probes import torch, which takes more than a second: not before somebody measures with them
         from fedvitals.probes.activations import activations  # noqa: PLC0415
@@ -90,12 +92,13 @@ def preset(name: str) -> Preset:
 
 
 def check_name(name: str) -> None:
+    """Raise ConfigError unless the preset exists."""
     if name not in NAMES:
         raise ConfigError(unknown("preset", name, NAMES))
 
 
-def named(probes: Any) -> Preset:
-    """What the user passed as `probes=`, where no probe can run because torch is not installed."""
+def preset_without_torch(probes: Any) -> Preset:
+    """Return the preset for `probes=` where no probe can run because torch is not installed."""
     if isinstance(probes, str):
         check_name(probes)
         return Preset(probes, (), fit_percent=None, brief=probes == LIGHT)
@@ -103,9 +106,9 @@ def named(probes: Any) -> Preset:
 
 
 def resolve(probes: str | Preset | Sequence[str | Preset | Planned | Probe | tuple[Probe, Schedule]]) -> Preset:
-    """What the user passed as `probes=`: a preset, or a list of a preset and own probes.
+    """Return the preset for `probes=`: a preset, or a list of a preset and the user's own probes.
 
-    In a list, a bare function runs once per client-round; a pair (function, schedule) at the steps of its schedule.
+    In a list, a plain function runs once per client-round; a pair (function, schedule) at the steps of its schedule.
     """
     if isinstance(probes, str):
         return preset(probes)

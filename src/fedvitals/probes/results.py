@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What measuring gave, before it is known as what to store it: names and numbers."""
+"""The results of measuring, before they become records: names and numbers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Results:
     """Metrics (name, value, step), matrices (family, values, step), remarks (name, message, data).
 
-    `clients`: over how many it is a sum; None if it is none.
-    `tables` names, for «parameter», «buffer», «module» and «model», the layer table that rows of matrices belong to.
+    `clients` is the number of clients that the results are a sum of, or None. `tables` gives, for «parameter»,
+    «buffer», «module» and «model», the layer table that rows of matrices belong to.
     """
 
     metrics: list[tuple[str, float, int | None]] = field(default_factory=list)
@@ -29,4 +29,5 @@ class Results:
     tables: Mapping[str, str] = field(default_factory=dict)
 
     def take(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Add metrics, optionally of one step."""
         self.metrics += [(name, float(value), step) for name, value in metrics.items()]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few of a client's own samples, read without disturbing its training.
+"""Read a few of a client's own samples without disturbing its training.
 
 Iterating a user's DataLoader would advance its generator and change the training. So samples are read by index: from a
-loader's data set, from a data set, from a pair of arrays or from a list of batches. Whatever random numbers that draws
-(augmentation) are put back. What can only be iterated (streams, one-shot iterators) is refused, and the reason told.
+loader's data set, from a data set, from a pair of arrays or from a list of batches. Random streams that this uses
+(augmentation) are restored. Data that can only be iterated (streams, one-shot iterators) are refused, with the reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Stream = torch.Generator | random.Random | np.random.Generator | np.random.Rando
 
 
 def size(data: Any) -> int:
-    """How many samples there are."""
+    """Return the number of samples."""
     match data:
         case DataLoader():
             return size(data.dataset)
@@ -44,13 +44,13 @@ def size(data: Any) -> int:
 
 
 def read(data: Any, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The samples at these places, as (x, y)."""
+    """Return the samples at these indices, as (x, y)."""
     match data:
         case DataLoader():
             if isinstance(data.dataset, TensorDataset):
                 return read(data.dataset, indices)
             collate = data.collate_fn if data.batch_sampler is not None else default_collate
-            with all_random_streams_kept(data):
+            with preserved_random_streams(data):
                 return _pair(collate([data.dataset[i] for i in indices]))
         case TensorDataset():
             return _pair([tensor[torch.as_tensor(indices)] for tensor in data.tensors])
@@ -59,12 +59,14 @@ def read(data: Any, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         case list() | tuple():
             return _from_batches(data, indices)
         case _:
-            with all_random_streams_kept(data):
+            with preserved_random_streams(data):
                 return _pair(default_collate([data[i] for i in indices]))
 
 
-def spread(total: int, wanted: int, turn: int) -> list[int]:
-    """`wanted` places spread evenly over `total`, others at each turn, so that over the rounds all are seen."""
+def spread_indices(total: int, wanted: int, turn: int) -> list[int]:
+    """Return `wanted` indices spread evenly over `total`, different ones at each turn, so that eventually all are
+    seen.
+    """
     wanted = min(total, wanted)
     if not wanted:
         return []
@@ -73,8 +75,8 @@ def spread(total: int, wanted: int, turn: int) -> list[int]:
 
 
 @contextmanager
-def all_random_streams_kept(data: Any) -> Iterator[None]:
-    """torch's, Python's and numpy's random streams, and those inside `data`, stand afterwards where they stood."""
+def preserved_random_streams(data: Any) -> Iterator[None]:
+    """Restore torch's, Python's and numpy's random streams, and those inside `data`, after the block."""
     torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
     own = [(stream, _state_of(stream)) for stream in streams_in(data)]
     try:
@@ -88,22 +90,24 @@ def all_random_streams_kept(data: Any) -> Iterator[None]:
 
 
 def streams_in(data: Any, most: int = 500) -> list[Stream]:
-    """Random generators that a data set holds itself, or its transforms, or data sets inside it."""
-    found: list[Stream] = []
+    """Return the random generators held by a data set, its transforms, or data sets inside it."""
+    streams: list[Stream] = []
     seen: set[int] = set()
     waiting = [data]
     while waiting and len(seen) < most:
-        thing = waiting.pop()
-        if id(thing) in seen or isinstance(thing, Tensor | np.ndarray | str | bytes | type | ModuleType):
+        candidate = waiting.pop()
+        if id(candidate) in seen or isinstance(candidate, Tensor | np.ndarray | str | bytes | type | ModuleType):
             continue
-        seen.add(id(thing))
-        if isinstance(thing, Stream):
-            found.append(thing)
-        elif isinstance(thing, list | tuple | dict):
-            waiting += (thing.values() if isinstance(thing, dict) else thing) if len(thing) <= 32 else ()
+        seen.add(id(candidate))
+        if isinstance(candidate, Stream):
+            streams.append(candidate)
+        elif isinstance(candidate, list | tuple | dict):
+            waiting += (
+                (candidate.values() if isinstance(candidate, dict) else candidate) if len(candidate) <= 32 else ()
+            )
         else:
-            waiting += getattr(thing, "__dict__", {}).values()
-    return found
+            waiting += getattr(candidate, "__dict__", {}).values()
+    return streams
 
 
 def _state_of(stream: Stream) -> Any:

@@ -30,7 +30,7 @@ from fedvitals.errors import ConfigError
 from fedvitals.probes import samples
 from fedvitals.probes.deflation import by_decomposition, by_squaring
 from fedvitals.probes.differentiate import Differentiable, differentiable
-from fedvitals.probes.view import View, modes_kept
+from fedvitals.probes.view import View, evaluation_mode
 
 IMAGES = 16
 MOST_OUTPUTS = 4096  # of a model whose last layer helps to estimate: 128 MB of products
@@ -38,7 +38,7 @@ MOST_OUTPUTS = 4096  # of a model whose last layer helps to estimate: 128 MB of 
 
 @dataclass(frozen=True, slots=True)
 class scale:  # noqa: N801 - reads as its sibling probes, which are functions
-    """The probe. `images`: how many samples («all»: the paper's form); `exact`: one backward pass per output."""
+    """The probe. `images` is the number of samples («all»: as in the paper); `exact`: one backward pass per output."""
 
     images: int | str = IMAGES
     exact: bool = False
@@ -52,10 +52,10 @@ class scale:  # noqa: N801 - reads as its sibling probes, which are functions
         return "scale"
 
     def __call__(self, view: View) -> Mapping[str, Any]:
-        found = inputs_of(view, self.images)
-        if found is None:
+        inputs = inputs_of(view, self.images)
+        if inputs is None:
             return {}
-        x, from_batch = found
+        x, from_batch = inputs
         parts = [gradient_scale(view.model, part, seed=seed_of(view), exact=self.exact) for part in x.split(64)]
         gsc, sensitivity = (torch.cat([part[i] for part in parts]) for i in (0, 1))
         return {
@@ -69,8 +69,8 @@ class scale:  # noqa: N801 - reads as its sibling probes, which are functions
 
 
 def gradient_scale(model: nn.Module, x: Tensor, *, seed: int = 0, exact: bool = False) -> tuple[Tensor, Tensor]:
-    """GSC and sensitivity of each sample, [samples] in float64. The model is left as it was."""
-    with modes_kept(model), differentiable(model, x) as graph:
+    """Return GSC and sensitivity of each sample, [samples] in float64. The model is left unchanged."""
+    with evaluation_mode(model), differentiable(model, x) as graph:
         squares = exact_squares(graph) if exact else estimated_squares(graph, last_weight(model, graph), seed)
         jacobian = (squares.clamp_min(0) / graph.inputs[0].numel()).sqrt()
         top, bottom = _norms(graph.outputs), _norms(graph.inputs)
@@ -78,7 +78,7 @@ def gradient_scale(model: nn.Module, x: Tensor, *, seed: int = 0, exact: bool = 
 
 
 def exact_squares(graph: Differentiable) -> Tensor:
-    """‖J‖_F² of each sample, by one backward pass per output."""
+    """Return ‖J‖_F² of each sample, by one backward pass per output."""
     total = torch.zeros(len(graph.outputs), dtype=torch.float64, device=graph.outputs.device)
     for k in range(graph.outputs.shape[1]):
         direction = torch.zeros_like(graph.outputs)
@@ -88,7 +88,7 @@ def exact_squares(graph: Differentiable) -> Tensor:
 
 
 def estimated_squares(graph: Differentiable, weight: Tensor | None, seed: int) -> Tensor:
-    """An unbiased estimate of ‖J‖_F² of each sample, by two backward passes."""
+    """Return an unbiased estimate of ‖J‖_F² of each sample, by two backward passes."""
     outputs = graph.outputs
     count = outputs.shape[1]
     if count == 1:
@@ -112,33 +112,33 @@ def estimated_squares(graph: Differentiable, weight: Tensor | None, seed: int) -
 
 
 def last_weight(model: nn.Module, graph: Differentiable) -> Tensor | None:
-    """The weight of the last linear layer with as many outputs as the model.
+    """Return the weight of the last linear layer with as many outputs as the model.
 
-    None where there is none to trust, or where its products, outputs × outputs, would take too much memory.
+    None if there is none with finite values, or if its products, outputs × outputs, would take too much memory.
     """
     count = graph.outputs.shape[1]
     if count > MOST_OUTPUTS:
         return None
-    found = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == count]
-    return found[-1] if found and bool(torch.isfinite(found[-1]).all()) else None
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.out_features == count]
+    return weights[-1] if weights and bool(torch.isfinite(weights[-1]).all()) else None
 
 
 def summary(name: str, values: Tensor) -> dict[str, float]:
-    """Mean, median, spread and standard error over the finite samples; what is not finite never poisons them."""
+    """Return mean, median, spread and standard error over the finite samples."""
     finite = values[torch.isfinite(values)]
     if not len(finite):
         return {}
     spread = float(finite.std()) if len(finite) > 1 else math.nan
-    found = {name: float(finite.mean()), f"{name}_median": float(finite.median()), f"{name}_spread": spread}
-    return {**found, f"{name}_error": spread / math.sqrt(len(finite))}
+    metrics = {name: float(finite.mean()), f"{name}_median": float(finite.median()), f"{name}_spread": spread}
+    return {**metrics, f"{name}_error": spread / math.sqrt(len(finite))}
 
 
 def inputs_of(view: View, images: int | str) -> tuple[Tensor, bool] | None:
-    """The samples to measure on, and whether they are of the last training batch; None if there are neither."""
+    """Return the samples to measure on, and whether they are from the last training batch; None if there are none."""
     if view.data is not None:
         total = samples.size(view.data)
         wanted = total if images == "all" else min(int(images), total)
-        x, _ = samples.read(view.data, samples.spread(total, wanted, (view.round or 0) * wanted))
+        x, _ = samples.read(view.data, samples.spread_indices(total, wanted, (view.round or 0) * wanted))
         device = next((p.device for p in view.parameters), x.device)
         return x.to(device), False
     if view.last_input is None:
@@ -148,7 +148,7 @@ def inputs_of(view: View, images: int | str) -> tuple[Tensor, bool] | None:
 
 
 def seed_of(view: View) -> int:
-    """The same for the same round and node, whatever else happened: reruns agree."""
+    """Return a seed that is the same for the same round, node and step, so that reruns agree."""
     text = f"{view.round}/{view.node}/{view.step}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
@@ -159,5 +159,5 @@ def _norms(values: Tensor) -> Tensor:
 
 
 def ratio(above: Tensor, below: Tensor) -> Tensor:
-    """`above / below`; 0 over anything is 0, so that a dead network is told from a broken one."""
+    """Return `above / below`; 0 over anything is 0, so that a dead network differs from a broken one."""
     return torch.where(above == 0, torch.zeros_like(above), above / below)

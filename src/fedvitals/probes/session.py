@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One client's training, watched: hooks on at the start, numbers at the end, and nothing left behind."""
+"""Measures one client's training: hooks are set at the start, numbers returned at the end, and nothing is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ UNFROZEN_SHOWN = 10  # names of layers in one event
 
 
 class Clock(Protocol):
-    """Told of a client's steps, to say what its time went to (`resources.phases.StepClock`)."""
+    """Receives a client's steps, to attribute its time (`resources.phases.StepClock`)."""
 
     def start(self, model: Any) -> None: ...
     def due(self) -> bool: ...
@@ -50,38 +52,38 @@ Report = Callable[[Exception, str], None]
 
 
 class ClientSession:
-    """Begins when it is made; `finish` ends it and gives the results; `abandon` ends it without."""
+    """Begins when it is created; `finish` ends it and returns the results, `abandon` ends it without."""
 
-    def __init__(self, kit: Instruments, view: View, report: Report, clock: Clock | None = None) -> None:
+    def __init__(self, instruments: Instruments, view: View, report: Report, clock: Clock | None = None) -> None:
         began = time.perf_counter()
-        self._kit, self._view, self._report, self._clock = kit, view, report, clock
+        self._instruments, self._view, self._report, self._clock = instruments, view, report, clock
         self._results = Results()
-        self._rows: list[list[tuple[int, Mapping[str, Any]]]] = [[] for _ in kit.preset.probes]
+        self._rows: list[list[tuple[int, Mapping[str, Any]]]] = [[] for _ in instruments.preset.probes]
         self._takes: dict[int, Take] = {}
         self._unclipped = 0.0
         self._steps = 0
         self._skipped: int | Tensor = 0
         self._step_began = self._step_seconds = 0.0
-        self._differences = kit.preset.difference_each_step
+        self._differences = instruments.preset.difference_each_step
         self._batch: tuple[Tensor, Tensor] | None = None
         self._fit_cost = 0.0
         self.optimizers: list[Optimizer] = []  # that stepped, known at the end
         view.before = self._last = flatten(view.parameters)
         if view.data is not None:
             self._guarded("fit", self._fit_before)
-        at_steps = [(i, p) for i, p in enumerate(kit.preset.probes) if p.when is not at_exit]
+        at_steps = [(i, p) for i, p in enumerate(instruments.preset.probes) if p.when is not at_exit]
         self._recorded = next(((i, p) for i, p in at_steps if p.probe is gradients), None)
         self._recorders: dict[int, tuple[Sequence[Tensor | None], GradientRecorder]] = {}
         self._stepwise = [
             (i, p) for i, p in at_steps if p.probe is not gradients and not isinstance(p.probe, PreparedProbe)
         ]
         self._prepared = [(i, p, p.probe.prepare) for i, p in at_steps if isinstance(p.probe, PreparedProbe)]
-        self._clip = ClipWatch(view.parameters, confirmed=kit.clipping_seen and bool(at_steps))
+        self._clip = ClipWatch(view.parameters, confirmed=instruments.clipping_seen and bool(at_steps))
         measure = self._measure if clock is None else self._measure_timed
         self._hooks: StepHooks | StepCounter = (
             StepHooks(view.parameters, measure, self._clip.look) if at_steps else StepCounter(view.parameters)
         )
-        self._last_input = _catch_input(view, report) if kit.wants_inputs and view.data is None else None
+        self._last_input = _catch_input(view, report) if instruments.wants_inputs and view.data is None else None
         self._began = self._step_began = time.perf_counter()
         self.cost = self._set_up = self._began - began
         try:
@@ -104,22 +106,24 @@ class ClientSession:
         self._takes.clear()
 
     def finish(self) -> tuple[Results, Tensor, Array | None]:
-        """The results; the client's update as one vector; and its nine sums per layer, unless the preset is brief."""
+        """Return the results; the client's update as one vector; and its nine sums per layer, unless the preset is
+        brief.
+        """
         ended = time.perf_counter()
         if self._clock is not None:
             self._clock.stop(self._steps, self._step_began, self.cost - self._set_up)
         self.optimizers = self._hooks.optimizers()  # before the hooks are gone
         self.abandon()
         training = ended - self._began - self.cost
-        kit, view, results = self._kit, self._view, self._results
-        kit.clipping_seen |= self._clip.confirmed
+        instruments, view, results = self._instruments, self._view, self._results
+        instruments.clipping_seen |= self._clip.confirmed
         if isinstance(self._hooks, StepCounter):
             self._steps = self._hooks.steps
         self._tell_steps(ended)
         view.owned = view.parameters
         if self._recorded is not None:
             self._guarded("merging gradients", self._merge_recorded)
-        for index, planned in enumerate(kit.preset.probes):
+        for index, planned in enumerate(instruments.preset.probes):
             if planned.when is at_exit:
                 self._run_at_exit(index, planned, training)
             self._guarded("merging", functools.partial(self._merge, index, planned))
@@ -128,47 +132,49 @@ class ClientSession:
         view.before = view.before.to(now.device)  # the model may have been moved inside the scope
         update = now - view.before
         rows = None
-        if not kit.preset.brief:
+        if not instruments.preset.brief:
             rows = np.asarray(torch.as_tensor(sums(split(update, view.parameters))).cpu())
-            results.take(movement(rows, view.before, now, kit.initial))
+            results.take(movement(rows, view.before, now, instruments.initial))
             results.matrices.append(("update", rows, None))
         self._tell_unfrozen()
         if self._batch is not None:
             self._guarded("fit", self._fit_after)
-        kit.fit.settle(self._fit_cost, training)
+        instruments.fit.settle(self._fit_cost, training)
         self.cost += time.perf_counter() - ended
         return results, update, rows
 
     def held_bytes(self) -> int:
-        """What we hold for this client and for the run: copies of its weights, and updates to compare it with."""
-        held = [t for t in (self._view.before, self._last, self._kit.initial) if t is not None]
-        return sum(t.nbytes for t in {id(t): t for t in held}.values()) + self._kit.updates.held_bytes
+        """Return the bytes kept for this client and for the run: copies of its weights, and updates to compare it
+        with.
+        """
+        held = [t for t in (self._view.before, self._last, self._instruments.initial) if t is not None]
+        return sum(t.nbytes for t in {id(t): t for t in held}.values()) + self._instruments.updates.held_bytes
 
     def _run_at_exit(self, index: int, planned: Planned, training: float) -> None:
-        """Run a probe of the scope's end, if it is its round and its turn."""
-        allowance, spent = self._kit.allowances[index], 0.0
+        """Run a probe of the scope's end, if it is due in this round and for this client."""
+        allowance, spent = self._instruments.allowances[index], 0.0
         if (self._view.round or 0) % planned.rounds == 0 and allowance.due(self._view.node):
-            before = self._kit.costs[index]
-            found = self._run(index, planned)
-            spent = self._kit.costs[index] - before
-            if found:
-                self._rows[index] = [(max(0, self._steps - 1), found)]
+            before = self._instruments.costs[index]
+            measured = self._run(index, planned)
+            spent = self._instruments.costs[index] - before
+            if measured:
+                self._rows[index] = [(max(0, self._steps - 1), measured)]
         allowance.settle(spent, training)
 
     def _tell_steps(self, ended: float) -> None:
-        found: dict[str, Any] = {"steps": self._steps}
-        if self._steps and not self._kit.preset.brief:
-            found["time.step"] = (ended - self._began) / self._steps
+        metrics: dict[str, Any] = {"steps": self._steps}
+        if self._steps and not self._instruments.preset.brief:
+            metrics["time.step"] = (ended - self._began) / self._steps
         if self._skipped:
-            found["steps.skipped"] = self._skipped
+            metrics["steps.skipped"] = self._skipped
         if self._unclipped:
-            found["gradient.norm_unclipped"] = self._unclipped
-        self._results.take(found)
+            metrics["gradient.norm_unclipped"] = self._unclipped
+        self._results.take(metrics)
         if self._differences and self._steps:
             self._difference(self._steps - 1)
 
     def _tell_unfrozen(self) -> None:
-        """Layers that began to train after the scope was opened: nothing was measured of them in this round."""
+        """Report layers that began to train after the scope was opened: they are not measured in this round."""
         names = [name for name, parameter in self._view.frozen if parameter.requires_grad]
         if names:
             shown = ", ".join(names[:UNFROZEN_SHOWN]) + (", ..." if len(names) > UNFROZEN_SHOWN else "")
@@ -206,7 +212,7 @@ class ClientSession:
         return False
 
     def _measure(self, optimizer: Optimizer, owned: Sequence[Tensor | None], step: int, skipped: bool | Tensor) -> None:
-        """Called before each optimiser step, on the thread that trains."""
+        """Measure before each optimiser step, on the thread that trains."""
         now = time.perf_counter()
         self._step_seconds, self._step_began = now - self._step_began, now
         try:
@@ -235,7 +241,7 @@ class ClientSession:
     def _record(
         self, optimizer: Optimizer, owned: Sequence[Tensor | None], step: int, index: int, planned: Planned
     ) -> None:
-        """The nine sums of this step's gradients, into the recorder of the optimiser's parameters."""
+        """Record the nine sums of this step's gradients, for the optimiser's parameters."""
         started = time.perf_counter()
         if planned.when is not always and not planned.when(self._moment(index, step)):
             return
@@ -246,22 +252,22 @@ class ClientSession:
         scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:
             known[1].scale(scale)  # a fused optimiser holds gradients times a GradScaler's scale
-        self._kit.costs[index] += time.perf_counter() - started
+        self._instruments.costs[index] += time.perf_counter() - started
 
     def _run(self, index: int, planned: Planned) -> Mapping[str, Any]:
-        """What the probe measures; nothing if it failed, or has said before that it cannot measure such models."""
+        """Return what the probe measures; nothing if it failed, or has reported that it cannot measure such models."""
         started, kind = time.perf_counter(), (index, type(self._view.model))
-        if kind in self._kit.unsuited:
+        if kind in self._instruments.unsuited:
             return {}
         try:
             return planned.probe(self._view)
         except Exception as error:  # noqa: BLE001 - a user's probe may do anything
             if isinstance(error, ConfigError):
-                self._kit.unsuited.add(kind)
+                self._instruments.unsuited.add(kind)
             self._report(error, f"the probe '{planned.name}'")
             return {}
         finally:
-            self._kit.costs[index] += time.perf_counter() - started
+            self._instruments.costs[index] += time.perf_counter() - started
 
     def _take_prepared(self, step: int) -> None:
         for index, take in self._takes.items():
@@ -270,7 +276,7 @@ class ClientSession:
         self._arm(step + 1)
 
     def _arm(self, step: int) -> None:
-        """Set the hooks of probes that must watch the next step's forward pass, if their schedule grants it."""
+        """Set the hooks of probes that measure the next step's forward pass, if their schedule grants it."""
         for index, planned, prepare in self._prepared:
             if planned.when(self._moment(index, step)):
                 self._takes[index] = prepare(self._view, functools.partial(self._charge, index=index))
@@ -282,14 +288,16 @@ class ClientSession:
         except Exception as error:  # noqa: BLE001 - runs inside the user's forward pass
             self._report(error, "a forward hook")
         spent = time.perf_counter() - started
-        self._kit.costs[index] += spent
+        self._instruments.costs[index] += spent
         self.cost += spent
 
     def _moment(self, index: int, step: int) -> Moment:
-        return Moment(self._view.round, self._view.node, step, self._step_seconds, self._kit.costs[index])
+        return Moment(self._view.round, self._view.node, step, self._step_seconds, self._instruments.costs[index])
 
     def _difference(self, step: int) -> None:
-        """`weight.difference` of one iteration: taken before the next one, so that no hook after the step is needed."""
+        """Record `weight.difference` of one iteration, before the next one, so that no hook after the step is
+        needed.
+        """
         now = flatten(self._view.parameters)
         change = now - self._last.to(now.device)
         self._results.take({"weight.difference": float(change.sum(dtype=torch.float64))}, step)
@@ -299,19 +307,19 @@ class ClientSession:
     # -- at the end ---------------------------------------------------------------------------------------------------
 
     def _merge(self, index: int, planned: Planned) -> None:
-        """Step by step measurements of one probe to one client-round."""
+        """Merge a probe's measurements of single steps to one client-round."""
         if isinstance(planned.when, budget) and planned.when.granted < planned.when.asked:
             self._tell_thinned(planned, planned.when)
         arrays: dict[str, list[tuple[int, Array]]] = {}
-        for step, found in self._rows[index]:
-            for name, value in found.items():
+        for step, measured in self._rows[index]:
+            for name, value in measured.items():
                 array = np.asarray(value.cpu() if isinstance(value, Tensor) else value)
                 if array.ndim == 0:
                     known = name if name in CATALOG else public_name(name)
                     self._results.take({known: array}, None if planned.when is at_exit else step)
                 else:
                     self._guarded(f"'{name}'", functools.partial(_check_shape, name, array))
-                    if _fits(name, array):
+                    if _fits_family(name, array):
                         arrays.setdefault(name, []).append((step, array))
         for family, rows in arrays.items():
             if planned.each:
@@ -322,7 +330,7 @@ class ClientSession:
                 self._results.matrices.append((family, merge(family, [array for _, array in rows]), None))
 
     def _merge_recorded(self) -> None:
-        """What the recorders hold: one measurement per step, or one per step and optimiser."""
+        """Merge the recorded measurements: one per step, or one per step and optimiser."""
         taken = [recorder.take() for _, recorder in self._recorders.values()]
         steps = [step for own, _ in taken for step in own]
         if not steps or self._recorded is None:
@@ -341,10 +349,10 @@ class ClientSession:
             self._results.take({name: value}, step)
         node = self._view.node or ""
         if "gradient.norm" in metrics:
-            norm, before = metrics["gradient.norm"][0], self._kit.norms.get(node)
+            norm, before = metrics["gradient.norm"][0], self._instruments.norms.get(node)
             if before:
                 self._results.take({"gradient.change_round": abs(norm - before) / before})
-            self._kit.norms[node] = norm
+            self._instruments.norms[node] = norm
 
     def _tell_thinned(self, planned: Planned, schedule: budget) -> None:
         name = planned.name
@@ -356,31 +364,31 @@ class ClientSession:
     def _fit_before(self) -> None:
         started = time.perf_counter()
         try:
-            found, self._batch = self._kit.fit.before(self._view)
+            metrics, self._batch = self._instruments.fit.before(self._view)
         except ConfigError:
             self._view.data = None  # it cannot be read: told once, and the other probes do without
             raise
-        self._results.take(found)
-        if not self._kit.preset.brief:
+        self._results.take(metrics)
+        if not self._instruments.preset.brief:
             self._tell_labels()
         if self._batch is not None:
             self._fit_cost = time.perf_counter() - started
 
     def _tell_labels(self) -> None:
-        """Which labels the client holds: when first seen, and again when a look every few rounds finds a change."""
-        if (self._view.round or 0) % LABEL_ROUNDS and self._view.node in self._kit.labels:
+        """Report the client's labels: when first seen, and again when a check every few rounds finds a change."""
+        if (self._view.round or 0) % LABEL_ROUNDS and self._view.node in self._instruments.labels:
             return
         labels = labels_of(self._view.data)
-        if labels is None or labels == self._kit.labels.get(self._view.node or ""):
+        if labels is None or labels == self._instruments.labels.get(self._view.node or ""):
             return
-        self._kit.labels[self._view.node or ""] = labels
+        self._instruments.labels[self._view.node or ""] = labels
         self._results.take({"label.entropy": label_entropy(labels)})
         self._results.remarks.append(labels_remark(labels))
 
     def _fit_after(self) -> None:
         started = time.perf_counter()
         assert self._batch is not None  # noqa: S101 - asked by the caller
-        self._results.take(self._kit.fit.after(self._view, self._batch))
+        self._results.take(self._instruments.fit.after(self._view, self._batch))
         self._fit_cost += time.perf_counter() - started
 
     def _guarded(self, what: str, work: Callable[[], None]) -> None:
@@ -391,7 +399,7 @@ class ClientSession:
 
 
 def _catch_input(view: View, report: Report) -> Any:
-    """Remember the input of the last training batch, for probes that need samples and were given no data."""
+    """Keep the input of the last training batch, for probes that need samples and were given no data."""
 
     def catch(module: Any, inputs: tuple[Any, ...]) -> None:
         if module.training and inputs and isinstance(inputs[0], Tensor):
@@ -400,7 +408,7 @@ def _catch_input(view: View, report: Report) -> Any:
     return view.model.register_forward_pre_hook(Hook(catch, lambda error: report(error, "catching a batch")))
 
 
-def _fits(name: str, array: Array) -> bool:
+def _fits_family(name: str, array: Array) -> bool:
     return name in FAMILIES and array.ndim == 2 and array.shape[1] == len(FAMILIES[name].columns)
 
 
@@ -408,5 +416,5 @@ def _check_shape(name: str, array: Array) -> None:
     if name not in FAMILIES:
         raise ConfigError(f"A probe gave an array. {unknown('family', name, FAMILIES)}")
     columns = len(FAMILIES[name].columns)
-    if not _fits(name, array):
+    if not _fits_family(name, array):
         raise ConfigError(f"A probe gave '{name}' of shape {array.shape}. This family wants [layers, {columns}].")

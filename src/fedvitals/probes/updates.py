@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates, as the server sees them: size, direction against the cohort and against the client's own past, duplicates.
+"""Updates as the server sees them: size, direction relative to the cohort and to the client's own past, duplicates.
 
-Cosines are exact as long as the round's updates and each client's previous one fit into `memory` bytes; past that they
-are estimated from the sketches (standard error 1/16), and `approximate` says so.
+Cosines are exact as long as the round's updates and each client's previous one fit into `memory` bytes; beyond that
+they are estimated from the sketches (standard error 1/16), and `approximate` says so.
 
-Updates are compared where they lie. What comes home from a device does so once for all clients: sums, products and
-sketches, never the updates.
+Updates are compared on their device. Sums, products and sketches are copied to the host once for all clients, the
+updates never.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedvitals.kernels import count_sketch, sums
 from fedvitals.probes.attempts import Attempt, unguarded
-from fedvitals.probes.peers import Layout, Models, Peers, as_rows, from_sketches, layout_of
+from fedvitals.probes.peers import PastModels, PeerLayout, Peers, as_matrix, from_sketches, layout_of
 from fedvitals.probes.view import flatten
 from fedvitals.records import LayerTable
 from fedvitals.stats import ALIGNMENT_COLUMNS, COUNT, INFS, NANS, PEER_COLUMNS, SUM, SUM_SQUARES, Array
@@ -37,7 +37,7 @@ _TOGETHER_AWAY = 2 << 30  # on a device, where each go has its price
 
 
 @dataclass(slots=True)
-class Update:
+class ClientUpdate:
     """One client's update: its size, its sketch, and, memory allowing, the vector itself."""
 
     node: str
@@ -60,51 +60,53 @@ class Update:
 
     @property
     def sizes(self) -> list[int]:
-        """How many values each layer has; one layer when they are not known."""
+        """The number of values of each layer; one layer if they are not known."""
         return [self.length] if self.rows is None else self.rows[:, COUNT].astype(int).tolist()
 
 
-def measured(updates: Mapping[str, Sequence[Tensor]]) -> list[tuple[str, Tensor, Array]]:
-    """Each update as one vector, with its nine sums per layer; those of equal shapes in one reading."""
+def flatten_and_sum(updates: Mapping[str, Sequence[Tensor]]) -> list[tuple[str, Tensor, Array]]:
+    """Return each update as (node, one vector, its nine sums per layer); those of equal shapes are measured in one
+    pass.
+    """
     alike: dict[tuple[torch.Size, ...], list[str]] = defaultdict(list)
     for node, tensors in updates.items():
         alike[tuple(tensor.shape for tensor in tensors)].append(node)
-    found: list[tuple[str, Tensor, Array]] = []
+    measured: list[tuple[str, Tensor, Array]] = []
     for shapes, nodes in alike.items():
         flat = [flatten(updates[node]) for node in nodes]
-        whole = as_rows(flat)
+        whole = as_matrix(flat)
         vectors = torch.stack(flat) if whole is None else whole
         layers = vectors.split([math.prod(shape) for shape in shapes], dim=1)
         rows = np.asarray(torch.as_tensor(sums(layers, clients=True)).cpu())
-        found += zip(nodes, vectors, rows, strict=True)
-    return found
+        measured += zip(nodes, vectors, rows, strict=True)
+    return measured
 
 
-class Updates:
-    """The updates of a run, round by round: `add` as they come, `close_round` when all are in."""
+class UpdateTracker:
+    """The updates of a run, round by round: `add` them as they come, `close_round` when all are in."""
 
     def __init__(self, *, brief: bool = False, memory: int = 512 << 20) -> None:
         self._brief = brief  # only the size, and the cosine to the others
         self._memory = memory
         self._held = 0
-        self._models = Models(memory // 4)
-        self._layouts: dict[str, tuple[tuple[int, ...], Layout]] = {}  # by the digest of their table
-        self._round: dict[str, Update] = {}
-        self._previous: dict[str, Update] = {}
+        self._models = PastModels(memory // 4)
+        self._layouts: dict[str, tuple[tuple[int, ...], PeerLayout]] = {}  # by the digest of their table
+        self._round: dict[str, ClientUpdate] = {}
+        self._previous: dict[str, ClientUpdate] = {}
         self._lock = threading.Lock()
         self.approximate = False
 
     @property
     def held_bytes(self) -> int:
-        """Of the updates themselves."""
+        """The bytes of the kept updates."""
         return self._held
 
-    def add(self, node: str, vector: Tensor, rows: Array | None) -> Update:
-        """Take in one update: as one vector, and its nine sums per layer (not needed when brief).
+    def add(self, node: str, vector: Tensor, rows: Array | None) -> ClientUpdate:
+        """Add one update: one vector, and its nine sums per layer (not needed if brief).
 
-        A second one of the same client in the same round, what a host says was sent, stands for the first.
+        A second one of the same client in the same round, as sent according to the host, replaces the first.
         """
-        update = Update(node, vector.numel(), _squares(vector, rows), rows, vector=vector)
+        update = ClientUpdate(node, vector.numel(), _squares(vector, rows), rows, vector=vector)
         update.metrics["update.norm"] = math.sqrt(update.squares) if update.finite else _finite_norm(vector, rows)
         if update.squares == 0:
             update.metrics["update.zero"] = 1.0
@@ -124,26 +126,26 @@ class Updates:
         return update
 
     def begin_round(self, number: int, parameters: Sequence[Tensor]) -> None:
-        """The global model that the clients of a round begin with."""
+        """Set the global model that the clients of a round start from."""
         if not self._brief:
             self._models.add(number, parameters)
 
     def know(self, tables: Iterable[LayerTable]) -> None:
-        """Shapes of layers: an update itself is a row of numbers."""
+        """Set the shapes of layers, which an update itself does not carry."""
         for table in tables:
             if table.rows == "parameter" and table.digest not in self._layouts:
                 sizes = tuple(math.prod(layer.shape) for layer in table.layers)
                 self._layouts[table.digest] = sizes, layout_of(table)
 
-    def close_round(self, attempt: Attempt = unguarded) -> list[Update]:
-        """The round's updates with their cosines and duplicates; they become the clients' previous ones.
+    def close_round(self, attempt: Attempt = unguarded) -> list[ClientUpdate]:
+        """Return the round's updates with their cosines and duplicates; they become the clients' previous ones.
 
-        `attempt`: does each comparison by itself. Where one fails, its cosines are missing and nothing else.
+        `attempt` does each comparison separately. If one fails, only its cosines are missing.
         """
         with self._lock:
             closing, self._round = self._round, {}
         attempt("fetching sketches", lambda: _fetch_sketches(closing.values()), None)
-        cohorts: dict[tuple[int, ...], list[Update]] = defaultdict(list)
+        cohorts: dict[tuple[int, ...], list[ClientUpdate]] = defaultdict(list)
         for update in closing.values():
             attempt("sharing an update out", partial(_share, update), update.node)
             if not self._brief:
@@ -157,7 +159,7 @@ class Updates:
         self._keep(closing)
         return list(closing.values())
 
-    def _align(self, cohort: list[Update]) -> bool:
+    def _align(self, cohort: list[ClientUpdate]) -> bool:
         """True, once it is done."""
         vectors = [update.vector for update in cohort if update.vector is not None]
         if len(vectors) == len(cohort):
@@ -166,14 +168,15 @@ class Updates:
             self._align_by_sketch(cohort)
         return True
 
-    def _align_exactly(self, cohort: list[Update], vectors: list[Tensor]) -> None:
-        """Cosines per layer and as a whole, to the mean of the *other* updates and to the client's previous one.
+    def _align_exactly(self, cohort: list[ClientUpdate], vectors: list[Tensor]) -> None:
+        """Compute cosines per layer and as a whole, to the mean of the *other* updates and to the client's previous
+        one.
 
-        All clients at once where memory allows: for a small model a call costs more than what it computes.
+        All clients at once where memory allows, since for a small model a call costs more than its computation.
         """
         room = _TOGETHER if vectors[0].is_cpu else _TOGETHER_AWAY
         together = max(1, room // max(1, vectors[0].numel() * vectors[0].element_size()))
-        whole = as_rows(vectors)
+        whole = as_matrix(vectors)
         total = _sum(vectors) if whole is None or whole.is_cpu else whole.sum(0)
         total_squares = _dots(total[None], total, cohort[0].sizes)
         for first in range(0, len(cohort), together):
@@ -188,12 +191,12 @@ class Updates:
             self._align_to_previous(part, stacked)
         if not self._brief:
             sizes = tuple(cohort[0].sizes)
-            layout = next((own for known, own in reversed(self._layouts.values()) if known == sizes), Layout())
+            layout = next((own for known, own in reversed(self._layouts.values()) if known == sizes), PeerLayout())
             peers = Peers(vectors, _sums(cohort), layout, self._models)
             _set_peers(cohort, peers.rows(_sketches(cohort)))
 
     def _align_to_others(
-        self, part: list[Update], stacked: Tensor, total: Tensor, total_squares: Array, vectors: list[Tensor]
+        self, part: list[ClientUpdate], stacked: Tensor, total: Tensor, total_squares: Array, vectors: list[Tensor]
     ) -> None:
         own = np.stack([update.squares_of_layers for update in part])
         with_total = _dots(stacked, total, part[0].sizes)
@@ -203,28 +206,28 @@ class Updates:
             others = _sum([vector for vector in vectors if vector is not part[i].vector])
             dot[i] = _dots(stacked[i : i + 1], others, part[i].sizes)[0]
             squares[i] = _dots(others[None], others, part[i].sizes)[0]
-        _tell("update.cosine_mean", 0, part, dot, own, squares)
+        _store_cosines("update.cosine_mean", 0, part, dot, own, squares)
 
-    def _align_to_previous(self, part: list[Update], stacked: Tensor) -> None:
+    def _align_to_previous(self, part: list[ClientUpdate], stacked: Tensor) -> None:
         known = [i for i, update in enumerate(part) if self._comparable(update) is not None]
         if not known:
             return
         these, past = [part[i] for i in known], [self._previous[part[i].node] for i in known]
         vectors = [old.vector for old in past if old.vector is not None]
-        whole = as_rows(vectors)
+        whole = as_matrix(vectors)
         before = torch.stack(vectors) if whole is None else whole
         dot = _dots(stacked if len(known) == len(part) else stacked[known], before, these[0].sizes)
         own, squares = (np.stack([u.squares_of_layers for u in group]) for group in (these, past))
-        _tell("update.cosine_previous", 1, these, dot, own, squares)
+        _store_cosines("update.cosine_previous", 1, these, dot, own, squares)
 
-    def _comparable(self, update: Update) -> Update | None:
-        """The client's previous update, if it was finite, of the same model, and is still held."""
+    def _comparable(self, update: ClientUpdate) -> ClientUpdate | None:
+        """Return the client's previous update, if it was finite, of the same model, and is still kept."""
         old = self._previous.get(update.node)
         usable = old is not None and old.vector is not None and old.finite and old.sizes == update.sizes
         return old if usable else None
 
-    def _align_by_sketch(self, cohort: list[Update]) -> None:
-        """Cosines of the whole: a sketch does not tell layers apart."""
+    def _align_by_sketch(self, cohort: list[ClientUpdate]) -> None:
+        """Compute cosines of the whole, since a sketch has no layers."""
         for update in cohort:
             if update.sketch is None and update.vector is not None:
                 update.sketch = count_sketch(update.vector)
@@ -242,7 +245,7 @@ class Updates:
         if not self._brief:
             _set_peers(cohort, from_sketches(_sums(cohort), _sketches(cohort)))
 
-    def _keep(self, closing: dict[str, Update]) -> None:
+    def _keep(self, closing: dict[str, ClientUpdate]) -> None:
         if self._brief:
             self._held = 0
             return
@@ -250,29 +253,29 @@ class Updates:
             self._release(self._previous.get(node))
             self._previous[node] = update
 
-    def _release(self, old: Update | None) -> None:
+    def _release(self, old: ClientUpdate | None) -> None:
         if old is not None and old.vector is not None:
             self._held -= old.vector.numel() * old.vector.element_size()
 
 
-def _sums(cohort: list[Update]) -> Array:
+def _sums(cohort: list[ClientUpdate]) -> Array:
     """[clients, layers, 9]."""
     return np.stack([update.rows for update in cohort if update.rows is not None])
 
 
-def _sketches(cohort: list[Update]) -> Array:
+def _sketches(cohort: list[ClientUpdate]) -> Array:
     return torch.stack([u.sketch for u in cohort if u.sketch is not None]).cpu().numpy()
 
 
-def _fetch_sketches(updates: Iterable[Update]) -> None:
-    """To the CPU, all by one copy: they are looked at one by one from here on."""
+def _fetch_sketches(updates: Iterable[ClientUpdate]) -> None:
+    """Copy the sketches to the CPU with one copy, since they are used one by one afterwards."""
     away = [(update, update.sketch) for update in updates if update.sketch is not None and not update.sketch.is_cpu]
     if away:
         for (update, _), sketch in zip(away, torch.stack([own for _, own in away]).cpu(), strict=True):
             update.sketch = sketch
 
 
-def _set_peers(cohort: list[Update], rows: Array) -> None:
+def _set_peers(cohort: list[ClientUpdate], rows: Array) -> None:
     for update, row in zip(cohort, rows, strict=True):
         update.peers = row[None]
 
@@ -285,15 +288,15 @@ def _sum(vectors: list[Tensor]) -> Tensor:
 
 
 def _dots(a: Tensor, b: Tensor, sizes: list[int]) -> Array:
-    """[clients, layers] of ⟨a, b⟩, where `a` is [clients, D] and `b` the same or one vector for all."""
+    """Return ⟨a, b⟩ as [clients, layers], where `a` is [clients, D] and `b` the same or one vector for all."""
     if len(sizes) == 1:
         return np.asarray(((a * b).sum(1, keepdim=True, dtype=torch.float64)).cpu())
-    found = sums((a * b).split(sizes, dim=1), clients=True)
-    return np.asarray(torch.as_tensor(found).cpu())[..., SUM]
+    products = sums((a * b).split(sizes, dim=1), clients=True)
+    return np.asarray(torch.as_tensor(products).cpu())[..., SUM]
 
 
-def _tell(name: str, column: int, cohort: list[Update], dot: Array, own: Array, squares: Array) -> None:
-    """Put cosines down: of the whole as a metric, of the layers in their column of the alignment."""
+def _store_cosines(name: str, column: int, cohort: list[ClientUpdate], dot: Array, own: Array, squares: Array) -> None:
+    """Store cosines: of the whole as a metric, of the layers in their column of the alignment."""
     layers = _cosine(dot, own, squares)
     whole = _cosine(dot.sum(1), own.sum(1), squares.sum(1))
     for update, cosines, cosine in zip(cohort, layers, whole.tolist(), strict=True):
@@ -302,8 +305,8 @@ def _tell(name: str, column: int, cohort: list[Update], dot: Array, own: Array, 
             update.alignment[:, column] = cosines
 
 
-def _share(update: Update) -> None:
-    """Begin the alignment, where layers are known: no cosines yet, and each layer's share of ‖d‖²."""
+def _share(update: ClientUpdate) -> None:
+    """Create the alignment, if layers are known: no cosines yet, and each layer's share of ‖d‖²."""
     if update.rows is not None:
         own = update.rows[:, SUM_SQUARES]
         update.alignment = np.full((len(own), len(ALIGNMENT_COLUMNS)), np.nan)
@@ -311,14 +314,14 @@ def _share(update: Update) -> None:
 
 
 def _squares(vector: Tensor, rows: Array | None) -> float:
-    """‖d‖², NaN or infinite when a value is."""
+    """Return ‖d‖²; NaN or infinite if a value is."""
     if rows is None:
         return float(torch.linalg.vector_norm(vector)) ** 2
     return math.nan if rows[:, NANS].any() or rows[:, INFS].any() else float(rows[:, SUM_SQUARES].sum())
 
 
 def _finite_norm(vector: Tensor, rows: Array | None) -> float:
-    """The norm over the finite values, as everywhere; NaN and Inf are counted elsewhere."""
+    """Return the norm over the finite values; NaN and Inf are counted elsewhere."""
     if rows is None:
         rows = np.asarray(torch.as_tensor(sums([vector])).cpu())
     return math.sqrt(rows[:, SUM_SQUARES].sum())
@@ -334,17 +337,17 @@ def _cosine_of(a: Tensor, b: Tensor) -> float:
 
 
 def _put(metrics: dict[str, float], name: str, value: Any) -> None:
-    """A cosine with nothing is no number: absent, not NaN."""
+    """Add a cosine unless it is NaN: a cosine with nothing is absent."""
     if not math.isnan(float(value)):
         metrics[name] = float(value)
 
 
-def _count_duplicates(cohort: Iterable[Update]) -> None:
-    """`update.duplicates` where others sent exactly the same: norms nearly agree, and vectors to the last bit.
+def _count_duplicates(cohort: Iterable[ClientUpdate]) -> None:
+    """Set `update.duplicates` where others sent exactly the same: norms nearly agree, and vectors to the last bit.
 
-    Nearly, since a device may add the same numbers in another order where they lie at another address.
+    Nearly, since a device may sum the same numbers in another order at another address.
     """
-    alike: list[list[Update]] = []
+    alike: list[list[ClientUpdate]] = []
     for update in sorted((u for u in cohort if u.finite and u.squares > 0), key=lambda u: u.squares):
         if alike and update.squares <= alike[-1][-1].squares * (1 + _ROUNDING):
             alike[-1].append(update)
@@ -357,7 +360,7 @@ def _count_duplicates(cohort: Iterable[Update]) -> None:
                 update.metrics["update.duplicates"] = float(same)
 
 
-def _same(a: Update, b: Update) -> bool:
+def _same(a: ClientUpdate, b: ClientUpdate) -> bool:
     if a.vector is not None and b.vector is not None:
         return torch.equal(a.vector, b.vector)
     return a.sketch is not None and b.sketch is not None and torch.equal(a.sketch, b.sketch)

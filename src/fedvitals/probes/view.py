@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a probe may look at: the model as lists of tensors, and where training stands."""
+"""What a probe sees: the model as lists of tensors, and the progress of training."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fedvitals.records import Layer, LayerTable
 class View:
     """One client's model during one round; of its parameters, those that train (see `trained_parameters`).
 
-    Mutable only for the monitor, which moves `step` and `owned` along; a probe reads. `owned` lists, per layer, the
-    parameter that the current optimiser step acts on, or None: with several optimisers each sees its own part.
+    Only the monitor changes it, by setting `step` and `owned`; a probe reads. `owned` lists, per layer, the parameter
+    that the current optimiser step acts on, or None: with several optimisers each sees its own part.
     """
 
     __slots__ = (
@@ -36,7 +36,7 @@ class View:
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
         trained: Collection[str] = frozenset(),
     ) -> None:
-        """`trained`: names of parameters that train elsewhere in the federation."""
+        """`trained` are names of parameters that train elsewhere in the federation."""
         self.model = model
         everything: list[tuple[str, Tensor]] = list(model.named_parameters())
         self.named_parameters = trained_parameters(everything, trained)
@@ -65,22 +65,23 @@ class View:
 def trained_parameters(
     parameters: Sequence[tuple[str, Tensor]], elsewhere: Collection[str] = frozenset()
 ) -> list[tuple[str, Tensor]]:
-    """Of a model's named parameters those that train, here or `elsewhere` in the federation; all of them if none does.
+    """Return the named parameters that train, here or `elsewhere` in the federation; all of them if none does.
 
-    In a fine-tuning with adapters nearly all parameters are frozen: they neither train nor travel, and measuring them
-    would cost more than the training. One that only this client froze is exchanged all the same, and stays. A model in
-    which nothing trains is a container, such as a global model that is only averaged into.
+    In fine-tuning with adapters nearly all parameters are frozen: they neither train nor travel, and measuring them
+    would cost more than the training. One that only this client froze is still exchanged, and stays. A model in which
+    nothing trains is a container, such as a global model that is only averaged into.
     """
     training = [(name, p) for name, p in parameters if p.requires_grad or name in elsewhere]
     return training or list(parameters)
 
 
 def table_of(rows: str, tensors: Iterable[tuple[str, Tensor]]) -> LayerTable:
+    """Return the layer table of named tensors."""
     return LayerTable(rows, tuple(Layer(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors))
 
 
-class Flat(list[Tensor]):
-    """Tensors that lie one after the other in `vector`, nobody else's: to make one vector of them copies nothing."""
+class FlatTensors(list[Tensor]):
+    """Tensors that are contiguous in `vector`, not shared with others: flattening them copies nothing."""
 
     def __init__(self, vector: Tensor, shapes: Sequence[Sequence[int]]) -> None:
         parts = vector.split([math.prod(shape) for shape in shapes])
@@ -89,10 +90,10 @@ class Flat(list[Tensor]):
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Copies of all tensors in one vector: float64 if any of them is, else float32 (halves gain precision)."""
+    """Return copies of all tensors in one vector: float64 if any of them is, else float32."""
     if not tensors:
         return torch.zeros(0)
-    whole = getattr(tensors, "vector", None)  # a `Flat`, or the like of a host's
+    whole = getattr(tensors, "vector", None)  # a `FlatTensors`, or the like of a host's
     if isinstance(whole, Tensor):
         return whole
     kinds = {t.dtype for t in tensors}
@@ -104,13 +105,15 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def split(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The vector cut into one flat piece per tensor."""
+    """Split the vector into one flat piece per tensor."""
     return list(vector.split([t.numel() for t in like]))
 
 
 @contextmanager
-def modes_kept(model: nn.Module) -> Iterator[None]:
-    """A stretch in evaluation mode, after which every module's mode and torch's random streams are as before."""
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode inside the block; every module's mode and torch's random streams are
+    restored.
+    """
     modes = [(module, module.training) for module in model.modules()]
     state = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
@@ -127,7 +130,7 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
-    """The same, without gradients."""
-    with modes_kept(model), torch.no_grad():
+def evaluation_without_gradients(model: nn.Module) -> Iterator[None]:
+    """Like `evaluation_mode`, without gradients."""
+    with evaluation_mode(model), torch.no_grad():
         yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights: their statistics, how far they moved, and whether they started well."""
+"""Weights: their statistics, how far they moved, and whether they were initialised well."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from fedvitals.stats import INFS, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array,
 
 
 def weights(view: View) -> Mapping[str, Any]:
-    """The nine sums of every parameter and, apart, of every buffer (batch norm's running statistics)."""
-    found = sums([p.detach() for p in view.parameters])
-    result = {"weight": found, **whole_model(found)}
+    """Return the nine sums of every parameter and, separately, of every buffer (batch norm's running statistics)."""
+    rows = sums([p.detach() for p in view.parameters])
+    result = {"weight": rows, **whole_model(rows)}
     buffers = view.named_buffers
     if buffers:
         result["buffer"] = sums([b for _, b in buffers])
     return result
 
 
-def whole_model(found: Any) -> dict[str, Any]:
+def whole_model(rows: Any) -> dict[str, Any]:
+    """Return the norm and the number of non-finite values of the whole model, from its nine sums per layer."""
     return {
-        "weight.norm": found[:, SUM_SQUARES].sum() ** 0.5,
-        "weight.nonfinite": found[:, NANS].sum() + found[:, INFS].sum(),
+        "weight.norm": rows[:, SUM_SQUARES].sum() ** 0.5,
+        "weight.nonfinite": rows[:, NANS].sum() + rows[:, INFS].sum(),
     }
 
 
 def movement(update: Array, before: Tensor, now: Tensor, initial: Tensor | None) -> dict[str, float]:
-    """How far the weights moved, from the nine sums of (now − before) and the two vectors themselves.
+    """Return how far the weights moved, from the nine sums of (now − before) and the two vectors themselves.
 
-    `weight.difference` is Σ(after − before), signed and absolute: the sum over the round's iterations of the paper's
-    per-iteration difference telescopes to it when signed.
+    `weight.difference` is Σ(after − before), signed and absolute: the signed sum over the round's iterations of the
+    paper's per-iteration difference telescopes to it.
     """
     drift = float(np.sqrt(update[:, SUM_SQUARES].sum()))
     start = float(torch.linalg.vector_norm(before))
@@ -53,24 +54,24 @@ def movement(update: Array, before: Tensor, now: Tensor, initial: Tensor | None)
 
 
 def check_initialisation(model: nn.Module) -> list[tuple[str, str]]:
-    """Return what looks wrong with freshly made weights, before any training: (parameter, remark).
+    """Return what looks wrong with new weights, before any training: (parameter, remark).
 
     The gain of a layer is rms(w)·√fan_in: about 1 to 1.4 for the usual schemes (Glorot, He). One that is far off makes
-    signals grow or fade by that factor at every layer. A spread of 0 leaves all units equal for ever. Frozen parameters
-    are not judged, since they are not meant to learn; nor are matrices that begin at 0 on purpose (`starts_at_zero`).
+    signals grow or fade by that factor at every layer. A spread of 0 keeps all units equal forever. Frozen parameters
+    are not checked, since they are not meant to learn; nor are matrices that start at 0 on purpose (`starts_at_zero`).
     """
     matrices = _trained_matrices(model)
     if not matrices:
         return []
-    found = np.asarray(torch.as_tensor(sums([p for _, p in matrices])).cpu())
-    std, rms, mean = (derive("weight", found, name) for name in ("std", "rms", "mean"))
+    rows = np.asarray(torch.as_tensor(sums([p for _, p in matrices])).cpu())
+    std, rms, mean = (derive("weight", rows, name) for name in ("std", "rms", "mean"))
     without_gain = _without_gain(model)
     meant = set(starts_at_zero(model))
     remarks = []
     for i, (name, parameter) in enumerate(matrices):
         gain = float(rms[i]) * (parameter[0].numel() ** 0.5)
-        if found[i, NANS] or found[i, INFS]:
-            remarks.append((name, f"{int(found[i, NANS] + found[i, INFS])} values are NaN or Inf"))
+        if rows[i, NANS] or rows[i, INFS]:
+            remarks.append((name, f"{int(rows[i, NANS] + rows[i, INFS])} values are NaN or Inf"))
         elif name in meant:
             continue
         elif std[i] <= 1e-6 * max(rms[i], 1e-30):
@@ -82,11 +83,11 @@ def check_initialisation(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def starts_at_zero(model: nn.Module) -> list[str]:
-    """Return the trained matrices that begin at exactly 0 as adapters, residual branches and heads do on purpose.
+    """Return the trained matrices that start at exactly 0, as adapters, residual branches and heads do on purpose.
 
-    Beside weights that are not 0, such a matrix gets a gradient from its first or second step on. Where more than half
-    of a model's matrices are 0, the signal cannot pass: that is a bad start, and none of them is returned. Where nobody
-    says what is trained (a model known only by its arrays, of which adapters may be all there is), every one is.
+    Next to weights that are not 0, such a matrix gets a gradient from its first or second step on. If more than half of
+    a model's matrices are 0, the signal cannot pass: that is a bad start, and none of them is returned. If it is not
+    known what is trained (a model known only by its arrays, which may all be adapters), all are returned.
     """
     matrices = [(name, p) for name, p in model.named_parameters() if p.dim() > 1 and p.numel() > 1]
     zero = {name for name, p in matrices if not p.detach().any()}
@@ -97,7 +98,7 @@ def starts_at_zero(model: nn.Module) -> list[str]:
 
 
 def _trained_matrices(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The trained weights of more than one dimension; all of them where no parameter says that it is trained."""
+    """Return the trained weights of more than one dimension; all of them if no parameter is marked as trained."""
     parameters = [*model.named_parameters()]
     anything = any(p.requires_grad for _, p in parameters)
     return [
@@ -108,9 +109,9 @@ def _trained_matrices(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _without_gain(model: nn.Module) -> set[str]:
-    """Parameters whose gain means nothing: embeddings, and arrays of a module that is no convolution.
+    """Return parameters whose gain has no meaning: embeddings, and arrays of a module that is not a convolution.
 
-    A position embedding of shape [1, positions, width] or a stack of experts has no fan-in that its shape tells.
+    The shape of a position embedding [1, positions, width] or of a stack of experts does not show its fan-in.
     """
     convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
     without = set()

@@ -7,22 +7,28 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedvitals.analysis.bottleneck import RunVerdict, judge
-from fedvitals.analysis.critical_path import Path, critical_path
+from fedvitals.analysis.critical_path import CriticalPath, critical_path
 from fedvitals.analysis.remedies import Remedy, remedies
 from fedvitals.analysis.stragglers import Straggler, stragglers
-from fedvitals.analysis.timeline import RoundTime, main_clock, of_clock, timeline, waiting_for
-from fedvitals.analysis.traffic import Needed, Reached, Traffic, needed, reached, traffic_of
-from fedvitals.analysis.what_if import Row, latencies, what_if
-from fedvitals.errors import ConfigError
+from fedvitals.analysis.timeline import RoundTime, main_clock, rounds_of_clock, timeline, waiting_for
+from fedvitals.analysis.traffic import (
+    AccuracyMilestone,
+    BandwidthNeed,
+    Traffic,
+    accuracy_milestones,
+    bandwidth_needs,
+    traffic_of,
+)
+from fedvitals.analysis.what_if import WhatIfRow, latencies, what_if
+from fedvitals.errors import ConfigError, FedvitalsError
 from fedvitals.plain_json import Fields, PlainJson, unchanged
 from fedvitals.records import Event, Run, Span, Transfer
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
 from fedvitals.time_parts import REST, WORK
-from fedvitals.views.links import latency_of
 from fedvitals.views.machine import (
     Machine,
     Memory,
@@ -34,6 +40,9 @@ from fedvitals.views.machine import (
     throughput_of,
 )
 from fedvitals.views.run_figures import federation
+
+if TYPE_CHECKING:
+    from fedvitals.lab import Experiment
 
 ORDER = (*WORK, *REST, "unaccounted")  # of parts, wherever they are shown
 
@@ -52,17 +61,17 @@ class Profile:
     server_parts: Mapping[str, float]
     unaccounted: float | None  # largest share of a node's round that no part explains, median over the rounds
     waterfall: RoundTime | None  # the round that was asked for, else the longest
-    path: Path | None  # of that round
+    path: CriticalPath | None  # of that round
     stragglers: tuple[Straggler, ...]
-    what_if: tuple[Row, ...]
+    what_if: tuple[WhatIfRow, ...]
     remedies: tuple[Remedy, ...]
     throughput: tuple[Throughput, ...]  # the slowest client first
     memory: Memory | None
     machine: tuple[Machine, ...]
     operators: tuple[Operators, ...]
     traffic: Traffic
-    reached: tuple[Reached, ...]
-    needed: tuple[Needed, ...]  # for the pace of the median client, unless told
+    reached: tuple[AccuracyMilestone, ...]
+    needed: tuple[BandwidthNeed, ...]  # for the pace of the median client, unless told
     needed_why: str | None  # why there is nothing in it
     target_seconds: float | None  # that were asked for
     waited_for: Mapping[str, float]  # node → seconds that clients waited for it, all rounds together; the most first
@@ -87,7 +96,7 @@ def profile_of(
     if clock is not None and clocks and clock not in clocks:
         raise ConfigError(f"The run {run} has no {clock} clock, only the {' and '.join(clocks)} one.")
     clock = clock or (main_clock(everything) if everything else "real")
-    times, left_open = _finished(of_clock(everything, clock), described)
+    times, left_open = _finished(rounds_of_clock(everything, clock), described)
     shown = _shown(times, round_index, run)
     paths = [critical_path(time) for time in times]
     verdict = judge(times, paths=paths)
@@ -111,7 +120,7 @@ def profile_of(
         stragglers=tuple(stragglers(times, paths=paths)),
         what_if=tuple(rows),
         remedies=tuple(remedies(verdict, rows)) if verdict else (),
-        throughput=throughput_of(reader, run, of_clock(everything, "real")),
+        throughput=throughput_of(reader, run, rounds_of_clock(everything, "real")),
         memory=memory_of(reader, run),
         machine=machine_of(reader, run),
         operators=operators_of(events),
@@ -139,12 +148,12 @@ def _finished(times: list[RoundTime], run: Run) -> tuple[list[RoundTime], int | 
     return times[:-1], times[-1].round
 
 
-def _in_turns(path: Path) -> bool:
+def _in_turns(path: CriticalPath) -> bool:
     """Whether clients took turns: each then waits for all the others, before and after its own."""
     return path.shape.slots is not None
 
 
-def _waited_for(times: Iterable[RoundTime], paths: Iterable[Path]) -> dict[str, float]:
+def _waited_for(times: Iterable[RoundTime], paths: Iterable[CriticalPath]) -> dict[str, float]:
     waited: dict[str, float] = {}
     for time, path in zip(times, paths, strict=True):
         whom = {} if _in_turns(path) else waiting_for(time)
@@ -186,11 +195,11 @@ def _server(times: Iterable[RoundTime]) -> dict[str, float]:
     return _sum(time.server.parts for time in times if time.server is not None)
 
 
-def _reached(reader: Reader, run: str, traffic: Traffic) -> tuple[Reached, ...]:
+def _reached(reader: Reader, run: str, traffic: Traffic) -> tuple[AccuracyMilestone, ...]:
     accuracy = federation(reader, run, "accuracy")
     if not accuracy:
         return ()
-    return reached(
+    return accuracy_milestones(
         accuracy,
         seconds=federation(reader, run, "time.round"),
         virtual_seconds=federation(reader, run, "time.round_virtual"),
@@ -200,14 +209,16 @@ def _reached(reader: Reader, run: str, traffic: Traffic) -> tuple[Reached, ...]:
 
 def _needed(
     times: Sequence[RoundTime], traffic: Traffic, target: float | None, latency: Mapping[str, float]
-) -> tuple[Needed, ...]:
+) -> tuple[BandwidthNeed, ...]:
     """Only where it is known how long transfers take: elsewhere there is nothing to divide by."""
     ways: dict[str, list[Mapping[str, float]]] = {}
     own: list[float] = []  # the median client's way in each round
     for time in times:
         busy = []
         for client in time.clients:
-            parts = client.told if time.overlapping else client.parts  # asynchronous journeys begin before the round
+            parts = (
+                client.reported if time.overlapping else client.parts
+            )  # asynchronous journeys begin before the round
             if parts.get("download", 0.0) + parts.get("upload", 0.0) > 0 and not parts.get("away"):
                 ways.setdefault(client.node, []).append(parts)
                 busy.append(math.fsum(s for part, s in parts.items() if part not in ("wait", "idle")))
@@ -216,7 +227,7 @@ def _needed(
         return ()
     servers = [math.fsum(s for part, s in time.server.parts.items() if part in WORK) for time in times if time.server]
     server = median(servers) if servers else 0.0
-    return needed(ways, traffic, target if target is not None else median(own) + server, server, latency)
+    return bandwidth_needs(ways, traffic, target if target is not None else median(own) + server, server, latency)
 
 
 def as_data(profile: Profile) -> dict[str, Any]:
@@ -247,3 +258,46 @@ def _fields_and_properties(value: Any) -> Fields | None:
 
 
 plain = PlainJson(nonfinite=unchanged, fields=_fields_and_properties, name=unchanged)
+
+
+# Computes how much of a transfer's time is latency, where a run's own description tells.
+
+
+def latency_of(run: Run, times: Sequence[RoundTime], transfers: Iterable[Transfer]) -> dict[str, float] | None:
+    """Seconds of each way of a client's round that sizes do not change; None where nobody knows.
+
+    Known where `fedvitals lab` kept the experiment. The lab is loaded only then, and needs torch: without it, None.
+    """
+    text = run.config.get("experiment")
+    if run.host != "lab" or not isinstance(text, str) or "network" not in text:
+        return None
+    try:
+        from fedvitals import lab  # noqa: PLC0415 - it needs torch
+
+        return latency_in(lab.read(text), times, transfers)
+    except (ModuleNotFoundError, FedvitalsError):
+        return None
+
+
+def latency_in(
+    experiment: Experiment, times: Sequence[RoundTime], transfers: Iterable[Transfer]
+) -> dict[str, float] | None:
+    """The same of an experiment; times the messages of a round, where a group exchanges after each step."""
+    if experiment.network is None:
+        return None
+    from fedvitals.lab.network.virtual_clock import profile_of  # noqa: PLC0415 - it needs torch
+
+    seconds_of: dict[str, list[float]] = {}  # seconds of a single message
+    for transfer in transfers:
+        if transfer.kind == "update" and transfer.seconds is not None and transfer.seconds > 0:
+            seconds_of.setdefault(transfer.sender, []).append(transfer.seconds)
+    all_of_them: dict[str, list[float]] = {}
+    for time in times:
+        for client in time.clients:
+            all_of_them.setdefault(client.node, []).append(client.reported.get("upload", 0.0))
+    latencies = {}
+    for node, sent in all_of_them.items():
+        messages = max(1, round(median(sent) / median(seconds_of[node]))) if node in seconds_of else 1
+        link, _ = profile_of(experiment.network, node, experiment.seed)
+        latencies[node] = messages * link.latency_seconds
+    return latencies

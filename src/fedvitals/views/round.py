@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedvitals.analysis.bottleneck import judge_round
-from fedvitals.analysis.critical_path import Link, Path, critical_path
+from fedvitals.analysis.critical_path import CriticalPath, PathLink, critical_path
 from fedvitals.analysis.timeline import NodeTime, RoundTime, main_clock, timeline, waiting_for
 from fedvitals.catalog import meaning_of, unit_of
 from fedvitals.errors import ConfigError
@@ -213,7 +213,7 @@ def lengths_of(reader: Reader, run: str, clock: str) -> dict[int, float]:
     return {number: value for number, value in zip(rounds, values, strict=True) if math.isfinite(value)}
 
 
-def _ordered(time: RoundTime, path: Path, sort: str) -> list[NodeTime]:
+def _ordered(time: RoundTime, path: CriticalPath, sort: str) -> list[NodeTime]:
     """The server, the edges, then clients: whoever is on the path and the slowest first, or by name."""
     if sort == "name":
         return list(time.nodes.values())
@@ -225,7 +225,7 @@ def _ordered(time: RoundTime, path: Path, sort: str) -> list[NodeTime]:
     )
 
 
-def _lane(node: NodeTime, path: Path, whom: Mapping[str, str]) -> Lane:
+def _lane(node: NodeTime, path: CriticalPath, whom: Mapping[str, str]) -> Lane:
     links = [(link.began, link.began + link.seconds) for link in path.links if link.node == node.node]
     parts = tuple(
         LanePart(
@@ -244,7 +244,7 @@ def _covered(began: float, seconds: float, links: Iterable[tuple[float, float]])
     return sum(max(0.0, min(began + seconds, end) - max(began, start)) for start, end in links)
 
 
-def _path_parts(path: Path, time: RoundTime) -> list[LanePart]:
+def _path_parts(path: CriticalPath, time: RoundTime) -> list[LanePart]:
     """The chain, link by link, each with the node whose work it is."""
     parts = []
     for link in path.links:
@@ -255,7 +255,7 @@ def _path_parts(path: Path, time: RoundTime) -> list[LanePart]:
     return parts
 
 
-def _whose(link: Link) -> str:
+def _whose(link: PathLink) -> str:
     return link.node if link.shared < 2 else f"{link.node} and {link.shared - 1} more in turns"
 
 

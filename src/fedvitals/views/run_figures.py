@@ -4,22 +4,23 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from fedvitals.analysis.traffic import Reached, Traffic, reached
+from fedvitals.analysis.traffic import TELEMETRY, AccuracyMilestone, Flow, RoundTraffic, Traffic, accuracy_milestones
 from fedvitals.diagnosis.cases import Case
 from fedvitals.records import Run, is_client
 from fedvitals.store.read import queries
 from fedvitals.store.read.metrics import ValuesByRound, values_of_everybody
 from fedvitals.store.read.nodes import count_trained_clients
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.transfers import flows_by_round
 from fedvitals.views.card import detectors_of
 from fedvitals.views.cases import cases_of
 from fedvitals.views.gaps import gaps_of
 from fedvitals.views.machine import growth
-from fedvitals.views.traffic_sums import traffic_sums
 
 # The largest that a node or the whole has told of itself, in this order of preference.
 PEAKS = ("memory.peak", "memory.resident")
@@ -41,7 +42,7 @@ class Figures:
     norms: Mapping[str, ValuesByRound]  # of each client's update
     gsc: ValuesByRound  # median over the clients
     traffic: Traffic
-    reached: tuple[Reached, ...]
+    reached: tuple[AccuracyMilestone, ...]
     cases: tuple[Case, ...]
     judged: bool  # whether detectors looked at all of it; if not, no findings mean nothing
 
@@ -67,7 +68,7 @@ def figures_of(reader: Reader, run: str) -> Figures:
         norms={node: by_round for node, by_round in norms.items() if node is not None and is_client(node)},
         gsc=federation(reader, run, "scale.gsc"),
         traffic=traffic,
-        reached=reached(accuracy, seconds=seconds, virtual_seconds=virtual, bytes=spent),
+        reached=accuracy_milestones(accuracy, seconds=seconds, virtual_seconds=virtual, bytes=spent),
         cases=cases,
         judged=bool(cases) or (detectors_of(described) > 0 and not gaps_of(reader, run)),
     )
@@ -116,3 +117,37 @@ def mean(values: Sequence[float]) -> float | None:
     """Return the mean of the finite values; None where there is none."""
     finite = [v for v in values if math.isfinite(v)]
     return math.fsum(finite) / len(finite) if finite else None
+
+
+# Reads a run's traffic by round, added up by the database.
+#
+# The same sums as `analysis.traffic.traffic_of` makes from the messages themselves; no clients, no layers, no times.
+
+
+def traffic_sums(reader: Reader, run: str) -> Traffic:
+    """Read the traffic of a run by round; without clients, layers and times."""
+    # Up, down, between, telemetry, each by round.
+    books: tuple[dict[int, list[list[float]]], ...] = ({}, {}, {}, {})
+    once: Counter[int] = Counter()
+    for when, telemetry, sends, receives, *flow in flows_by_round(reader, run, TELEMETRY):
+        where = [3] if telemetry else [i for i, there in enumerate((sends, receives)) if there] or [2]
+        place = -1 if when is None else int(when)
+        once[place] += 0 if telemetry else int(flow[0] or 0)
+        for i in where:
+            books[i].setdefault(place, []).append([*(float(amount or 0) for amount in flow), 0.0, 0.0])
+    rounds = sorted({number for book in books for number in book})
+    by_round = [[Flow.of(book.get(number, ())) for book in books] for number in rounds]
+    flows = [Flow.of(flow for own in book.values() for flow in own) for book in books]
+    return Traffic(
+        flows[0],
+        flows[1],
+        flows[2],
+        flows[3].bytes,
+        None,
+        (),
+        tuple(
+            RoundTraffic(number, up, down, between, telemetry.bytes, None, {}, once[number])
+            for number, (up, down, between, telemetry) in zip(rounds, by_round, strict=True)
+        ),
+        (),
+    )

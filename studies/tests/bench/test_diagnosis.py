@@ -7,6 +7,7 @@ from fedvitals.diagnosis.live_detectors import ROUND_COMPLETE
 from fedvitals_studies.bench.diagnosis import CLIENTS, LAYERS, bench_diagnosis, round_times
 
 
+@pytest.mark.thorough
 def test_detectors_see_as_many_clients_and_layers_as_the_bar_asks_for():
     seen = []
 

@@ -31,6 +31,7 @@ def outcome(name="other", **facts):
     return peers.Outcome(peers.Arm(name), **given)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", SMALL)
 def test_files_of_the_work_hold_what_the_lab_trains_on(model, tmp_path, no_signs):
     """Weights, samples and mini-batches that a peer reads are those of the lab's own site."""

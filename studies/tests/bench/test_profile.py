@@ -48,6 +48,7 @@ def test_a_wrong_name_misses_the_bar():
     assert (missed["verdict"], missed["value"]) == ("missed", 50.0)
 
 
+@pytest.mark.thorough
 def test_the_page_of_many_clients_has_every_metric_and_few_series():
     few, many = scraping(20, scrapes=1), scraping(300, scrapes=1)
     assert 0 < many["series"] <= bench_profile.BAR_SERIES

@@ -38,6 +38,7 @@ def test_runs_are_of_each_topology_model_and_seed():
     assert any(not run.faults and run.participation == 1 for run in runs)
 
 
+@pytest.mark.thorough
 def test_every_round_is_proved_from_the_seed(tmp_path):
     one = proving.run_of("rings", "mlp", 2, 3)
     [found] = proving.proved([one], tmp_path, SAY)
@@ -97,6 +98,7 @@ def test_an_interval_on_both_sides_of_a_bar_settles_nothing(monkeypatch, tmp_pat
 # -- what it keeps, and how soon it is anywhere -----------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_the_tape_is_weighed_with_all_its_files(run):
     found = taping.size_of(run)
     assert found["complete"]
@@ -116,6 +118,7 @@ def test_a_tape_whose_beginning_is_gone_is_not_complete(run, tmp_path):
     assert not taping.size_of(taping.Recorded(run.experiment, TapeReader(folder)))["complete"]
 
 
+@pytest.mark.thorough
 def test_jumps_run_few_rounds_again_and_are_exact(run):
     found = taping.jumps(run, 8, SAY)["jumps"]
     assert sorted(one["round"] for one in found) == run.tape.rounds

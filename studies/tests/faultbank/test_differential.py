@@ -14,10 +14,10 @@ from fedvitals_studies.faultbank.baselines.differential import (
     differential_votes,
     disagreement,
     elimination_order,
-    judged,
-    largest_of_healthy,
+    healthy_limit,
     random_answers,
-    standing_out,
+    robust_scores,
+    score_answers,
     states_of,
     votes_of,
 )
@@ -134,7 +134,7 @@ def test_disagreement_by_hand():
 
 
 def test_standing_out_is_against_the_others():
-    found = standing_out(np.array([0.0, 1.0, 2.0, 10.0]))
+    found = robust_scores(np.array([0.0, 1.0, 2.0, 10.0]))
     assert found[3] == pytest.approx(9 / 1.4826)  # others: median 1, distances 1, 0, 1
     assert found[0] == pytest.approx(-2 / 1.4826)  # others 1, 2, 10: median 2, distances 1, 0, 8
 
@@ -142,17 +142,17 @@ def test_standing_out_is_against_the_others():
 def test_where_all_answer_alike_one_neuron_accuses_nobody():
     given = np.ones((10, 1, 50))
     given[4, 0, 0] = 0
-    assert judged([f"c{i}" for i in range(10)], torch.tensor(given)).accused == ()
+    assert score_answers([f"c{i}" for i in range(10)], torch.tensor(given)).accused == ()
 
 
 def test_the_limit_holds_its_rate_and_is_higher_for_few_clients():
     random = np.random.default_rng(7)
     for clients in (5, 10, 30):
-        limit = largest_of_healthy(clients, 0.05)
-        share = (standing_out(random.standard_normal((2000, clients))).max(-1) > limit).mean()
+        limit = healthy_limit(clients, 0.05)
+        share = (robust_scores(random.standard_normal((2000, clients))).max(-1) > limit).mean()
         assert 0.025 < share < 0.085
-    assert largest_of_healthy(5, 0.01) > largest_of_healthy(10, 0.01) > largest_of_healthy(30, 0.01)
-    assert largest_of_healthy(10, 0.01) > largest_of_healthy(10, 0.1)
+    assert healthy_limit(5, 0.01) > healthy_limit(10, 0.01) > healthy_limit(30, 0.01)
+    assert healthy_limit(10, 0.01) > healthy_limit(10, 0.1)
 
 
 def test_broken_models_stand_out_and_too_few_clients_do_not():
@@ -181,4 +181,4 @@ def test_what_cannot_be_done_is_said():
     with pytest.raises(ConfigError, match="no dense, convolutional or recurrent layer"):
         differential_votes(nn.Sequential(nn.LayerNorm(3)), {"a": torch.zeros(6), "b": torch.zeros(6)}, (3,))
     with pytest.raises(ConfigError, match="between 0 and 1"):
-        largest_of_healthy(10, 1.0)
+        healthy_limit(10, 1.0)

@@ -85,6 +85,7 @@ def call(capsys, *arguments):
 # -- there and home ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_trained_and_examined_there_and_a_page_of_it_here(bank, tmp_path, capsys):
     assert away(bank, tmp_path, "--workers", 1) == 0  # what the lab refuses is no failure of the machine
     said = capsys.readouterr().out
@@ -111,6 +112,7 @@ def test_trained_and_examined_there_and_a_page_of_it_here(bank, tmp_path, capsys
     assert "small: 3 runs, on cpu | small: 3 runs, on cpu" in text
 
 
+@pytest.mark.thorough
 def test_what_earlier_calls_did_is_not_done_again_and_is_told_of(bank, tmp_path, capsys):
     assert away(bank, tmp_path / "a", "--workers", 1, "--sample", 1) == 0
     capsys.readouterr()
@@ -165,6 +167,7 @@ def test_a_bundle_that_is_damaged_or_means_harm_is_refused(bank, tmp_path, monke
         faultbank_bundle.merge(read_bank(bank), [good], tmp_path / "home")
 
 
+@pytest.mark.thorough
 def test_bundles_are_as_large_as_may_travel_and_no_more_than_may(tmp_path, monkeypatch):
     bank = read_bank("quick")
     for case in bank.cases:
@@ -241,9 +244,7 @@ def test_a_process_that_dies_is_replaced_and_only_its_task_is_lost():
 
 @pytest.mark.thorough
 def test_when_the_time_is_over_what_is_at_work_is_given_up():
-    began = time.monotonic()
-    assert [*in_processes(time.sleep, [60, 60, 60], 2, seconds=0.5)] == []
-    assert time.monotonic() - began < 20
+    assert [*in_processes(time.sleep, [3600, 3600, 3600], 2, seconds=0.5)] == []  # an hour, if it were not given up
 
 
 def test_a_process_with_many_cases_loads_a_data_set_once(monkeypatch):

@@ -38,6 +38,7 @@ def flat(series):
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["extended-hierarchical-baseline", "extended-centralized-exploding"])
 def test_arrays_give_the_series_that_records_give(name, monkeypatch):
     condition = dataclasses.replace(richly(BY_NAME[name]), **SMALL)

@@ -207,6 +207,7 @@ def test_the_speed_of_another_device_says_nothing(tmp_path):
 # -- results that travel -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_pieces_go_on_where_they_stopped_and_are_merged(tmp_path, monkeypatch, capsys):
     asked = []
 

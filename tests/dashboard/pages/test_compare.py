@@ -5,11 +5,10 @@ import re
 import time
 
 import pytest
-from playwright.sync_api import expect
 
 from fedvitals.records import Metric, Where
 from fedvitals.store import open_store
-from support.dashboard_server import judge, ready, serve
+from support.dashboard_server import expect, judge, ready, serve
 from support.runs_by_hand import HOSTILE, course, find
 from support.timed_run import STARTED, stored
 

@@ -5,13 +5,12 @@ import re
 import time
 
 import pytest
-from playwright.sync_api import expect
 
 from fedvitals.records import Metric, Where
 from fedvitals.store import open_reader, open_store
 from fedvitals.store.lock import WriterLock
 from fedvitals.store.read.queries import list_runs
-from support.dashboard_server import judge, ready, serve
+from support.dashboard_server import expect, judge, ready, serve
 from support.runs_by_hand import HOSTILE, course, find, ward
 from support.timed_run import STARTED, stored
 

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from fedvitals.diagnosis.corrections.catalog import CLIENT_KINDS, CORRECTIONS, KINDS, corrections_for
-from fedvitals.diagnosis.corrections.correction_trials import CorrectionTrials
+from fedvitals.diagnosis.corrections.correction_trials import CorrectionTrials, judge_correction, loss_trend_of
 from fedvitals.diagnosis.corrections.model_trend import ModelTrend, model_trend_of
-from fedvitals.diagnosis.corrections.outcome import judge_correction, loss_trend_of
 from fedvitals.diagnosis.corrections.policy import CorrectionPolicy
 from fedvitals.diagnosis.evidence.unusable_updates import UnusableUpdateCheck
 from fedvitals.diagnosis.finding import finding

@@ -14,6 +14,7 @@ from support.lab.examined import CULPRIT, ONSET, findings_by, first_rounds, watc
 ILL = {"nodes": CULPRIT, "since": ONSET}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("since", [0, ONSET])
 @pytest.mark.parametrize("partition", [lab.iid(), lab.dirichlet(0.3)])
 def test_a_client_with_thirty_times_the_samples_dominates(since, partition):

@@ -6,8 +6,14 @@ import math
 import pytest
 
 from fedvitals import lab
-from fedvitals.diagnosis.detectors.convergence import DETECTORS, client_drift, divergence, oscillation, plateau
-from fedvitals.diagnosis.detectors.overfitting import overfitting
+from fedvitals.diagnosis.detectors.convergence import (
+    DETECTORS,
+    client_drift,
+    divergence,
+    oscillation,
+    overfitting,
+    plateau,
+)
 from fedvitals.diagnosis.detectors.signals import server_step
 from support.histories import findings_of, history_of, lab_history
 

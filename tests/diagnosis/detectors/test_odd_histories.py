@@ -62,6 +62,7 @@ def spoilt(share, gone, seed):
     return store.history(run)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("share", "gone"), [(0.02, 0.0), (0.3, 0.3), (1.0, 0.0), (0.0, 0.5), (0.0, 0.95)])
 def test_no_detector_stumbles(share, gone, seed):
@@ -70,6 +71,7 @@ def test_no_detector_stumbles(share, gone, seed):
         assert 0 <= found.confidence <= 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("value", ODD)
 def test_a_cohort_in_which_all_are_equal(value):
     """Every spread is 0, every comparison a tie, and nobody stands out."""

@@ -39,6 +39,7 @@ def test_a_crash_names_its_class_and_quotes_no_word_of_the_client():
     assert any("on purpose" in event.message for event in history.events("client.failed"))  # there it stands
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fault", "issue", "network"),
     [
@@ -60,6 +61,7 @@ def test_a_connection_that_hangs_where_there_is_no_deadline():
     assert found["TIMEOUT", "c3"] == ONSET
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seconds", [90.0, -90.0])
 @pytest.mark.parametrize("topology", ["centralized", {"kind": "asynchronous", "buffer": 6}])
 def test_a_clock_that_cannot_be_right(seconds, topology):

@@ -33,6 +33,7 @@ def accused(cases):
     return {(case.issue, case.node) for case in cases if is_trouble(case)}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compression", LAB_COMPRESSIONS)
 @pytest.mark.parametrize(
     ("fault", "issue"),
@@ -51,6 +52,7 @@ def test_hard_faults_are_found_in_compressed_runs(compression, fault, issue):
     assert {node for _, node in accused(found)} <= {CULPRIT, None}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compression", HAND_COMPRESSIONS)
 @pytest.mark.parametrize(("factor", "issue"), [(float("nan"), "NAN_UPDATE"), (100.0, "BYZANTINE")])
 def test_hard_faults_are_found_in_loops_that_compress_by_hand(compression, factor, issue):
@@ -63,6 +65,7 @@ def test_hard_faults_are_found_in_loops_that_compress_by_hand(compression, facto
     assert {node for _, node in accused(found)} <= {CULPRIT, None}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("attackers", [1, 3])
 def test_a_minority_that_alters_its_updates_is_found_and_silences_nobody(attackers):
     """Mostly zeros, in an honest run: it is the transport's doing only where most clients show it."""
@@ -79,6 +82,7 @@ def test_a_minority_that_alters_its_updates_is_found_and_silences_nobody(attacke
     assert {node for _, node in accused(found)} >= set(wrong)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16], ids=str)
 def test_a_minority_that_only_rounds_its_updates_is_accused_of_nothing(precision):
     """Two clients send half precision, the others what they trained; and another one does so at times."""
@@ -91,6 +95,7 @@ def test_a_minority_that_only_rounds_its_updates_is_accused_of_nothing(precision
     assert accused(found) == set()
 
 
+@pytest.mark.thorough
 def test_how_far_an_update_is_from_the_trained_one_is_told():
     store = MemoryStore()
     factors = {NODES[1]: -1.0, NODES[2]: 100.0}
@@ -138,6 +143,7 @@ def compressed_store(path, **options):
         return monitor.run.id
 
 
+@pytest.mark.thorough
 def test_every_front_end_says_what_is_not_judged(tmp_path, capsys):
     run = compressed_store(tmp_path / "runs.db")
     for verb in ("findings", "show", "check"):
@@ -153,6 +159,7 @@ def test_every_front_end_says_what_is_not_judged(tmp_path, capsys):
         assert [*queries.records(reader, run, Action)] == []
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_compressed_only_at_times_is_judged_the_rest_of_the_time():
     store = MemoryStore()
     with fv.Monitor(None, sinks=[store], machine=False, detectors=()) as monitor:
@@ -198,11 +205,13 @@ def batch_norm_loop(tmp_path, change):
         return monitor.findings()
 
 
+@pytest.mark.thorough
 def test_running_statistics_that_travel_are_no_transformation(tmp_path):
     findings = batch_norm_loop(tmp_path, lambda index, value: value)
     assert not [f for f in findings if f.severity != "note" or f.issue == "TRANSFORMED_UPDATES"]
 
 
+@pytest.mark.thorough
 def test_a_turned_update_beside_running_statistics_is_found(tmp_path):
     findings = batch_norm_loop(tmp_path, lambda index, value: -value if index == 3 else value)
     accused = {f.where.node for f in findings if f.severity == "critical" and f.where.node}

@@ -18,8 +18,7 @@ from fedvitals.diagnosis.evidence.faulty_clients import (
     merge_by_group,
     verdicts,
 )
-from fedvitals.diagnosis.evidence.scores import FEWEST, Scorer
-from fedvitals.diagnosis.evidence.student_t import normal_scores
+from fedvitals.diagnosis.evidence.scores import FEWEST, Scorer, normal_scores
 from fedvitals.diagnosis.evidence.trend import cohort_kind
 from fedvitals.diagnosis.evidence.vital_signs import ABSOLUTE, SIGNS, VitalSigns, as_measured, vital_signs_of
 from fedvitals.diagnosis.examine import DETECTORS, choose_detectors

@@ -156,6 +156,7 @@ def test_strange_evidence_of_a_users_own_detector_is_no_error(measured):
         assert evidence_of(reader, run, cases([odd])[0]).plots
 
 
+@pytest.mark.thorough
 def test_the_sum_of_evidence_is_shown_with_its_limit(tmp_path):
     path = tmp_path / "runs.db"
     experiment = lab.Experiment(dataset="digits", clients=4, rounds=2, seed=1, local=lab.Local(iterations=2))

@@ -87,6 +87,7 @@ def test_who_is_in_quarantine_does_not_count_and_is_still_seen():
     assert not refusals
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("how", "samples"), [({"factor": 0.5}, 11), ({"samples": 5}, 5), ({"factor": 1e-9}, 1)])
 def test_reweighted_it_counts_as_if_it_had_claimed_so(how, samples):
     """It claims 22."""
@@ -121,6 +122,7 @@ def test_updates_are_cut_to_a_length():
 def test_the_server_takes_shorter_steps():
     result, *_ = corrected(action("server_rate", factor=0.5), rounds=1)
     start, whole = values(model()), values(plain(rounds=1).arrays)
+    assert values(result.arrays).keys() == start.keys()
     for name, found in values(result.arrays).items():
         assert np.allclose(found, start[name] + 0.5 * (whole[name] - start[name]), atol=1e-6)
 
@@ -174,6 +176,7 @@ def arrays_of(message):
 # -- what cannot be done ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("prescribed", "words"),
     [

@@ -108,6 +108,7 @@ def test_a_client_that_failed_leaves_nothing_behind_for_the_next_reply():
     assert not sink.events("telemetry.refused")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("code", "event", "exception"),
     [

@@ -69,6 +69,7 @@ def test_on_plain_flower_one_clients_nan_makes_the_whole_model_so_and_nobody_say
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spoil", SPOILT)
 @pytest.mark.parametrize("mod", [True, False])
 def test_dropped_the_round_is_that_of_the_others(spoil, mod):
@@ -96,6 +97,7 @@ def test_told_to_fail_it_names_node_and_layer(spoil):
     assert [span.where.round for span in sink.of(Span, ROUND)] == [1, 2]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spoil", SPOILT)
 def test_reported_the_client_is_named_and_nothing_is_changed(spoil):
     wanted, _ = federate(FedAvg(), ill(spoil, mod=False), rounds=3)
@@ -109,6 +111,7 @@ def test_reported_the_client_is_named_and_nothing_is_changed(spoil):
     assert not sink.events("update.left_out")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["FedAdam", "FedMedian", "Krum", "DifferentialPrivacyServerSideFixedClipping"])
 def test_the_guard_works_with_any_strategy(name):
     kind = getattr(strategies, name, None)

@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from fedvitals.hosts import flower
 from fedvitals.hosts.flower import replies
-from fedvitals.hosts.flower.server_rounds import Journal
+from fedvitals.hosts.flower.server_rounds import ServerRounds
 from fedvitals.records import Event, Finding, Layer, LayerStats, LayerTable, Metric, Run, Where, stamped
 from fedvitals.stats import COUNT, NANS, SUM_MAGNITUDES, SUM_SQUARES, empty_sums
 from fedvitals.transport.payload_check import NAMES_OF_SENDER
@@ -138,6 +138,7 @@ HIDING = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("privacy", [2, 3])
 @pytest.mark.parametrize("name", HIDING)
 def test_whatever_it_tells_a_client_that_sends_nan_is_found(name, privacy):
@@ -158,6 +159,7 @@ def doubled(arrays):
     return {name: np.full(values.shape, np.nan, np.float64) for name, values in arrays.items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("spoil", [longer, shorter, doubled])
 def test_nan_in_arrays_of_another_kind_is_found_as_well(spoil):
     """Layers that the server has no names for."""
@@ -221,7 +223,7 @@ def test_the_model_is_the_same_whatever_a_client_tells():
 def test_metrics_in_replies_have_a_quota_for_each_client():
     """Where no strategy refuses names that differ, as in a loop of the user's own and in the older API."""
     with watched() as (monitor, sink):
-        journal = Journal(monitor)
+        journal = ServerRounds(monitor)
         journal.begin(1)
         for node, told in (
             ("101", {f"m{i}": 1.0 for i in range(5_000)}),
@@ -229,7 +231,7 @@ def test_metrics_in_replies_have_a_quota_for_each_client():
             ("101", {"loss": 3.0}),
         ):
             reply = SimpleNamespace(content=RecordDict({"metrics": MetricRecord(told)}))
-            replies._tell_metrics(journal, SimpleNamespace(node=node, phase="train"), reply)
+            replies._log_metrics(journal, SimpleNamespace(node=node, phase="train"), reply)
         journal.end()
     assert len(sink.metrics(node="101")) == NAMES_OF_SENDER + 1
     assert [m.value for m in sink.metrics("loss", node="101")] == [3.0]

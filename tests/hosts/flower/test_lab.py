@@ -13,7 +13,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from fedvitals import lab
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.hosts.flower.lab import messages
-from fedvitals.hosts.flower.lab.app import Settings, client_app, main, server_app
+from fedvitals.hosts.flower.lab.app import LabAppSettings, client_app, main, server_app
 from fedvitals.hosts.flower.lab.engine import FlowerEngine
 from fedvitals.hosts.flower.lab.observer import read_watcher, write_watcher
 from fedvitals.lab.engines.site import Site
@@ -84,11 +84,13 @@ CASES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_weights_as_in_one_process(case):
     same(experiment(**CASES[case]))
 
 
+@pytest.mark.thorough
 def test_watched_and_images():
     sink = MemorySink()
     e = experiment(dataset="digits", model="cnn", clients=4)
@@ -122,7 +124,7 @@ def test_what_is_recorded_is_what_one_process_records():
 def test_one_message_for_each_node_and_clients_by_sorted_ids():
     grid = InProcessGrid(client_app, NODES)
     through(experiment(rounds=1), grid)
-    asked = {m.metadata.dst_node_id: [t.nodes for t in messages.read_order(m.content).tasks] for m in grid.asked}
+    asked = {m.metadata.dst_node_id: [t.nodes for t in messages.read_request(m.content).tasks] for m in grid.asked}
     assert asked == {30: [("c0",), ("c3",)], 900: [("c1",), ("c4",)], 4000: [("c2",)]}
     assert [len(m.content.array_records) for m in grid.asked] == [1, 1, 1]
     assert all(len(record) == 1 for m in grid.asked for record in m.content.array_records.values())  # one start
@@ -249,6 +251,7 @@ LIES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lie", LIES)
 def test_an_answer_that_lies_costs_only_its_own_clients(lie):
     told, _ = failures(LIES[lie])
@@ -378,20 +381,22 @@ def test_clients_check_what_they_are_asked(field, value, words):
     site = Site.of(experiment())
     start = site.layout.flat(site.module)
     task = Task(0, ("c0",), start)
-    content = messages.write_order([task], experiment().to_toml(), NullObserver(), messages.packed([start]))
-    assert messages.read_order(content).tasks[0].nodes == ("c0",)
+    content = messages.write_request([task], experiment().to_toml(), NullObserver(), messages.arrays_by_state([start]))
+    assert messages.read_request(content).tasks[0].nodes == ("c0",)
     if value is None:
         del content[messages.KEY][field]
     else:
         content[messages.KEY][field] = value
     with pytest.raises(RecordError, match=words):
-        messages.read_order(content)
+        messages.read_request(content)
 
 
 def test_clients_refuse_what_does_not_fit_to_the_experiment():
     grid = InProcessGrid(client_app, [1])
     for task in (Task(0, ("c9",), torch.zeros(10)), Task(0, ("c0",), torch.zeros(3))):
-        content = messages.write_order([task], experiment().to_toml(), NullObserver(), messages.packed([task.start]))
+        content = messages.write_request(
+            [task], experiment().to_toml(), NullObserver(), messages.arrays_by_state([task.start])
+        )
         (name,) = grid.push_messages([Message(content=content, dst_node_id=1, message_type="train")])
         (reply,) = grid.pull_messages([name])
         assert "does not fit the experiment" in reply.error.reason
@@ -401,10 +406,11 @@ def test_clients_refuse_what_does_not_fit_to_the_experiment():
 
 
 def context(**settings):
-    told = msgspec.to_builtins(Settings(**settings))
+    told = msgspec.to_builtins(LabAppSettings(**settings))
     return Context(run_id=7, node_id=1, node_config={}, state=RecordDict(), run_config=told)
 
 
+@pytest.mark.thorough
 def test_the_server_app_writes_the_store_and_can_go_on(tmp_path, caplog):
     e, store, folder = experiment(rounds=4), tmp_path / "runs.db", tmp_path / "state"
     grid = InProcessGrid(client_app, NODES)

@@ -124,6 +124,7 @@ def test_bytes_are_those_of_the_messages():
     with watched() as (monitor, sink), flower_run():
         grid = fv.flower.attach(HandGrid(with_mod(), fate=fate), monitor)
         grid.send_and_receive(requests_for(grid, model()))
+    assert sizes.keys() == {str(node) for node in grid.get_node_ids()}
     for node, wanted in sizes.items():
         own = [t for t in sink.of(Transfer) if node in (t.sender, t.receiver)]
         assert {t.kind: t.bytes for t in own} == wanted

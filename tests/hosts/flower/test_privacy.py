@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 import fedvitals as fv
 from fedvitals.catalog import level_of
 from fedvitals.errors import ConfigError
-from fedvitals.hosts.flower.reply_envelope import KEY, LEAST, MOST, SHARE, room
+from fedvitals.hosts.flower.reply_envelope import KEY, LARGEST_PAYLOAD, REPLY_SHARE, SMALLEST_BUDGET, telemetry_budget
 from fedvitals.records import Event, Finding, LayerStats, Metric, Run, Sketch, Span
 from fedvitals.transport.wire.payload import decode
 from support.flower.federation import LAYERS, RUNS, client_app, federate, is_round, model, node_of, training, watched
@@ -76,6 +76,7 @@ def test_a_level_that_is_none_is_refused():
 # -- sizes ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_for_a_large_model_telemetry_is_less_than_a_hundredth_at_level_3():
     shapes = {f"block.{i}.weight": (160, 160) for i in range(50)}  # 1.28 M parameters
     large = ArrayRecord({name: Array(np.zeros(shape, np.float32)) for name, shape in shapes.items()})
@@ -98,21 +99,22 @@ def chatty(message, context):
     return training(message, context)
 
 
+@pytest.mark.thorough
 def test_what_finds_no_room_is_left_out_and_said_and_what_matters_stays():
     with watched() as (monitor, sink):
         sent = letters(client_app(fv.flower.client_mod(), train=chatty), monitor=monitor)
     for records, ours, rest in sent:
-        assert ours <= room(rest) + 100  # and the names of a few fields
-        assert room(rest) == LEAST
+        assert ours <= telemetry_budget(rest) + 100  # and the names of a few fields
+        assert telemetry_budget(rest) == SMALLEST_BUDGET
         assert "important" in {r.name for r in records if isinstance(r, Event)}
     assert {e.where.node for e in sink.events("important")} == {*NODES}
     assert sum(e.data["records"] for e in sink.events("worker.lost")) > 1000
 
 
 def test_the_room_is_stated():
-    assert room(0) == room(1000) == LEAST
-    assert room(10_000_000) == int(SHARE * 10_000_000)
-    assert room(10**12) == MOST
+    assert telemetry_budget(0) == telemetry_budget(1000) == SMALLEST_BUDGET
+    assert telemetry_budget(10_000_000) == int(REPLY_SHARE * 10_000_000)
+    assert telemetry_budget(10**12) == LARGEST_PAYLOAD
 
 
 # -- federations that hide their clients ------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 import fedvitals as fv
 from fedvitals.errors import RecordError
 from fedvitals.hosts.flower import reply_envelope
-from fedvitals.hosts.flower.reply_envelope import FIELDS, KEY, MOST, NOTHING, VERSION
+from fedvitals.hosts.flower.reply_envelope import EMPTY_PAYLOAD, FIELDS, KEY, LARGEST_PAYLOAD, VERSION
 from fedvitals.records import (
     Action,
     Event,
@@ -89,7 +89,7 @@ WRONG = {
     "a newer version": with_fields(version=VERSION + 1),
     "a version of another kind": with_fields(version=True),
     "no version": without("version"),
-    "too much": with_fields(payload=bytes(MOST + 1)),
+    "too much": with_fields(payload=bytes(LARGEST_PAYLOAD + 1)),
     "one field too many": with_fields(extra=1.0),
     **{f"no {name}": without(name) for name in FIELDS if name != "version"},
     "text for bytes": with_fields(payload="fv"),
@@ -226,7 +226,7 @@ def test_more_records_than_anybody_needs_are_refused_though_they_are_small(hones
     """Deflated, they are a few kilobytes."""
     endless = Limits(bytes=1 << 30, head=1 << 30, records=1 << 30)
     bomb = encode([Metric(replace(HERE, node=LIAR), 1.0, "loss", 1.0)] * 110_000, endless)
-    assert len(bomb) < MOST
+    assert len(bomb) < LARGEST_PAYLOAD
     check_refused(*lied_to(with_fields(payload=bomb)), honest)
 
 
@@ -303,10 +303,10 @@ def test_whatever_lies_under_the_key_is_a_letter_or_a_clear_error(fields, comple
     whole = {"version": 1, "payload": b"", "received": 1.0, "replied": 2.0, "started": 0.0, "cpu": 0.0}
     record = ConfigRecord({**whole, **fields} if complete else fields)
     try:
-        envelope = reply_envelope.read(record, 7, "7")
+        envelope = reply_envelope.read_envelope(record, 7, "7")
     except RecordError:  # anything else would fail
         return
-    assert reply_envelope.read(envelope.record(), 7, "7") == envelope
+    assert reply_envelope.read_envelope(envelope.record(), 7, "7") == envelope
 
 
 @given(some.binary(max_size=300))
@@ -315,7 +315,7 @@ def test_whatever_bytes_come_a_round_is_a_round(data):
     with watched() as (monitor, sink):
         federate(FedAvg(), with_mod(), monitor, rounds=1, fate=rewritten(with_fields(payload=data), node=LIAR))
     refused = [e.where.node for e in sink.events("telemetry.refused")]
-    assert refused == ([LIAR] if data not in (b"", NOTHING) else [])
+    assert refused == ([LIAR] if data not in (b"", EMPTY_PAYLOAD) else [])
     assert {span.where.node for span in sink.of(Span, "client")} == OTHERS
 
 

@@ -16,6 +16,7 @@ from support.flower.secure_aggregation import run
 ROUNDING = 1e-3  # of what is masked as whole numbers, at random
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("on_grid", [False, True])
 def test_the_sum_is_the_same_and_nothing_of_a_single_client_is_kept(on_grid, caplog):
     alone = run(secaggplus_mod)

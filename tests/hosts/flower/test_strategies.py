@@ -104,6 +104,7 @@ def evaluate(number, arrays):
     return MetricRecord({"accuracy": float(arrays["dense.bias"].numpy().sum()) + number})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [*PLAIN, *PRIVATE, "Saving"])
 def test_a_watched_run_is_the_same_to_the_last_bit(name):
     plain = strategy_of(name)  # first: it may skip

@@ -21,7 +21,7 @@ import pytest
 from fedvitals.cli import doctor, flower, flower_local
 from fedvitals.cli.main import main
 from fedvitals.errors import ConfigError
-from fedvitals.hosts.flower.environment import SITE, Settings
+from fedvitals.hosts.flower.environment import SITE_FOLDER, FlowerEnvironment
 from fedvitals.hosts.flower.superlink import superlink
 from fedvitals.store import open_reader
 from fedvitals.store.read import queries
@@ -115,8 +115,8 @@ def came_of(out: str) -> dict:
 def watched(tmp_path_factory):
     """What came of the plain apps, unwatched and watched, and the store of the latter."""
     store = tmp_path_factory.mktemp("unmodified") / "runs.db"
-    plain, _ = python(APPS, path=[SITE, APPS.parent], FEDVITALS_FLOWER="0")
-    ours, said = python(APPS, path=[SITE, APPS.parent], FEDVITALS_FLOWER="1", FEDVITALS_STORE=str(store))
+    plain, _ = python(APPS, path=[SITE_FOLDER, APPS.parent], FEDVITALS_FLOWER="0")
+    ours, said = python(APPS, path=[SITE_FOLDER, APPS.parent], FEDVITALS_FLOWER="1", FEDVITALS_STORE=str(store))
     assert "does not watch" not in said
     return came_of(plain), came_of(ours), store
 
@@ -185,7 +185,7 @@ def test_what_the_app_raises_is_told_and_raised(watched):
 @pytest.mark.thorough
 @pytest.mark.parametrize("trouble", ["a setting", "no fedvitals", "a store"])
 def test_the_app_runs_as_ever_whatever_is_wrong_with_us(watched, tmp_path, trouble):
-    path, settings = [SITE, APPS.parent], {"FEDVITALS_STORE": str(tmp_path / "runs.db")}
+    path, settings = [SITE_FOLDER, APPS.parent], {"FEDVITALS_STORE": str(tmp_path / "runs.db")}
     if trouble == "a setting":
         settings["FEDVITALS_PRIVACY"] = "lots"
     elif trouble == "a store":
@@ -193,7 +193,7 @@ def test_the_app_runs_as_ever_whatever_is_wrong_with_us(watched, tmp_path, troub
     else:
         (tmp_path / "fedvitals").mkdir()
         (tmp_path / "fedvitals" / "__init__.py").write_text("raise RuntimeError('broken on purpose')")
-        path = [SITE, tmp_path, APPS.parent]
+        path = [SITE_FOLDER, tmp_path, APPS.parent]
     out, said = python(APPS, "strategy", "loop", path=path, FEDVITALS_FLOWER="1", **settings)
     assert came_of(out)["results"] == {name: watched[0]["results"][name] for name in ("strategy", "loop")}
     assert re.search("fedvitals (does not watch this|lost)", said)
@@ -201,28 +201,33 @@ def test_the_app_runs_as_ever_whatever_is_wrong_with_us(watched, tmp_path, troub
 
 def test_the_sitecustomize_that_was_there_is_run_and_takes_our_place(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("word = 'theirs'\n")
-    look = "import sitecustomize as s, sys; print(s.word, [type(f).__name__ for f in sys.meta_path].count('Waiting'))"
-    assert python("-c", look, path=[SITE, tmp_path], FEDVITALS_FLOWER="1")[0] == "theirs 1\n"
-    assert python("-c", look, path=[SITE, tmp_path], FEDVITALS_FLOWER="")[0] == "theirs 0\n"
+    look = (
+        "import sitecustomize as s, sys; "
+        "print(s.word, [type(f).__name__ for f in sys.meta_path].count('FlowerImportHook'))"
+    )
+    assert python("-c", look, path=[SITE_FOLDER, tmp_path], FEDVITALS_FLOWER="1")[0] == "theirs 1\n"
+    assert python("-c", look, path=[SITE_FOLDER, tmp_path], FEDVITALS_FLOWER="")[0] == "theirs 0\n"
     (tmp_path / "sitecustomize.py").write_text("1 / 0\n")
-    errors = [python("-c", "pass", path=path, FEDVITALS_FLOWER="1")[1] for path in ([tmp_path], [SITE, tmp_path])]
+    errors = [
+        python("-c", "pass", path=path, FEDVITALS_FLOWER="1")[1] for path in ([tmp_path], [SITE_FOLDER, tmp_path])
+    ]
     assert errors[0] == errors[1] != ""
 
 
 def test_a_process_without_flower_loads_nothing_of_ours():
     look = "import sys; print([name for name in ('fedvitals', 'flwr', 'torch', 'logging') if name in sys.modules])"
-    assert python("-c", look, path=[SITE], FEDVITALS_FLOWER="1")[0] == "[]\n"
+    assert python("-c", look, path=[SITE_FOLDER], FEDVITALS_FLOWER="1")[0] == "[]\n"
 
 
 def test_settings_travel_in_the_environment(tmp_path):
-    said = Settings(store="/x/runs.db", run="mine", probes="deep", privacy=0, tracebacks=False)
+    said = FlowerEnvironment(store="/x/runs.db", run="mine", probes="deep", privacy=0, tracebacks=False)
     variables = said.variables({"PYTHONPATH": "/a:"})
-    assert Settings.read(variables) == said
-    assert variables["PYTHONPATH"] == f"{SITE}:/a:"
+    assert FlowerEnvironment.read(variables) == said
+    assert variables["PYTHONPATH"] == f"{SITE_FOLDER}:/a:"
     assert said.variables(variables)["PYTHONPATH"] == variables["PYTHONPATH"]  # once
-    assert Settings.read({}) == Settings.read(dict.fromkeys(variables, "")) == Settings()
+    assert FlowerEnvironment.read({}) == FlowerEnvironment.read(dict.fromkeys(variables, "")) == FlowerEnvironment()
     with pytest.raises(ConfigError, match="FEDVITALS_PRIVACY is a level from 0 to 4, got '-1'"):
-        Settings.read({"FEDVITALS_PRIVACY": "-1"})
+        FlowerEnvironment.read({"FEDVITALS_PRIVACY": "-1"})
 
 
 def command(*words: object) -> int:
@@ -237,7 +242,7 @@ def test_env_prints_what_a_shell_and_a_service_can_read(capsys, monkeypatch, tmp
     monkeypatch.delenv("FEDVITALS_STORE", raising=False)
     assert command("flower", "env", "--run", "two words", "--tracebacks") == 0
     lines = [shlex.split(line)[1] for line in capsys.readouterr().out.splitlines()]
-    expected = {"FEDVITALS_FLOWER": "1", "PYTHONPATH": str(SITE), "FEDVITALS_STORE": str(tmp_path / "runs.db")}
+    expected = {"FEDVITALS_FLOWER": "1", "PYTHONPATH": str(SITE_FOLDER), "FEDVITALS_STORE": str(tmp_path / "runs.db")}
     expected |= {"FEDVITALS_RUN": "two words", "FEDVITALS_TRACEBACKS": "1"}
     assert dict(line.split("=", 1) for line in lines) == expected
     assert command("flower", "env", "--run", "two words", "--tracebacks", "--file") == 0
@@ -327,7 +332,7 @@ def flwr(tmp_path):
 
 def nothing_left(mark: str) -> bool:
     """Ray's workers see a little later than others that all is over."""
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while marked(mark) and time.monotonic() < until:
         time.sleep(0.2)
     return not marked(mark)
@@ -382,7 +387,7 @@ def test_flower_run_that_is_ended_takes_everything_along(flwr, app, tmp_path):
 def test_a_deployment_whose_servers_have_the_environment(app, tmp_path):
     """As by `fedvitals flower superlink` and `supernode`: each process of SuperLink and SuperNodes inherits it."""
     store = tmp_path / "runs.db"
-    variables = Settings(store=str(store), run="deployed").variables({})
+    variables = FlowerEnvironment(store=str(store), run="deployed").variables({})
     with deployed(tmp_path, **variables) as federation:
         names = {node.identity for node in federation.add_nodes(2)}
         run = federation.submit(app, num_server_rounds=1, out=tmp_path / "model.npz")

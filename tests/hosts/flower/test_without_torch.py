@@ -13,7 +13,7 @@ from fedvitals.kernels import sums
 from fedvitals.probes import numpy_updates
 from fedvitals.probes.peer_columns import NEAREST
 from fedvitals.probes.presets import preset
-from fedvitals.probes.updates import Updates, measured
+from fedvitals.probes.updates import UpdateTracker, flatten_and_sum
 from fedvitals.records import Layer, LayerTable
 from fedvitals.stats import INFS, PEER_COLUMNS
 from fedvitals.store import open_reader
@@ -41,6 +41,7 @@ def runs(tmp_path_factory):
     return absent, run(folder / "present.db", "present")[0], log
 
 
+@pytest.mark.thorough
 def test_an_app_without_torch_is_watched_and_its_ill_clients_are_found(runs):
     absent, _, log = runs
     assert absent["torch"] is False
@@ -71,12 +72,14 @@ def test_numpy_measures_what_torch_measures(runs):
     assert ["updates.numpy"] not in present["events"]
 
 
+@pytest.mark.thorough
 def test_the_client_mod_does_not_import_torch_where_the_app_does_not(tmp_path):
     found, _ = run(tmp_path / "none.db", "unused")
     assert found["torch"] is False
     assert "time.client" in found["metrics"]
 
 
+@pytest.mark.thorough
 def test_a_model_of_torch_is_measured_where_the_app_imports_it_as_it_trains(tmp_path):
     found, _ = run(tmp_path / "none.db", "late")
     assert found["torch"] is True
@@ -107,6 +110,7 @@ fv.Monitor(None).close()
 """
 
 
+@pytest.mark.thorough
 def test_what_needs_torch_is_answered_with_the_install_line():
     done = subprocess.run([sys.executable, "-c", MISSING], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -189,7 +193,7 @@ def test_nine_sums_are_those_of_the_kernel():
 def test_updates_of_several_rounds_have_the_metrics_of_torch(memory):
     stream = np.random.default_rng(1)
     shapes = [(5, 4), (5,), (3, 5), (3,)]
-    ours, theirs = numpy_updates.ArrayUpdates(brief=False, memory=memory), Updates(memory=memory)
+    ours, theirs = numpy_updates.ArrayUpdates(brief=False, memory=memory), UpdateTracker(memory=memory)
     table = LayerTable("parameter", tuple(Layer(str(i), shape, "float32") for i, shape in enumerate(shapes)))
     for updates in (ours, theirs):
         updates.know([table])
@@ -201,9 +205,11 @@ def test_updates_of_several_rounds_have_the_metrics_of_torch(memory):
         sent["c1"] = sent["c0"]
         sent["c2"] = [np.zeros(shape, np.float32) for shape in shapes]
         sent["c3"][0][0, 0] = np.nan
-        for node, vector, rows in numpy_updates.measured(sent):
+        for node, vector, rows in numpy_updates.flatten_and_sum(sent):
             ours.add(node, vector, rows)
-        for node, vector, rows in measured({n: [torch.from_numpy(a) for a in update] for n, update in sent.items()}):
+        for node, vector, rows in flatten_and_sum(
+            {n: [torch.from_numpy(a) for a in update] for n, update in sent.items()}
+        ):
             theirs.add(node, vector, rows)
         for got, wanted in zip(ours.close_round(), theirs.close_round(), strict=True):
             names = wanted.metrics if memory else ("update.norm",)  # sketches estimate the rest, and NumPy has none
@@ -222,7 +228,7 @@ def test_updates_of_several_rounds_have_the_metrics_of_torch(memory):
 def test_updates_beyond_all_numbers_are_measured_without_a_warning():
     updates = numpy_updates.ArrayUpdates(brief=False, memory=1 << 20)
     huge = {"c0": [np.full(3, 1e200)], "c1": [np.full(3, np.inf)], "c2": [np.full(3, -1e300)], "c3": [np.ones(3)]}
-    for node, vector, rows in numpy_updates.measured(huge):
+    for node, vector, rows in numpy_updates.flatten_and_sum(huge):
         updates.add(node, vector, rows)
     found = {update.node: update for update in updates.close_round()}
     assert [node for node, update in found.items() if update.finite] == ["c3"]

@@ -31,7 +31,7 @@ from fedvitals.sinks.otel.sink import OpenTelemetry
 from fedvitals.testing import MemorySink, tiny_run
 from fedvitals.transport.timing import timed
 from fedvitals.transport.traceparent import carried
-from support.sinks import wait_until
+from support.waiting import PATIENCE, wait_until
 
 TRACE, ROUND, CLIENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", "53995c3f42cd8ad8"
 AT = 1_790_000_000.25
@@ -54,7 +54,7 @@ def opened():
 def post(receiver, path="/v1/traces", body=b"", kind=PROTOBUF, **headers):
     """Status, answer."""
     address = urllib.parse.urlsplit(receiver.endpoint)
-    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=10)
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=PATIENCE)
     with contextlib.closing(connection):
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         connection.request("POST", path, body, {"Content-Type": kind, **named})
@@ -252,8 +252,8 @@ def test_a_client_that_is_killed_has_told_what_it_did_until_then():
     headers = json.dumps(carried(Scope("r1", print, 3, trace=TRACE, span=ROUND), node="c7"))
     with receiving() as (receiver, found):
         child = subprocess.Popen([sys.executable, "-c", DYING, receiver.endpoint, headers], stdin=subprocess.PIPE)
-        wait_until(lambda: found, 20)
-        child.communicate(b"x", timeout=20)
+        wait_until(lambda: found)
+        child.communicate(b"x", timeout=PATIENCE)
     assert child.returncode == -9
     assert [(r.name, r.parent, r.where.node) for r in found] == [("first epoch", ROUND, "c7")]
 
@@ -343,6 +343,7 @@ def test_what_is_no_request_is_answered_with_the_reason(opened, status, path, bo
     assert found == []
 
 
+@pytest.mark.thorough
 def test_a_bomb_is_refused_before_it_is_unpacked(opened):
     receiver, _ = opened
     bomb = gzip.compress(bytes(1 << 28), mtime=0)  # 256 MiB in 260 kB
@@ -368,7 +369,7 @@ def test_many_empty_messages_are_refused_before_each_is_looked_at(opened):
 def test_other_methods_are_not_answered(opened):
     receiver, _ = opened
     address = urllib.parse.urlsplit(receiver.endpoint)
-    with contextlib.closing(http.client.HTTPConnection(address.hostname, address.port, timeout=5)) as connection:
+    with contextlib.closing(http.client.HTTPConnection(address.hostname, address.port, timeout=PATIENCE)) as connection:
         connection.request("GET", "/v1/traces")
         assert connection.getresponse().status == 405
 

@@ -70,6 +70,7 @@ def test_the_whole_taxonomy_is_there():
     assert len(KINDS) == len(FAULTS) == 41
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_acts_where_it_says_and_the_same_each_time(kind):
     first = outcome([fault_of(kind)], 2, "c1")
@@ -77,6 +78,7 @@ def test_it_acts_where_it_says_and_the_same_each_time(kind):
     assert not changed(outcome([fault_of(kind)], 2, "c1"), first)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not issubclass(KINDS[kind], RunFault)])
 def test_nothing_changes_before_after_and_beside_it(kind):
     fault = fault_of(kind, since=2, until=3)

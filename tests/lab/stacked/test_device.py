@@ -44,6 +44,7 @@ def test_what_lies_on_a_device_stays_there(name):
     assert all(loss.is_cpu for loss in result.rounds[-1].losses.values())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_an_ordinary_round_waits_for_nobody(name):
     """Once a round for the new model, and where clusters are told apart; whatever the number of clients."""
@@ -53,6 +54,7 @@ def test_an_ordinary_round_waits_for_nobody(name):
     assert DeviceTensor.waits.total() <= (1 + 3 * 3 if "cluster" in name else 1 + 3), DeviceTensor.waits
 
 
+@pytest.mark.thorough
 def test_a_watched_round_waits_a_few_times_for_all_clients():
     for clients in (CLIENTS, 2 * CLIENTS):
         sink = MemorySink()
@@ -104,6 +106,7 @@ def test_duplicates_are_found_on_a_device():
     assert sink.value("update.duplicates", node="c1") == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["centralized", "hierarchical", "asynchronous"])
 def test_corrections(name):
     doctors = Doctor(), Doctor()
@@ -111,6 +114,7 @@ def test_corrections(name):
     assert doctors[0].told == doctors[1].told
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["clustered", "asynchronous", "aggregator fedadam", "fault stale_update"])
 def test_a_run_that_was_stopped_goes_on(name, tmp_path):
     whole = away(experiment(name, rounds=4)).state
@@ -122,6 +126,7 @@ def test_a_run_that_was_stopped_goes_on(name, tmp_path):
     assert torch.equal(away(experiment(name, rounds=4), checkpoint=tmp_path, resume=True).state, whole)  # it is done
 
 
+@pytest.mark.thorough
 def test_optimisers_that_are_kept_and_a_tape(tmp_path):
     e = experiment(local=lab.Local(iterations=3, batch=4, optimizer=lab.adam(), keep_optimizer=True), rounds=3)
     with Monitor(tmp_path / "runs.db", tape=fv.Tape(), strict=True, host="lab") as monitor:

@@ -17,9 +17,9 @@ from fedvitals.probes.scale import gradient_scale, scale, summary
 from fedvitals.probes.stacked.full_gradient import stacked_full_gradient
 from fedvitals.probes.stacked.model import StackModel
 from fedvitals.probes.stacked.nonlinearity import stacked_nonlinearity
-from fedvitals.probes.stacked.scale import deflated, measured, scale_samples, scale_summaries, stacked_scale
+from fedvitals.probes.stacked.scale import deflated, measure_scale, scale_samples, scale_summaries, stacked_scale
 from fedvitals.probes.stacked.scale_graph import ScaleGraph
-from fedvitals.probes.stacked.signs import DeviceSigns, HostSigns, KeptSigns, joint_seed
+from fedvitals.probes.stacked.signs import BufferedSigns, DeviceSigns, HostSigns, joint_seed
 from fedvitals.protocols import Stack
 
 STACKABLE = [
@@ -103,6 +103,7 @@ def test_squaring_spreads_no_more_than_the_decomposition():
     assert bool((spread[by_squaring] < 1.3 * spread[by_decomposition]).all())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("outputs", [1, 2, 43, 300])
 @pytest.mark.parametrize("size", [1e-60, 1.0, 1e70])
 def test_squaring_finds_the_leading_direction(outputs, size):
@@ -119,18 +120,19 @@ def test_squaring_finds_the_leading_direction(outputs, size):
     assert not any(bool(part.any()) for part in (nothing.u, nothing.along, nothing.rest))
 
 
+@pytest.mark.thorough
 def test_signs_of_one_stream_estimate_as_well():
     """The GPU's way as a whole: over 400 seeds the mean of (GSC)² is that of the exact one."""
     model, x = dense()
     exact = scale_samples(model, x, SEEDS, exact=True)[0].square()
-    draws = [measured(model, x, DeviceSigns([s], x.device), exact=False)[0].square() for s in range(400)]
+    draws = [measure_scale(model, x, DeviceSigns([s], x.device), exact=False)[0].square() for s in range(400)]
     mean, error = torch.stack(draws).mean(0), torch.stack(draws).std(0) / 20
     assert bool(((mean - exact).abs() <= 4.5 * error + 1e-6 * exact).all())
 
 
 def test_signs_are_kept_where_they_are():
     outputs = [torch.zeros(3, 5, 4), torch.zeros(3, 2, 4)]
-    drawn, kept = DeviceSigns(SEEDS, torch.device("cpu")), KeptSigns(torch.device("cpu"))
+    drawn, kept = DeviceSigns(SEEDS, torch.device("cpu")), BufferedSigns(torch.device("cpu"))
     for _ in range(2):
         kept.rewind()
         buffers = [kept(each, slice(None), 2) for each in outputs]
@@ -201,6 +203,7 @@ def test_the_hosts_own_forward_pass_is_used_where_it_serves():
     assert len(calls) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", range(len(STACKABLE)))
 def test_nonlinearity_is_that_of_single_clients(number):
     model, shape, classes = STACKABLE[number]

@@ -324,6 +324,7 @@ def test_schedule_of_steps_is_kept():
     check_alike(sink, twin)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("when", [always, every(2)], ids=["always", "every"])
 @pytest.mark.parametrize("make", [small, unequal, partly_frozen])
 def test_a_host_that_records_sums_itself_is_believed(make, when):

@@ -13,6 +13,7 @@ from fedvitals.sinks.alerts.channels import DeliveryError
 from fedvitals.sinks.alerts.message import Message, alert_json, for_discord, for_slack, harmless
 from fedvitals.sinks.alerts.sink import Command, Email, File, Webhook
 from support.alert_servers import HttpServer, SmtpServer, alert, certificate, running, unused_port
+from support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.thorough  # CI runs it; `scripts/test --fast` does not
 
@@ -69,7 +70,8 @@ def test_a_webhook_speaks_slack_and_discord():
 def test_what_a_web_server_may_do(word, wanted, message):
     """Each way of not taking a message is told apart, and what it says back is fit for a terminal."""
     with running(HttpServer(word)) as server:
-        got, words = outcome(Webhook(server.url, seconds=0.3))
+        got, words = outcome(Webhook(server.url, seconds=0.3 if word in ("hang", "drip") else PATIENCE))
+        wait_until(lambda: server.requests)  # the server may be slower than the client's 0.3 s
     assert got == wanted
     assert message in words
     assert "\x1b" not in words
@@ -160,8 +162,12 @@ def test_an_e_mail_is_encrypted_and_logs_in(tmp_path, implicit):
 )
 def test_what_a_mail_server_may_do(word, wanted, letters):
     """Only a letter that went out whole and was not answered is in doubt."""
+    seconds = {"hang": 1.5, "greet": 0.3}.get(word, PATIENCE)
     with running(SmtpServer(word)) as server:
-        got, _ = outcome(Email("127.0.0.1", "a@x.org", ("b@x.org",), port=server.port, security="none", seconds=0.3))
+        got, _ = outcome(
+            Email("127.0.0.1", "a@x.org", ("b@x.org",), port=server.port, security="none", seconds=seconds)
+        )
+        wait_until(lambda: len(server.letters) == letters)
     assert (got, len(server.letters)) == (wanted, letters)
 
 
@@ -250,7 +256,7 @@ def test_a_command_gets_json_and_no_shell(tmp_path):
 def test_what_a_command_may_do(command, wanted, message):
     """Its exit code decides; one that does not end is ended, with all that it started."""
     many = Message(tuple(alert(n, message="a" * 400) for n in range(300)))  # more than a pipe holds
-    got, words = outcome(Command(command, seconds=0.5), many)
+    got, words = outcome(Command(command, seconds=0.5 if wanted == "doubt" else PATIENCE), many)
     assert (got, message in words) == (wanted, True), words
 
 

@@ -22,7 +22,7 @@ from fedvitals.sinks.alerts.outbox import Outbox, path_in
 from fedvitals.sinks.alerts.sink import Alerts, File, Webhook
 from support.alert_servers import HttpServer, alert, running, unused_port
 from support.paths import ROOT, TESTS
-from support.sinks import wait_until
+from support.waiting import PATIENCE, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def quick(monkeypatch):
 
 
 def ask(folder, sql):
-    with contextlib.closing(sqlite3.connect(path_in(folder), timeout=10)) as database, database:
+    with contextlib.closing(sqlite3.connect(path_in(folder), timeout=PATIENCE)) as database, database:
         return database.execute(sql).fetchall()
 
 
@@ -42,7 +42,7 @@ def states(folder):
     return dict(ask(folder, "SELECT state, COUNT(*) FROM delivery GROUP BY state"))
 
 
-def ended(delivery, timeout=5.0):
+def ended(delivery, timeout=PATIENCE):
     delivery.stop(timeout)
     delivery.join()
 
@@ -78,11 +78,11 @@ def test_an_outage_is_waited_out(tmp_path, caplog):
     assert [record.message.count("answered") for record in caplog.records] == [1, 1]
 
 
-@pytest.mark.parametrize("word", ["hang", "die"])
-def test_what_may_have_arrived_is_not_repeated(tmp_path, word):
+@pytest.mark.parametrize(("word", "seconds"), [("hang", 1.5), ("die", PATIENCE)])
+def test_what_may_have_arrived_is_not_repeated(tmp_path, word, seconds):
     """It is counted, told in the next message, and sent again only where the channel asks for that."""
     with running(HttpServer(word, 200)) as server:
-        delivery = ChannelDelivery(Webhook(server.url, seconds=0.2), tmp_path)
+        delivery = ChannelDelivery(Webhook(server.url, seconds=seconds), tmp_path)
         delivery.put(alert(1))
         wait_until(lambda: delivery.lost == {"in doubt": 1})
         delivery.put(alert(2))
@@ -93,7 +93,7 @@ def test_what_may_have_arrived_is_not_repeated(tmp_path, word):
     assert (first["doubtful"], second["doubtful"]) == (0, 1)
     assert states(tmp_path) == {"doubt": 1, "sent": 1}
     with running(HttpServer(word, 200)) as server:
-        delivery = ChannelDelivery(Webhook(server.url, "again", again=True, seconds=0.2), tmp_path)
+        delivery = ChannelDelivery(Webhook(server.url, "again", again=True, seconds=seconds), tmp_path)
         delivery.put(alert(1))
         wait_until(lambda: server.requests)
         delivery.put(alert(2))
@@ -117,7 +117,7 @@ def test_a_refusal_is_final(tmp_path):
 def test_a_channel_that_hangs_delays_no_other(tmp_path):
     """Each has its own thread; and neither `write` nor `close` waits for a server."""
     with running(HttpServer("hang")) as hanging, running(HttpServer()) as quick:
-        channels = [Webhook(hanging.url, "slow", seconds=20), Webhook(quick.url, "quick")]
+        channels = [Webhook(hanging.url, "slow", seconds=PATIENCE), Webhook(quick.url, "quick")]
         alerts = Alerts(rules=["loss > 1"], channels=channels, folder=tmp_path)
         alerts.write([Metric(Where("r1", 0, "c1"), 1.0, "loss", 5.0), Metric(Where("r1", 0), 1.0, "time.round", 1.0)])
         wait_until(lambda: quick.requests and hanging.requests)
@@ -166,9 +166,9 @@ CHILD = """
     delivery = ChannelDelivery(Webhook({url!r}, "hook", label="the same", seconds=30), {folder})
     for number in range(3):
         delivery.put(alert(number))
-    delivery.flush(5)
+    delivery.flush(100)
     print("there", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -179,7 +179,7 @@ def killed_child(url, folder, until):
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
     try:
-        wait_until(until, 20)
+        wait_until(until)
     finally:
         os.kill(child.pid, signal.SIGKILL)
         child.wait()

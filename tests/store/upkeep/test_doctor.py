@@ -95,6 +95,7 @@ def test_what_a_killed_process_leaves_is_noted_and_cleared_up(path, capsys):
     assert mend(path) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("statements", "what", "words"),
     [
@@ -193,6 +194,7 @@ def poisoned(path):
     return watched.run.id
 
 
+@pytest.mark.thorough
 def test_a_round_that_is_no_integer_is_read_around_and_mended(tmp_path, capsys):
     path = tmp_path / "runs.db"
     identity = poisoned(path)

@@ -72,6 +72,7 @@ def test_deleting_asks_first(tmp_path, capsys, monkeypatch):
     assert "Did you mean 'first'?" in err
 
 
+@pytest.mark.thorough
 def test_old_runs_lose_their_detail_first_and_open_ones_nothing(tmp_path, capsys, monkeypatch):
     path = tmp_path / "runs.db"
     fill(path, "zero+", "first", "second", "third")

@@ -109,10 +109,10 @@ def train(
 
 def _check_here(experiment: Experiment, data: str | None) -> None:
     """What the server would refuse, told at once; elsewhere its data need not be here."""
-    from fedvitals.hosts.flower.lab.engine import described
+    from fedvitals.hosts.flower.lab.engine import experiment_text
     from fedvitals.lab.run import prepare_site
 
-    described(prepare_site(experiment, data).experiment)
+    experiment_text(prepare_site(experiment, data).experiment)
 
 
 def _hearing(view: Progress, log: deque[str]) -> Callable[[str], None]:

@@ -13,7 +13,7 @@ import click
 from fedvitals.cli.options import json_option, print_json, store_option
 
 if TYPE_CHECKING:
-    from fedvitals.analysis.critical_path import Link
+    from fedvitals.analysis.critical_path import PathLink
     from fedvitals.analysis.timeline import NodeTime
     from fedvitals.views.profile import Profile
 
@@ -260,7 +260,7 @@ def _waited(console: Any, waits: Mapping[str, str]) -> None:
         console.print(f"  [dim]waits: {'; '.join(descriptions[:MOST_WAITS])}{more}[/dim]")
 
 
-def _pieces(link: Link) -> list[tuple[str, float, float]]:
+def _pieces(link: PathLink) -> list[tuple[str, float, float]]:
     """A link's parts, one after the other."""
     pieces, at = [], link.began
     for part, seconds in link.parts.items():

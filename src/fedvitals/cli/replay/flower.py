@@ -36,11 +36,11 @@ def rerun(
 ) -> Rerun:
     """Rerun one client's message through its own app, and compare the reply with the recorded one."""
     from fedvitals.hosts.flower.rerun.client import rerun_client
-    from fedvitals.hosts.flower.tape.entries import Site
+    from fedvitals.hosts.flower.tape.entries import ClientTapeFolder
 
     if number is None or node is None:
         raise click.UsageError("Of a client's tape, name the message: --round 12 --node ID.")
-    known = Site(Path(folder)).runs()
+    known = ClientTapeFolder(Path(folder)).runs()
     name = run if run in known or f"flower-{run}" in known else _by_store(run, store) or run
     client_rerun = rerun_client(folder, number, node, app=app, debugger=debugger, run=name, phase=phase)
     if as_json:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedvitals.analysis.traffic import reached
+from fedvitals.analysis.traffic import accuracy_milestones
 from fedvitals.catalog import CATALOG
 from fedvitals.records import is_client
 from fedvitals.store.read import queries
@@ -331,7 +331,7 @@ def _reached(reader: Reader, run: str, spent: dict[int, float]) -> tuple[Reached
         return ()
     times = [dict(zip(*history.series(name, None), strict=True)) for name in ("time.round", "time.round_virtual")]
     whole = {number: int(value) for number, value in spent.items()}
-    levels = reached(accuracy, seconds=times[0], virtual_seconds=times[1], bytes=whole)
+    levels = accuracy_milestones(accuracy, seconds=times[0], virtual_seconds=times[1], bytes=whole)
     return tuple(
         ReachedAt(r.accuracy, r.round, r.rounds, r.seconds, r.virtual_seconds, r.bytes, r.best) for r in levels
     )

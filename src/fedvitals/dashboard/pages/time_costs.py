@@ -13,11 +13,11 @@ from statistics import median
 from typing import NamedTuple, TypeVar
 
 from fedvitals.analysis.bottleneck import RunVerdict, judge
-from fedvitals.analysis.critical_path import Path, critical_path
+from fedvitals.analysis.critical_path import CriticalPath, critical_path
 from fedvitals.analysis.remedies import Remedy, remedies
 from fedvitals.analysis.stragglers import Straggler, stragglers
-from fedvitals.analysis.timeline import RoundTime, main_clock, of_clock, timeline, waiting_for
-from fedvitals.analysis.what_if import Row, what_if
+from fedvitals.analysis.timeline import RoundTime, main_clock, rounds_of_clock, timeline, waiting_for
+from fedvitals.analysis.what_if import WhatIfRow, what_if
 from fedvitals.errors import ConfigError
 from fedvitals.records import Span, Transfer
 from fedvitals.store.read import queries
@@ -157,7 +157,7 @@ class _Looked(NamedTuple):
     clocks: tuple[str, ...]
     window: Window
     times: list[RoundTime]
-    paths: list[Path]
+    paths: list[CriticalPath]
     left_open: int | None
 
 
@@ -248,7 +248,7 @@ def _look(reader: Reader, asked: _Asked) -> _Looked:
     if clock is not None and clocks and clock not in clocks:
         raise ConfigError(f"The run {run} has no {clock} clock in these rounds, only the {clocks[0]} one.")
     chosen = clock or (main_clock(everything) if everything else "real")
-    times = of_clock(everything, chosen)
+    times = rounds_of_clock(everything, chosen)
     left_open = None
     if times and not times[-1].complete and queries.get_run(reader, run).finished is None:
         left_open = times.pop().round
@@ -308,7 +308,7 @@ def _slow(straggler: Straggler) -> SlowNode:
     )
 
 
-def _change(row: Row) -> Gain:
+def _change(row: WhatIfRow) -> Gain:
     return Gain(
         row.name, "", row.before, row.after, row.share, row.assumes, row.costs, row.cut[:CUT], row.lost, row.lost_of,
         row.at_most,
@@ -331,7 +331,7 @@ def _remedy(remedy: Remedy) -> Gain:
     )
 
 
-def _waited_for(times: Sequence[RoundTime], paths: Sequence[Path]) -> tuple[WaitedFor, ...]:
+def _waited_for(times: Sequence[RoundTime], paths: Sequence[CriticalPath]) -> tuple[WaitedFor, ...]:
     """For whom clients waited, the most first; not where they take turns, and each waits for all the others."""
     waited: dict[str, float] = {}
     for time, path in zip(times, paths, strict=True):

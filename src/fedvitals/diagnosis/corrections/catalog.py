@@ -55,13 +55,13 @@ UPDATE_ROOM = 2.0  # how much longer than the median an update may be
 
 
 def finding_label(finding: Finding) -> str:
-    """How an action names the finding that it answers."""
+    """Return how an action names the finding that it answers: the issue, and the client or group if there is one."""
     suspect = suspect_of(finding)
     return finding.issue if suspect is None else f"{finding.issue} {suspect}"
 
 
 def suspect_of(finding: Finding) -> str | None:
-    """The client, or group, that it is about; None: the run as a whole."""
+    """Return the client or group that a finding is about; None: the run as a whole."""
     if finding.where.node not in (None, "server"):
         return finding.where.node
     if finding.where.group is not None:
@@ -74,17 +74,19 @@ def _action(finding: Finding, kind: str, target: str | None = None, **arguments:
 
 
 def exclude(finding: Finding, history: History) -> Action | None:  # noqa: ARG001 - a correction's signature
+    """Leave the suspect's update of this round out."""
     suspect = suspect_of(finding)
     return None if suspect is None else _action(finding, "exclude", suspect)
 
 
 def quarantine(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
+    """Leave the suspect's updates out until it has been without a finding for a while."""
     suspect = suspect_of(finding)
     return None if suspect is None else _action(finding, "quarantine", suspect)
 
 
 def weigh_like_others(finding: Finding, history: History) -> Action | None:
-    """The weight of a median client, where claimed sample counts are known; else half of its own."""
+    """Give the suspect the weight of a median client; half of its own where claimed sample counts are unknown."""
     suspect = suspect_of(finding)
     if suspect is None:
         return None
@@ -96,16 +98,18 @@ def weigh_like_others(finding: Finding, history: History) -> Action | None:
 
 
 def halve_weight(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
+    """Halve the suspect's weight."""
     suspect = suspect_of(finding)
     return None if suspect is None else _action(finding, "reweight", suspect, factor=0.5)
 
 
 def clip_gradients(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
+    """Clip each tensor's gradient on every client."""
     return _action(finding, "clip_gradients", limit=PAPERS_CLIPPING)
 
 
 def clip_updates(finding: Finding, history: History) -> Action | None:
-    """To a little more than what was usual before the trouble began."""
+    """Clip updates to a little more than the norm that was usual before the problem began."""
     since = int(finding.evidence.get("since", finding.where.round or 0))
     norms = [
         value
@@ -118,18 +122,24 @@ def clip_updates(finding: Finding, history: History) -> Action | None:
 
 
 def stop_client_at_nonfinite(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
+    """End a client's local training at its first loss that is not finite."""
     return _action(finding, "stop_client_at_nonfinite")
 
 
 def trimmed_mean(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
+    """Aggregate with a trimmed mean instead of the average."""
     return _action(finding, "robust_aggregator", rule="trimmed_mean", fraction=0.2)
 
 
 def roll_back(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
-    return _action(finding, "roll_back")  # to where, is known to whoever keeps the path of the loss
+    """Restore an earlier model; `CorrectionTrials` decides which one."""
+    return _action(
+        finding, "roll_back"
+    )  # CorrectionTrials adds the round to restore, since it knows the trend of the loss
 
 
 def resample(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
+    """Choose another cohort in the next round."""
     return _action(finding, "resample")
 
 
@@ -147,6 +157,7 @@ shorter = _rate("shorten_local_training", 0.5)
 
 
 def advise(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
+    """Give people the remedies of the issue as text."""
     known = ISSUES_BY_CODE.get(finding.issue)
     remedies = () if known is None else known.remedies
     text = " ".join(remedies) or "No correction is known: look at the numbers of the finding."
@@ -184,6 +195,6 @@ CORRECTIONS: dict[str, tuple[Correction, ...]] = {
 
 
 def corrections_for(finding: Finding, history: History) -> Sequence[Action]:
-    """Every correction that the finding admits, in the order in which they are worth trying."""
+    """Return every correction that may answer the finding, in the order in which they are worth trying."""
     actions = (correction(finding, history) for correction in CORRECTIONS.get(finding.issue, (advise,)))
     return [action for action in actions if action is not None]

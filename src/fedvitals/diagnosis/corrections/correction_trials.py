@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor of one run: hears findings, suggests, prescribes on trial, keeps what helps and undoes what does not.
+"""Corrections of one run: suggests them, tries them out, keeps what helps and undoes what does not.
 
-It changes nothing itself: a host asks before each round what is in force, and applies it. Two rules keep it from
-making a healthy run ill. A client is shut out only for a time, and let in at once if the loss rises. The run as a
-whole is treated only while it does not learn, and only what beats its own trend is kept.
+Nothing is changed here: before each round, a host asks which actions are in force and applies them. Two rules keep this
+from harming a healthy run. A client is excluded only for a time, and readmitted at once if the loss rises. The run as a
+whole is corrected only while it does not learn, and only what beats its own trend is kept.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from fedvitals.diagnosis.corrections.catalog import (
     CLIENT_KINDS,
@@ -24,11 +26,11 @@ from fedvitals.diagnosis.corrections.catalog import (
     finding_label,
     suspect_of,
 )
-from fedvitals.diagnosis.corrections.model_trend import ModelTrend, log_losses, model_trend_of
-from fedvitals.diagnosis.corrections.outcome import FEWEST, LossTrend, judge_correction, loss_trend_of
+from fedvitals.diagnosis.corrections.model_trend import WORSE, ModelTrend, log_losses, model_trend_of
 from fedvitals.diagnosis.corrections.policy import CorrectionPolicy
 from fedvitals.protocols import History, Node
 from fedvitals.records import Action, Finding, Where
+from fedvitals.stats import Array
 
 FORGOTTEN = 20  # rounds after which a correction that did not help may be tried again
 HALVED = 0.7  # of the log loss: a run that has learnt as much as that does not need larger steps
@@ -40,7 +42,7 @@ LONGEST_TRIAL = 4  # times the rounds of a trial, where the loss is told so rare
 
 @dataclass(slots=True)
 class ActiveCorrection:
-    """An action in force, and what it takes to judge it."""
+    """A correction in force, on trial or kept, and what is needed to judge it."""
 
     action: Action
     finding: Finding
@@ -51,11 +53,11 @@ class ActiveCorrection:
     last_seen: int = 0  # the newest round with the finding
     kept: bool = False
     kept_since: int = 0  # the round from which it is kept
-    trend_since: int = BEGINNING  # where the path of the loss began before it
+    trend_since: int = BEGINNING  # where the trend of the loss began before it
 
     @property
     def raises(self) -> bool:
-        """Whether it makes steps larger: what is kept of such a kind stays under watch."""
+        """Return whether it makes steps larger; corrections that do stay under watch after they are kept."""
         return float(self.action.arguments.get("factor", 0.0)) > 1
 
     @property
@@ -64,7 +66,10 @@ class ActiveCorrection:
 
 
 class CorrectionTrials:
-    """`emit` takes the actions, as records. `history`: of what was measured so far. Both are the caller's."""
+    """Decides which corrections of a run are suggested, tried, kept and undone.
+
+    `emit` takes the resulting actions as records; `history` returns the history of what was measured so far.
+    """
 
     def __init__(
         self, run: str, policy: CorrectionPolicy, emit: Callable[[Action], None], history: Callable[[], History]
@@ -74,15 +79,15 @@ class CorrectionTrials:
         self._new_findings: dict[int, list[Finding]] = {}
         self._suggested: set[tuple[str, str]] = set()
         self._active: dict[str, ActiveCorrection] = {}
-        self._failed_in: dict[tuple[str, str], int] = {}  # (finding, kind) → round in which it was found of no use
+        self._failed_in: dict[tuple[str, str], int] = {}  # (finding, kind) → round in which it proved useless
         self._relapses: dict[str, int] = {}
         self._numbers = itertools.count(1)
-        self._trend_since = BEGINNING  # the last restoring: the loss before it is no trend of what came after
+        self._trend_since = BEGINNING  # the last restore: the loss before it says nothing about the trend after it
 
-    # -- what is told to it -------------------------------------------------------------------------------------------
+    # -- input -------------------------------------------------------------------------------------------------------
 
     def add_finding(self, finding: Finding) -> None:
-        """On the detectors' thread. What is only suggested is so at once, and once for each trouble."""
+        """Take a new finding, on the detectors' thread. Suggestions are emitted at once, and once per finding."""
         if self.policy.word(finding.issue) == "off":
             return
         with self._lock:
@@ -99,24 +104,27 @@ class CorrectionTrials:
                 self._emit_status(action, "suggested", finding.where.round, why=finding.message)
 
     def unusable(self, round_index: int, node: Node, issue: str, why: str) -> Action | None:
-        """This round's update of a client breaks an exact rule: whether to leave it out. Needs no trial."""
+        """Return the action that excludes an update which breaks an exact rule; None if the policy does not allow that.
+
+        No trial is needed, because the rule is exact.
+        """
         if self.policy.word(issue, "exclude") != "auto":
             return None
         action = Action(Where(self._run, round_index, node), time.time(), f"{issue} {node}", "exclude", node)
         return self._emit_status(action, "applied", round_index, why=why)
 
     def refused(self, action: Action, why: str) -> None:
-        """The host cannot do it. The next correction of the same finding gets its turn."""
+        """Note that the host cannot apply an action, so that the next correction of the same finding is tried."""
         treatment = self._active.pop(str(action.arguments.get("id")), None)
         self._failed_in[action.finding, action.kind] = action.where.round or 0
         if treatment is not None:
             self._trend_since = treatment.trend_since
         self._emit_status(action, "refused", action.where.round, why=why)
 
-    # -- what is asked of it ------------------------------------------------------------------------------------------
+    # -- output -------------------------------------------------------------------------------------------------------
 
     def prescribed(self, round_index: int) -> Sequence[Action]:
-        """All that is in force in the coming round, and which checkpoints are to be kept."""
+        """Return the actions in force in the coming round, and which checkpoints are to be kept."""
         history = self._history()
         model_trend = model_trend_of(history)
         with self._lock:
@@ -135,7 +143,7 @@ class CorrectionTrials:
         return [checkpoint, *once, *(t.action for t in self._active.values() if t.action.kind not in ONE_ROUND_KINDS)]
 
     def _checkpoints(self, model_trend: ModelTrend, round_index: int) -> set[int]:
-        """The best model so far, and those that are gone back to now."""
+        """Return the rounds of the best model so far and of those that are restored now."""
         best = model_trend.best_round(round_index)
         back = {t.action.arguments.get("restore") for t in self._active.values() if t.began == round_index}
         return {past_round for past_round in (best, *back) if past_round is not None}
@@ -169,7 +177,9 @@ class CorrectionTrials:
         round_index: int,
         model_trend: ModelTrend,
     ) -> list[Action]:
-        """Clients shut out one after the other are judged together: each alone may make no difference."""
+        """Keep, undo or continue a trial. Clients excluded one after the other are judged together: each alone may
+        make no difference.
+        """
         first = together[0]
         losses = [
             model_trend.loss[past_round]
@@ -198,7 +208,7 @@ class CorrectionTrials:
         return self._undo(correction, round_index, model_trend, "The loss is no better than the trend before it.")
 
     def _undo(self, correction: ActiveCorrection, round_index: int, model_trend: ModelTrend, why: str) -> list[Action]:
-        """No longer in force; and where the model is worse than it has been, it is taken back to there."""
+        """End a correction; where the model is worse than it has been, restore the best one."""
         actions = []
         best = model_trend.best_if_worse(round_index, self._trend_since)
         if best is not None:
@@ -228,7 +238,7 @@ class CorrectionTrials:
         new_findings: Sequence[Finding],
         history: History,
     ) -> list[Action]:
-        """New trials: of clients first, since a client may be why the run is ill; of the run one at a time."""
+        """Start new trials: of clients first, since a client may be the cause; of the whole run one at a time."""
         certain = [f for f in new_findings if f.severity != "note" and f.confidence >= self.policy.confidence]
         actions: list[Action] = []
         for finding in sorted(certain, key=lambda f: (suspect_of(f) is None, -f.confidence)):
@@ -246,7 +256,7 @@ class CorrectionTrials:
         return actions
 
     def _next_action(self, finding: Finding, history: History, round_index: int) -> Action | None:
-        """The first correction that may be tried and has not failed lately."""
+        """Return the first correction that may be tried and has not failed lately."""
         label = finding_label(finding)
         running = [t.action for t in self._active.values()]
         for action in corrections_for(finding, history):
@@ -320,17 +330,111 @@ class CorrectionTrials:
         return correction
 
     def _refuse(self, action: Action, round_index: int, why: str) -> None:
-        """Not begun, and said once."""
+        """Emit once that an action was not begun, and why."""
         if (action.finding, "refused") not in self._suggested:
             self._suggested.add((action.finding, "refused"))
             self._emit_status(action, "refused", round_index, why=why)
 
-    # -- what is written down -----------------------------------------------------------------------------------------
+    # -- records ------------------------------------------------------------------------------------------------------
 
     def _emit_status(self, action: Action, status: str, round_index: int | None, **more: Any) -> Action:
-        """As a record: who, why, before and after. Gives the action as it stands now."""
+        """Emit the action with its new status and the reason, and return it."""
         arguments = {**action.arguments, "by": "policy", **{k: v for k, v in more.items() if v is not None}}
         where = Where(self._run, round_index, action.target)
         current = replace(action, where=where, at=time.time(), arguments=arguments, status=status)
         self._emit(replace(current))  # a copy: what is emitted gets an identity
         return current
+
+
+# Did it help? A correction is judged by the path of the global loss, against the run's own trend before it.
+#
+# Losses are compared as logarithms, so that halving counts the same early and late. A run that learns has a falling
+# line; whoever corrects it as a whole must beat that line, which a healthy run, learning ever more slowly, does not do.
+
+
+WINDOW = 5  # rounds before, from which the trend is taken
+FEWEST = 3  # rounds, under which there is no trend
+LEARNING = -0.005  # change of the log loss per round, above which a run does not learn
+ERRATIC = 0.15  # scatter about the line that no healthy run has
+RESTLESS, CALM = 0.05, 0.5  # scatter that could be calmed, and to which part of it
+BETTER = 0.03
+SMOOTH, CREEPING = 0.01, -0.1  # scatter and slope of a run whose steps are too small
+QUICKER = 1.5  # times as fast as before, at least, where larger steps are on trial
+
+
+@dataclass(frozen=True, slots=True)
+class LossTrend:
+    """Where the log loss stood, where it was going, and how much it scattered; level inf: it was not finite."""
+
+    level: float  # median of the last three
+    end: float  # of the line
+    slope: float
+    noise: float
+    rounds: int
+
+    @property
+    def too_slow(self) -> bool:
+        """Learning, smoothly and in tiny steps: larger ones could be borne."""
+        return self.rounds >= FEWEST and self.noise < SMOOTH and CREEPING < self.slope < 0
+
+    @property
+    def unhealthy(self) -> bool:
+        """Not learning, or by leaps and bounds. Too few rounds to say: not ill."""
+        if math.isinf(self.level):
+            return True
+        return self.rounds >= FEWEST and (self.slope > LEARNING or self.noise > ERRATIC)
+
+
+def loss_trend_of(losses: Mapping[int, float], until: int, since: int = -(2**31)) -> LossTrend:
+    """Of the newest rounds up to `until`, and not before `since`."""
+    rounds = [round_index for round_index in sorted(losses) if since <= round_index <= until][-WINDOW:]
+    if not rounds:
+        return LossTrend(math.nan, math.nan, 0.0, 0.0, 0)
+    values = log_losses([losses[round_index] for round_index in rounds])
+    if not np.isfinite(values[-1]):
+        return LossTrend(math.inf, math.inf, 0.0, 0.0, len(rounds))
+    finite = np.isfinite(values)
+    x, y = np.asarray(rounds, dtype=np.float64)[finite] - rounds[-1], values[finite]
+    if len(y) < FEWEST:
+        return LossTrend(float(np.median(y)), float(y[-1]), 0.0, WORSE, len(y))
+    slope, end = (float(value) for value in np.polyfit(x, y, 1))
+    noise = math.sqrt(float(np.sum((y - slope * x - end) ** 2)) / (len(y) - 2))
+    return LossTrend(float(np.median(y[-3:])), end, slope, noise, len(y))
+
+
+def judge_correction(
+    before: LossTrend, after: Sequence[float], restored: float | None = None, *, raising: bool = False
+) -> str:
+    """«better», «worse» or «same»: the losses since, against the trend before.
+
+    `restored`: the loss of the checkpoint that the trial began from, where it did: it need only stay as good.
+    `raising`: larger steps are on trial, so the loss must fall faster than it did, however slow that was.
+    """
+    values = log_losses(after)
+    if not len(values) or math.isnan(before.level):
+        return "same"
+    if not np.isfinite(values[-1]):
+        return "worse"
+    now = float(np.median(values[-3:]))
+    base, room = before.level, max(2 * before.noise, WORSE)
+    if restored is not None:
+        base, room = float(log_losses([restored])[0]), WORSE
+    if now > base + room:
+        return "worse"
+    if restored is not None:
+        return "better" if now <= base + BETTER else "same"
+    return "better" if math.isinf(base) or _helped(before, values, raising=raising) else "same"
+
+
+def _helped(before: LossTrend, values: Array, *, raising: bool) -> bool:
+    """Below the line that the trend would have gone on, or much calmer than before; and not on the rise again."""
+    if values[-1] > values.min() + WORSE:
+        return False
+    expected = before.end + min(before.slope, 0.0) * np.arange(1, len(values) + 1)
+    gain = float(np.mean((expected - np.where(np.isfinite(values), values, expected))[-3:]))
+    if raising:
+        quicker = before.end - values[-1] > QUICKER * (before.end - expected[-1])
+        return bool(quicker and gain > 3 * before.noise)
+    steps = np.abs(np.diff(values[-3:]))
+    calmer = before.noise > RESTLESS and len(steps) > 1 and steps.max() < CALM * before.noise
+    return gain > max(before.noise, BETTER) or bool(calmer and values[-1] < before.level)

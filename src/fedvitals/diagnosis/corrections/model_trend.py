@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the global model has fared, round by round: by its loss, and by its accuracy where the host tells it.
+"""The global model's loss, and its accuracy where the host logs it, round by round.
 
-A loss may rise while the model learns, when a few samples are got wrong with great certainty. So which model was the
-best, and whether it is lost, is asked of the accuracy first.
+A loss may rise while the model learns, when a few samples are misclassified with great certainty. Which model was the
+best, and whether it is lost, is therefore judged by the accuracy first.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ GUESSING = 0.1  # above what the first model had, an accuracy is learnt
 
 @dataclass(frozen=True, slots=True)
 class ModelTrend:
-    """Loss and accuracy after each round; an accuracy may be missing everywhere, or in some rounds."""
+    """Loss and accuracy after each round; the accuracy may be missing in some or all rounds."""
 
     loss: Mapping[int, float]
     accuracy: Mapping[int, float] = field(default_factory=dict)
     label_entropy: float | None = None  # what guessing would cost
 
     def best_round(self, before: int) -> int | None:
-        """The round after which the model was best; of equals, the newest."""
+        """Return the round after which the model was best; of equals, the newest."""
         known = {round_index: self._badness(round_index) for round_index in self.loss if round_index < before}
         return min(known, key=lambda round_index: (known[round_index], -round_index), default=None)
 
     def best_if_worse(self, before: int, since: int) -> int | None:
-        """The round of the best model, if the newest ones are clearly worse. One bad round is no loss."""
+        """Return the round of the best model if the newest models are clearly worse, else None. One bad round is not
+        enough.
+        """
         best = self.best_round(before)
         recent = [round_index for round_index in self.loss if max(since, before - 2) <= round_index < before]
         if best is None or not recent:
@@ -53,7 +55,9 @@ class ModelTrend:
 
     @property
     def learnt_nothing(self) -> bool:
-        """Loss and accuracy are where they were in the first round, and the loss no lower than by guessing."""
+        """Return whether loss and accuracy are where they were in the first round, and the loss no lower than by
+        guessing.
+        """
         if not self.loss:
             return True
         if self.label_entropy is None:
@@ -65,13 +69,13 @@ class ModelTrend:
         return bool(values.min() > max(values[0], guessing) - WORSE) and max(known) <= known[0] + GUESSING
 
     def more_accurate(self, since: int, before: int) -> bool:
-        """Whether the newest models are clearly more accurate than any before `since`."""
+        """Return whether the newest models are clearly more accurate than any before round `since`."""
         old = [value for round_index, value in self.accuracy.items() if round_index < since]
         new = [value for round_index, value in sorted(self.accuracy.items()) if since <= round_index < before][-2:]
         return bool(old and new) and min(new) > max(old) + POINTS
 
     def state(self, before: int) -> dict[str, Any]:
-        """The newest, for people."""
+        """Return round, loss and accuracy of the newest model before a round, for people to read."""
         newest = max((round_index for round_index in self.loss if round_index < before), default=None)
         if newest is None:
             return {}
@@ -79,10 +83,12 @@ class ModelTrend:
 
 
 def model_trend_of(history: History) -> ModelTrend:
-    """The loss as the host tells it, else the median of what clients measured when they received the model.
+    """Return the trend from the loss the host logs, else from the median loss of the clients on the model they
+    received.
 
-    The latter is of the model before the round's training, so it stands one round earlier. Of a host that averages its
-    clients' evaluations more often than it evaluates itself, the averages: never both, since they are on other data.
+    The latter belongs to the model before the round's training, so it is stored one round earlier. Where a host
+    averages its clients' evaluations more often than it evaluates itself, only the averages are used: the two are
+    measured on different data and must not be mixed.
     """
     central, averaged = (
         tuple(dict(zip(*history.series(prefix + name, None), strict=True)) for name in ("loss", "accuracy"))
@@ -100,6 +106,6 @@ def model_trend_of(history: History) -> ModelTrend:
 
 
 def log_losses(values: Sequence[float]) -> Array:
-    """Logarithms; what is not finite is infinitely bad."""
+    """Return the logarithms of losses; a loss that is not finite becomes infinity."""
     numbers = np.asarray(values, dtype=np.float64)
     return np.where(np.isfinite(numbers), np.log(np.maximum(np.nan_to_num(numbers), 1e-8)), np.inf)

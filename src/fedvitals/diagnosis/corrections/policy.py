@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be done about which finding: nothing, a suggestion, or a trial of its own accord. The user decides."""
+"""The user's policy for corrections: for each issue, do nothing, suggest, or try corrections automatically."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ ALL = "all"
 
 
 class CorrectionPolicy:
-    """`Policy("auto")`, or by issue, family or kind of correction: `Policy({"NAN_UPDATE": "auto", "client": "off"})`.
+    """Which corrections may be suggested or tried: `CorrectionPolicy("auto")`, or by issue, family or kind of
+    correction: `CorrectionPolicy({"NAN_UPDATE": "auto", "client": "off"})`.
 
-    The narrower word wins: a kind of correction before an issue, an issue before its family, a family before «all»,
-    which is «suggest» unless told. `watch`: rounds of a trial. `term`: rounds without the finding, after which a client
-    is admitted again. `confidence`: the least that a finding must have to be treated unasked.
+    The narrower setting wins: a kind of correction before an issue, an issue before its family, a family before «all»,
+    whose default is «suggest». `watch`: rounds of a trial. `term`: rounds without the finding after which a client is
+    readmitted. `confidence`: the least confidence of a finding that is corrected automatically.
     """
 
     def __init__(
@@ -46,11 +47,11 @@ class CorrectionPolicy:
 
     @property
     def automatic(self) -> bool:
-        """Whether anything at all may be done unasked: only then does a host have to wait and to keep checkpoints."""
+        """Return whether anything may be done automatically; only then must a host wait and keep checkpoints."""
         return "auto" in self._words.values()
 
     def word(self, issue: str, kind: str | None = None) -> str:
-        """«off», «suggest» or «auto» for an issue, or for one kind of correction of it."""
+        """Return «off», «suggest» or «auto» for an issue, or for one kind of correction of it."""
         issue_entry = ISSUES_BY_CODE.get(issue)
         of_issue = [issue] if issue_entry is None else [issue, issue_entry.family]
         chosen = next((self._words[name] for name in (*of_issue, ALL) if name in self._words), "suggest")
@@ -59,9 +60,10 @@ class CorrectionPolicy:
         return self._words.get(kind, "suggest" if kind in OPT_IN_KINDS else chosen)
 
     def described(self) -> dict[str, str]:
-        """For the run's configuration."""
+        """Return the policy for the run's configuration."""
         return dict(self._words)
 
 
 def correction_policy_of(cure: str | Mapping[str, str] | CorrectionPolicy) -> CorrectionPolicy:
+    """Return the policy that a setting of `cure=` stands for."""
     return cure if isinstance(cure, CorrectionPolicy) else CorrectionPolicy(cure)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What averaging does to the whole: weights that grow without bound, a client that decides, clients not served.
+"""Detectors of aggregation problems: exploding weights, a client that dominates, clients that are not served.
 
-Clients differ by nature, in size and in data. So «dominant» and «left behind» mean more than the usual differences of
-this cohort: a gap that no healthy partition shows, or a sudden change against the client's own past.
+Clients differ by nature, in size and in data. «Dominant» and «left behind» therefore mean more than the usual
+differences of this cohort: a gap that no healthy partition shows, or a sudden change against the client's own past.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ def weight_explosion(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _loss_fell(history: History, since: int, round_index: int) -> bool:
-    """Whether the loss fell meanwhile: weights that began too small may grow fast, and well."""
+    """Return whether the loss fell meanwhile: weights that began too small may grow fast without harm."""
     curve = loss_curve(history, round_index)
     losses = [value for past_round, value in zip(curve.rounds, curve.values, strict=True) if past_round >= since]
     return len(losses) > 1 and bool(losses[-1] < losses[0])
 
 
 def dominant_clients(history: History, round_index: int) -> Iterator[Finding]:
-    """DOMINANT_CLIENT: one whose honest number of samples outweighs the others by far more than clients usually do.
+    """DOMINANT_CLIENT: a client whose true number of samples outweighs the others by far more than usual.
 
-    Where the number is not that of its data, it is WRONG_SAMPLE_COUNT, and not said here.
+    Where the number is not that of its data, WRONG_SAMPLE_COUNT is reported instead.
     """
     claims = history.latest("update.samples", round_index)
     if not claims or max(claims.values()) <= LARGE * max(min(claims.values()), 1.0):
@@ -94,7 +94,9 @@ def dominant_clients(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _above_the_gap(known: Mapping[Node, float]) -> set[Node]:
-    """The few largest clients, where the next smaller is smaller by a factor that no healthy partition shows."""
+    """Return the few largest clients, where the next smaller one is smaller by a factor that no healthy partition
+    shows.
+    """
     order = sorted(known, key=lambda node: -known[node])
     for place in range(min(len(order) // 3, len(order) - 1), 0, -1):
         if known[order[place - 1]] > LARGE_GAP * max(known[order[place]], 1.0):
@@ -103,9 +105,10 @@ def _above_the_gap(known: Mapping[Node, float]) -> set[Node]:
 
 
 def group_left_behind(history: History, round_index: int) -> Iterator[Finding]:
-    """GROUP_LEFT_BEHIND: several clients whose own samples the global model fits far worse than the others', lastingly.
+    """GROUP_LEFT_BEHIND: several clients whose own samples the global model fits far worse than the others',
+    persistently.
 
-    Either apart from all others, where these are alike, or since a sudden change that the others did not see.
+    Either they are apart from all others, where these are alike, or since a sudden change that the others do not show.
     """
     now = _excess(history, round_index)
     if sum(off > BEHIND for off, _ in now.values()) < LEAST_GROUP:
@@ -139,7 +142,9 @@ def group_left_behind(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _of_few_classes(history: History, group: Mapping[Node, float], cohort: Iterable[Node]) -> bool:
-    """Whether the group's labels are more one-sided than the others': then it is what non-IID data do, and no fault."""
+    """Return whether the group's labels are more one-sided than the others'; then non-IID data explain it, not a
+    fault.
+    """
     entropies = {node: history.series("label.entropy", node)[1][-1:] for node in cohort}
     inside = [entropies[node][0] for node in group if entropies[node]]
     outside = [value[0] for node, value in entropies.items() if value and node not in group]
@@ -147,7 +152,9 @@ def _of_few_classes(history: History, group: Mapping[Node, float], cohort: Itera
 
 
 def _excess(history: History, round_index: int) -> dict[Node, tuple[float, float]]:
-    """How much higher than the median the received model's loss is, relative to it, and in robust deviations."""
+    """Return how much higher than the median each client's loss on the received model is: relatively, and in robust
+    deviations.
+    """
     losses = {
         node: value for node, value in history.latest("fit.loss_before", round_index).items() if np.isfinite(value)
     }
@@ -160,7 +167,7 @@ def _excess(history: History, round_index: int) -> dict[Node, tuple[float, float
 
 
 def _clients_apart(excess_by_client: Mapping[Node, Sequence[tuple[float, float]]]) -> dict[Node, float]:
-    """Who is far above all others in the newest participations, where the others hold the same sort of data."""
+    """Return the clients far above all others in the newest participations, where the others hold similar data."""
     if float(np.median(np.abs([values[-1][0] for values in excess_by_client.values()]))) > ALIKE:
         return {}
     apart = {}
@@ -172,9 +179,10 @@ def _clients_apart(excess_by_client: Mapping[Node, Sequence[tuple[float, float]]
 
 
 def _clients_risen(excess_by_client: Mapping[Node, Sequence[tuple[float, float]]], lasting: int) -> dict[Node, float]:
-    """Whose newest participations all lie above those before, by far more than the others' have moved meanwhile.
+    """Return the clients whose newest participations all lie above those before, by far more than the others' moved
+    meanwhile.
 
-    A fair share of the cohort, or the change must be larger: of many clients one or two always move.
+    With fewer than a fair share of the cohort the change must be larger: of many clients one or two always move.
     """
     rises, clear = {}, set()
     for node, values in excess_by_client.items():
@@ -199,7 +207,7 @@ def _clients_risen(excess_by_client: Mapping[Node, Sequence[tuple[float, float]]
 
 
 def _spread(values: Array) -> float:
-    """A robust standard deviation."""
+    """Return a robust standard deviation."""
     return 1.4826 * float(np.median(np.abs(values - np.median(values))))
 
 
@@ -238,7 +246,7 @@ def running_statistics(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _medians(peers: Array) -> Array:
-    """Of each layer over the peers; NaN where fewer than three tell."""
+    """Return the median of each layer over the peers; NaN where fewer than three report it."""
     known = np.count_nonzero(~np.isnan(peers), axis=0) >= 3
     usual = np.full(peers.shape[1], np.nan)
     usual[known] = np.nanmedian(peers[:, known], axis=0)

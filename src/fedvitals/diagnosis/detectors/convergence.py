@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the whole training goes: whether it runs away, swings, creeps, stands still, learns by heart or falls apart.
+"""Detectors of convergence problems: divergence, oscillation, slow progress, plateaus, overfitting, client drift.
 
-A loss curve alone cannot tell trouble from the zigzag of few, unlike clients. So each rule also asks for the mechanism:
-how far the server steps for what its clients agree on (known exactly from sums, see `server_step`), whether a client's
-update undoes its own last one, and whether clients finish their own task inside a round while the whole is far from it.
+A loss curve alone cannot tell a problem from the zigzag of a few dissimilar clients. Each rule therefore also asks for
+the mechanism: how far the server steps compared with what its clients agree on (known exactly from sums, see
+`server_step`), whether a client's update undoes its own last one, and whether clients finish their own task inside a
+round while the global model is far from it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fedvitals.diagnosis.detectors.overfitting import overfitting
 from fedvitals.diagnosis.detectors.signals import (
     MetricCurve,
     ServerStep,
@@ -25,6 +25,69 @@ from fedvitals.diagnosis.evidence.transformed_updates import transformation
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History
 from fedvitals.records import Finding
+from fedvitals.stats import Array
+
+# Learning by heart: the same model on the samples it was trained with and on those kept back, client by client.
+#
+# A client's `fit.loss_before` and its `local.loss` of the round before are of one and the same global model. Taken in
+# pairs, what clients differ by cancels; what is left is the gap between known and unknown samples.
+
+KNOWN = 0.85  # loss on known samples against unknown ones
+SURE = 2.2  # standard errors of the gap, in each of two rounds
+BY_HEART = 0.4  # what training leaves of the loss on own samples
+STEPS_PER_SAMPLE = 2.0  # each sample is then seen twice per sample of a batch, in one round
+FEWEST = 5  # pairs
+LOOK_BACK = 12  # rounds; the fit is measured when time allows
+
+
+def overfitting(history: History, round_index: int) -> Iterator[Finding]:
+    """In the last two rounds where it was measured, the newest of them this one."""
+    steps, samples = client_median(history, "steps", round_index), client_median(history, "samples", round_index)
+    if not samples > 0 or not steps / samples >= STEPS_PER_SAMPLE:
+        return
+    gap = _loss_table(history, round_index)
+    if gap is None or not _is_overfitted(gap):
+        return
+    before = next(
+        (
+            g
+            for n in range(round_index - 1, max(round_index - LOOK_BACK, 0), -1)
+            if (g := _loss_table(history, n)) is not None
+        ),
+        None,
+    )
+    if before is None or not _is_overfitted(before):
+        return
+    known, unknown, trained = gap.mean(axis=0)
+    yield finding(
+        "OVERFITTING",
+        round_index,
+        f"Clients learn by heart: the global model has a loss of {known:.3g} on samples that it was trained with and "
+        f"{unknown:.3g} on others; local training, {steps / samples:.2g} steps per sample, takes it to {trained:.2g}.",
+        confidence=0.85,
+        numbers=[
+            Number("fit.loss_before", float(known), float(unknown), of="local.loss of the same model"),
+            Number("fit.loss_after", float(trained), float(known), of="own past"),
+            Number("steps per sample", steps / samples, STEPS_PER_SAMPLE, of="limit"),
+        ],
+    )
+
+
+def _loss_table(history: History, round_index: int) -> Array | None:
+    """[clients, 3]: loss on known samples, on unknown ones, and on the known after local training."""
+    known, trained = history.latest("fit.loss_before", round_index), history.latest("fit.loss_after", round_index)
+    unknown = history.latest("local.loss", round_index - 1)
+    pairs = [(known[n], unknown[n], trained[n]) for n in known if n in unknown and n in trained]
+    table = np.array(pairs, dtype=np.float64)
+    return table if len(pairs) >= FEWEST and np.isfinite(table).all() else None
+
+
+def _is_overfitted(gap: Array) -> bool:
+    known, unknown, trained = gap.mean(axis=0)
+    difference = gap[:, 1] - gap[:, 0]
+    error = float(difference.std(ddof=1)) / len(gap) ** 0.5
+    return bool(known < KNOWN * unknown and trained < BY_HEART * known and difference.mean() > SURE * error)
+
 
 WINDOW = 6  # rounds over which a curve is judged
 CERTAIN = 0.95  # R² from which one rate explains the server's step in all layers
@@ -45,9 +108,9 @@ FAR = 0.5  # of a blind guess's loss: the whole is not
 
 
 def _steady_server_steps(history: History, round_index: int, count: int) -> list[ServerStep]:
-    """The server's steps of the newest rounds; empty unless one steady rate explains all of them.
+    """Return the server's steps of the newest rounds; empty unless one steady rate explains all of them.
 
-    Momentum at the server makes every step another mixture of the past: no rate is steady then, and none is told.
+    Momentum at the server makes every step a different mixture of the past; no rate is steady then.
     """
     steps = [
         server_step(history, past_round)
@@ -73,7 +136,9 @@ def _rate_numbers(rates: list[ServerStep]) -> list[Number]:
 
 
 def divergence(history: History, round_index: int) -> Iterator[Finding]:
-    """A loss that is not a number, far above its best and its beginning, or rising because the server overshoots."""
+    """DIVERGENCE: a loss that is not a number, far above its best and its first value, or rising because the server
+    overshoots.
+    """
     losses = loss_curve(history, round_index)
     if not len(losses) or losses.rounds[-1] != round_index:
         return
@@ -111,7 +176,9 @@ def _divergence_finding(
 
 
 def oscillation(history: History, round_index: int) -> Iterator[Finding]:
-    """A loss that goes up and down while the rounds undo each other, or a server that overshoots and begins to."""
+    """OSCILLATION: a loss that goes up and down while rounds undo each other, or a server that overshoots and begins
+    to.
+    """
     losses = loss_curve(history, round_index)
     measured = len(losses) > 2 and losses.rounds[-1] == round_index and bool(np.isfinite(losses.values).all())
     before, turned = (
@@ -143,7 +210,7 @@ def oscillation(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _swings(losses: MetricCurve) -> bool:
-    """Whether the curve turns at least three times in the window, each time by a tenth of its level or more."""
+    """Return whether the curve turns at least three times in the window, each time by a tenth of its level or more."""
     values = losses.last(WINDOW)
     if len(values) < WINDOW or not np.isfinite(values).all():
         return False
@@ -157,14 +224,14 @@ def _swings(losses: MetricCurve) -> bool:
 
 
 def slow_progress(history: History, round_index: int) -> Iterator[Finding]:
-    """The server takes hardly any of the step on which its clients agree, and there is much to learn still."""
+    """SLOW_PROGRESS: the server takes only a small part of the step its clients agree on, and much is left to learn."""
     losses, rates = loss_curve(history, round_index), _short_steps(history, round_index)
     if rates and not _is_flat(losses):
         yield _slow_finding("SLOW_PROGRESS", losses, rates, round_index)
 
 
 def plateau(history: History, round_index: int) -> Iterator[Finding]:
-    """The same where nothing moves any more; or, as a note, no progress for many rounds at a high loss."""
+    """PLATEAU: the same where nothing moves any more; or, as a note, no progress for many rounds at a high loss."""
     losses, rates = loss_curve(history, round_index), _short_steps(history, round_index)
     if rates and _is_flat(losses):
         yield _slow_finding("PLATEAU", losses, rates, round_index)
@@ -188,7 +255,9 @@ def plateau(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _short_steps(history: History, round_index: int) -> list[ServerStep]:
-    """The server's last steps, if all are far too short although clients keep telling it the same."""
+    """Return the server's last steps if all are far too short although clients keep sending the same direction; else
+    [].
+    """
     rates = _steady_server_steps(history, round_index, 2)
     losses = loss_curve(history, round_index).values
     much_left = not len(losses) or bool(losses[-1] > LEARNT * losses[0])
@@ -217,7 +286,9 @@ def _slow_finding(issue: str, losses: MetricCurve, rates: list[ServerStep], roun
 
 
 def client_drift(history: History, round_index: int) -> Iterator[Finding]:
-    """Clients finish their own tasks inside two rounds in a row, while the model that they make cannot do them."""
+    """CLIENT_DRIFT: clients finish their own tasks inside two rounds in a row, while the averaged model cannot do
+    them.
+    """
     losses, layers = loss_curve(history, round_index), layer_profile(history, round_index)
     if layers is None or len(losses) < 2 or losses.rounds[-1] != round_index:
         return
@@ -243,7 +314,9 @@ def client_drift(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _finished_share(history: History, round_index: int) -> float:
-    """The last step's gradient against the largest, median over the clients; NaN where steps are not measured."""
+    """Return the last step's gradient over the largest, as the median over the clients; NaN where steps are not
+    measured.
+    """
     last, largest = history.latest("gradient.norm_last", round_index), history.latest("gradient.norm_max", round_index)
     ratios = [last[node] / largest[node] for node in last if largest.get(node, 0.0) > 0]
     return float(np.median(ratios)) if ratios else float("nan")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates that were not trained: a peer's, sent once more, or the server's own last step, with or without noise on top.
+"""Detectors of updates that were not trained: a copy of a peer's update, or the server's own last step, possibly with
+noise.
 
-Who copied whom cannot be seen from two equal updates. The pair is reported; one of them is named only where something
-else tells them apart: a peer that changes from round to round, or a training that, by the client's own telemetry, led
-somewhere else than what it sent.
+From two equal updates it cannot be seen who copied. The pair is reported, and one client is named only where something
+else distinguishes the two: a peer that changes from round to round, or telemetry that contradicts what the client sent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Pair = tuple[Node, Node]
 
 
 def duplicates(history: History, round_index: int) -> Iterator[Finding]:
-    """DUPLICATE_UPDATE of each pair, exact or nearly so."""
+    """DUPLICATE_UPDATE: pairs of clients that send the same, or nearly the same, update."""
     pairs = dict.fromkeys(_equal_pairs(history, round_index), 1.0) or _nearly_equal_pairs(history, round_index)
     for pair, cosine in pairs.items():
         copier = _likelier_copier(history, round_index, pair)
@@ -56,7 +56,9 @@ def duplicates(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _equal_pairs(history: History, round_index: int) -> list[Pair]:
-    """Pairs of equal updates; not of groups all of whose members send the same, as an edge's do that share a model."""
+    """Return pairs of equal updates; not within groups all of whose members send the same, as edges that share a
+    model do.
+    """
     twins = history.latest("update.duplicates", round_index)
     if not twins:
         return []
@@ -80,12 +82,12 @@ def _equal_pairs(history: History, round_index: int) -> list[Pair]:
 
 
 def _nearly_equal_pairs(history: History, round_index: int) -> dict[Pair, float]:
-    """Pairs of which one is almost the other. Both bear the very same number, the cosine of the two.
+    """Return pairs of nearly equal updates, with their cosine.
 
-    Clients with the same few classes are nearly as alike (cosines of 0.99 were seen), so one of the pair must not have
-    been trained, by its telemetry. Where there is none: closer than that, in a round where nobody else is close, and
-    never inside a group, whose members pass their models on. Nobody where updates are transformed on their way: coarse
-    values make honest updates alike, and telemetry tells of none that it was trained.
+    Clients with the same few classes are nearly as alike (cosines of 0.99 were seen), so one of the pair must have sent
+    something else than it trained, by its telemetry. Without telemetry, the pair must be closer than that, in a round
+    where nobody else is close, and never inside a group, whose members pass models on. Nothing is returned where
+    updates are transformed on their way: coarse values make honest updates alike.
     """
     values = _peer_statistic(history, "nearest", round_index)
     if max(values.values(), default=0.0) <= COPY or transformation(history, round_index) is not None:
@@ -118,7 +120,9 @@ def _nearly_equal_pairs(history: History, round_index: int) -> dict[Pair, float]
 
 
 def _likelier_copier(history: History, round_index: int, pair: Pair) -> Node | None:
-    """The copy, where something tells: what it sent is not what it trained, or its peer is ever another."""
+    """Return the likelier copy of a pair: its update is not what it trained, or its peer changes from round to
+    round; else None.
+    """
     altered = [node for node in pair if node in clients_with_altered_updates(history, round_index)]
     if len(altered) == 1:
         return altered[0]
@@ -170,7 +174,7 @@ def free_riders(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _peer_statistic(history: History, statistic: str, round_index: int) -> Mapping[Node, float]:
-    """How each client's update stands among the others of its round."""
+    """Return a statistic of each client's update compared with the others of its round."""
     nodes, values = history.across("update.peers", (statistic,), round_index)
     if not nodes or not values.size:
         return {}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that explode or vanish, units that are dead or stuck, a bad start: told from one run alone.
+"""Detectors of gradient problems: exploding or vanishing gradients, dead or saturated units, poor initialisation.
 
-No limit here is a norm, since that depends on the model. The measure is the *pressure* of a layer, ‖gradient‖·‖weights‖
-against the loss of a blind guess: how many times over the loss would change if the layer changed by its own size. It is
-about 0.04 to 3 when training begins, whatever the width, the depth and the number of classes, and it stays so under
-sums over steps and clients. The limits lie where none of the healthy runs of the fault bank's `tune` half came near.
+No limit here is a norm, since norms depend on the model. The measure is the *pressure* of a layer, ‖gradient‖·‖weights‖
+relative to the loss of a blind guess: how many times over the loss would change if the layer changed by its own size.
+It is about 0.04 to 3 when training begins, whatever the width, depth and number of classes, also summed over steps and
+clients. The limits lie where none of the healthy runs of the fault bank's `tune` half came near.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ ALL_ZERO = "all values equal 0:"
 
 
 def exploding(history: History, round_index: int) -> Iterator[Finding]:
-    """Pressure beyond the start of any healthy training, or far beyond its own past, or clients' norms that jump."""
+    """EXPLODING_GRADIENT: pressure beyond any healthy start, or far beyond the run's past, or clients' norms that
+    jump.
+    """
     layers = layer_profile(history, round_index)
     if layers is not None and np.isfinite(layers.pressure).any():
         since = _exploded_since(history, round_index, layers)
@@ -69,7 +71,9 @@ def exploding(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _exploded_since(history: History, round_index: int, layers: LayerProfile) -> int | None:
-    """The round of the explosion, as long as it lasts: gradients beyond measure, or a model that died of it."""
+    """Return the round of the explosion while it lasts (gradients beyond measure, or a model that died of it); else
+    None.
+    """
     top = layers.top
     dead = top < FADED and _unlearnt(history, round_index, layers.chance)
     if top <= EXPLODING_START and not dead:
@@ -83,7 +87,7 @@ def _exploded_since(history: History, round_index: int, layers: LayerProfile) ->
 
 
 def _first_exploded_round(history: History, round_index: int) -> int | None:
-    """The first of the first rounds that exploded."""
+    """Return the first of the first rounds that exploded."""
     start = _pressures(history, range(FIRST_ROUNDS), round_index)
     return next((past_round for past_round, value in start.items() if value > EXPLODING_START), None)
 
@@ -117,7 +121,7 @@ def _exploding(layers: LayerProfile, round_index: int, since: int, severity: str
 
 
 def _pressure_numbers(layers: LayerProfile) -> list[Number]:
-    """Of the layers from first to last; of a deep network every so many."""
+    """Return the pressure of the layers from first to last; of a deep network, of every few layers."""
     pressure, every = layers.pressure, -(-len(layers.names) // 12)
     return [
         Number(f"pressure of {layers.names[i]}", float(pressure[i]), 1.0, of="first rounds")
@@ -126,10 +130,10 @@ def _pressure_numbers(layers: LayerProfile) -> list[Number]:
 
 
 def _jump_findings(history: History, round_index: int) -> Iterator[Finding]:
-    """Inside a round the steps of some clients become many times as large as ever before, and stay so: an edge's jump.
+    """Report clients whose steps become many times as large as ever before inside a round, and stay so.
 
     Where weights are exchanged at each step, a jump of one client reaches all of its edge. The last step must be larger
-    than usual as well: a single large batch is healed by the next.
+    than usual as well, because a single large batch is corrected by the next.
     """
     largest, last = history.latest("gradient.norm_max", round_index), history.latest("gradient.norm_last", round_index)
     past = [
@@ -164,7 +168,7 @@ def _jump_findings(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _loss_rose(history: History, round_index: int) -> bool:
-    """Whether the loss has risen with it; True where nobody measures it."""
+    """Return whether the loss has risen; True where nobody measures it."""
     losses = loss_curve(history, round_index).values
     before = losses[:-1][~np.isnan(losses[:-1])]
     return not len(before) or not np.isfinite(losses[-1]) or bool(losses[-1] > 1.02 * before.min())
@@ -174,9 +178,9 @@ def _loss_rose(history: History, round_index: int) -> bool:
 
 
 def vanishing(history: History, round_index: int) -> Iterator[Finding]:
-    """No pressure anywhere, or none on some layers, while nothing has been learnt.
+    """VANISHING_GRADIENT: no pressure anywhere, or none on some layers, while nothing has been learnt.
 
-    Not beside matrices that begin at 0 on purpose: an adapter's gradients are next to nothing until it has grown.
+    Not reported beside matrices that begin at 0 on purpose: an adapter's gradients are tiny until it has grown.
     """
     layers = layer_profile(history, round_index)
     if layers is None or not np.isfinite(layers.pressure).any() or not _unlearnt(history, round_index, layers.chance):
@@ -214,16 +218,17 @@ def vanishing(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _broken_before(history: History, round_index: int) -> bool:
-    """Whether it was so in the round before, too; in the first round it counts at once."""
+    """Return whether the profile was broken in the round before, too; in the first round it counts at once."""
     layers = layer_profile(history, round_index - 1) if round_index > 0 else None
     known = np.empty(0) if layers is None else layers.elasticity[~np.isnan(layers.elasticity)]
     return not len(known) or bool(known.min() < BROKEN_PROFILE * known.max())
 
 
 def _unlearnt(history: History, round_index: int, chance: float) -> bool:
-    """Whether nothing has been learnt: by the loss on tests, else on the clients' own samples, else by the accuracy.
+    """Return whether nothing has been learnt: by the test loss, else by the loss on the clients' samples, else by the
+    accuracy.
 
-    A loss that is not a number is the worst. False where nobody measures any of them: it may have learnt all there is.
+    A loss that is not a number counts as the worst. False where none of them is measured.
     """
     losses = loss_curve(history, round_index).values
     if len(losses):
@@ -240,17 +245,19 @@ def _unlearnt(history: History, round_index: int, chance: float) -> bool:
 
 
 def dead_units(history: History, round_index: int) -> Iterator[Finding]:
+    """DEAD_UNITS: units that output nothing on nearly every client."""
     yield from _units(history, round_index, "DEAD_UNITS")
 
 
 def saturated_units(history: History, round_index: int) -> Iterator[Finding]:
+    """SATURATED_UNITS: units that are stuck at a constant on nearly every client."""
     yield from _units(history, round_index, "SATURATED_UNITS")
 
 
 def _units(history: History, round_index: int, issue: str) -> Iterator[Finding]:
-    """Units whose bias no client has moved in this round nor in the one before.
+    """Report units whose bias no client has moved in this round or the one before.
 
-    Dead and stuck units look alike from behind, since neither lets a gradient through. In front they differ: a stuck
+    Dead and saturated units look alike from behind, since neither passes a gradient. In front they differ: a saturated
     unit still gives its constant to the next layer, whose weights move.
     """
     still_before = {still.layer: still.share for still in still_units(history, round_index - 1)}
@@ -295,7 +302,7 @@ def _unit_finding(issue: str, round_index: int, still: StillUnits, before: float
 
 
 def _measured_units(history: History, round_index: int, issue: str) -> Iterator[Finding]:
-    """The same from the activations themselves, where they are measured (`deep`)."""
+    """Report the same from the activations themselves, where they are measured (`deep`)."""
     names, nodes = history.layers("activation.health"), training_clients(history, round_index)
     if not names or not nodes:
         return
@@ -325,7 +332,7 @@ def _measured_units(history: History, round_index: int, issue: str) -> Iterator[
 
 
 def poor_initialisation(history: History, round_index: int) -> Iterator[Finding]:
-    """The monitor's remarks about the first weights, as long as training has not got the better of them."""
+    """POOR_INITIALISATION: the monitor's remarks about the initial weights, until training has overcome them."""
     remarks = _remarks(history)[0]
     names = history.layers("weight")
     if not remarks or (names and len([n for n in names if "weight" in n]) < 2):
@@ -352,7 +359,9 @@ def poor_initialisation(history: History, round_index: int) -> Iterator[Finding]
 
 
 def _blind_guess_loss(history: History, round_index: int) -> float:
-    """The loss of a blind guess; where layers are not measured, by the labels that clients counted. NaN if unknown."""
+    """Return the loss of a blind guess; where layers are not measured, by the labels that clients counted. NaN if
+    unknown.
+    """
     layers = layer_profile(history, round_index)
     if layers is not None:
         return layers.chance
@@ -361,9 +370,9 @@ def _blind_guess_loss(history: History, round_index: int) -> float:
 
 
 def _remarks(history: History) -> tuple[list[Event], list[Event]]:
-    """The remarks about a bad start, and those about matrices that begin at 0 on purpose.
+    """Return the remarks about a poor start, and those about matrices that begin at 0 on purpose.
 
-    Older runs have one remark for each matrix of zeros: meant, unless more than half of the model is.
+    Older runs have one remark per matrix of zeros: intended, unless more than half of the model is zero.
     """
     remarks, meant = [*history.events(INITIALISATION)], [*history.events(ZERO_START)]
     zero = [event for event in remarks if ALL_ZERO in event.message]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guards: exact tests that answer in the round in which they see it. No model stands in for an equality test.
+"""Exact tests that report in the very round in which something is wrong.
 
-What a federation lets through in silence: an update of zeros, one that two clients share, one that does not fit, a
-claimed number of samples that is not the data's, a layer that came back untouched. Where almost everybody shows the
-same, it is how the whole was set up (an edge whose members share one model, compressed updates), and nobody is accused.
+They catch what a federation accepts silently: an update of zeros, one that two clients share, one that does not fit, a
+claimed number of samples that is not that of the data, a layer that came back unchanged. Where almost all clients show
+the same, it is how the federation was set up (an edge whose members share one model, compressed updates), and nobody is
+accused.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ FEW_VALUES = 16  # of a bias: gradients that are whole numbers (of L1 and hinge 
 
 
 def misfits(history: History, round_index: int) -> Iterator[Finding]:
-    """SHAPE_OR_DTYPE_MISMATCH: updates that the aggregation refused; a weight that is none is WRONG_SAMPLE_COUNT."""
+    """SHAPE_OR_DTYPE_MISMATCH: updates that the aggregation refused; an invalid weight is WRONG_SAMPLE_COUNT."""
     for event in events_in(history, round_index, "update.refused"):
         weight, node = bool(event.data.get("weight")), event.where.node
         issue = "WRONG_SAMPLE_COUNT" if weight else "SHAPE_OR_DTYPE_MISMATCH"
@@ -51,7 +52,7 @@ def _first_refused(history: History, round_index: int, node: Node | None) -> int
 
 
 def no_weight(history: History, round_index: int) -> Iterator[Finding]:
-    """ZERO_TOTAL_WEIGHT: the aggregation failed, or would, since all claim to have no samples."""
+    """ZERO_TOTAL_WEIGHT: the aggregation failed, or would fail because all clients claim to have no samples."""
     failed = events_in(history, round_index, "aggregation.failed")
     claims = history.latest("update.samples", round_index)
     # Of everybody who took part: what one client claims is no word for the others.
@@ -76,7 +77,7 @@ def no_weight(history: History, round_index: int) -> Iterator[Finding]:
 def sample_counts(history: History, round_index: int) -> Iterator[Finding]:
     """WRONG_SAMPLE_COUNT: the claim that the aggregation uses is not the size of the client's data.
 
-    Compared with what the client's own telemetry says of its data, where that is there; else with its first claim.
+    Compared with what the client's telemetry reports of its data where that is available, else with its first claim.
     """
     claims, sizes = history.latest("update.samples", round_index), history.latest("samples", round_index)
     if not any(claims.values()):
@@ -107,9 +108,9 @@ def _first_claim(history: History, node: Node, round_index: int) -> float | None
 def frozen_layers(history: History, round_index: int) -> Iterator[Finding]:
     """FROZEN_LAYER: a layer whose update (or, where models are exchanged, gradient) is zero on this client alone.
 
-    At once where the rest of its module learns; where nothing of the module does, units may have died in a bad round:
-    then it must last. Only the gradient counts where updates are transformed: a small layer may be rounded to zero;
-    and so it does for a layer of few values, whose steps may cancel out.
+    Reported at once where the rest of its module learns; where nothing of the module does, units may have died in a bad
+    round, so it must last. Where updates are transformed only the gradient counts, because a small layer may be rounded
+    to zero; likewise for a layer of few values, whose steps may cancel out.
     """
     accused: dict[Node, tuple[str, str]] = {}
     for family in ("update", "gradient"):
@@ -127,7 +128,7 @@ def frozen_layers(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _frozen_before(history: History, family: str, round_index: int, node: Node, layer: str) -> bool:
-    """Whether it was so in the two participations before as well."""
+    """Return whether the layer was frozen in the two participations before as well."""
     seen = 0
     for past_round in reversed(rounds_until(history, round_index - 1)):
         if node in clients_of(history, past_round):
@@ -140,7 +141,9 @@ def _frozen_before(history: History, family: str, round_index: int, node: Node, 
 
 
 def _zero_layers(history: History, family: str, round_index: int) -> dict[Node, tuple[str, bool]]:
-    """Each client's first layer of zeros that few others share, and whether the rest of its module is not zero."""
+    """Return each client's first layer of zeros that few others share, and whether the rest of its module is not
+    zero.
+    """
     clients = set(clients_of(history, round_index))
     nodes, sums = history.across(family, ("l2" if family == "update" else "rms", "sparsity", "count"), round_index)
     rows = [i for i, node in enumerate(nodes) if node in clients]
@@ -172,7 +175,7 @@ def _zero_layers(history: History, family: str, round_index: int) -> dict[Node, 
 
 
 def _with_gradient(history: History, round_index: int, nodes: list[Node]) -> npt.NDArray[np.bool_]:
-    """Whether each layer of an update got a gradient on each of these clients; [clients, layers]."""
+    """Return whether each layer of an update got a gradient on each of these clients; [clients, layers]."""
     layers, known = history.layers("update"), history.layers("gradient")
     owners, gradients = history.across("gradient", ("rms",), round_index)
     has_gradient = np.zeros((len(nodes), len(layers)), dtype=np.bool_)
@@ -185,7 +188,9 @@ def _with_gradient(history: History, round_index: int, nodes: list[Node]) -> npt
 
 
 def old_updates(history: History, round_index: int) -> Iterator[Finding]:
-    """STALE_UPDATE, where it is certain: the client's own previous update once more, or a base that the host told."""
+    """STALE_UPDATE, where it is certain: the client's own previous update again, or a base model that the host
+    reported.
+    """
     cosines, norms = history.latest("update.cosine_previous", round_index), history.latest("update.norm", round_index)
     near = [node for node, cosine in cosines.items() if cosine > SAME_DIRECTION]
     if near and transformation(history, round_index) is not None:  # coarse values repeat themselves

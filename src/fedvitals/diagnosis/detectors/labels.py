@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classes that a client should have and has not: from the label histograms that clients tell, where they do.
+"""Detector of missing classes, from the label histograms that clients report.
 
-Among clients whose data differ anyway it means nothing, and is said of nobody. Where all others have every common
-class, a client without one was cut off from it: by a filter, a mapping or a broken import.
+Among clients whose data differ anyway a missing class means nothing. Where all others have every common class, a client
+without one was cut off from it by a filter, a mapping or a broken import.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Histogram = Mapping[str, int]
 
 
 def missing_classes(history: History, round_index: int) -> Iterator[Finding]:
-    """MISSING_CLASSES of a client among clients that all have them."""
+    """MISSING_CLASSES: a client without classes that nearly all other clients have."""
     histograms = labels_of(history, round_index)
     present = clients_of(history, round_index)
     total: dict[str, int] = {}
@@ -56,14 +56,16 @@ def missing_classes(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _lacking(histogram: Histogram, common: Mapping[str, float]) -> list[str]:
-    """Common classes that it has none of, though it has too many samples for that to be chance."""
+    """Return the common classes of which a client has no samples, though it has too many samples for that to be
+    chance.
+    """
     absent = [label for label in common if not histogram.get(label)]
     share = min(sum(common[label] for label in absent), 0.999)
     return absent if sum(histogram.values()) * math.log1p(-share) < math.log(CHANCE) else []
 
 
 def _scatter(histograms: Sequence[Histogram], common: Mapping[str, float]) -> float:
-    """How unlike each other they are, as a normal score: about 0 for samples that were dealt at random."""
+    """Return how unlike the histograms are, as a normal score: about 0 for samples that were dealt at random."""
     whole, distance = sum(common.values()), 0.0
     for histogram in histograms:
         size = sum(histogram.get(label, 0) for label in common)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory: what a client ran out of, and memory that grows from round to round and does not level off.
+"""Detectors of memory problems: clients that ran out of memory, and memory that grows from round to round.
 
-A process grows in its first rounds, as allocators, caches and our own history fill; and it grows and shrinks as garbage
-is made and collected. So the first rounds are left out, and of the rest the lows of four stretches are compared: a leak
-raises each of them, the last no less than the ones before.
+A process grows in its first rounds, as allocators, caches and our own history fill, and it grows and shrinks as garbage
+is made and collected. The first rounds are therefore left out, and the lows of four stretches of the rest are compared:
+a leak raises each of them, the last no less than the ones before.
 
 Clients of one process share its memory. A client is named where the growth happens while it trains, and hardly while
-others do. Which tensors pile up is told by `memory.census` (see `resources.leaks`). Its rows
-count tensors that hooks have seen. Older stores hold censuses of all tensors on the heap, whose rows have no kind.
+others do. Which tensors accumulate is reported by `memory.census` (see `resources.leaks`). Its rows count tensors that
+hooks have seen. Older stores hold censuses of all tensors on the heap, whose rows have no kind.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ KILLED = re.compile(r"worker process .*killed", re.IGNORECASE)  # as the lab wor
 
 @dataclass(frozen=True, slots=True)
 class MemoryGrowth:
+    """How much memory grew, over how many rounds, and since when."""
+
     since: int
     rounds: int
     bytes: float
@@ -80,13 +82,15 @@ def leaks(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _lowest_memory(history: History, numbers: Sequence[int]) -> dict[int, float]:
-    """The least that a process held at the end of any client, by round."""
+    """Return for each round the least memory that a process held at the end of any client."""
     resident = {n: [v for node, v in history.latest("memory.resident", n).items() if node] for n in numbers}
     return {n: min(values) for n, values in resident.items() if values}
 
 
 def memory_growth(numbers: Sequence[int], values: Sequence[float]) -> MemoryGrowth | None:
-    """How far it grew, if the low of each stretch lies above that before, and the last rise is no smaller."""
+    """Return how far memory grew, if the low of each stretch lies above that before and the last rise is no smaller;
+    else None.
+    """
     if len(values) < FEWEST or not np.isfinite(values).all():
         return None
     lows = [float(stretch.min()) for stretch in np.array_split(np.asarray(values, dtype=np.float64), STRETCHES)]
@@ -99,9 +103,10 @@ def memory_growth(numbers: Sequence[int], values: Sequence[float]) -> MemoryGrow
 
 
 def _accumulating_tensors(history: History, round_index: int, grown: MemoryGrowth) -> Mapping[str, Any] | None:
-    """The tensors that two censuses saw more and more of, if they explain the growth: a row of the newest one.
+    """Return the row of the newest census whose tensors two censuses saw more and more of, if they explain the growth.
 
-    Once is not enough: models of the last rounds may wait to be collected. What piles up grows with the rounds.
+    One census is not enough: models of the last rounds may still wait to be collected. What accumulates grows with the
+    rounds.
     """
     censuses = [_census_rows(event) for event in _censuses(history, round_index)]
     known = [census for census in censuses if census is not None][-2:]
@@ -122,13 +127,13 @@ def _censuses(history: History, round_index: int) -> list[Event]:
 
 
 def _no_seen_tensors_accumulate(history: History, round_index: int) -> bool:
-    """Whether the newest census of tensors that hooks have seen counted none that piled up."""
+    """Return whether the newest census of tensors that hooks have seen counted none that accumulated."""
     censuses = _censuses(history, round_index)
     return bool(censuses) and "collections" in censuses[-1].data and censuses[-1].data.get("groups") in ([], ())
 
 
 def _census_rows(event: Event) -> tuple[int, dict[Any, Mapping[str, Any]]] | None:
-    """How many rounds a census looks back on, and its valid rows by kind, shape, type and graph."""
+    """Return how many rounds a census looks back on, and its valid rows by kind, shape, type and graph."""
     since, until, rows = (event.data.get(key) for key in ("since", "until", "groups"))
     if not isinstance(since, int) or not isinstance(until, int) or not isinstance(rows, list | tuple) or until <= since:
         return None
@@ -229,7 +234,7 @@ def _tensor_words(row: Mapping[str, Any]) -> str:
 
 
 def _leaking_client(history: History, round_index: int, grown: MemoryGrowth) -> tuple[Node, float] | None:
-    """The client while whose training the process grows, and the part of all growth that is its own."""
+    """Return the client during whose training the process grows, and its fraction of all growth."""
     own: dict[Node, list[float]] = {}
     for n in rounds_until(history, round_index, WINDOW):
         if n >= grown.since:
@@ -251,9 +256,10 @@ def _leaking_client(history: History, round_index: int, grown: MemoryGrowth) -> 
 
 
 def memory_words(history: History, round_index: int, event: Event) -> tuple[str, dict[str, Any]]:
-    """What took most, and what would have fitted, for a client that ran out of memory: a text, and its evidence.
+    """Return what took most memory and what would have fitted, for a client that ran out of memory: a text, and its
+    evidence.
 
-    Only where a step's tensors are a real part of the process, or of what there is, have they to do with it.
+    A step's tensors are only blamed where they are a substantial part of the process or of the available memory.
     """
     node = event.where.node
     shares, batch, tried = _shares_of(history, round_index, node)
@@ -292,9 +298,9 @@ def memory_words(history: History, round_index: int, event: Event) -> tuple[str,
 def _shares_of(
     history: History, round_index: int, node: Node | None
 ) -> tuple[dict[str, float], float | None, float | None]:
-    """Bytes by share, the batch that activations were measured on, and the one that was tried now.
+    """Return bytes by share, the batch that activations were measured on, and the one that was tried now.
 
-    A client's own, as last told; what it never told is taken from its peers, who train the same model.
+    The client's own values as last reported; what it never reported is taken from its peers, who train the same model.
     """
     newest: dict[str, float] = {}
     measured: float | None = None
@@ -316,12 +322,12 @@ def _shares_of(
 
 
 def _samples(batch: float | None) -> float | None:
-    """The size of a batch, if it can be one: a client may say anything."""
+    """Return the size of a batch if it is plausible: a client may report anything."""
     return batch if batch is not None and 1 <= batch < math.inf else None
 
 
 def _other_than_tensors(peak: float, resident: float | None, limit: float | None) -> str:
-    """Where to look instead: for data, caches and results, or for one piece that was too large."""
+    """Return where to look instead: data, caches and results, or one allocation that was too large."""
     text = f" What took the memory is not in the model's tensors, which are {size_words(peak)} in a step"
     if resident is None:
         return f"{text}: look at data, caches and results that are kept."
@@ -332,7 +338,7 @@ def _other_than_tensors(peak: float, resident: float | None, limit: float | None
 
 
 def _newest_value(history: History, name: str, round_index: int, node: Node | None = None) -> float | None:
-    """As the node last told it; if it never did, as any other did."""
+    """Return the node's last reported value of a metric; if it never reported one, any other node's."""
     for who in [*([] if node is None else [node]), *(other for other in history.nodes() if other != node)]:
         values = [value for _, value in values_up_to(history.series(name, who), round_index) if math.isfinite(value)]
         if values:
@@ -341,7 +347,7 @@ def _newest_value(history: History, name: str, round_index: int, node: Node | No
 
 
 def _available(history: History, round_index: int, limit: float | None, peak: float) -> float | None:
-    """What a step may take: the limit; where that was not reached by far, what was left of it by others."""
+    """Return the bytes a step may take: the limit; where that was far from reached, what others left of it."""
     if limit is None:
         return None
     free = history.latest("machine.memory_free", round_index).get("server")
@@ -351,7 +357,7 @@ def _available(history: History, round_index: int, limit: float | None, peak: fl
 
 
 def killed_words(history: History, round_index: int, event: Event) -> tuple[str, float] | None:
-    """For a process that was killed: what is known of who did it, and how sure that is; None if it was not."""
+    """Return what is known about who killed a process, and how sure that is; None if it was not killed."""
     if event.data.get("exception") != "WorkerKilled" and not KILLED.search(event.message):
         return None
     kills = history.latest("machine.oom_kills", round_index).get("server", 0.0)

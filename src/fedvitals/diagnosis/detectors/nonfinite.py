@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NaN and infinity, with their origin: the first client, layer and step. Equality tests: there is nothing to tune.
+"""Detectors of NaN and infinity, with their origin: the first client, layer and step. Exact tests without thresholds.
 
 A NaN spreads: from a client to the members of its edge or ring at the next exchange, to the global model at the next
-average, and from there to everybody. Only where it began is accused; in the rounds after, again as long as it lasts.
+average, and from there to everybody. Only its origin is accused, again in each later round while it lasts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FEW = 3  # clients: where more than these, and than a quarter, lose their number
 
 @dataclass(frozen=True, slots=True)
 class NonfiniteOrigin:
-    """Where in a client's round the first number was lost."""
+    """Where in a client's round the first value became non-finite."""
 
     layer: str | None
     step: int | None
@@ -53,7 +53,7 @@ def nonfinite(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _poisoned_since(history: History, round_index: int) -> int:
-    """The round in which the global model that clients got in this round was lost; this round, if it was good."""
+    """Return the round in which the global model that clients received was lost; this round, if it was finite."""
     began = round_index
     for past_round, count in reversed(values_up_to(history.series("weight.nonfinite", SERVER), round_index - 1)):
         if not count:
@@ -63,9 +63,9 @@ def _poisoned_since(history: History, round_index: int) -> int:
 
 
 def _nonfinite_values(history: History, family: str, round_index: int) -> dict[Node, float]:
-    """How many values are not finite, of the clients where any is.
+    """Return the number of non-finite values of each client that has any.
 
-    Of updates, the server's count stands beside its sums per layer: it needs no names of layers.
+    For updates, the server's own count stands beside its sums per layer, because it needs no layer names.
     """
     nodes, counts = history.across(family, ("nans", "infs"), round_index)
     totals = np.nansum(counts, axis=(1, 2)).tolist() if nodes else []
@@ -76,7 +76,9 @@ def _nonfinite_values(history: History, family: str, round_index: int) -> dict[N
 
 
 def _origins(history: History, round_index: int) -> dict[Node, NonfiniteOrigin]:
-    """The clients in which gradients were lost first; of a group that exchanges, the member from whom it spread."""
+    """Return the clients in which gradients became non-finite first; of a group that exchanges models, the member it
+    spread from.
+    """
     counts = _nonfinite_gradients(history, round_index)
     if not counts:
         return {}
@@ -90,7 +92,9 @@ def _origins(history: History, round_index: int) -> dict[Node, NonfiniteOrigin]:
 
 
 def _nonfinite_gradients(history: History, round_index: int) -> dict[Node, float]:
-    """Clients with such gradients; not those whose GradScaler left the steps out, as it does now and then by design."""
+    """Return clients with non-finite gradients, except those whose GradScaler skipped the steps, as it does by
+    design.
+    """
     skipped, steps = history.latest("steps.skipped", round_index), history.latest("steps", round_index)
     broken = history.latest("weight.nonfinite", round_index)
     return {
@@ -101,7 +105,8 @@ def _nonfinite_gradients(history: History, round_index: int) -> dict[Node, float
 
 
 def _group_origins(members: Mapping[Node, NonfiniteOrigin]) -> Mapping[Node, NonfiniteOrigin]:
-    """Of clients that pass their models to each other: where only a part was lost at first, else who lost most steps.
+    """Return the origins within a group that exchanges models: members that were partly affected, else those with most
+    steps.
 
     A model that arrives broken breaks all layers at the same steps.
     """
@@ -113,10 +118,10 @@ def _group_origins(members: Mapping[Node, NonfiniteOrigin]) -> Mapping[Node, Non
 
 
 def _located_origins(history: History, round_index: int, counts: Mapping[Node, float]) -> dict[Node, NonfiniteOrigin]:
-    """Layer and step of each client's first loss, as far as the sums of the round tell.
+    """Return layer and step of each client's first non-finite value, as far as the sums of the round tell.
 
-    Once a weight is lost, so are all gradients after it: the steps with losses are the last ones, and a layer's count
-    of lost values says how many there were.
+    Once a weight is non-finite, so are all later gradients: the affected steps are the last ones, and a layer's count
+    of non-finite values says how many there were.
     """
     layers = history.layers("gradient")
     nodes, sums = history.across("gradient", ("nans", "infs", "count"), round_index)
@@ -141,7 +146,9 @@ def _located_origins(history: History, round_index: int, counts: Mapping[Node, f
 
 
 def _new_origins(history: History, round_index: int, known: Iterable[Node]) -> dict[Node, NonfiniteOrigin]:
-    """Who got a good model although the global one is lost (its cluster's own, say), and lost its gradients now."""
+    """Return clients that received a finite model although the global one is lost (such as their cluster's own), and
+    lost it now.
+    """
     before = history.latest("fit.loss_before", round_index)
     origins = _origins(history, round_index)
     return {n: o for n, o in origins.items() if n not in known and math.isfinite(before.get(n, math.nan))}

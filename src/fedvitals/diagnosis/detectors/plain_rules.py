@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plain rules that everybody knows: one number, one limit. A last resort, off unless asked for.
+"""Plain threshold rules, one number and one limit each; off unless asked for.
 
-They know neither peers nor the run's own past, so a limit that fits one training cries wolf in the next: they stand
-outside the false-alarm budget, and what they say is a note. `Monitor(detectors=["standard", plain_rules()])`, with
-limits of your own, is for someone who knows what this training must never do. The fault bank holds them, with these
-very limits, against the detectors that need none.
+They use neither peers nor the run's own past, so a limit that fits one training raises false alarms in the next. They
+stand outside the false-alarm budget, and what they report is a note. `Monitor(detectors=["standard", plain_rules()])`,
+with limits of your own, is for someone who knows what this training must never do. The fault bank compares them, with
+these limits, with the detectors that need none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROUNDS_BACK = 4  # over which the loss is compared: now and four rounds ago, or 
 
 @dataclass(frozen=True, slots=True)
 class PlainRuleLimits:
-    """What is too much; None switches a rule off. NaN and Inf are always too much."""
+    """The limits of the plain rules; None switches a rule off. NaN and infinity always exceed."""
 
     loss_ratio: float | None = 2.0  # loss now over the loss four rounds ago
     swing: float | None = 0.2  # relative change of the loss, in each of the last four rounds
@@ -75,7 +75,9 @@ def plain_rules(
     change: float | None = 3.0,
     weight: float | None = 1000.0,
 ) -> Detector:
-    """A detector of these limits, for `Monitor(detectors=["standard", plain_rules()])`; None leaves a rule out."""
+    """Return a detector with these limits, for `Monitor(detectors=["standard", plain_rules()])`; None leaves a rule
+    out.
+    """
     limits = PlainRuleLimits(loss_ratio, swing, gradient_norm, layer_norm, change, weight)
 
     def plain(history: History, round_index: int) -> Iterable[Finding]:
@@ -99,7 +101,7 @@ def plain_rules(
 
 
 def crossed_limits(history: History, round_index: int, limits: PlainRuleLimits) -> list[CrossedLimit]:
-    """Every limit that was crossed in this round; of one issue and client the first."""
+    """Return the limits crossed in this round; only the first per issue and client."""
     first: dict[tuple[str, Node | None], CrossedLimit] = {}
     rules = (
         *_loss(history, round_index, limits),
@@ -114,7 +116,9 @@ def crossed_limits(history: History, round_index: int, limits: PlainRuleLimits) 
 
 
 def losses_up_to(history: History, round_index: int) -> tuple[list[int], list[float]]:
-    """The global model's loss up to this round; where nobody told it, the mean of the clients' own."""
+    """Return rounds and losses of the global model up to this round; where nobody logged one, the mean of the
+    clients'.
+    """
     rounds, values = history.series("loss", None)
     if not rounds:
         client_losses = [
@@ -197,7 +201,7 @@ def _layers(history: History, round_index: int, limits: PlainRuleLimits) -> Iter
 
 
 def _weights(history: History, round_index: int, limits: PlainRuleLimits) -> Iterator[CrossedLimit]:
-    """Of all clients together: they set out from the same weights."""
+    """Check the weights of all clients together, because they start from the same weights."""
     names = history.layers("weight")
     if limits.weight is None or not names:
         return

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the detectors of convergence and gradients read from a history: free of units, and from one run alone.
+"""Dimensionless quantities that the detectors of convergence and gradients read from a single run's history.
 
-Norms of gradients mean nothing by themselves, since they grow with the model. What is compared here has no unit:
-how much the loss would change if a layer were twice as large, the share of units that never move, how much of the
-clients' common step the server takes. A detector looks at no round after its own, so that a stored run gives the same
+Norms of gradients mean nothing by themselves, since they grow with the model. What is compared here has no unit: how
+much the loss would change if a layer were twice as large, the fraction of units that never move, how much of the
+clients' common step the server takes. No round after the examined one is used, so that a stored run gives the same
 answers as a live one.
 """
 
@@ -31,7 +31,7 @@ SCALED_BY = 3  # rounds by which a loss of another scale has shown itself
 
 @dataclass(frozen=True, slots=True)
 class MetricCurve:
-    """One number per round, up to the round that is looked at."""
+    """One value per round, up to the examined round."""
 
     name: str
     rounds: tuple[int, ...]
@@ -41,10 +41,12 @@ class MetricCurve:
         return len(self.rounds)
 
     def last(self, count: int) -> Array:
+        """Return the newest `count` values."""
         return self.values[-count:]
 
 
 def metric_curve(history: History, name: str, round_index: int, node: Node | None = None) -> MetricCurve:
+    """Return a metric's values up to and including a round."""
     rounds, values = history.series(name, node)
     kept = [(past_round, value) for past_round, value in zip(rounds, values, strict=True) if past_round <= round_index]
     return MetricCurve(
@@ -53,20 +55,20 @@ def metric_curve(history: History, name: str, round_index: int, node: Node | Non
 
 
 def loss_curve(history: History, round_index: int) -> MetricCurve:
-    """The global model's loss, all values of one source; empty where nobody measures it.
+    """Return the global model's loss, all values from one source; empty where nobody measures it.
 
-    On the test set; or on the clients' own tests, where these are evaluated more often.
+    The test loss, or the loss on the clients' own tests where these are evaluated more often.
     """
     central, averaged = (metric_curve(history, name, round_index) for name in LOSSES)
     return averaged if len(averaged) > len(central) else _of_one_source(history, central, averaged)
 
 
 def _of_one_source(history: History, losses: MetricCurve, averaged: MetricCurve) -> MetricCurve:
-    """The values that have the same source as the newest one.
+    """Return the values that have the same source as the newest one.
 
-    A host may evaluate only at times itself, and otherwise average its clients' evaluations; runs recorded earlier hold
-    both under one name. A value within the range of the clients' own losses is taken for their average, unless that
-    average has a name of its own in the same round.
+    A host may evaluate only occasionally itself, and otherwise average its clients' evaluations; runs recorded earlier
+    hold both under one name. A value within the range of the clients' own losses is taken for their average, unless
+    that average has a name of its own in the same round.
     """
     named = set(averaged.rounds)
     pairs = zip(losses.rounds, losses.values, strict=True)
@@ -76,16 +78,17 @@ def _of_one_source(history: History, losses: MetricCurve, averaged: MetricCurve)
 
 
 class ClientLossRanges:
-    """The range of the clients' own losses in each round.
-
-    Ranges are kept by history, only so that a long run is not read anew in every round.
+    """The range of the clients' own losses in each round, cached by history so that a long run is not read again
+    every round.
     """
 
     def __init__(self) -> None:
         self._ranges: weakref.WeakKeyDictionary[History, dict[int, tuple[float, float]]] = weakref.WeakKeyDictionary()
 
     def contain(self, history: History, round_index: int, loss: float) -> bool:
-        """Whether a round's loss can be an average of its clients' losses; not where no client tells its own."""
+        """Return whether a round's loss can be an average of its clients' losses; False where no client reports its
+        own.
+        """
         ranges = self._ranges.setdefault(history, {})
         if round_index not in ranges:
             own = [value for value in history.latest("local.loss", round_index).values() if np.isfinite(value)]
@@ -99,20 +102,23 @@ CLIENT_LOSS_RANGES = ClientLossRanges()
 
 
 def training_clients(history: History, round_index: int) -> list[Node]:
-    """Who trained in this round; the server and the edges, which have statistics of their own, left out."""
+    """Return the clients that trained in this round, without the server and edges, which have statistics of their
+    own.
+    """
     return [
         *dict.fromkeys([*history.latest("gradient.norm", round_index), *history.latest("update.norm", round_index)])
     ]
 
 
 def client_values(history: History, name: str, round_index: int) -> Array:
+    """Return a metric's values of all clients in a round."""
     return np.array(
         [value for node, value in history.latest(name, round_index).items() if node != SERVER], dtype=np.float64
     )
 
 
 def client_median(history: History, name: str, round_index: int) -> float:
-    """The median over the clients; NaN where nobody tells."""
+    """Return a metric's median over the clients; NaN where nobody reports it."""
     values = client_values(history, name, round_index)
     values = values[~np.isnan(values)]
     return float(np.median(values)) if len(values) else float("nan")
@@ -121,14 +127,14 @@ def client_median(history: History, name: str, round_index: int) -> float:
 def rows_of_nodes(
     history: History, family: str, statistics: tuple[str, ...], round_index: int, nodes: list[Node]
 ) -> Array:
-    """[nodes, layers, statistics] of those of the nodes that have them."""
+    """Return [nodes, layers, statistics] for those of the nodes that have them."""
     measured, values = history.across(family, statistics, round_index)
     kept = set(nodes)
     return values[[i for i, node in enumerate(measured) if node in kept]]
 
 
 def quiet_quantile(values: Array, share: float) -> Array:
-    """The quantile over the first axis, NaN left out; NaN where nothing is. Quicker by far than numpy's own."""
+    """Return the quantile over the first axis, ignoring NaN; NaN where nothing is. Much faster than NumPy's own."""
     if not len(values):
         return np.full(values.shape[1:], np.nan)
     ordered = np.sort(values, axis=0)  # NaN come last
@@ -141,14 +147,15 @@ def quiet_quantile(values: Array, share: float) -> Array:
 
 
 def bias_of(weight: str) -> str:
+    """Return the name of the bias that belongs to a weight."""
     head, dot, last = weight.rpartition(".")
     return f"{head}{dot}{last.replace('weight', 'bias')}"
 
 
 def matrix_layers(names: tuple[str, ...], counts: Array) -> list[int]:
-    """The places of the weights of dense, convolutional and recurrent layers.
+    """Return the indices of the weights of dense, convolutional and recurrent layers.
 
-    A norm's weight has as many numbers as its bias; shapes are not told, but so it gives itself away.
+    Shapes are not reported, but a norm's weight has as many values as its bias.
     """
     size = dict(zip(names, counts, strict=True))
     return [
@@ -160,7 +167,7 @@ def matrix_layers(names: tuple[str, ...], counts: Array) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class LayerProfile:
-    """The layers of a round, first to last, each by the median over the clients."""
+    """The weight layers of a round, first to last, each by the median over the clients."""
 
     names: tuple[str, ...]  # of weight matrices
     # ‖gradient‖·‖weights‖, corrected for width: nats of loss for a change of all the layer's weights by their own size.
@@ -170,21 +177,22 @@ class LayerProfile:
 
     @property
     def pressure(self) -> Array:
-        """The elasticity against the loss of a blind guess; NaN where that is unknown."""
+        """Return the elasticity relative to the loss of a blind guess; NaN where that is unknown."""
         return self.elasticity / self.chance
 
     @property
     def top(self) -> float:
+        """Return the largest pressure of any layer."""
         return float(np.nanmax(self.pressure, initial=0.0))
 
     @property
     def cut_off(self) -> bool:
-        """Whether at least half of the layers get nothing, or next to nothing, of what the others get."""
+        """Return whether at least half of the layers get (almost) no gradient compared with the others."""
         return float(np.mean(self.elasticity <= NEXT_TO_NOTHING * np.nanmax(self.elasticity, initial=0.0))) >= 0.5
 
 
 def layer_profile(history: History, round_index: int) -> LayerProfile | None:
-    """None where layers are not measured (`light`), or nobody trained."""
+    """Return the profile of a round; None where layers are not measured (`light`), or nobody trained."""
     nodes, names = training_clients(history, round_index), history.layers("gradient")
     if not nodes or not names or names != history.layers("weight"):
         return None
@@ -210,10 +218,10 @@ def layer_profile(history: History, round_index: int) -> LayerProfile | None:
 
 
 def _mean_entropy(history: History, round_index: int, last: int) -> bool:
-    """Whether gradients have the scale of cross-entropy averaged over a batch, as far as the last bias tells.
+    """Return whether gradients have the scale of cross-entropy averaged over a batch, as far as the last bias shows.
 
     Its gradient is then mean(softmax − one-hot), which is never longer than √2. A sum over the batch, or another loss,
-    soon gives longer ones; what is known of its scale is known from the first rounds on.
+    soon gives longer ones; the first rounds suffice to know the scale.
     """
     for past_round in {*[n for n in history.rounds() if n <= round_index][:SCALED_BY], round_index}:
         _, largest = history.across("gradient.steps", ("norm_max",), past_round)
@@ -225,7 +233,7 @@ def _mean_entropy(history: History, round_index: int, last: int) -> bool:
 def chance_level(history: History, round_index: int, classes: int) -> float:
     """Return the cross-entropy of a blind guess among so many classes; NaN where the task may be another one.
 
-    Only integer labels tell that the loss is of classes: clients that counted them, or measured their accuracy. An
+    Only integer labels show that the loss is of classes: clients that counted them, or measured their accuracy. An
     accuracy that the host logs says less, since the loss may be a sum with other tasks: then the loss itself must have
     been near that of a guess, or below.
     """
@@ -243,9 +251,11 @@ def chance_level(history: History, round_index: int, classes: int) -> float:
 
 
 def _width_correction(names: tuple[str, ...], counts: Array) -> Array:
-    """The more units, the less are gradient and weights aligned: the product of their norms grows with √units.
+    """Return factors that undo the growth of ‖gradient‖·‖weights‖ with √units: the more units, the less the two are
+    aligned.
 
-    Their number is that of the biases; without any, a square matrix is assumed. Narrow layers are left as they are.
+    The number of units is that of the biases; without any, a square matrix is assumed. Narrow layers are left as they
+    are.
     """
     size = dict(zip(names, counts, strict=True))
     units = np.array([size[b] if (b := bias_of(name)) in size else size[name] ** 0.5 for name in names])
@@ -254,7 +264,7 @@ def _width_correction(names: tuple[str, ...], counts: Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class StillUnits:
-    """Units of one layer that did not move in a whole round, on nearly every client."""
+    """The units of one layer that did not move in a whole round, on nearly every client."""
 
     layer: str  # its weights
     share: float
@@ -262,10 +272,11 @@ class StillUnits:
 
 
 def still_units(history: History, round_index: int) -> list[StillUnits]:
-    """Of every layer with a bias but the last. A unit that nothing passes through gets no gradient on its bias.
+    """Return the still units of every layer with a bias except the last. A unit that passes nothing gets no bias
+    gradient.
 
-    The first decile over the clients: what one client's data leave unused, another's move. The gradient must be 0, too,
-    since compression leaves out most of an update. Layers without any gradient are frozen, and are left out.
+    The first decile over the clients is used: what one client's data leave unused, another's move. The gradient must be
+    0, too, since compression leaves out most of an update. Layers without any gradient are frozen, and are left out.
     """
     nodes, names = training_clients(history, round_index), history.layers("update")
     if not nodes or not names or names != history.layers("gradient"):
@@ -290,17 +301,17 @@ def still_units(history: History, round_index: int) -> list[StillUnits]:
 
 @dataclass(frozen=True, slots=True)
 class ServerStep:
-    """How far the server went, of the step that its clients agree on: 1 for plain averaging."""
+    """How far the server went along the step that its clients agree on: 1 for plain averaging."""
 
     rate: float
     fit: float  # R²: how well one rate explains all layers
 
 
 def server_step(history: History, round_index: int) -> ServerStep | None:
-    """From sums alone: of each layer's weights before and after, and of the clients' changes to it.
+    """Return the server's step, from sums alone: of each layer's weights before and after, and of the clients' changes.
 
     The sum of a layer is linear, so a server that takes `rate` times the mean update shows that rate in every layer.
-    None where that cannot be told: the first round, `light`, or a gap in the rounds.
+    None where it cannot be known: the first round, `light`, or a gap in the rounds.
     """
     names = history.layers("weight")
     if not names or names != history.layers("update"):
@@ -329,7 +340,7 @@ def _server_sums(history: History, round_index: int) -> Array | None:
 
 
 def _sample_counts(history: History, round_index: int, nodes: list[Node]) -> Array:
-    """What the average weighs each client by; all the same where somebody's count is unknown."""
+    """Return each client's weight in the average; all equal where any client's count is unknown."""
     for name in ("update.samples", "samples"):
         claims = history.latest(name, round_index)
         counts = np.array([claims.get(node, np.nan) for node in nodes])

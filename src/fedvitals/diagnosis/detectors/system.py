@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machines, links and clocks: clients that fail, stay away, come late, lose their messages or their telemetry.
+"""Detectors of system problems: clients that fail, stay away, are late, or lose messages or telemetry.
 
-What a host reports as an error is a finding at once. What also happens to healthy clients now and then (to be away, to
-lose a message, to miss a deadline) is one only when it happens to a client too often to be chance, where the rate of
-the other clients says what chance is.
+What a host reports as an error is a finding at once. What also happens to healthy clients now and then (being away,
+losing a message, missing a deadline) is one only when it happens to a client too often to be chance, judged by the rate
+of the other clients.
 
-No finding quotes what an exception says: its words are a client's, and findings pass every privacy level. They name
-the class of the error; the words stand in the event, where the level allows them.
+No finding quotes the text of an exception: a client wrote it, and findings pass every privacy level. They name the
+class of the error; the text stands in the event, where the privacy level allows it.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _first_round_of(history: History, round_index: int, event: Event) -> int:
 
 
 def drop_outs(history: History, round_index: int) -> Iterator[Finding]:
-    """DROP_OUT: a client that is asked and is not there, again and again; or that used to take part and does not."""
+    """DROP_OUT: a client that repeatedly does not answer when asked, or that used to take part and no longer does."""
     yield from _frequent_failures(history, round_index, "DROP_OUT", "was asked and was not there", "client.dropped_out")
     for node, rounds in _silent_clients(history, round_index).items():
         text = f"{node} took part in every round, and has not since round {rounds[0]}."
@@ -133,7 +133,7 @@ def drop_outs(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _silent_clients(history: History, round_index: int) -> dict[Node, list[int]]:
-    """Who is missing without a word in the newest rounds, where everybody else takes part in all of them."""
+    """Return clients missing without a message in the newest rounds, where everybody else takes part in all of them."""
     numbers = rounds_until(history, round_index, 12)
     if len(numbers) < SLOW_ROUNDS + 3:
         return {}
@@ -164,7 +164,7 @@ def lost_messages(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def late(history: History, round_index: int) -> Iterator[Finding]:
-    """TIMEOUT: a client that misses the deadline again and again, or whose connection hangs where there is none."""
+    """TIMEOUT: a client that repeatedly misses the deadline, or whose connection hangs where there is none."""
     yield from _frequent_failures(history, round_index, "TIMEOUT", "missed the deadline", "update.late")
     seconds = history.latest("time.client_virtual", round_index)
     usual = float(np.median([*seconds.values()])) if len(seconds) > 2 else np.inf
@@ -176,7 +176,7 @@ def late(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _frequent_failures(history: History, round_index: int, issue: str, did: str, name: str) -> Iterator[Finding]:
-    """Clients to whom it happens far more often than to the others, this round included."""
+    """Report clients to which an event happens far more often than to the others, this round included."""
     if not events_in(history, round_index, name):
         return
     calls = calls_by_client(history, round_index, (name,))
@@ -207,7 +207,7 @@ def _frequent_failures(history: History, round_index: int, issue: str, did: str,
 
 
 def stragglers(history: History, round_index: int) -> Iterator[Finding]:
-    """STRAGGLER: several times as slow as its peers or its own past, for what it has to do, several rounds in a row."""
+    """STRAGGLER: several times as slow as its peers or its own past for the same work, several rounds in a row."""
     for name, least in (("time.compute_virtual", 0.0), ("time.client_virtual", 0.0), ("time.client", REAL_SECONDS)):
         seconds = history.latest(name, round_index)
         if seconds:
@@ -252,10 +252,12 @@ def _slow_clients(history: History, round_index: int, name: str, least: float) -
 
 
 def _slowness(history: History, numbers: Sequence[int], name: str) -> dict[int, dict[Node, tuple[float, float]]]:
-    """How many times longer than the median a client took, as a logarithm, and in robust standard deviations.
+    """Return for each round how many times longer than the median a client took, as a logarithm, and in robust
+    deviations.
 
-    Who has more to do may take longer. So as it is, per step or per sample, whichever makes the clients most alike over
-    these rounds; but hardly more than as it is, since who has next to nothing to do still has to begin.
+    Clients with more work may take longer, so times are compared as they are, per step, or per sample, whichever makes
+    the clients most alike over these rounds; but hardly more than as they are, since a client with almost no work still
+    has a start-up time.
     """
     measures = {work: {n: _over_median(history, n, name, work) for n in numbers} for work in ("", "steps", "samples")}
     spread = {
@@ -274,7 +276,7 @@ def _slowness(history: History, numbers: Sequence[int], name: str) -> dict[int, 
 
 
 def _over_median(history: History, round_index: int, name: str, work: str) -> dict[Node, float]:
-    """The logarithm of each client's time, over its work if that is named, less the median."""
+    """Return the logarithm of each client's time (per unit of `work`, if named) minus the median."""
     seconds = {node: v for node, v in history.latest(name, round_index).items() if v > 0 and np.isfinite(v)}
     if len(seconds) < FEWEST_PEERS:
         return {}
@@ -284,12 +286,12 @@ def _over_median(history: History, round_index: int, name: str, work: str) -> di
 
 
 def _spread(offs: Sequence[float]) -> float:
-    """A robust standard deviation of what is around 0."""
+    """Return a robust standard deviation of values around 0."""
     return 1.4826 * float(np.median(np.abs(offs))) if offs else 0.0
 
 
 def clocks(history: History, round_index: int) -> Iterator[Finding]:
-    """CLOCK_SKEW: a client's times cannot be true: it began before it was asked, or sent after its message came."""
+    """CLOCK_SKEW: a client's times are impossible: it began before it was asked, or sent after its message arrived."""
     for node, seconds in history.latest("time.clock_error", round_index).items():
         if abs(seconds) > 0.5:
             way = "ahead" if seconds > 0 else "behind"
@@ -299,7 +301,7 @@ def clocks(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def lost_telemetry(history: History, round_index: int) -> Iterator[Finding]:
-    """TELEMETRY_LOST: a client trained and its measurements did not come; or records were lost here."""
+    """TELEMETRY_LOST: a client trained and its measurements did not arrive, or records were lost here."""
     events = events_in(history, round_index, "worker.lost", "telemetry.refused", "client.failed")
     failed = {event.where.node for event in events if event.name == "client.failed"}
     lost = {event.where.node: event for event in events if event.name != "client.failed"}
@@ -324,7 +326,7 @@ def lost_telemetry(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _records_lost(event: Event) -> int:
-    """How many of the records that `monitor.lost` counts an event accounts for."""
+    """Return how many of the records that `monitor.lost` counts an event accounts for."""
     records = event.data.get("records")
     if event.name == "worker.lost":
         return records if isinstance(records, int) and records > 0 else 1
@@ -332,7 +334,7 @@ def _records_lost(event: Event) -> int:
 
 
 def bottleneck(history: History, round_index: int) -> Iterator[Finding]:
-    """BOTTLENECK: most of each round goes to the same thing, and that is not computing. Up to the round before this."""
+    """BOTTLENECK: most of each round goes to the same thing other than computing. Judged up to the previous round."""
     numbers = rounds_until(history, round_index - 1, BOUND_ROUNDS)
     if len(numbers) < BOUND_ROUNDS:
         return
@@ -361,7 +363,7 @@ def bottleneck(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _bound_since(shares: Mapping[int, float], first: int) -> int:
-    """The round from which on it was so without a break."""
+    """Return the round from which on the bottleneck lasted without a break."""
     for round_index in sorted((n for n in shares if n < first), reverse=True):
         if shares[round_index] < BOUND:
             break
@@ -370,7 +372,7 @@ def _bound_since(shares: Mapping[int, float], first: int) -> int:
 
 
 def _straggler_words(history: History, numbers: Sequence[int]) -> str:
-    """Who it was in most of these rounds, if anybody was."""
+    """Return which client most of these rounds waited for, in words; empty if no single one."""
     last = Counter(node for round_index in numbers for node in history.latest("time.critical", round_index))
     node, times = last.most_common(1)[0] if last else ("", 0)
     return f", {node} in {times} of the last {len(numbers)} rounds" if times > len(numbers) / 2 else ""

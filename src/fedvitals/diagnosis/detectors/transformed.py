@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs whose updates are transformed on the way: state what is not judged there, and find what shows all the same.
+"""Detectors for runs whose updates are transformed on the way: report what is not judged, and what shows all the same.
 
 Lossy compression changes every update a little, and all in about the same proportion. An update that is many times as
-large as the others', and as its own training explains, was multiplied by something else.
+large as the others', and larger than its own training explains, was multiplied by something else.
 """
 
 from __future__ import annotations

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much the numbers speak against a client."""
+"""Evidence against single clients, computed from the numbers of a run."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who took part in a round, who was asked in vain, who belongs together: what the rules about single clients share.
+"""Who took part in a round, who did not answer, and who belongs to which group: shared by the rules about clients.
 
-A `History` of a stored run also knows the rounds after the one that is examined; nothing in here looks at them.
+The `History` of a stored run also knows the rounds after the one that is examined; nothing here looks at them.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ LOOK_BACK = 30  # rounds in which the past of a client is looked for
 
 
 def rounds_until(history: History, round_index: int, most: int = LOOK_BACK) -> list[int]:
-    """The newest rounds up to and with this one, ascending."""
+    """Return the newest rounds up to and including this one, ascending."""
     return [past_round for past_round in history.rounds() if past_round <= round_index][-most:]
 
 
 def clients_of(history: History, round_index: int) -> list[Node]:
-    """Who trained or sent an update in a round; edges, clusters and the server are none of them."""
+    """Return the clients that trained or sent an update in a round; edges, clusters and the server are not clients."""
     sent = history.latest("update.norm", round_index)
     return [*sent, *(node for node in history.latest("steps", round_index) if node not in sent)]
 
 
 def groups_of(history: History, round_index: int) -> Mapping[Node, str]:
-    """Each client's edge, cluster or ring, as last told; empty where there are none."""
+    """Return each client's edge, cluster or ring, as last reported; empty where there are no groups."""
     announcements = [
         event for event in history.events("groups") if event.where.round is None or event.where.round <= round_index
     ]
@@ -38,7 +38,9 @@ def groups_of(history: History, round_index: int) -> Mapping[Node, str]:
 
 
 def labels_of(history: History, round_index: int) -> Mapping[Node, Mapping[str, int]]:
-    """How many samples of each label each client has, as it told last: it is told when it changes."""
+    """Return each client's number of samples per label, as it last reported them; clients report again when they
+    change.
+    """
     return {
         event.where.node: event.data["histogram"]
         for event in history.events("labels")
@@ -47,14 +49,14 @@ def labels_of(history: History, round_index: int) -> Mapping[Node, Mapping[str, 
 
 
 def events_in(history: History, round_index: int, *names: str) -> list[Event]:
-    """The events of these names in one round."""
+    """Return the events of these names in one round."""
     return [
         event for event in history.events(None, round_index) if event.name in names and event.where.round == round_index
     ]
 
 
 def value_before(history: History, name: str, node: Node | None, round_index: int) -> tuple[int, float] | None:
-    """A node's newest value of a metric before a round, with its round."""
+    """Return a node's newest value of a metric before a round, as (round, value); None if there is none."""
     for past_round in reversed(rounds_until(history, round_index - 1)):
         if node is None:
             break
@@ -65,13 +67,13 @@ def value_before(history: History, name: str, node: Node | None, round_index: in
 
 
 def values_up_to(series: tuple[list[int], list[float]], round_index: int) -> list[tuple[int, float]]:
-    """A metric's values over the rounds, without what came later."""
+    """Return a metric's (round, value) pairs up to and including a round."""
     return [(past_round, value) for past_round, value in zip(*series, strict=True) if past_round <= round_index]
 
 
 @dataclass(frozen=True, slots=True)
 class ClientCalls:
-    """How a client answered when it was asked: the rounds of its calls, and whether each went wrong."""
+    """The rounds in which a client was asked, and whether each call failed."""
 
     rounds: tuple[int, ...]
     wrong: tuple[bool, ...]
@@ -80,7 +82,7 @@ class ClientCalls:
 def calls_by_client(
     history: History, round_index: int, names: Iterable[str], most: int = LOOK_BACK
 ) -> dict[Node, ClientCalls]:
-    """Every client's calls in the newest rounds; those went wrong that an event of one of these names tells of."""
+    """Return every client's calls in the newest rounds; a call failed if an event of one of these names reports it."""
     numbers = rounds_until(history, round_index, most)
     trouble: dict[int, dict[Node, bool]] = {past_round: {} for past_round in numbers}
     wanted = set(names)
@@ -101,7 +103,7 @@ FAILED_CALL_EVENTS = tuple(name for name in FAILURES if name != "worker.lost")
 
 
 def chance_of_failures(wrong: int, asked: int, rate: float) -> float:
-    """The probability that so many or more of these calls go wrong, if each does with this rate."""
+    """Return the probability that at least `wrong` of `asked` calls fail if each fails with this rate."""
     if wrong <= 0:
         return 1.0
     return min(1.0, sum(math.comb(asked, k) * rate**k * (1 - rate) ** (asked - k) for k in range(wrong, asked + 1)))

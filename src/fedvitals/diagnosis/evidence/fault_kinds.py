@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of client faults that evidence tells apart, the issue that each is, and how it is worded."""
+"""The kinds of client faults that the evidence distinguishes, with the issue and the wording of each."""
 
 from __future__ import annotations
 

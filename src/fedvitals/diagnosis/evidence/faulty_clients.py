@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who: which client is faulty, without test data and without being told how many; or that nobody is.
+"""Find the faulty clients, without test data and without knowing how many there are.
 
-An equality comes first: whether a client sent what it trained. Then evidence, added up over the rounds (`course`), in
-views that look side by side: one believes what clients tell of their training, one only what they sent, so that a
-client gains nothing by lying in its telemetry; and one looks for a single flipped class, which the others overlook.
+An exact test comes first: whether a client sent what it trained. Then evidence is summed over the rounds (`trend`) in
+three views: one believes what clients report about their training, one uses only what they sent, so that a client gains
+nothing by falsifying its telemetry, and one looks for a single flipped class, which the others overlook.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding, Suspect
 
-WHOLE = 3  # the fewest members of a group that is accused as one
+WHOLE = 3  # smallest group that is accused as one
 SURE, LIKELY = 0.9, 0.5  # probabilities of a critical finding and of a warning; below, it is a note
 CERTAIN = 0.99  # of an equality that does not hold: telemetry itself may be broken
 LEARNT = 0.35  # accuracy of the received model under which wrong labels cannot be seen
@@ -34,14 +34,16 @@ UNLIKE = 4.0  # score of a client that is different, whether or not that is a fa
 
 
 class FaultyClientLocator:
-    """A detector. `false_alarms`: how many per 100 healthy rounds are allowed, over all rules together."""
+    """The detector of faulty clients. `false_alarms`: the number allowed per 100 healthy rounds, over all rules
+    together.
+    """
 
     __name__ = "locate"
 
     def __init__(self, false_alarms: float = 1.0, model: EvidenceModel | None = None) -> None:
         self._allowed = false_alarms
         self._model = model
-        # What the rounds before have told, by history: only so that a long run is not read anew in every round.
+        # Evidence of the earlier rounds, by history, so that a long run is not read again in every round.
         self._trends: weakref.WeakKeyDictionary[History, EvidenceTrend] = weakref.WeakKeyDictionary()
 
     def __call__(self, history: History, round_index: int) -> Iterator[Finding]:
@@ -64,7 +66,9 @@ class FaultyClientLocator:
         yield from merge_by_group(findings, trend.scores.nodes, groups_of(history, round_index))
 
     def trend_up_to(self, history: History, round_index: int) -> EvidenceTrend:
-        """The run up to this round: gone on with where it was left, or read from its beginning."""
+        """Return the evidence up to this round, continuing where the last call left off or reading the run from its
+        beginning.
+        """
         trend = self._trends.get(history)
         if trend is None or trend.round is None or trend.round > round_index:
             trend = self._trends[history] = EvidenceTrend(self._model or shipped_model(), self._allowed)
@@ -75,7 +79,7 @@ class FaultyClientLocator:
 
 
 def _altered_update_finding(trend: EvidenceTrend, index: int, distance: float) -> Finding:
-    """Of a client that did not send what it trained; what it sent instead is told by what that looks like."""
+    """Return the finding about a client that did not send what it trained."""
     node = trend.scores.nodes[index] if trend.scores is not None else ""
     since = trend.altered_since[node]
     text = (
@@ -89,7 +93,7 @@ def _altered_update_finding(trend: EvidenceTrend, index: int, distance: float) -
 
 
 def _evidence_finding(trend: EvidenceTrend, index: int) -> Finding:
-    """Of a client against which there is enough evidence."""
+    """Return the finding about a client against which there is enough evidence."""
     node = trend.scores.nodes[index] if trend.scores is not None else ""
     fired = trend.accusing_views(node)
     since = min(trend.views[name].began[node] for name in fired)
@@ -132,10 +136,10 @@ def _client_finding(
 def merge_by_group(
     findings: Sequence[Finding], present: Sequence[Node], groups: Mapping[Node, str]
 ) -> Iterator[Finding]:
-    """Members' findings, but one for the group where nearly all of an edge, cluster or ring are accused.
+    """Yield the findings, but only one for a group (edge, cluster or ring) of which nearly all members are accused.
 
-    A ring passes models on, so one ill member makes the others look ill; and an edge may be ill as a whole. Not where
-    the accused are everywhere: then it is no matter of groups.
+    In a ring one faulty member makes the others look faulty, and an edge may be faulty as a whole. Where more than half
+    of the groups would be accused, findings stay with the members.
     """
     members: dict[str, list[Node]] = {}
     for node in present:
@@ -166,7 +170,7 @@ def merge_by_group(
 
 
 def _outlying_signs(trend: EvidenceTrend, index: int, *, telemetry: bool) -> list[Number]:
-    """The signs that stand out most, over the last participations, with what is usual among the peers."""
+    """Return the most outlying signs over the last participations, each with the usual value among the peers."""
     assert trend.scores is not None  # noqa: S101 - there is a finding, so there are scores
     assert trend.vital_signs is not None  # noqa: S101
     lasting, values = trend.scores.lasting[index], trend.vital_signs.values
@@ -178,31 +182,31 @@ def _outlying_signs(trend: EvidenceTrend, index: int, *, telemetry: bool) -> lis
     ]
 
 
-# -- what is said of every client -------------------------------------------------------------------------------------
+# -- statements about every client -------------------------------------------------------------------------------------
 
 LOCATOR = FaultyClientLocator()
 DETECTORS: tuple[Detector, ...] = (LOCATOR,)
 
 
 def evidence_totals(history: History, round_index: int) -> dict[Node, float]:
-    """Every client's sum of evidence, the largest of all views: the order in which to look at them."""
+    """Return every client's sum of evidence, the largest over all views: the order in which to look at clients."""
     trend = LOCATOR.trend_up_to(history, round_index)
     return {node: max(trend.totals(node).values()) + CAP * (node in trend.altered_since) for node in trend.clients}
 
 
 def fault_probabilities(history: History, round_index: int) -> dict[Node, float]:
-    """Every client's probability of being faulty, as it would be stated now."""
+    """Return every client's probability of being faulty, as it would be stated now."""
     trend = LOCATOR.trend_up_to(history, round_index)
     stated = {node: trend.model.probability(trend.totals(node)) for node in trend.clients}
     return stated | dict.fromkeys(trend.altered_since, CERTAIN)
 
 
 def verdicts(history: History, round_index: int) -> dict[Node, str]:
-    """healthy, different, not yet decidable, or faulty; of every client seen so far.
+    """Return «healthy», «different», «not yet decidable» or «faulty» for every client seen so far.
 
-    Wrong labels show only against a model that has learnt something: before that nobody is called healthy. Whether it
-    has is known by the clients' own samples, or else by the accuracy that the host told before this round. Nobody is
-    called healthy either where updates are transformed on their way and evidence abstains.
+    Wrong labels show only against a model that has learnt something, so before that nobody is called healthy. Whether
+    it has is judged by the clients' own samples, or else by the accuracy that the host logged before this round. Nobody
+    is called healthy either while updates are transformed on their way and the evidence abstains.
     """
     trend = LOCATOR.trend_up_to(history, round_index)
     accuracies = [

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From scores to evidence: how much likelier a client's numbers are if something is wrong with it, in log-odds.
+"""The learnt models that turn scores into evidence: log-odds of a client being faulty in a round.
 
-The mean of a linear model and of boosted trees, both learnt on the fault bank's tuning set by
-`fedvitals_studies.faultbank.fit` and kept as plain numbers in `evidence.json`. There are three of them: «telemetry»,
-which also believes what clients tell, «server», which looks only at what they sent, and «flip», which is learnt on
-nothing but flipped classes. Nothing of scikit-learn is needed to use them.
+Each is the mean of a linear model and of boosted trees, learnt on the fault bank's tuning set by
+`fedvitals_studies.faultbank.fit` and stored as plain numbers in `evidence.json`. There are three: «telemetry» also
+believes what clients report, «server» uses only what they sent, and «flip» is learnt on flipped classes alone.
+scikit-learn is not needed to use them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_COUNTED = 20  # participations, above which more of them tell nothing new
 
 
 def features(scores: Scores, vitals: VitalSigns, view: str) -> Array:
-    """[clients, features] of one view; NaN where something is not known."""
+    """Return the features of one view, [clients, features]; NaN where something is unknown."""
     count = np.minimum(scores.counts, MOST_COUNTED)[:, None]
     if view == "server":
         own = len(SERVER)
@@ -40,9 +40,10 @@ def features(scores: Scores, vitals: VitalSigns, view: str) -> Array:
 
 
 def linear_features(feature_rows: Array, scored: int) -> Array:
-    """The same as a linear model takes it: scores and their magnitudes, limited; nothing for what is not known.
+    """Return the features as the linear model takes them: clipped scores, their magnitudes, and the rest; unknown
+    becomes 0.
 
-    `scored`: how many of the first columns are scores.
+    `scored`: the number of leading columns that are scores.
     """
     scores = np.clip(np.nan_to_num(feature_rows[:, :scored]) / 3, -2.5, 2.5)
     rest = np.clip(np.nan_to_num(feature_rows[:, scored:]), -5, 5)
@@ -51,7 +52,7 @@ def linear_features(feature_rows: Array, scored: int) -> Array:
 
 @dataclass(frozen=True)
 class BoostedTrees:
-    """Boosted trees, [trees, nodes] each: the feature asked, the limit, where to go on, and what a leaf adds."""
+    """Boosted trees as arrays, [trees, nodes] each: feature, threshold, children and leaf values."""
 
     feature: npt.NDArray[np.int64]
     limit: Array
@@ -64,12 +65,14 @@ class BoostedTrees:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> BoostedTrees:
+        """Return the trees from their JSON document."""
         kinds = {"feature": np.int64, "left": np.int64, "right": np.int64, "missing_left": np.bool_, "leaf": np.bool_}
         names = ("feature", "limit", "left", "right", "missing_left", "value", "leaf")
         arrays: dict[str, Any] = {name: np.array(document[name], dtype=kinds.get(name, np.float64)) for name in names}
         return cls(**arrays, baseline=float(document["baseline"]))
 
     def __call__(self, feature_rows: Array) -> Array:
+        """Return the sum of all trees for each row of features."""
         trees = np.arange(len(self.feature))[None]
         tree_node = np.zeros((len(feature_rows), len(self.feature)), dtype=np.int64)
         rows = np.arange(len(feature_rows))[:, None]
@@ -85,7 +88,9 @@ class BoostedTrees:
 
 @dataclass(frozen=True)
 class EvidenceView:
-    """One view's model: evidence, its limits for an alarm, how sure a sum of evidence is, and the likely kinds."""
+    """The learnt model of one view: evidence, alarm limits, probability of a sum of evidence, and likely kinds of
+    fault.
+    """
 
     trees: BoostedTrees
     weights: Array
@@ -99,6 +104,7 @@ class EvidenceView:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> EvidenceView:
+        """Return the view from its JSON document."""
         limits = {name: [(float(b), float(h)) for b, h in pairs] for name, pairs in document["limits"].items()}
         certainty = (np.array(document["certainty"][0]), np.array(document["certainty"][1]))
         return cls(
@@ -114,41 +120,49 @@ class EvidenceView:
         )
 
     def evidence(self, feature_rows: Array) -> Array:
-        """Log-odds of each client being faulty in this round."""
+        """Return the log-odds of each client being faulty in this round."""
         return 0.5 * (
             self.trees(feature_rows) + linear_features(feature_rows, self.scored) @ self.weights + self.offset
         )
 
     def likely(self, feature_rows: Array) -> Array:
-        """[clients, kinds]: log-probability of each kind of fault, given that there is one."""
+        """Return the log-probability of each kind of fault, [clients, kinds], given that there is a fault."""
         raw = linear_features(feature_rows, self.scored) @ self.kind_weights.T + self.kind_offsets
         raw = raw - raw.max(axis=1, keepdims=True)
         return np.asarray(raw - np.log(np.exp(raw).sum(axis=1, keepdims=True)))
 
     def limit(self, cohort: str, alarms: float) -> float:
-        """From which sum on to accuse, so that healthy runs raise so many alarms per 100 rounds."""
+        """Return the sum of evidence from which to accuse, so that healthy runs raise at most `alarms` per 100
+        rounds.
+        """
         pairs = sorted(self.limits[cohort])
         budgets, limits = np.log([p[0] for p in pairs]), [p[1] for p in pairs]
         return float(np.interp(np.log(max(alarms, 1e-3)), budgets, limits))
 
     def probability(self, total: Array) -> Array:
+        """Return the probability of a fault for each sum of evidence."""
         return np.asarray(np.interp(total, *self.certainty))
 
 
 @dataclass(frozen=True)
 class EvidenceModel:
+    """The three views, and the calibration of their combined probability."""
+
     views: dict[str, EvidenceView]
     certainty: tuple[Array, Array]  # the surest view's probability, and the share of such clients that were faulty
     bank: str  # digest of the bank it was learnt on
 
     def probability(self, totals: Mapping[str, float]) -> float:
-        """That a client is faulty, by its sums of evidence. The surest of three views is surer than it should be."""
+        """Return the probability that a client is faulty, by its sums of evidence; calibrated, as the surest of
+        three views is overconfident.
+        """
         surest = max((float(self.views[name].probability(np.array([t]))[0]) for name, t in totals.items()), default=0.0)
         return float(np.interp(surest, *self.certainty))
 
 
 @functools.cache
 def shipped_model() -> EvidenceModel:
+    """Return the model that is shipped in `evidence.json`."""
     text = importlib.resources.files(__package__).joinpath("evidence.json").read_text(encoding="utf-8")
     document = json.loads(text)
     views = {name: EvidenceView.from_json(document["views"][name]) for name in VIEWS}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which clients and layers stand out: a ranking for the eye, never a finding.
+"""Rank clients and layers by how far they differ from their peers: a ranking for people, never a finding.
 
-The score is how far a value lies from its peers' median, in robust standard deviations (see `robust_scores`), for the
-size of the update and for its direction, whichever is more; the median over the newest rounds. It says «look here
-first»: with ten clients somebody exceeds 3.5 in every eighth round (see shared notes on multiplicity), so it accuses
-nobody. Norms are over finite values only, so a client with others comes before all scores.
+The score is the distance of a value from its peers' median in robust standard deviations (see `robust_scores`), for the
+size of the update or its direction, whichever is more; the median over the newest rounds. It suggests where to look
+first: with ten clients somebody exceeds 3.5 in every eighth round, so it accuses nobody. Norms cover finite values
+only, so a client with non-finite values comes before all scores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FLOORS = {"update.norm": 0.05, "update.cosine_mean": 0.05}
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """A client or layer, how far it lies from its peers, and in which sign."""
+    """A client or layer, how far it differs from its peers, and in what."""
 
     name: str
     score: float
@@ -33,10 +33,11 @@ class Outlier:
 
 
 def robust_scores(values: Array, floor: float, of: Array | None = None) -> Array:
-    """Distance of these values (or of `of`) from their median in robust standard deviations, signed; NaN stays NaN.
+    """Return the signed distance of these values (or of `of`) from their median in robust standard deviations; NaN
+    stays NaN.
 
-    The one meaning of the words wherever a person reads them: √((1.4826 · MAD)² + floor²), the floor being a
-    twentieth of the value (of logarithms and artanh: 0.05).
+    Used wherever a person reads these words: √((1.4826 · MAD)² + floor²), where the floor is a twentieth of the value
+    (for logarithms and artanh: 0.05).
     """
     middle = np.nanmedian(values)
     spread = 1.4826 * np.nanmedian(np.abs(values - middle))
@@ -44,7 +45,7 @@ def robust_scores(values: Array, floor: float, of: Array | None = None) -> Array
 
 
 def rank_outlier_clients(history: History, rounds: Sequence[int] | None = None) -> list[Outlier]:
-    """Every client of the newest rounds, the one that stands out most first."""
+    """Return every client of the newest rounds, the largest outlier first."""
     chosen = (rounds if rounds is not None else history.rounds())[-NEWEST:]
     scores: dict[Node, list[tuple[float, str]]] = {}
     broken: dict[Node, float] = {}
@@ -60,7 +61,9 @@ def rank_outlier_clients(history: History, rounds: Sequence[int] | None = None) 
 
 
 def nonfinite_counts(history: History, round_index: int) -> dict[Node, float]:
-    """How many values of a client's gradients and weights were NaN or Inf in a round; nobody without any."""
+    """Return how many values of each client's gradients and weights were NaN or infinite in a round; clients without
+    any are left out.
+    """
     counts: dict[Node, float] = {}
     for name in ("gradient.nonfinite", "weight.nonfinite"):
         for node, count in history.latest(name, round_index).items():
@@ -98,7 +101,7 @@ def _median_outlier(node: Node, scores: list[tuple[float, str]]) -> Outlier:
 
 
 def rank_outlier_layers(history: History) -> list[Outlier]:
-    """Every layer, the one whose gradient changed most against its own first rounds first; not-finite ones on top."""
+    """Return every layer, the one whose gradient changed most since the first rounds first; non-finite ones on top."""
     ranked = []
     for layer in history.layers("gradient"):
         rounds, _, norms = history.matrix("gradient", "rms", layer)

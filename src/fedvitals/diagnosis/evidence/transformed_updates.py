@@ -35,10 +35,11 @@ class Transformation:
 
 
 def transformation(history: History, round_index: int) -> Transformation | None:
-    """Return how the updates of this round are transformed; None if most arrive as they were trained, or nobody knows.
+    """Return how the updates of this round are transformed; None if most arrive as they were trained, or if nothing is
+    known.
 
-    More than half of the compared clients must agree, and more than a third of all, so that no minority can silence
-    detectors, be it the only one whose telemetry arrives.
+    More than half of the compared clients must agree, and more than a third of all, so that no minority can silence the
+    detectors, even if only its telemetry arrives.
     """
     for sparse, sign in ((False, _differing), (True, _mostly_zeros)):
         clients = _over_rounds(history, round_index, sign)
@@ -49,19 +50,21 @@ def transformation(history: History, round_index: int) -> Transformation | None:
 
 
 def most_differ(history: History, round_index: int) -> bool:
-    """Whether most of the clients that can be compared sent something else than they trained, however few they are."""
+    """Return whether most of the comparable clients sent something else than they trained, however few they are."""
     return holds_for_most(_over_rounds(history, round_index, _differing))
 
 
 def holds_for_most(clients: Mapping[Node, bool]) -> bool:
-    """Whether a sign holds for more than half of the clients, and for at least two."""
+    """Return whether a sign holds for more than half of the clients, and for at least two."""
     return sum(clients.values()) >= max(2, len(clients) // 2 + 1)
 
 
 def _over_rounds(
     history: History, round_index: int, sign: Callable[[History, int], dict[Node, bool]]
 ) -> dict[Node, bool]:
-    """The sign of each client in this round; of too few clients, also that of others in the newest rounds before."""
+    """Return the sign of each client in this round; with too few clients, also that of others in the newest earlier
+    rounds.
+    """
     clients = sign(history, round_index)
     if not clients or len(clients) >= FEWEST_CLIENTS:
         return clients
@@ -71,15 +74,15 @@ def _over_rounds(
 
 
 def _differing(history: History, round_index: int) -> dict[Node, bool]:
-    """Whether each client's update differs from what it trained, for the clients of which both are known."""
+    """Return whether each client's update differs from what it trained, for the clients of which both are known."""
     return {node: distance > ROUNDED for node, distance in update_mismatches(history, round_index).items()}
 
 
 def _mostly_zeros(history: History, round_index: int) -> dict[Node, bool]:
-    """Whether most values of each client's update are zeros that its gradients do not explain.
+    """Return whether most values of each client's update are zeros that its gradients do not explain.
 
-    The median over the layers that changed: an embedding of which a client uses few rows is a single layer. Units that
-    are dead, and inputs that are always 0, leave zeros in the gradient as well. Where no gradient is known, all count.
+    The median over the layers that changed: an embedding of which a client uses few rows is a single layer. Dead units,
+    and inputs that are always 0, leave zeros in the gradient as well. Where no gradient is known, all zeros count.
     """
     clients = set(clients_of(history, round_index))
     nodes, sums = history.across("update", ("l2", "sparsity"), round_index)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evidence over time: what is known of a run's clients up to a round, and who stands accused of what.
+"""Evidence summed over the rounds: what is known of a run's clients up to a round, and who is accused of what.
 
-Each round's evidence is added up for each client as in Page's CUSUM test: what speaks for health takes away, what
-speaks for a fault adds, and who passes a limit is accused. The limits are those at which healthy runs of data and
-models that the evidence was not learnt on raise as many alarms as the user allows.
+Each round's evidence is added up per client as in Page's CUSUM test: signs of health subtract, signs of a fault add,
+and a client that exceeds a limit is accused. The limits are those at which healthy runs, of data and models that the
+evidence was not learnt on, raise as many alarms as the user allows.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ from fedvitals.stats import Array
 
 # Log-odds added to each round's evidence: what a single healthy-looking round takes away is limited by it.
 DRIFT = {"telemetry": 1.5, "server": 1.5, "flip": 3.0}
-LEAST, MOST = -3.0, 4.0  # that one round can add
-CAP = 20.0  # so that a cured client is believed again before long
-# Of the alarms that the user allows; they overlap, and the rest belongs to all other rules together.
+LEAST, MOST = -3.0, 4.0  # limits of what one round can add
+CAP = 20.0  # so that a repaired client is cleared again before long
+# Shares of the allowed alarms; they overlap, and the rest belongs to all other rules together.
 SHARES = {"telemetry": 0.35, "server": 0.2, "flip": 0.1}
 SMALL, PARTIAL = 12, 0.7  # clients in a cohort; share of the known clients that take part in a round
 CONVERGED = 0.1  # of the run's largest update, the median client's
-REMEMBERED = 6  # participations from which the kind of the fault is told
+REMEMBERED = 6  # participations from which the kind of the fault is inferred
 UNTENABLE, PLAIN = 0.1, 0.8  # chances of the kind that was named, and of another, at which the name is changed
 
 
 @dataclass
 class EvidenceSums:
-    """One view's sums of evidence."""
+    """One view's sums of evidence, by client."""
 
     totals: dict[Node, float] = field(default_factory=dict)
     began: dict[Node, int] = field(default_factory=dict)  # round since when the total has been above 0
     kinds: dict[Node, list[Array]] = field(default_factory=dict)  # log-probabilities, of the newest participations
     accused: set[Node] = field(default_factory=set)
-    withdrawn: int = 0  # accusations that the following rounds did not bear out
+    withdrawn: int = 0  # accusations that later rounds did not confirm
 
     def add(self, node: Node, round_index: int, evidence: float, kind_logs: Array, limit: float) -> None:
+        """Add one participation's evidence of a client, and accuse it or withdraw the accusation."""
         total = self.totals[node] = min(CAP, max(0.0, self.totals.get(node, 0.0) + evidence))
         if total == 0:
             self.kinds[node] = []
@@ -55,14 +56,14 @@ class EvidenceSums:
         self.kinds[node] = [*self.kinds.get(node, []), kind_logs][-REMEMBERED:]
         if total > limit:
             self.accused.add(node)
-        elif node in self.accused and total < limit / 2:  # not at the limit itself: a case shall not flicker
+        elif node in self.accused and total < limit / 2:  # not at the limit itself, so that a case does not flicker
             self.accused.discard(node)
             self.withdrawn += 1
 
 
 @dataclass
 class EvidenceTrend:
-    """A run up to a round; `take` the next one. All that it says follows from the rounds that it took."""
+    """The evidence of a run up to a round; `add_round` takes the next one."""
 
     model: EvidenceModel
     allowed: float  # alarms per 100 healthy rounds, over all rules together
@@ -84,6 +85,7 @@ class EvidenceTrend:
     largest: float = 0.0  # norm of the median client's update, in the round in which that was largest
 
     def add_round(self, history: History, round_index: int) -> None:
+        """Take in the next round."""
         vital_signs = vital_signs_of(history, round_index)
         self.round, self.rounds = round_index, self.rounds + 1
         self.clients |= set(vital_signs.nodes)
@@ -113,22 +115,23 @@ class EvidenceTrend:
             self._update_suspected_kind(node, honest=node in unaltered)
 
     def accusing_views(self, node: Node) -> list[str]:
-        """The views in which it stands accused."""
+        """Return the views in which a client is accused."""
         return [name for name, view in self.views.items() if node in view.accused]
 
     def totals(self, node: Node) -> dict[str, float]:
+        """Return a client's sum of evidence in each view."""
         return {name: view.totals.get(node, 0.0) for name, view in self.views.items()}
 
     def _converged(self, history: History, round_index: int) -> bool:
-        """Whether updates have shrunk so far that a few hard samples decide what is left of them.
+        """Return whether updates have shrunk so far that a few hard samples decide what is left of them.
 
-        Healthy clients then differ as much as faulty ones do while there is something to learn, and evidence was not
-        learnt on such rounds: it neither grows nor shrinks.
+        Healthy clients then differ as much as faulty ones do earlier, and the evidence was not learnt on such rounds,
+        so it is left unchanged.
         """
         norms = [norm for norm in history.latest("update.norm", round_index).values() if np.isfinite(norm)]
         median = float(np.median(norms)) if norms else 0.0
         self.largest = max(self.largest, median)
-        return 0 < median < CONVERGED * self.largest  # of a model that died of NaN, nothing finite is left
+        return 0 < median < CONVERGED * self.largest  # a model of NaN has no finite update
 
     def _add_evidence(self, round_index: int, scores: Scores, vital_signs: VitalSigns, cohort: str) -> None:
         for name, view in self.views.items():
@@ -143,7 +146,9 @@ class EvidenceTrend:
                 view.add(node, round_index, float(gained[index]), likely[index], limit)
 
     def _update_suspected_kind(self, node: Node, *, honest: bool) -> None:
-        """What it is accused of, if it is. That stays, unless it has become plainly untenable."""
+        """Set or clear the kind of fault a client is accused of. A kind stays unless it has become clearly
+        untenable.
+        """
         fired = self.accusing_views(node)
         if node not in self.altered_since and not fired:
             self.suspected_kinds.pop(node, None)
@@ -154,7 +159,7 @@ class EvidenceTrend:
         if node in self.altered_since:
             possible = [kind in AFTER_TRAINING for kind in kinds]
         elif honest and fired != ["server"]:
-            # It sent what it trained: what is wrong was wrong before. (The server's view believes no such word.)
+            # It sent what it trained, so the fault lies before. (The server's view does not rely on telemetry.)
             possible = [kind not in AFTER_TRAINING for kind in kinds]
         chances = self.kind_chances[node] = fault_kind_chances(self.views[view].kinds.get(node, []), kinds, possible)
         likeliest, before = max(chances, key=lambda kind: chances[kind]), self.suspected_kinds.get(node)
@@ -163,19 +168,21 @@ class EvidenceTrend:
 
 
 def fault_kind_chances(logs: Sequence[Array], kinds: Sequence[str], possible: Sequence[bool]) -> dict[str, float]:
-    """The chance of each kind, from its log-probabilities in several participations; 0 for what is not possible."""
+    """Return the probability of each kind from its log-probabilities in several participations; 0 for kinds that are
+    not possible.
+    """
     total = np.where(possible, np.sum(logs, axis=0), -np.inf)
     shares = np.exp(total - total.max())
     return {kind: float(share) for kind, share in zip(kinds, shares / shares.sum(), strict=True)}
 
 
 def groups_exchange_models(groups: Mapping[Node, str]) -> bool:
-    """Whether clients pass their models on to each other within their groups: edges and rings do, clusters do not."""
+    """Return whether clients pass models to each other within their groups: edges and rings do, clusters do not."""
     return any(not group.startswith("cluster") for group in groups.values())
 
 
 def cohort_kind(present: int, known: int, *, exchanged: bool = False) -> str:
-    """Which limits hold: cohorts of these kinds raise false alarms at very different rates."""
+    """Return which limits apply: kinds of cohorts raise false alarms at very different rates."""
     if exchanged:
         return "exchanging"
     if present < PARTIAL * known:

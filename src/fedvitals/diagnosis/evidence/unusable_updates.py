@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact tests of an update before it is averaged, on the nine sums that are taken of it anyway."""
+"""Exact tests that an update must pass before it is averaged, on the nine sums that are computed of it anyway."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from fedvitals.stats import COUNT, INFS, NANS, SUM_SQUARES, Array
 
 
 class UnusableUpdateCheck:
-    """Remembers only which layer sizes are the usual ones."""
+    """Checks updates; remembers only which layer sizes are usual."""
 
     def __init__(self) -> None:
         self._sizes: Counter[tuple[int, ...]] = Counter()
 
     def __call__(self, rows: Array) -> Iterator[tuple[str, str]]:
-        """The first thing that makes an update, [layers × nine sums], unusable: the issue, and a sentence."""
+        """Yield the first reason why an update, [layers × nine sums], is unusable: the issue, and a sentence."""
         sizes = tuple(rows[:, COUNT].astype(int).tolist())
         usual = self._sizes.most_common(1)
         self._sizes[sizes] += 1

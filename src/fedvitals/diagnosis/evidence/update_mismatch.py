@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What arrived from a client, held against what it trained by its own telemetry: an equality, not a score.
+"""Compare the update the server received with the one the client says it trained.
 
-Equal, unless something is done to an update after training: scaled, turned, replaced, copied, stale. A client that lies
-in its telemetry escapes it.
+The two are equal unless the update was changed after training (scaled, negated, replaced, copied, or stale). A client
+that falsifies its telemetry is not caught.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ COHORT_WIDE_SHARE = 1 / 3  # of a cohort: more than are faulty in any federation
 
 
 def update_mismatches(history: History, round_index: int) -> dict[Node, float]:
-    """By how much they differ, as a share: in size, or in the sums of the layer that differs most (`differs`).
+    """Return the relative difference for each client: in size, or in the sums of the layer that differs most
+    (`differs`).
 
-    A model of half precision rounds each value by up to 0.4 %, which is less than `NOT_TRAINED`. Where the sums of all
-    trained layers agree, sizes may still differ: what was sent holds more, such as running statistics of batch norm.
+    A model of half precision rounds each value by up to 0.4 %, which is less than `MISMATCH_LIMIT`. Where the sums of
+    all trained layers agree, sizes may still differ, because the update holds more than was trained, such as running
+    statistics of batch norm.
     """
     drift, differs = history.latest("weight.drift", round_index), history.latest("update.differs", round_index)
     return {
@@ -32,9 +34,10 @@ def update_mismatches(history: History, round_index: int) -> dict[Node, float]:
 
 
 def clients_with_altered_updates(history: History, round_index: int) -> set[Node]:
-    """Who sent something else than it trained.
+    """Return the clients whose update differs from what they trained.
 
-    Nobody, where that is so for many: then updates are compressed, clipped or averaged on their way, and it is known.
+    Returns an empty set when many clients differ, because then the transport alters updates (compression, clipping,
+    averaging).
     """
     mismatches = update_mismatches(history, round_index)
     altered = {node for node, distance in mismatches.items() if distance > MISMATCH_LIMIT}
@@ -42,5 +45,5 @@ def clients_with_altered_updates(history: History, round_index: int) -> set[Node
 
 
 def clients_with_trained_updates(history: History, round_index: int) -> set[Node]:
-    """Who sent what it trained."""
+    """Return the clients whose update is what they trained."""
     return {node for node, distance in update_mismatches(history, round_index).items() if distance <= MISMATCH_LIMIT}

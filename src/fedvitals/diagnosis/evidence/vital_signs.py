@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's vital signs in one round, as the numbers that it is compared by: from the server, and from its telemetry.
+"""A client's vital signs in one round: the numbers by which clients are compared, from the server and from telemetry.
 
-What a server sees of an update cannot be lied about; what a client tells about its own training can. The two are kept
-apart all the way, so that a liar gains nothing by it. A sign that is not there is NaN.
+What the server sees of an update cannot be falsified by a client; what it reports about its own training can. The two
+are kept apart throughout, so that lying gains nothing. A missing sign is NaN.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _EXCHANGED = 0.999  # cosine of updates that were averaged with each other befor
 
 @dataclass(frozen=True, slots=True)
 class VitalSigns:
-    """One round's signs, [clients, SIGNS], and what they have to be corrected for."""
+    """One round's signs, [clients, SIGNS], and the quantities they are corrected for."""
 
     nodes: list[Node]
     values: Array
@@ -64,7 +64,7 @@ def _median(values: Array) -> float:
 
 
 def _artanh(cosines: Array) -> Array:
-    """A cosine on a scale without ends: what is near 1 or −1 is told apart as well as what is near 0."""
+    """Return cosines on an unbounded scale, on which values near 1 or −1 are told apart as well as those near 0."""
     return np.arctanh(np.clip(cosines, -0.9995, 0.9995))
 
 
@@ -82,9 +82,10 @@ _AS_THEY_ARE = ("signs", "class_entropy", "accuracy_before", "accuracy_after")
 
 
 def as_measured(sign: str, compared: float | None) -> float | None:
-    """A sign's value as it was measured, from the one that it is compared by; of a difference of logs, the ratio.
+    """Return a sign's measured value from the transformed one that is compared; of a difference of logarithms, the
+    ratio.
 
-    A name that is none of our signs was not changed.
+    Names that are not signs are returned unchanged.
     """
     if compared is None or not np.isfinite(compared) or sign not in SIGNS or sign in _AS_THEY_ARE:
         return compared
@@ -99,7 +100,7 @@ def as_measured(sign: str, compared: float | None) -> float | None:
 
 
 def vital_signs_of(history: History, round_index: int) -> VitalSigns:
-    """The signs of every client that sent an update, or trained, in this round."""
+    """Return the signs of every client that sent an update, or trained, in this round."""
     nodes = list(history.latest("update.norm", round_index)) or clients_of(history, round_index)
 
     def metric(name: str) -> Array:
@@ -137,7 +138,7 @@ def _entropy(histogram: Mapping[str, int]) -> float:
 def _update_signs(
     history: History, round_index: int, nodes: list[Node], metric: Callable[[str], Array]
 ) -> dict[str, Array]:
-    """What the server sees."""
+    """Return the signs that the server sees."""
     columns = _aligned(history, "update.peers", PEER_COLUMNS, round_index, nodes)[:, 0]
     peers = {name: columns[:, i] for i, name in enumerate(PEER_COLUMNS)}
     nearest = peers["nearest"]
@@ -168,7 +169,7 @@ def _update_signs(
 def _training_signs(
     history: History, round_index: int, nodes: list[Node], metric: Callable[[str], Array]
 ) -> dict[str, Array]:
-    """What the client tells."""
+    """Return the signs that the client reports."""
     before, after = _log(metric("fit.loss_before"), _LOSS), _log(metric("fit.loss_after"), _LOSS)
     gradient, last = _log(metric("gradient.norm")), _log(metric("gradient.norm_last"))
     steps, samples = metric("steps"), metric("samples")
@@ -193,7 +194,9 @@ def _training_signs(
 
 
 def _aligned(history: History, family: str, statistics: tuple[str, ...], round_index: int, nodes: list[Node]) -> Array:
-    """[nodes, layers, statistics] in the order of `nodes`; at least one layer, NaN where there is nothing."""
+    """Return [nodes, layers, statistics] in the order of `nodes`; at least one layer, NaN where nothing was
+    measured.
+    """
     measured, values = history.across(family, statistics, round_index)
     layers = max(1, values.shape[1] if len(measured) else len(history.layers(family)))
     aligned = np.full((len(nodes), layers, len(statistics)), np.nan)
@@ -206,6 +209,6 @@ def _aligned(history: History, family: str, statistics: tuple[str, ...], round_i
 
 
 def _head(layers: tuple[str, ...]) -> int:
-    """The last weight: where the classes are told apart."""
+    """Return the index of the last weight, which separates the classes."""
     weights = [i for i, name in enumerate(layers) if "weight" in name.rsplit(".", 1)[-1]]
     return weights[-1] if weights else max(0, len(layers) - 1)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of everything that can be wrong."""
+"""The table of all issues that detectors can report."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong where updates become one model."""
+"""Issues of aggregation: what can go wrong where updates become one model."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with one client, as far as it shows in its update and in what it measures."""
+"""Issues of a single client, as far as they show in its update and in what it measures."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with the course of the whole training."""
+"""Issues of convergence: what can go wrong with the training as a whole."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with the gradients, layer by layer."""
+"""Issues of gradients, layer by layer."""
 
 from __future__ import annotations
 

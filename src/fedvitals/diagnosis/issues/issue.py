@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of one kind of trouble. The kinds themselves are in `issues_*.py`, gathered by `issues.py`."""
+"""The data type of one issue. The issues themselves are in the other modules of this folder, collected by `table`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ SEVERITIES = ("critical", "warning", "note")  # the worst first
 
 @dataclass(frozen=True, slots=True)
 class Issue:
+    """What is known of one kind of problem: its symptom, causes, remedies, and what would refute a finding of it."""
+
     code: str
     title: str
     family: str

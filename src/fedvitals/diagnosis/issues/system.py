@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with the machines, their links and their clocks."""
+"""Issues of the system: machines, links and clocks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that can be wrong with a federated training, as one table. `docs/issues.md` is generated from it.
+"""All issues in one table, from which `docs/issues.md` is generated.
 
-A detector gives only an issue's code and its numbers: symptom, causes, remedies and what would prove it wrong are
-written once, in `issues_*.py`, so that every finding of a kind answers the same questions.
+A detector reports only an issue's code and its numbers. Symptom, causes, remedies and what would refute it are written
+once, in the modules of this folder, so that every finding of an issue answers the same questions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ RATES = Path(__file__).with_name("rates.json")
 
 
 def measured_rates() -> Mapping[str, float]:
-    """Each rule's false alarms per 100 healthy rounds, as the fault bank measured them; empty before it has."""
+    """Return each rule's false alarms per 100 healthy rounds, as measured by the fault bank; empty before it has
+    run.
+    """
     if not RATES.exists():
         return {}
     rates: Mapping[str, float] = json.loads(RATES.read_text(encoding="utf-8"))["per_100_rounds"]

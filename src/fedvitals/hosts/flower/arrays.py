@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flower's arrays as layers: names, tensors, updates, and a model's outline to hold them.
+"""Flower's arrays as layers: names, tensors, updates, and a model outline that holds them.
 
-On the wire a model is a list of arrays. Which of them are trained is not told: whole numbers are not, and neither are
-the running statistics of normalisation, by their names.
+On the wire a model is a list of arrays, without a note of which are trained: integers are not, and neither are the
+running statistics of normalisation, by their names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedvitals.probes.numpy_updates import FlatArrays
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedvitals.probes.view import Flat
+    from fedvitals.probes.view import FlatTensors
 
 Values = npt.NDArray[Any]
 PLAIN = b"\x93NUMPY\x01\x00"  # how the bytes of an array begin, version 1
@@ -35,26 +35,30 @@ BUFFERS = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked)$")
 
 
 def model_of(content: RecordDict) -> ArrayRecord | None:
-    """The arrays of a message, if it holds one model."""
-    found = [record for record in content.values() if isinstance(record, ArrayRecord)]
-    return found[0] if len(found) == 1 else None
+    """Return the arrays of a message if it holds exactly one model, else None."""
+    models = [record for record in content.values() if isinstance(record, ArrayRecord)]
+    return models[0] if len(models) == 1 else None
 
 
 def values_of(record: Mapping[str, Array], layers: Sequence[str] | None = None) -> dict[str, Values]:
-    """The trained arrays by name, to be read only; `layers`: names in the place of a wire's numbers."""
-    found = {name: _in_place(array) for name, array in renamed(record, layers).items() if not BUFFERS.search(name)}
-    return {name: values for name, values in found.items() if np.issubdtype(values.dtype, np.floating)}
+    """Return the trained arrays by name, read-only; `layers`: names to use instead of the wire's numbers."""
+    arrays = {
+        name: _in_place(array) for name, array in with_layer_names(record, layers).items() if not BUFFERS.search(name)
+    }
+    return {name: values for name, values in arrays.items() if np.issubdtype(values.dtype, np.floating)}
 
 
 def tensors_of(record: Mapping[str, Array], layers: Sequence[str] | None = None) -> dict[str, Tensor]:
-    """The same as tensors, which are copies."""
+    """Return the trained arrays as tensors, which are copies."""
     import torch  # noqa: PLC0415 - for corrections alone
 
     return {name: torch.from_numpy(values.copy()) for name, values in values_of(record, layers).items()}
 
 
 def _in_place(array: Array) -> Values:
-    """An array where it lies, as far as that can be: of a large model a copy costs more than all that we compute."""
+    """Return an array over its own bytes where possible: copying a large model costs more than everything computed
+    here.
+    """
     if array.stype == "numpy.ndarray" and array.data[:8] == PLAIN:
         file = io.BytesIO(array.data[:HEADER])
         file.seek(8)
@@ -65,7 +69,8 @@ def _in_place(array: Array) -> Values:
     return array.numpy()
 
 
-def renamed(record: Mapping[str, Any], layers: Sequence[str] | None) -> dict[str, Any]:
+def with_layer_names(record: Mapping[str, Any], layers: Sequence[str] | None) -> dict[str, Any]:
+    """Return the record's entries under the names of `layers`, if these are given."""
     if layers is None:
         return dict(record)
     if len(layers) != len(record):
@@ -73,14 +78,17 @@ def renamed(record: Mapping[str, Any], layers: Sequence[str] | None) -> dict[str
     return dict(zip(layers, record.values(), strict=True))
 
 
-class Spare:
-    """Room for one update after the other: new memory costs four times what subtracting does, in a large model."""
+class ReusableVector:
+    """A vector that is reused from update to update: in a large model, allocating costs four times what subtracting
+    does.
+    """
 
     def __init__(self) -> None:
         self._room = np.empty(0, np.float32)
 
     def __call__(self, size: int, dtype: Any) -> Values:
         # Two: our own, and that of the call. A tensor that somebody keeps holds one more.
+        """Return a vector of this size and type; the last one, unless somebody still holds it."""
         if self._room.size != size or self._room.dtype != dtype or sys.getrefcount(self._room) > USED_BY_NOBODY:
             self._room = np.empty(size, dtype)
         return self._room
@@ -88,10 +96,10 @@ class Spare:
 
 def update_of(
     sent: Mapping[str, Values], got: Mapping[str, Values], room: Callable[..., Values] = np.empty
-) -> Flat | FlatArrays:
-    """What a client changed, layer by layer; where shapes differ, what it sent: it shall be seen that they do.
+) -> FlatTensors | FlatArrays:
+    """Return what a client changed, layer by layer; where shapes differ, what it sent, so that the difference shows.
 
-    As tensors where somebody in this process has imported torch, else as arrays.
+    As tensors where this process has imported torch, else as arrays.
     """
     shapes = {name: values.shape for name, values in got.items()}
     alike = {name: values.shape for name, values in sent.items()} == shapes and [*sent] == [*got]
@@ -106,14 +114,14 @@ def update_of(
         return FlatArrays(vector, [*shapes.values()])
     import torch  # noqa: PLC0415 - loaded already
 
-    from fedvitals.probes.view import Flat  # noqa: PLC0415
+    from fedvitals.probes.view import FlatTensors  # noqa: PLC0415
 
-    return Flat(torch.from_numpy(vector), [*shapes.values()])
+    return FlatTensors(torch.from_numpy(vector), [*shapes.values()])
 
 
 def arrays_like(record: ArrayRecord, tensors: Mapping[str, Tensor], layers: Sequence[str] | None = None) -> ArrayRecord:
-    """The record with these values in the place of its own."""
-    names = dict(zip(record, renamed(record, layers), strict=True))
+    """Return the record with these values in place of its own."""
+    names = dict(zip(record, with_layer_names(record, layers), strict=True))
     changed = ArrayRecord()
     for key, array in record.items():
         tensor = tensors.get(names[key])
@@ -122,7 +130,7 @@ def arrays_like(record: ArrayRecord, tensors: Mapping[str, Tensor], layers: Sequ
 
 
 class ArrayOutline:
-    """A model of which only names and values are known, in the order of the wire; without torch."""
+    """A model of which only names and values are known, in the order of the wire; needs no torch."""
 
     def __init__(self, model: Mapping[str, Values]) -> None:
         self._values = {name: values.copy() for name, values in model.items()}
@@ -134,8 +142,10 @@ class ArrayOutline:
         yield from self._values.values()
 
     def fits(self, model: Mapping[str, Values]) -> bool:
+        """Return whether a model has the same names and shapes."""
         return {n: v.shape for n, v in self._values.items()} == {n: v.shape for n, v in model.items()}
 
     def load(self, model: Mapping[str, Values]) -> None:
+        """Copy a model's values into this outline."""
         for own, values in zip(self._values.values(), model.values(), strict=True):
             np.copyto(own, values, casting="same_kind")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's side: one line, and a monitor sees what a strategy or a loop of one's own does with its clients."""
+"""The server's side: attach a monitor to a strategy, or to the grid of a custom loop."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 from fedvitals.errors import ConfigError
 from fedvitals.hosts.flower import guard as guards
-from fedvitals.hosts.flower.grid_hooks import MARK, watch_post
+from fedvitals.hosts.flower.grid_hooks import MARK, hook_grid
 from fedvitals.hosts.flower.legacy import is_legacy, watch_legacy
 from fedvitals.hosts.flower.protection import LEVEL, hiding_strategy
 from fedvitals.hosts.flower.replaying import in_replay
 from fedvitals.hosts.flower.reply_envelope import trace_id
-from fedvitals.hosts.flower.server_rounds import Journal
+from fedvitals.hosts.flower.server_rounds import ServerRounds
 from fedvitals.hosts.flower.strategy import watch_strategy
 from fedvitals.monitor.lifecycle import close_at_exit
 from fedvitals.monitor.monitor import Monitor
@@ -24,14 +24,15 @@ from fedvitals.probes.backends import torch_is_installed
 from fedvitals.probes.numpy_updates import REMARK
 
 What = TypeVar("What")
-HIGHEST = 4  # of the privacy levels
+HIGHEST_LEVEL = 4  # of the privacy levels
 
 
 def attach(what: What, monitor: Monitor, *, guard: str = guards.REPORT, layers: Sequence[str] | None = None) -> What:
-    """Let `monitor` watch a strategy, or the grid of a loop of your own. Gives back the very object.
+    """Let `monitor` watch a strategy, or the grid of a custom loop. Returns the same object.
 
-    `guard`: what becomes of an update with NaN or infinity in it, before it is aggregated: «report» names the client
-    and changes nothing, «drop» leaves it out, «fail» ends the run. `layers`: names, where the wire has numbers.
+    `guard`: what to do with an update that contains NaN or infinity, before it is aggregated: «report» names the client
+    and changes nothing, «drop» leaves it out, «fail» ends the run. `layers`: names for the arrays, where the wire has
+    numbers.
     """
     if not isinstance(monitor, Monitor):
         raise ConfigError(f"attach(strategy, monitor) takes a fv.Monitor('runs.db'); got {monitor!r}.")
@@ -47,40 +48,42 @@ def attach(what: What, monitor: Monitor, *, guard: str = guards.REPORT, layers: 
     if monitor.host.attached:
         raise ConfigError("This monitor is attached already. Attach a strategy or a grid: a strategy's own is seen.")
     hidden = hiding_strategy(what)
-    journal = Journal(
+    server_rounds = ServerRounds(
         monitor,
-        way=guards.check(guard),
+        guard_mode=guards.check_guard(guard),
         layers=None if layers is None else tuple(layers),
         weight=str(getattr(what, "weighted_by_key", "num_examples" if is_legacy(what) else "num-examples")),
         hidden=hidden,
     )
-    begin = _Hosting(monitor, type(what).__name__, LEVEL if hidden else HIGHEST)
+    begin = _FlowerRunSetup(monitor, type(what).__name__, LEVEL if hidden else HIGHEST_LEVEL)
     begin.check()
     if is_legacy(what):
-        watch_legacy(what, journal, begin)
+        watch_legacy(what, server_rounds, begin)
     elif callable(getattr(what, "configure_train", None)) and callable(getattr(what, "start", None)):
-        watch_strategy(what, journal, begin)
+        watch_strategy(what, server_rounds, begin)
     elif callable(getattr(what, "push_messages", None)) and callable(getattr(what, "send_and_receive", None)):
         begin(what)
-        watch_post(what, journal)
+        hook_grid(what, server_rounds)
     else:
         raise ConfigError(
             f"attach() takes a strategy (flwr.serverapp.strategy), or the grid that main(grid, context) is given; "
             f"got {type(what).__name__}."
         )
-    monitor.host.before_close(journal.end)
-    close_at_exit(journal)
+    monitor.host.before_close(server_rounds.end)
+    close_at_exit(server_rounds)
     return what
 
 
-class _Hosting:
-    """Makes the monitor's run one of Flower, when its first grid is seen: which run it is, only the grid knows."""
+class _FlowerRunSetup:
+    """Marks the monitor's run as one of Flower when its first grid is seen, because only the grid knows the run's
+    id.
+    """
 
     def __init__(self, monitor: Monitor, strategy: str, most: int) -> None:
         self._monitor, self._strategy, self._most, self._done = monitor, strategy, most, False
 
     def check(self) -> None:
-        """Say now what cannot be, and not when the federation runs."""
+        """Raise ConfigError now for settings that cannot work, instead of when the federation runs."""
         self._monitor.host.describe("flower", {"flower": {"strategy": self._strategy}}, most=self._most)
 
     def __call__(self, grid: Any) -> None:
@@ -96,8 +99,8 @@ class _Hosting:
         run_id = getattr(getattr(grid, "run", None), "run_id", None)
         if run_id is None:
             return
-        told = {"strategy": self._strategy, "run": str(run_id)}
+        config = {"strategy": self._strategy, "run": str(run_id)}
         try:
-            self._monitor.host.describe("flower", {"flower": told}, trace=trace_id(run_id), most=self._most)
+            self._monitor.host.describe("flower", {"flower": config}, trace=trace_id(run_id), most=self._most)
         except ConfigError:
             return  # watching already: something was told before the federation began, and stays as it is

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's side: a mod around the user's handler, which measures and lets the numbers ride home in the reply.
+"""The client's side: a mod around the user's handler that measures, and sends the numbers along with the reply.
 
-First in the list of mods, it sees what really leaves the machine. It changes no request, no result and no weight; what
-fails on our side costs telemetry and nothing else.
+First in the list of mods, it sees what really leaves the machine. It changes no request, no result and no weight; an
+error on our side costs only telemetry.
 """
 
 from __future__ import annotations
@@ -24,7 +24,16 @@ from fedvitals.errors import MissingExtraError
 from fedvitals.hosts.flower import arrays
 from fedvitals.hosts.flower.protection import LEVEL, hiding_mods
 from fedvitals.hosts.flower.replaying import in_replay
-from fedvitals.hosts.flower.reply_envelope import KEY, Letter, bytes_of, journey_id, node_name, room, run_name, trace_id
+from fedvitals.hosts.flower.reply_envelope import (
+    KEY,
+    ReplyEnvelope,
+    bytes_of,
+    journey_id,
+    node_name,
+    run_name,
+    telemetry_budget,
+    trace_id,
+)
 from fedvitals.monitor.workers import WorkerObserver
 from fedvitals.probes import numpy_updates
 from fedvitals.probes.backends import torch_is_loaded
@@ -51,28 +60,28 @@ def client_mod(
     layers: Sequence[str] | None = None,
     tape: Any = None,
 ) -> ClientMod:
-    """The mod for `ClientApp(mods=[...])`; put it first.
+    """Return the mod for `ClientApp(mods=[...])`; put it first.
 
     `probes`: what `fv.watch` measures inside of `train`. `privacy`: what may leave this client, 0 to 4, by default 2:
-    scalars of its own, no layers, no words (docs/metrics.md). `tracebacks`: let the server know the whole traceback of
-    an exception; it may quote data. `layers`: names, where the wire has numbers (NumPyClient). `tape`: a folder of this
-    machine, or a `fv.Tape(folder=..., budget=...)`, that keeps what the client was sent, so that it can be run again
-    here (docs/flower.md); nothing of it leaves the machine.
+    its own scalars, no layers, no text (docs/metrics.md). `tracebacks`: send the server the whole traceback of an
+    exception, which may quote data. `layers`: names for the arrays, where the wire has numbers (NumPyClient). `tape`: a
+    folder of this machine, or a `fv.Tape(folder=..., budget=...)`, that keeps what the client was sent, so that it can
+    be run again here (docs/flower.md); nothing of it leaves the machine.
     """
     policy = policy_for("flower", 2 if privacy is None else privacy, tracebacks=tracebacks)
     return ClientMod(_checked(probes), policy, None if layers is None else tuple(layers), _tape(tape))
 
 
 def _checked(probes: Any) -> Preset | str:
-    """What to measure with. A name is kept as a name: its probes import torch, and are made when a model is watched."""
+    """Return the probes. A name stays a name: its probes import torch, and are created when a model is watched."""
     if isinstance(probes, str):
         check_name(probes)
         return probes
     return resolve(probes)
 
 
-def _tape(said: Any) -> ClientTape | None:
-    if said is None:
+def _tape(tape: Any) -> ClientTape | None:
+    if tape is None:
         return None
     try:
         from fedvitals.hosts.flower.tape.client import client_tape  # noqa: PLC0415 - an extra, for those who want a tape
@@ -80,11 +89,11 @@ def _tape(said: Any) -> ClientTape | None:
         if (error.name or "").partition(".")[0] != "torch":
             raise
         raise MissingExtraError("torch", "replay", "A client's tape") from error
-    return client_tape(said)
+    return client_tape(tape)
 
 
 class ClientMod:
-    """Called by Flower for each message, in processes that may live for one message only."""
+    """The mod, called by Flower for each message, in processes that may live for one message only."""
 
     __name__ = "fedvitals"
 
@@ -107,13 +116,13 @@ class ClientMod:
             if worker is None or not worker.policy.tracebacks:
                 raise
             return _failed(error, message)
-        letter = self._guarded("writing home", lambda: self._letter(worker, message, context, reply, received, cpu))
-        if letter is not None:
-            reply.content[KEY] = letter.record()
+        envelope = self._guarded("writing home", lambda: self._envelope(worker, message, context, reply, received, cpu))
+        if envelope is not None:
+            reply.content[KEY] = envelope.record()
         return reply
 
     def _taped(self, message: Message, context: Context, call_next: Handler) -> Handler:
-        """The same handler; what it gives is noted on the way."""
+        """Return the handler, wrapped so that its result is recorded on the tape."""
         recording = None if self._tape is None else self._tape.begin(message, context, call_next)
         if recording is None:
             return call_next
@@ -131,7 +140,7 @@ class ClientMod:
         return taped
 
     def _worker(self, message: Message, context: Context, call_next: Handler) -> WorkerObserver:
-        """What watches one message; its Span is the child of the message's own, which the server tells of."""
+        """Return the observer of one message; its span is the child of the message's own, which the server reports."""
         level = self._policy.level
         hiding = hiding_mods(call_next)
         if hiding and level > LEVEL:
@@ -162,7 +171,7 @@ class ClientMod:
         # Evaluations are timed, not measured: `fv.watch` in there watches nothing.
         return entered(Scope(worker.run, lambda _: None, node=node_name(context.node_id), watch=_unwatched(worker)))
 
-    def _letter(
+    def _envelope(
         self,
         worker: WorkerObserver | None,
         message: Message,
@@ -170,7 +179,7 @@ class ClientMod:
         reply: Message,
         received: float,
         cpu: float,
-    ) -> Letter | None:
+    ) -> ReplyEnvelope | None:
         if worker is None or not isinstance(reply, Message) or not reply.has_content() or KEY in reply.content:
             return None
         node = node_name(context.node_id)
@@ -181,12 +190,12 @@ class ClientMod:
                     "info", "client.partition", f"Partition {partition}.", node=node, data={"partition": partition}
                 )
             if worker.policy.level >= WORDS:
-                self._tell_update(worker, node, message, reply)
-        payload = worker.payload(most=room(bytes_of(reply.content)))
-        return Letter(payload, received, time.time(), process_started() or received, time.process_time() - cpu)
+                self._report_update(worker, node, message, reply)
+        payload = worker.payload(most=telemetry_budget(bytes_of(reply.content)))
+        return ReplyEnvelope(payload, received, time.time(), process_started() or received, time.process_time() - cpu)
 
-    def _tell_update(self, worker: WorkerObserver, node: str, message: Message, reply: Message) -> None:
-        """Statistics per layer of what was changed; below this level they are not ours to tell."""
+    def _report_update(self, worker: WorkerObserver, node: str, message: Message, reply: Message) -> None:
+        """Report statistics per layer of the update, where the privacy level allows it."""
         sent, got = arrays.model_of(message.content), arrays.model_of(reply.content)
         if sent is None or got is None or [*sent] != [*got]:
             return
@@ -207,7 +216,7 @@ class ClientMod:
 
 
 def _sums(update: Any) -> Any:
-    """Nine statistics of each layer of an update, by torch's kernel where torch is loaded, else by NumPy."""
+    """Return nine statistics of each layer of an update, by torch's kernel where torch is loaded, else by NumPy."""
     if not torch_is_loaded():
         return numpy_updates.sums(update)
     from fedvitals.kernels import sums  # noqa: PLC0415 - imports torch
@@ -222,7 +231,7 @@ _REFUSED = (
 
 
 def _failed(error: Exception, message: Message) -> Message:
-    """As Flower would say it, and the whole traceback behind it."""
+    """Return an error reply as Flower writes it, followed by the whole traceback."""
     frames = error.__traceback__ and error.__traceback__.tb_next  # without our own
     text = f"{type(error)}:<'{error}'>\n{''.join(traceback.format_exception(type(error), error, frames))}"
     return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, text), reply_to=message)
@@ -237,7 +246,7 @@ def _unwatched(worker: WorkerObserver) -> Callable[..., Any]:
 
 
 def process_started() -> float | None:
-    """When this process began, since the epoch; None where the system does not tell (it is Linux that does)."""
+    """Return when this process began, since the epoch; None where the system does not say (Linux does)."""
     try:
         fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")

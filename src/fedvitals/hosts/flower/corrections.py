@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Corrections on a Flower run: what the monitor prescribes for a round, applied to replies and to the model.
+"""Apply the monitor's corrections to a Flower run: to replies, and to the model.
 
-Only where the user asked for it, `Monitor(cure="auto")`. Clients train by code of their own, so what would have to
-happen there (gradient clipping, another learning rate) is refused, with the reason.
+Only where the user asked for it, `Monitor(cure="auto")`. Clients train by their own code, so corrections that would
+have to happen there (gradient clipping, another learning rate) are refused, with the reason.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Orders:
-    """What is in force in one round; as made, nothing is."""
+class CorrectionsInForce:
+    """The corrections in force in one round; by default none."""
 
     quarantined: set[str] = field(default_factory=set)
     factors: dict[str, float] = field(default_factory=dict)  # of a client's weight
@@ -39,71 +39,78 @@ class Orders:
 
     @property
     def of_replies(self) -> bool:
+        """Return whether any correction changes replies."""
         return bool(self.factors or self.samples or self.longest is not None)
 
 
-def quarantine(orders: Orders, action: Action) -> None:
-    orders.quarantined.add(_target(action))
+def quarantine(in_force: CorrectionsInForce, action: Action) -> None:
+    """Leave the client's updates out."""
+    in_force.quarantined.add(_target(action))
 
 
-def reweight(orders: Orders, action: Action) -> None:
+def reweight(in_force: CorrectionsInForce, action: Action) -> None:
+    """Change the client's sample count, or multiply its weight by a factor."""
     node = _target(action)
     if "samples" in action.arguments:
-        orders.samples[node] = int(action.arguments["samples"])
+        in_force.samples[node] = int(action.arguments["samples"])
     else:
-        orders.factors[node] = orders.factors.get(node, 1.0) * _positive(action, "factor")
+        in_force.factors[node] = in_force.factors.get(node, 1.0) * _positive(action, "factor")
 
 
-def clip_updates(orders: Orders, action: Action) -> None:
-    orders.longest = _positive(action, "norm")
+def clip_updates(in_force: CorrectionsInForce, action: Action) -> None:
+    """Limit the norm of updates."""
+    in_force.longest = _positive(action, "norm")
 
 
-def server_rate(orders: Orders, action: Action) -> None:
-    orders.server_rate *= _positive(action, "factor")
+def server_rate(in_force: CorrectionsInForce, action: Action) -> None:
+    """Multiply the server's step by a factor."""
+    in_force.server_rate *= _positive(action, "factor")
 
 
-def robust_aggregator(orders: Orders, action: Action) -> None:
+def robust_aggregator(in_force: CorrectionsInForce, action: Action) -> None:
+    """Aggregate with a robust rule of the lab."""
     from fedvitals.lab import toml  # noqa: PLC0415 - the lab is needed by those alone whom this correction meets
     from fedvitals.lab.experiment import AGGREGATORS, kinds_of  # noqa: PLC0415
 
     table = {key: value for key, value in action.arguments.items() if key in ("fraction", "faulty", "keep")}
-    orders.robust = toml.decode_kind(
+    in_force.robust = toml.decode_kind(
         "aggregator", {"kind": action.arguments.get("rule"), **table}, kinds_of(AGGREGATORS)
     )
 
 
-def roll_back(orders: Orders, action: Action) -> None:
-    """Done by restoring alone."""
+def roll_back(in_force: CorrectionsInForce, action: Action) -> None:
+    """Do nothing here: restoring the model is all."""
 
 
-KINDS: Mapping[str, Callable[[Orders, Action], None]] = {
+KINDS: Mapping[str, Callable[[CorrectionsInForce, Action], None]] = {
     function.__name__: function
     for function in (quarantine, reweight, clip_updates, server_rate, robust_aggregator, roll_back)
 }
 
 
-BY_TORCH = ("clip_updates", "server_rate", "robust_aggregator")  # corrections that compute with tensors
-OF_AGGREGATION = ("server_rate", "robust_aggregator", "roll_back")
+TORCH_KINDS = ("clip_updates", "server_rate", "robust_aggregator")  # corrections that compute with tensors
+AGGREGATION_KINDS = ("server_rate", "robust_aggregator", "roll_back")
 
 
-class Ward:
-    """Follows prescriptions: `orders` are those of the open round, `restored` the model that it begins from."""
+class FlowerCorrections:
+    """Applies prescribed actions: `in_force` are those of the open round, `restored` the model that it begins from."""
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self._kept: dict[int, ArrayRecord] = {}
         self._gone_back: set[str] = set()
         self._begun = False
-        self.orders = Orders()
+        self.in_force = CorrectionsInForce()
         self.restored: ArrayRecord | None = None
         self.aggregates = False  # whether what the server makes of the replies passes through our hands
 
-    def follow(self, actions: Iterable[Action], number: int, model: ArrayRecord | None) -> None:
-        self.orders, self.restored = Orders(), None
+    def follow(self, actions: Iterable[Action], round_index: int, model: ArrayRecord | None) -> None:
+        """Set the corrections of a round. `model`: the one that the round begins with, kept as a checkpoint."""
+        self.in_force, self.restored = CorrectionsInForce(), None
         for action in actions:
             if action.kind == "checkpoint":
                 if model is not None:
-                    self._kept[number - 1] = model
+                    self._kept[round_index - 1] = model
                     if not self._begun:  # rounds are counted from 1 here
                         self._kept[FIRST_MODEL], self._begun = model, True
                 self._kept = {held: kept for held, kept in self._kept.items() if held in action.arguments["keep"]}
@@ -117,23 +124,23 @@ class Ward:
         apply = KINDS.get(action.kind)
         if apply is None:
             raise ConfigError(f"'{action.kind}' is up to the clients, which train by code of their own in Flower.")
-        if action.kind in BY_TORCH and not torch_is_installed():
+        if action.kind in TORCH_KINDS and not torch_is_installed():
             raise ConfigError(f"'{action.kind}' needs torch, which is not installed: pip install 'fedvitals[torch]'.")
-        if not self.aggregates and (action.kind in OF_AGGREGATION or "restore" in action.arguments):
+        if not self.aggregates and (action.kind in AGGREGATION_KINDS or "restore" in action.arguments):
             raise ConfigError(f"'{action.kind}' needs a strategy of flwr.serverapp that is attached: it aggregates.")
         name = str(action.arguments.get("id", action.at))
         if "restore" in action.arguments and name not in self._gone_back:
-            number = int(action.arguments["restore"])
-            if number not in self._kept:
+            round_index = int(action.arguments["restore"])
+            if round_index not in self._kept:
                 held = ", ".join(map(str, sorted(self._kept))) or "none"
-                raise ConfigError(f"There is no checkpoint of round {number}. Kept: {held}.")
-            self.restored = self._kept[number]
+                raise ConfigError(f"There is no checkpoint of round {round_index}. Kept: {held}.")
+            self.restored = self._kept[round_index]
             self._gone_back.add(name)
-        apply(self.orders, action)
+        apply(self.in_force, action)
 
 
-def applied(
-    orders: Orders,
+def correct_reply(
+    in_force: CorrectionsInForce,
     node: str,
     reply: Message,
     start: Mapping[str, Values],
@@ -141,33 +148,33 @@ def applied(
     weight: str,
     layers: Any,
 ) -> None:
-    """A reply as the orders want it, in place: its length and its weight."""
+    """Apply the corrections to a reply in place: the length of its update, and its weight."""
     model = arrays.model_of(reply.content)
-    if orders.longest is not None and model is not None and [*start] == [*got]:
+    if in_force.longest is not None and model is not None and [*start] == [*got]:
         change: Any = arrays.update_of(start, got)
         import torch  # noqa: PLC0415 - for corrections alone
 
         norm = float(torch.linalg.vector_norm(torch.as_tensor(change.vector).double()))
-        if norm > orders.longest:  # what is not finite stays what it is: others shall see it
+        if norm > in_force.longest:  # what is not finite stays what it is: others shall see it
             shorter = {
-                n: torch.tensor(start[n]) + c * (orders.longest / norm) for n, c in zip(got, change, strict=True)
+                n: torch.tensor(start[n]) + c * (in_force.longest / norm) for n, c in zip(got, change, strict=True)
             }
             key = next(k for k, record in reply.content.items() if record is model)
             reply.content[key] = arrays.arrays_like(model, shorter, layers)
     for record in reply.content.values():
         if isinstance(record, MetricRecord) and weight in record:
-            claimed = orders.samples.get(node, record[weight])
-            factor = orders.factors.get(node, 1.0)
-            if not isinstance(claimed, list) and (node in orders.samples or factor != 1.0):
+            claimed = in_force.samples.get(node, record[weight])
+            factor = in_force.factors.get(node, 1.0)
+            if not isinstance(claimed, list) and (node in in_force.samples or factor != 1.0):
                 record[weight] = max(1, round(claimed * factor))
 
 
-def robust(
+def with_robust_aggregate(
     rule: Any, replies: Sequence[Message], start: Mapping[str, Tensor], layers: Sequence[str] | None
 ) -> list[Message]:
-    """The replies, each with the robust aggregate of all in the place of its own model.
+    """Return the replies, each with the robust aggregate of all in place of its own model.
 
-    So the user's strategy still does its own: it averages equal models, and steps from there as it always does.
+    The user's strategy still runs: it averages equal models, and steps from there as it always does.
     """
     with_model = [(reply, arrays.model_of(reply.content)) for reply in replies if reply.has_content()]
     models = [(reply, model) for reply, model in with_model if model is not None]
@@ -177,8 +184,8 @@ def robust(
     total = rule.begin(before, {}, len(before))
     for reply, model in models:
         total.add(_flat(arrays.tensors_of(model, layers)), 1.0, str(reply.metadata.src_node_id))
-    result = total.finish()
-    parts = result.split([t.numel() for t in start.values()])
+    aggregate = total.finish()
+    parts = aggregate.split([t.numel() for t in start.values()])
     tensors = {name: part.view(t.shape) for (name, t), part in zip(start.items(), parts, strict=True)}
     for reply, model in models:
         key = next(k for k, record in reply.content.items() if record is model)
@@ -186,8 +193,10 @@ def robust(
     return [*replies]
 
 
-def slowed(rate: float, before: ArrayRecord, after: ArrayRecord, layers: Sequence[str] | None) -> ArrayRecord:
-    """The server's step, by its rate."""
+def scaled_server_step(
+    rate: float, before: ArrayRecord, after: ArrayRecord, layers: Sequence[str] | None
+) -> ArrayRecord:
+    """Return the new model with the server's step multiplied by a rate."""
     start, end = arrays.tensors_of(before, layers), arrays.tensors_of(after, layers)
     return arrays.arrays_like(after, {n: start[n] + (end[n] - start[n]) * rate for n in end if n in start}, layers)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment in which Flower apps are watched with no line in them: variables that all processes of one inherit.
+"""The environment variables by which unmodified Flower apps are watched; all processes of an app inherit them.
 
-It loads neither Flower nor torch: commands set the environment (`fedvitals flower`), and the app's processes, which
-Flower starts, read it (`hosts.flower.unmodified`).
+This module loads neither Flower nor torch: commands set the environment (`fedvitals flower`), and the app's processes,
+which Flower starts, read it (`hosts.flower.unmodified`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 from fedvitals.errors import ConfigError
 from fedvitals.store import store_target
 
-SWITCH = "FEDVITALS_FLOWER"
+SWITCH_VARIABLE = "FEDVITALS_FLOWER"
 # Its sitecustomize.py is run by each Python that has this folder on its path.
-SITE = Path(__file__).resolve().with_name("site")
-NAMES = {
+SITE_FOLDER = Path(__file__).resolve().with_name("site")
+VARIABLE_NAMES = {
     "store": "FEDVITALS_STORE",
     "run": "FEDVITALS_RUN",
     "probes": "FEDVITALS_PROBES",
@@ -29,8 +29,8 @@ NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """What can be said without a line of code. None: as by default."""
+class FlowerEnvironment:
+    """The settings that can be given without a line of code. None: the default."""
 
     store: str | None = None
     run: str | None = None
@@ -40,27 +40,27 @@ class Settings:
     tape: str | None = None  # the folder of clients' tapes; the server's lies beside its store
 
     @classmethod
-    def read(cls, environment: Mapping[str, str]) -> Settings:
-        """What the variables say; an empty one says nothing."""
-        told = {name: environment.get(variable) or None for name, variable in NAMES.items()}
-        level, words = told["privacy"], told["tracebacks"]
+    def read(cls, environment: Mapping[str, str]) -> FlowerEnvironment:
+        """Return the settings of these environment variables; an empty variable counts as unset."""
+        values = {name: environment.get(variable) or None for name, variable in VARIABLE_NAMES.items()}
+        level, words = values["privacy"], values["tracebacks"]
         if level is not None and not level.isdecimal():
-            raise ConfigError(f"{NAMES['privacy']} is a level from 0 to 4, got '{level}'.")
+            raise ConfigError(f"{VARIABLE_NAMES['privacy']} is a level from 0 to 4, got '{level}'.")
         return cls(
-            store=told["store"],
-            run=told["run"],
-            probes=told["probes"],
+            store=values["store"],
+            run=values["run"],
+            probes=values["probes"],
             privacy=None if level is None else int(level),
             tracebacks=None if words is None else words != "0",
-            tape=told["tape"],
+            tape=values["tape"],
         )
 
     def variables(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """What a process needs so that it, and all that it starts, is watched.
+        """Return the variables that make a process, and all that it starts, watched.
 
-        `inherited`: the environment that this is added to; what it says and we do not, holds.
+        `inherited`: the environment that they are added to; its values hold where these settings are None.
         """
-        said: dict[str, str | int | None] = {
+        settings: dict[str, str | int | None] = {
             "store": self.store,
             "run": self.run,
             "probes": self.probes,
@@ -69,13 +69,13 @@ class Settings:
             "tape": None if self.tape is None else Path(self.tape).absolute().as_posix(),
         }
         path = inherited.get("PYTHONPATH", "")
-        if path.split(os.pathsep)[0] != str(SITE):
-            path = f"{SITE}{os.pathsep}{path}" if path else str(SITE)
-        told = {NAMES[name]: str(value) for name, value in said.items() if value is not None}
-        return {SWITCH: "1", "PYTHONPATH": path, **told}
+        if path.split(os.pathsep)[0] != str(SITE_FOLDER):
+            path = f"{SITE_FOLDER}{os.pathsep}{path}" if path else str(SITE_FOLDER)
+        named = {VARIABLE_NAMES[name]: str(value) for name, value in settings.items() if value is not None}
+        return {SWITCH_VARIABLE: "1", "PYTHONPATH": path, **named}
 
 
 def absolute_store(store: str | None) -> str:
-    """The store that a person means here, as it is called from anywhere: processes have folders of their own."""
+    """Return the store's target so that it works from any folder, because processes have folders of their own."""
     where = store_target(store)
     return where if isinstance(where, str) else str(where.absolute())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The post office: everything that a server sends and gets passes through three methods of its grid.
+"""Hooks on the three methods of a grid through which a server sends and receives everything.
 
-They are hooked on the instance, so whoever holds the grid, a strategy, a loop of one's own or the threads of the older
-API, goes on as before.
+They are set on the instance, so that everything that holds the grid (a strategy, a custom loop, the threads of the
+older API) works as before.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from typing import Any, Protocol
 from flwr.app import Message
 
 MARK = "_fedvitals"  # on a grid, a strategy: who watches it; on a reply: that it was seen
-AT_ONCE = 100  # late answers that are asked after
+LATE_REPLIES_ASKED = 100  # late answers that are asked after
 
 
-class Clerk(Protocol):
-    """Told of each message that leaves and of each reply, which it may put another in the place of."""
+class GridObserver(Protocol):
+    """Is told of each message that leaves and of each reply, which it may replace."""
 
     @property
-    def owed(self) -> Mapping[str, Any]:
-        """By the ids of messages that were given up."""
+    def unanswered(self) -> Mapping[str, Any]:
+        """Return the messages that were given up, by id."""
         ...
 
-    def asked(self, messages: Sequence[Message], ids: Sequence[str | None], sent: float) -> None: ...
-    def returned(self, reply: Message, at: float) -> Message: ...
-    def given_up(self, ids: set[str]) -> None: ...
-    def came_late(self, reply: Message, at: float) -> None: ...
+    def messages_sent(self, messages: Sequence[Message], ids: Sequence[str | None], sent: float) -> None: ...
+    def reply_received(self, reply: Message, at: float) -> Message: ...
+    def replies_given_up(self, ids: set[str]) -> None: ...
+    def late_reply_received(self, reply: Message, at: float) -> None: ...
 
 
-def watch_post(grid: Any, clerk: Clerk) -> Callable[[], None]:
-    """Hook a grid; gives what takes the hooks off again."""
+def hook_grid(grid: Any, observer: GridObserver) -> Callable[[], None]:
+    """Hook a grid, and return the function that removes the hooks again."""
     push, pull, both = grid.push_messages, grid.pull_messages, grid.send_and_receive
     calls = threading.local()  # ids that went out inside of the `send_and_receive` of this thread
 
     def push_messages(messages: Iterable[Message], *args: Any, **more: Any) -> Iterable[str]:
         outgoing, sent = [*messages], time.time()
-        given = [*push(outgoing, *args, **more)]
-        ids = given if len(given) == len(outgoing) else [message.metadata.message_id for message in outgoing]
+        pushed_ids = [*push(outgoing, *args, **more)]
+        ids = pushed_ids if len(pushed_ids) == len(outgoing) else [message.metadata.message_id for message in outgoing]
         inside: set[str] = getattr(calls, "ids", set())
         inside.update(key for key in ids if key)
-        clerk.asked(outgoing, ids, sent)
-        return given
+        observer.messages_sent(outgoing, ids, sent)
+        return pushed_ids
 
     def pull_messages(message_ids: Iterable[str], *args: Any, **more: Any) -> Iterable[Message]:
-        _ask_after(pull, clerk)  # first: who answers the newer question owes nothing any more
-        return _handed_over(pull(message_ids, *args, **more), clerk)
+        _pull_late_replies(pull, observer)  # first: who answers the newer question owes nothing any more
+        return _read_once(pull(message_ids, *args, **more), observer)
 
     def send_and_receive(messages: Iterable[Message], *args: Any, **more: Any) -> Iterable[Message]:
         outgoing, sent = [*messages], time.time()
@@ -58,15 +58,15 @@ def watch_post(grid: Any, clerk: Clerk) -> Callable[[], None]:
         if not calls.ids:  # a grid that sends by a way of its own
             keys = [message.metadata.message_id for message in outgoing]
             calls.ids = {key for key in keys if key}
-            clerk.asked(outgoing, keys, sent)
-        replies = _handed_over(replies, clerk)
-        clerk.given_up(calls.ids - {reply.metadata.reply_to_message_id for reply in replies})
+            observer.messages_sent(outgoing, keys, sent)
+        replies = _read_once(replies, observer)
+        observer.replies_given_up(calls.ids - {reply.metadata.reply_to_message_id for reply in replies})
         return replies
 
     hooks = {"push_messages": push_messages, "pull_messages": pull_messages, "send_and_receive": send_and_receive}
     for name, hook in hooks.items():
         setattr(grid, name, hook)
-    setattr(grid, MARK, clerk)
+    setattr(grid, MARK, observer)
 
     def take_off() -> None:
         for name in (*hooks, MARK):
@@ -75,34 +75,38 @@ def watch_post(grid: Any, clerk: Clerk) -> Callable[[], None]:
     return take_off
 
 
-def _handed_over(replies: Iterable[Message], clerk: Clerk) -> list[Message]:
-    """Each once, however often it passes: read in the order of their making."""
-    came = [*replies]
+def _read_once(replies: Iterable[Message], observer: GridObserver) -> list[Message]:
+    """Return the replies as the observer wants them; each is read once, in the order of creation, however often it
+    passes.
+    """
+    received = [*replies]
     instead: dict[int, Message] = {}
-    for reply in sorted(came, key=lambda one: one.metadata.created_at):
+    for reply in sorted(received, key=lambda message: message.metadata.created_at):
         if MARK not in reply.__dict__:
-            instead[id(reply)] = clerk.returned(reply, time.time())
+            instead[id(reply)] = observer.reply_received(reply, time.time())
             instead[id(reply)].__dict__[MARK] = True
-    return [instead.get(id(reply), reply) for reply in came]
+    return [instead.get(id(reply), reply) for reply in received]
 
 
-def _ask_after(pull: Callable[[list[str]], Iterable[Message]], clerk: Clerk) -> None:
-    """Answers to messages that the server has given up: nobody else will ever ask for them, and they say why."""
-    owed = [*clerk.owed][:AT_ONCE]
+def _pull_late_replies(pull: Callable[[list[str]], Iterable[Message]], observer: GridObserver) -> None:
+    """Pull replies to messages that the server has given up: nobody else will ask for them, and they say why they
+    were late.
+    """
+    owed = [*observer.unanswered][:LATE_REPLIES_ASKED]
     if not owed:
         return
     with suppress(Exception):
         for reply in pull(owed):
-            clerk.came_late(reply, time.time())
+            observer.late_reply_received(reply, time.time())
 
 
 @contextmanager
-def watched_post(grid: Any, clerk: Clerk) -> Iterator[None]:
-    """Hooked for a while; a grid that is hooked already stays as it is."""
+def grid_hooked(grid: Any, observer: GridObserver) -> Iterator[None]:
+    """Hook a grid inside the block; a grid that is hooked already stays as it is."""
     if getattr(grid, MARK, None) is not None:
         yield
         return
-    take_off = watch_post(grid, clerk)
+    take_off = hook_grid(grid, observer)
     try:
         yield
     finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on a strategy's own methods, whichever of Flower's APIs it is of: how they are set, and those of evaluation."""
+"""Set hooks on a strategy's own methods, for both of Flower's APIs; and the hooks of evaluation, which they share."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from fedvitals.hosts.flower.grid_hooks import MARK
-from fedvitals.hosts.flower.server_rounds import Journal
+from fedvitals.hosts.flower.server_rounds import ServerRounds
 
 
-class Hear(Protocol):
-    """Tells the journal what an evaluation has found, as the API gives it."""
+class RecordEvaluation(Protocol):
+    """Records the result of an evaluation, as the API returns it. `best`: it was the server's own evaluation."""
 
-    def __call__(self, journal: Journal, found: Any, *, best: bool) -> None: ...
+    def __call__(self, server_rounds: ServerRounds, evaluation: Any, *, best: bool) -> None: ...
 
 
-def set_hooks(strategy: Any, journal: Journal, hooks: Mapping[str, Callable[..., Any]]) -> None:
-    """Each hook takes the method in whose place it is called, the journal, and what the method was called with."""
+def set_hooks(strategy: Any, server_rounds: ServerRounds, hooks: Mapping[str, Callable[..., Any]]) -> None:
+    """Replace methods by hooks. Each hook gets the original method, the server rounds, and the method's arguments."""
     for name, hook in hooks.items():
         method = getattr(strategy, name)
-        setattr(strategy, name, functools.update_wrapper(functools.partial(hook, method, journal), method))
-    setattr(strategy, MARK, journal)
-    journal.scribe.strategy = strategy
+        setattr(strategy, name, functools.update_wrapper(functools.partial(hook, method, server_rounds), method))
+    setattr(strategy, MARK, server_rounds)
+    server_rounds.tape.strategy = strategy
 
 
-def hooks_of_evaluation(hear: Hear) -> dict[str, Callable[..., Any]]:
-    """The rounds in which clients evaluate: when they begin, when they end, and what came of them."""
+def evaluation_hooks(record_evaluation: RecordEvaluation) -> dict[str, Callable[..., Any]]:
+    """Return the hooks of the clients' evaluation: its beginning, its end, and its result."""
 
-    def configure(method: Callable[..., Any], journal: Journal, *args: Any, **more: Any) -> Any:
-        journal.evaluating(begin=True)
+    def configure(method: Callable[..., Any], server_rounds: ServerRounds, *args: Any, **more: Any) -> Any:
+        server_rounds.evaluating(begin=True)
         return method(*args, **more)
 
-    def aggregate(method: Callable[..., Any], journal: Journal, *args: Any, **more: Any) -> Any:
-        found = method(*args, **more)
-        journal.evaluating(begin=False)
-        hear(journal, found, best=False)
-        return found
+    def aggregate(method: Callable[..., Any], server_rounds: ServerRounds, *args: Any, **more: Any) -> Any:
+        evaluation = method(*args, **more)
+        server_rounds.evaluating(begin=False)
+        record_evaluation(server_rounds, evaluation, best=False)
+        return evaluation
 
     return {"configure_evaluate": configure, "aggregate_evaluate": aggregate}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that a round's messages carry, read once: most messages carry the same one."""
+"""The models that a round's messages carry, each read once, because most messages carry the same one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord
 
-from fedvitals.hosts.flower.arrays import ArrayOutline, Spare, Values, values_of
+from fedvitals.hosts.flower.arrays import ArrayOutline, ReusableVector, Values, values_of
 from fedvitals.probes.backends import torch_is_loaded
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class KnownModels:
-    """`newest`: the aggregate of the open round, where somebody told of it."""
+    """The models of the open round. `newest`: its aggregate, once it is known."""
 
     def __init__(self, layers: Sequence[str] | None) -> None:
         self._layers = layers
@@ -24,21 +24,24 @@ class KnownModels:
         self._outline: Outline | ArrayOutline | None = None
         self.started: ArrayRecord | None = None  # what the open round began with
         self.newest: ArrayRecord | None = None
-        self.spare = Spare()
+        self.spare = ReusableVector()
 
     def forget(self) -> None:
-        """All but the newest, which the next round begins with."""
+        """Forget all models but the newest, which the next round begins with."""
         self._read = {key: known for key, known in self._read.items() if known[0] is self.newest}
         self.started = self.newest = None
 
     def values(self, record: ArrayRecord) -> dict[str, Values]:
-        """The arrays are held as long as they are known, so that no other can have their address."""
+        """Return a model's arrays, cached by address; the record is held as long, so that no other can have its
+        address.
+        """
         key = tuple(id(array.data) for array in record.values())
         if key not in self._read:
             self._read[key] = record, values_of(record, self._layers)
         return self._read[key][1]
 
     def outline(self, record: ArrayRecord) -> Outline | ArrayOutline:
+        """Return the outline of a model, with its values loaded."""
         values = self.values(record)
         if self._outline is None or not self._outline.fits(values):
             self._outline = _new_outline(values)

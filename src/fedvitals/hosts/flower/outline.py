@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model on the wire as a PyTorch module: its parameters by name, and nothing that could be called."""
+"""A model on the wire as a PyTorch module: its parameters by name, without anything that could be called."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ class Outline(nn.Module):
         yield from self._values.items()
 
     def fits(self, model: Mapping[str, Values]) -> bool:
+        """Return whether a model has the same names and shapes."""
         return {n: p.shape for n, p in self._values.items()} == {n: v.shape for n, v in model.items()}
 
     def load(self, model: Mapping[str, Values]) -> None:
+        """Copy a model's values into this outline."""
         for parameter, values in zip(self._values.values(), model.values(), strict=True):
             np.copyto(parameter.data.numpy(), values, casting="same_kind")

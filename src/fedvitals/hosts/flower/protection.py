@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a federation hides its clients, by secure aggregation or differential privacy: then we tell of nobody alone.
+"""Detect secure aggregation and differential privacy; with them, nothing about a single client is reported.
 
-Flower's mods do not know of each other. Those further in are found in the closures of what a mod calls next, and those
-further out in the frames that called it: each is wrapped by flwr's `make_ffn`, as the variable `_mod`.
+Flower's mods do not know of each other. Inner ones are found in the closures of what a mod calls next, outer ones in
+the frames that called it: each is wrapped by flwr's `make_ffn`, as the variable `_mod`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ DEEPEST = 100  # frames and mods that are looked at
 
 
 def hiding_mods(call_next: Any) -> list[str]:
-    """The names of protecting mods around the caller and inside of what it calls."""
-    found = [_name(mod) for mod in (*_outside(), *_inside(call_next))]
-    return [name for name in found if name in MODS]
+    """Return the names of protecting mods around the caller and inside of what it calls."""
+    names = [_name(mod) for mod in (*_outside(), *_inside(call_next))]
+    return [name for name in names if name in MODS]
 
 
 def hiding_strategy(strategy: Any) -> str | None:
-    """The name of the wrapper that makes a strategy differentially private."""
+    """Return the name of the wrapper that makes a strategy differentially private; None if there is none."""
     for kind in type(strategy).__mro__:
         if kind.__name__.startswith(STRATEGIES):
             return kind.__name__
@@ -34,7 +34,7 @@ def hiding_strategy(strategy: Any) -> str | None:
 
 
 def innermost(call_next: Any) -> Any:
-    """What the mods are around: the user's handler; of an app of the older API, its `client_fn`."""
+    """Return what the mods wrap: the user's handler; for an app of the older API, its `client_fn`."""
     for _ in range(DEEPEST):
         inner = _closure(call_next)
         if {"_mod", "_ffn"} <= inner.keys():
@@ -47,7 +47,7 @@ def innermost(call_next: Any) -> Any:
 
 
 def masked(content: Mapping[str, Any]) -> bool:
-    """Whether a message belongs to secure aggregation: what it holds is noise to us."""
+    """Return whether a message belongs to secure aggregation, so that its content is noise to us."""
     return any("secagg" in str(key).lower() for key in content)
 
 
@@ -64,11 +64,11 @@ def _closure(function: Any) -> dict[str, Any]:
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
     if code is None or cells is None:
         return {}
-    found = {}
+    values = {}
     for name, cell in zip(code.co_freevars, cells, strict=True):
         with suppress(ValueError):  # it has no value yet
-            found[name] = cell.cell_contents
-    return found
+            values[name] = cell.cell_contents
+    return values
 
 
 def _outside() -> Iterator[Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an app's own code runs because somebody replays it: then nothing is watched, and nothing recorded again."""
+"""Whether an app's code runs because it is replayed; then nothing is watched or recorded again."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ _REPLAYING: ContextVar[bool] = ContextVar("fedvitals_flower_replaying", default=
 
 
 def in_replay() -> bool:
+    """Return whether the code runs inside of `replaying`."""
     return _REPLAYING.get()
 
 
 @contextmanager
 def replaying() -> Iterator[None]:
+    """Mark the code inside the block as replayed."""
     token = _REPLAYING.set(True)
     try:
         yield
@@ -27,11 +29,11 @@ def replaying() -> Iterator[None]:
 
 
 @contextmanager
-def generators(told: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, the random generators stand where they were told to; afterwards where they stand now."""
+def random_generators_at(states: Mapping[str, Any]) -> Iterator[None]:
+    """Set the random generators to these states inside the block, and restore them afterwards."""
     before = random_states()
     try:
-        set_random_states(told)
+        set_random_states(states)
         yield
     finally:
         set_random_states(before)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One reply: the telemetry is taken out of it, its times and numbers are told, and the guard has its say."""
+"""Read one reply: take the telemetry out of it, report its times and numbers, and apply the guard."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from flwr.app import Message, MetricRecord
 from fedvitals.catalog import HOSTS
 from fedvitals.errors import RecordError
 from fedvitals.hosts.flower import arrays, corrections, guard, protection
-from fedvitals.hosts.flower.failures import dead_process, failure_of
-from fedvitals.hosts.flower.reply_envelope import KEY, Letter, bytes_of, journey_id, run_name
-from fedvitals.hosts.flower.reply_envelope import read as read_letter
+from fedvitals.hosts.flower.failures import client_failure_of, dead_process
+from fedvitals.hosts.flower.reply_envelope import KEY, ReplyEnvelope, bytes_of, journey_id, run_name
+from fedvitals.hosts.flower.reply_envelope import read_envelope as read_letter
 from fedvitals.records import Action
 from fedvitals.transport.payload_check import NAMES_OF_SENDER
 from fedvitals.transport.sender import Sender
 
 if TYPE_CHECKING:
-    from fedvitals.hosts.flower.server_rounds import Asked, Journal
+    from fedvitals.hosts.flower.server_rounds import ClientRequest, ServerRounds
 
 TRAIN = "train"
 UNKNOWN = (3, 4)  # codes: the message or its reply is not kept any more, which says nothing of the client
@@ -28,109 +28,117 @@ LEGACY_METRICS = ("fitres.metrics", "evaluateres.metrics")  # of the older API, 
 ACCURACIES = ("accuracy", "acc", "eval_acc", "eval-acc", "eval_accuracy", "val_accuracy", "test_accuracy")
 
 
-def read(journal: Journal, asked: Asked, reply: Message, at: float) -> Message | None:
-    """What to give in the place of a reply; None: the reply itself, without the telemetry that rode in it."""
-    monitor, node = journal.monitor, asked.node
+def read_reply(server_rounds: ServerRounds, request: ClientRequest, reply: Message, at: float) -> Message | None:
+    """Return a message to use in place of the reply; None: the reply itself, without the telemetry it carried."""
+    monitor, node = server_rounds.monitor, request.node
     if reply.has_error():
-        journal.answered(asked, failed=True)
-        _tell_failure(journal, asked, reply)
+        server_rounds.answered(request, failed=True)
+        _report_failure(server_rounds, request, reply)
         return None
     record = reply.content.pop(KEY, None)
     size = bytes_of(reply.content)
-    monitor.host.transfer(node, "server", size, kind="update" if asked.phase == TRAIN else asked.phase)
-    _take_letter(journal, asked, reply, record, at)
-    journal.answered(asked, failed=False)
-    _tell_metrics(journal, asked, reply)
-    return _take_update(journal, asked, reply) if asked.phase == TRAIN else None
+    monitor.host.transfer(node, "server", size, kind="update" if request.phase == TRAIN else request.phase)
+    _read_telemetry(server_rounds, request, reply, record, at)
+    server_rounds.answered(request, failed=False)
+    _log_metrics(server_rounds, request, reply)
+    return _check_update(server_rounds, request, reply) if request.phase == TRAIN else None
 
 
-def read_late(journal: Journal, asked: Asked, reply: Message, at: float) -> None:
-    """An answer after the server had given up: it says why it was late, and changes nothing any more."""
-    waited = at - asked.sent
+def read_late_reply(server_rounds: ServerRounds, request: ClientRequest, reply: Message, at: float) -> None:
+    """Report a reply that came after the server had given up; it changes nothing any more."""
+    waited = at - request.sent
     if reply.has_error():
         if int(reply.error.code) not in UNKNOWN:
-            _tell_failure(journal, asked, reply)
+            _report_failure(server_rounds, request, reply)
         return
     reply.content.pop(KEY, None)
-    text = f"The answer of {asked.node} to round {asked.number} came after {waited:.1f} s, when nobody waited any more."
-    data = {"phase": asked.phase, "waited": waited, "round": asked.number}
-    journal.monitor.host.event("info", "client.answered_late", text, node=asked.node, data=data)
+    answer = f"The answer of {request.node} to round {request.round_index}"
+    text = f"{answer} came after {waited:.1f} s, when nobody waited any more."
+    data = {"phase": request.phase, "waited": waited, "round": request.round_index}
+    server_rounds.monitor.host.event("info", "client.answered_late", text, node=request.node, data=data)
 
 
-def _tell_failure(journal: Journal, asked: Asked, reply: Message) -> None:
-    found = failure_of(reply.error, asked.phase)
+def _report_failure(server_rounds: ServerRounds, request: ClientRequest, reply: Message) -> None:
+    failure = client_failure_of(reply.error, request.phase)
     actor = dead_process(reply.error)
-    first = asked if actor is None else journal.dead.setdefault(actor, asked)
-    if first is not asked:
-        text = f"{asked.node} was not served: Flower gave it a process that had died before, with {first.node}."
-        data = {"phase": asked.phase, "died_with": first.node}
-        journal.monitor.host.event("warning", "client.unserved", text, node=asked.node, data=data)
+    first = request if actor is None else server_rounds.dead_processes.setdefault(actor, request)
+    if first is not request:
+        text = f"{request.node} was not served: Flower gave it a process that had died before, with {first.node}."
+        data = {"phase": request.phase, "died_with": first.node}
+        server_rounds.monitor.host.event("warning", "client.unserved", text, node=request.node, data=data)
         return
-    level = "warning" if found.event == "client.dropped_out" else "error"
-    told = {**found.data, "round": asked.number}
-    journal.monitor.host.event(level, found.event, found.message, node=asked.node, data=told)
+    level = "warning" if failure.event == "client.dropped_out" else "error"
+    data_with_round = {**failure.data, "round": request.round_index}
+    server_rounds.monitor.host.event(level, failure.event, failure.message, node=request.node, data=data_with_round)
 
 
-def _take_letter(journal: Journal, asked: Asked, reply: Message, record: Any, at: float) -> None:
-    """Telemetry, if there is any. What is wrong with it is told of its sender, and costs nobody else."""
-    monitor, node = journal.monitor, asked.node
+def _read_telemetry(
+    server_rounds: ServerRounds, request: ClientRequest, reply: Message, record: Any, at: float
+) -> None:
+    """Take in the reply's telemetry, if there is any. What is wrong with it is reported of its sender only."""
+    monitor, node = server_rounds.monitor, request.node
     if record is None:
-        if asked.phase == TRAIN:  # a client without the mod: all that is known is when it was asked and has answered
-            monitor.host.exchange(node, asked.sent, asked.sent, at, at)
-            journal.worked(asked.sent, at)
+        if request.phase == TRAIN:  # a client without the mod: all that is known is when it was asked and has answered
+            monitor.host.exchange(node, request.sent, request.sent, at, at)
+            server_rounds.worked(request.sent, at)
         return
     try:
-        letter = read_letter(record, reply.metadata.src_node_id, node)
-        began, ended = _seen(letter, asked.sent, at)
-        journal.worked(began, ended)
-        if asked.phase != TRAIN:
+        envelope = read_letter(record, reply.metadata.src_node_id, node)
+        began, ended = _handler_interval(envelope, request.sent, at)
+        server_rounds.worked(began, ended)
+        if request.phase != TRAIN:
             return
-        monitor.host.log({"time.cpu": letter.cpu}, node=node)
+        monitor.host.log({"time.cpu": envelope.cpu}, node=node)
         span = journey_id(reply.metadata.reply_to_message_id)
-        times = (asked.sent, letter.received, letter.replied, at)
-        monitor.host.exchange(node, *times, started=letter.started, span=span)
-        if letter.payload:
-            monitor.host.absorb(letter.payload, Sender(node, run_name(reply.metadata.run_id)))
+        times = (request.sent, envelope.received, envelope.replied, at)
+        monitor.host.exchange(node, *times, started=envelope.started, span=span)
+        if envelope.payload:
+            monitor.host.absorb(envelope.payload, Sender(node, run_name(reply.metadata.run_id)))
     except RecordError as error:
         text = f"Telemetry of {node} cannot be: {error}"
-        monitor.host.event("warning", "telemetry.refused", text, node=node, data={"phase": asked.phase})
+        monitor.host.event("warning", "telemetry.refused", text, node=node, data={"phase": request.phase})
 
 
-def _seen(letter: Letter, sent: float, returned: float) -> tuple[float, float]:
-    """When its handler ran, inside of what the server saw, whatever its clock says; an error if there is no room."""
-    seconds, away = letter.replied - letter.received, returned - sent
+def _handler_interval(envelope: ReplyEnvelope, sent: float, returned: float) -> tuple[float, float]:
+    """Return when the client's handler ran, within what the server saw. Raises RecordError if that is impossible."""
+    seconds, away = envelope.replied - envelope.received, returned - sent
     if seconds > away:
         raise RecordError(f"It says that it worked for {seconds:.3g} s, and was away for {away:.3g} s.")
-    began = min(max(letter.received, sent), returned - seconds)
+    began = min(max(envelope.received, sent), returned - seconds)
     return began, began + seconds
 
 
-def _tell_metrics(journal: Journal, asked: Asked, reply: Message) -> None:
-    """What a client told its server itself: numbers by name. «train_loss» and the like are its loss."""
-    if journal.hidden is not None:
+def _log_metrics(server_rounds: ServerRounds, request: ClientRequest, reply: Message) -> None:
+    """Log the metrics that a client sent its server. «train_loss» and the like become its loss."""
+    if server_rounds.hidden is not None:
         return
-    told: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for key, record in reply.content.items():
         if isinstance(record, MetricRecord) or key in LEGACY_METRICS:
-            told |= {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
-    if asked.phase == TRAIN and journal.weight in told:
-        journal.monitor.host.log({"update.samples": told.pop(journal.weight)}, node=asked.node)
-    told.pop(journal.weight, None)
-    named = renamed(told) if asked.phase == TRAIN else {f"{asked.phase}.{k}": v for k, v in told.items()}
-    if asked.phase != TRAIN:
-        named |= {"local." + k: v for k, v in renamed(told).items() if k in ("loss", "accuracy")}
-    kept = _within_quota(journal.metric_names.setdefault(asked.node, set()), named)
+            metrics |= {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+    if request.phase == TRAIN and server_rounds.weight in metrics:
+        server_rounds.monitor.host.log({"update.samples": metrics.pop(server_rounds.weight)}, node=request.node)
+    metrics.pop(server_rounds.weight, None)
+    named = (
+        with_known_names(metrics) if request.phase == TRAIN else {f"{request.phase}.{k}": v for k, v in metrics.items()}
+    )
+    if request.phase != TRAIN:
+        named |= {"local." + k: v for k, v in with_known_names(metrics).items() if k in ("loss", "accuracy")}
+    kept = _within_quota(server_rounds.metric_names.setdefault(request.node, set()), named)
     if len(kept) < len(named):
-        text = f"{len(named) - len(kept)} of {len(named)} metrics of {asked.node} were left out: too many names."
-        journal.monitor.host.event("warning", "telemetry.refused", text, node=asked.node, data={"phase": asked.phase})
+        text = f"{len(named) - len(kept)} of {len(named)} metrics of {request.node} were left out: too many names."
+        server_rounds.monitor.host.event(
+            "warning", "telemetry.refused", text, node=request.node, data={"phase": request.phase}
+        )
     if kept:
-        journal.monitor.host.log(kept, node=asked.node)
+        server_rounds.monitor.host.log(kept, node=request.node)
 
 
 def _within_quota(names: set[str], named: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that have a meaning here, and those of the `names` that a client has used, with room for a few new.
+    """Return the metrics with known names, and those of the `names` that a client has used, with room for a few new
+    ones.
 
-    They pass through the same queues as what is measured of all clients.
+    They pass through the same queues as what is measured of all clients, so a client must not flood them.
     """
     for name in named:
         if len(names) >= NAMES_OF_SENDER:
@@ -139,49 +147,51 @@ def _within_quota(names: set[str], named: Mapping[str, float]) -> dict[str, floa
     return {name: value for name, value in named.items() if name in names or name in HOSTS}
 
 
-def renamed(told: Mapping[str, float]) -> dict[str, float]:
-    """With the names that have a meaning here."""
-    found = dict(told)
+def with_known_names(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics with the loss and accuracy under the names that have a meaning here."""
+    renamed = dict(metrics)
     for own, names in (("loss", LOSSES), ("accuracy", ACCURACIES)):
-        first = next((name for name in names if name in told), None)
+        first = next((name for name in names if name in metrics), None)
         if first is not None:
-            found[own] = found.pop(first)
-    return found
+            renamed[own] = renamed.pop(first)
+    return renamed
 
 
-def _take_update(journal: Journal, asked: Asked, reply: Message) -> Message | None:
-    if protection.masked(asked.message.content) or protection.masked(reply.content):
+def _check_update(server_rounds: ServerRounds, request: ClientRequest, reply: Message) -> Message | None:
+    if protection.masked(request.message.content) or protection.masked(reply.content):
         return None
-    sent, got = arrays.model_of(asked.message.content), arrays.model_of(reply.content)
+    sent, got = arrays.model_of(request.message.content), arrays.model_of(reply.content)
     if sent is None or got is None:
         return None
-    start, end = journal.models.values(sent), arrays.values_of(got, journal.layers)
+    start, end = server_rounds.models.values(sent), arrays.values_of(got, server_rounds.layers)
     answers: Sequence[Action] = ()
-    if journal.hidden is None and end:  # a model may be all of whole numbers, as trees are
-        update = arrays.update_of(start, end, journal.models.spare)
-        answers = journal.monitor.host.updates(asked.number, {asked.node: update})
+    if server_rounds.hidden is None and end:  # a model may be all of whole numbers, as trees are
+        update = arrays.update_of(start, end, server_rounds.models.spare)
+        answers = server_rounds.monitor.host.updates(request.round_index, {request.node: update})
         del update  # its room is free again, unless somebody keeps it
-    left = next((a for a in answers if a.kind == "exclude" and a.target == asked.node), None)
+    left = next((a for a in answers if a.kind == "exclude" and a.target == request.node), None)
     why = None if left is None else str(left.arguments.get("why", "it cannot be used"))
-    if why is None and journal.way != guard.REPORT:
-        why = guard.nonfinite(end)
+    if why is None and server_rounds.guard_mode != guard.REPORT:
+        why = guard.nonfinite_words(end)
         if why is not None:
-            _refuse(journal, asked, why)
-    in_force = journal.ward.orders
-    if why is None and asked.node in in_force.quarantined:
+            _refuse(server_rounds, request, why)
+    in_force = server_rounds.corrections.in_force
+    if why is None and request.node in in_force.quarantined:
         why = "the client is in quarantine"
     if why is not None:
-        return guard.left_out(reply, asked.message, why)
+        return guard.error_reply_instead(reply, request.message, why)
     if in_force.of_replies:
-        corrections.applied(in_force, asked.node, reply, start, end, journal.weight, journal.layers)
+        corrections.correct_reply(in_force, request.node, reply, start, end, server_rounds.weight, server_rounds.layers)
     return None
 
 
-def _refuse(journal: Journal, asked: Asked, why: str) -> None:
-    text = f"The update of {asked.node} was not taken: {why}."
-    journal.monitor.host.event("error", "update.left_out", text, node=asked.node, data={"guard": journal.way})
-    if journal.way == guard.FAIL:
+def _refuse(server_rounds: ServerRounds, request: ClientRequest, why: str) -> None:
+    text = f"The update of {request.node} was not taken: {why}."
+    server_rounds.monitor.host.event(
+        "error", "update.left_out", text, node=request.node, data={"guard": server_rounds.guard_mode}
+    )
+    if server_rounds.guard_mode == guard.FAIL:
         raise guard.NonFiniteUpdateError(
-            f"Round {asked.number}: {why}, in the update of node {asked.node}. Aggregating it would make the model "
-            'so. guard="drop" leaves such updates out; guard="report" lets them pass.'
+            f"Round {request.round_index}: {why}, in the update of node {request.node}. Aggregating it would make the "
+            'model so. guard="drop" leaves such updates out; guard="report" lets them pass.'
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rides home in a client's reply: one ConfigRecord with our wire bytes and a few times, and how it is read.
+"""The telemetry record inside a client's reply: one ConfigRecord with our wire bytes and a few times.
 
-It comes from a machine that may lie: everything in it is checked, and nothing of it is trusted but by its sender.
-Requests are never touched. What both sides must know, they make of what Flower tells both: the ids of run and message.
+It comes from a machine that may lie: everything in it is checked, and believed only about its sender. Requests are
+never changed. What both sides must know is derived from what Flower tells both: the ids of run and message.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from fedvitals.errors import RecordError
 KEY = "fedvitals"  # of the record in a reply
 ROUND_KEYS = ("server-round", "server_round", "current_round")
 VERSION = 1
-MOST = 1 << 20  # bytes of a payload, ever
-NOTHING = b"\0"  # for an empty payload: Flower fails to count the bytes of a record with an empty value
-SHARE, LEAST = 0.01, 32 << 10  # of the reply that it rides in, and what a reply of any size may carry
+LARGEST_PAYLOAD = 1 << 20  # bytes of a payload, ever
+EMPTY_PAYLOAD = b"\0"  # for an empty payload: Flower fails to count the bytes of a record with an empty value
+REPLY_SHARE, SMALLEST_BUDGET = 0.01, 32 << 10  # of the reply that it rides in, and what a reply of any size may carry
 FIELDS = {"version": int, "payload": bytes, "received": float, "replied": float, "started": float, "cpu": float}
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
-    """Times are the client's own, since the epoch; `cpu`: seconds of a processor that its handler took."""
+class ReplyEnvelope:
+    """The telemetry of one reply. Times are the client's own, since the epoch; `cpu`: processor seconds of its
+    handler.
+    """
 
     payload: bytes
     received: float
@@ -38,17 +40,18 @@ class Letter:
     cpu: float
 
     def record(self) -> ConfigRecord:
+        """Return the envelope as a record for the reply."""
         own: dict[str, Any] = {name: getattr(self, name) for name in FIELDS if name != "version"}
-        return ConfigRecord({"version": VERSION, **own, "payload": self.payload or NOTHING})
+        return ConfigRecord({"version": VERSION, **own, "payload": self.payload or EMPTY_PAYLOAD})
 
 
-def room(reply_bytes: int) -> int:
-    """Bytes that may ride in a reply of this size."""
-    return min(MOST, max(LEAST, int(SHARE * reply_bytes)))
+def telemetry_budget(reply_bytes: int) -> int:
+    """Return the bytes of telemetry that a reply of this size may carry."""
+    return min(LARGEST_PAYLOAD, max(SMALLEST_BUDGET, int(REPLY_SHARE * reply_bytes)))
 
 
 def bytes_of(content: Mapping[str, Any]) -> int:
-    """Bytes of a message's records, as Flower counts them; it fails to where a text or a list is empty."""
+    """Return the bytes of a message's records, as Flower counts them; Flower fails where a text or a list is empty."""
     return sum(_bytes_of(record) for record in content.values())
 
 
@@ -60,16 +63,19 @@ def _bytes_of(record: Any) -> int:
         return sum(map(len, record)) + sum(sizes)
 
 
-def read(record: Any, source: int, node: str) -> Letter:
-    """What a client wrote; an error that says what is wrong with it. `source`: where it came from, by Flower's word."""
+def read_envelope(record: Any, source: int, node: str) -> ReplyEnvelope:
+    """Return the envelope of a reply. Raises RecordError saying what is wrong with it.
+
+    `source`: the node that the reply came from, by Flower's metadata; `node`: the one that was asked.
+    """
     if node_name(source) != node:
         raise RecordError(f"The reply comes from node {source}, and node {node} was asked.")
     if not isinstance(record, ConfigRecord):
         raise RecordError(f"Under the key '{KEY}' of a reply lies a {type(record).__name__}, not a ConfigRecord.")
     if record.get("version") != VERSION:
-        told = str(record.get("version"))[:40]
+        version = str(record.get("version"))[:40]
         raise RecordError(
-            f"Telemetry of version {told}, where {VERSION} is understood: update the older of the two sides."
+            f"Telemetry of version {version}, where {VERSION} is understood: update the older of the two sides."
         )
     wrong = [name for name, kind in FIELDS.items() if type(record.get(name)) is not kind]
     if wrong or len(record) != len(FIELDS):
@@ -77,43 +83,44 @@ def read(record: Any, source: int, node: str) -> Letter:
             f"Telemetry with fields that are missing, too many or of another kind: {wrong or 'too many'}."
         )
     fields: dict[str, Any] = {name: record[name] for name in FIELDS if name != "version"}
-    found = Letter(**{**fields, "payload": b"" if fields["payload"] == NOTHING else fields["payload"]})
-    if len(found.payload) > MOST:
-        raise RecordError(f"Telemetry of {len(found.payload)} bytes, where {MOST} are taken at most.")
-    times = (found.received, found.replied, found.started, found.cpu)
-    if not all(math.isfinite(t) and t >= 0 for t in times) or found.replied < found.received:
+    envelope = ReplyEnvelope(**{**fields, "payload": b"" if fields["payload"] == EMPTY_PAYLOAD else fields["payload"]})
+    if len(envelope.payload) > LARGEST_PAYLOAD:
+        raise RecordError(f"Telemetry of {len(envelope.payload)} bytes, where {LARGEST_PAYLOAD} are taken at most.")
+    times = (envelope.received, envelope.replied, envelope.started, envelope.cpu)
+    if not all(math.isfinite(t) and t >= 0 for t in times) or envelope.replied < envelope.received:
         raise RecordError(f"Telemetry with times that cannot be: {times}.")
-    return found
+    return envelope
 
 
 # -- what both sides know -------------------------------------------------------------------------------------------
 
 
 def node_name(node_id: int) -> str:
-    """Flower's node id: it stays the same from message to message, while processes come and go."""
+    """Return Flower's node id as a name: it stays the same from message to message, while processes come and go."""
     return str(node_id)
 
 
 def run_name(run_id: int) -> str:
-    """What a client calls the run; the server knows it as what it is in the store."""
+    """Return what a client calls the run; the server knows it by its id in the store."""
     return f"flower-{run_id}"
 
 
-def told_round(message: Message) -> int | None:
-    """The round that a message says it is of, if it does."""
+def round_of_message(message: Message) -> int | None:
+    """Return the round that a message says it belongs to; None if it does not say."""
     for record in message.content.values():
         if isinstance(record, ConfigRecord):
-            told = next((record[key] for key in ROUND_KEYS if key in record), None)
-            if isinstance(told, int) and told >= 0:
-                return told
+            round_index = next((record[key] for key in ROUND_KEYS if key in record), None)
+            if isinstance(round_index, int) and round_index >= 0:
+                return round_index
     group = message.metadata.group_id or ""
     return int(group) if re.fullmatch(r"[0-9]{1,9}", group) else None
 
 
 def trace_id(run_id: int) -> str:
+    """Return the trace id of a run."""
     return hashlib.blake2b(f"flower/run/{run_id}".encode(), digest_size=16).hexdigest()
 
 
 def journey_id(message_id: str) -> str:
-    """The Span of a message's way to a client and back."""
+    """Return the id of the span of a message's way to a client and back."""
     return hashlib.blake2b(f"flower/message/{message_id}".encode(), digest_size=8).hexdigest()

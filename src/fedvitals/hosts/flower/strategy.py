@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks on a strategy of the Message API: when rounds begin and end, what was aggregated, and how long it took.
 
-They are set on the instance. The object stays what it was, of the same class, with the same methods and results.
+They are set on the instance, which keeps its class, methods and results.
 """
 
 from __future__ import annotations
@@ -13,43 +13,43 @@ from typing import Any
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 
-from fedvitals.hosts.flower.grid_hooks import watched_post
-from fedvitals.hosts.flower.hooks import hooks_of_evaluation, set_hooks
-from fedvitals.hosts.flower.server_rounds import EVALUATE, Journal
+from fedvitals.hosts.flower.grid_hooks import grid_hooked
+from fedvitals.hosts.flower.hooks import evaluation_hooks, set_hooks
+from fedvitals.hosts.flower.server_rounds import EVALUATE, ServerRounds
 
-Begin = Callable[[Any], None]  # told of the grid, before anything is sent
+OnGrid = Callable[[Any], None]  # told of the grid, before anything is sent
 
 
-def watch_strategy(strategy: Any, journal: Journal, begin: Begin) -> None:
-    """Every method that a strategy has of these; `start` may be the user's own."""
+def watch_strategy(strategy: Any, server_rounds: ServerRounds, begin: OnGrid) -> None:
+    """Hook the methods of a strategy; `start` may be the user's own."""
     hooks: dict[str, Callable[..., Any]] = {
         "start": functools.partial(_start, begin),
         "configure_train": _configure_train,
         "aggregate_train": _aggregate_train,
-        **hooks_of_evaluation(_hear),
+        **evaluation_hooks(_record_evaluation),
     }
-    set_hooks(strategy, journal, hooks)
-    journal.hooked = journal.ward.aggregates = True
+    set_hooks(strategy, server_rounds, hooks)
+    server_rounds.hooked = server_rounds.corrections.aggregates = True
 
 
-def _start(begin: Begin, start: Callable[..., Any], journal: Journal, *args: Any, **more: Any) -> Any:
+def _start(begin: OnGrid, start: Callable[..., Any], server_rounds: ServerRounds, *args: Any, **more: Any) -> Any:
     grid = more.get("grid", args[0] if args else None)
-    args, more = _with_evaluation(start, journal, args, more)
+    args, more = _with_evaluation(start, server_rounds, args, more)
     begin(grid)
-    with watched_post(grid, journal):
+    with grid_hooked(grid, server_rounds):
         try:
             return start(*args, **more)
         except BaseException as error:
-            journal.failed(error)
+            server_rounds.failed(error)
             raise
         finally:
-            journal.close()
+            server_rounds.close()
 
 
 def _with_evaluation(
-    start: Callable[..., Any], journal: Journal, args: tuple[Any, ...], more: dict[str, Any]
+    start: Callable[..., Any], server_rounds: ServerRounds, args: tuple[Any, ...], more: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments, with the server's own evaluation timed and heard, where there is one."""
+    """Return the same arguments, with the server's own evaluation timed and recorded, where there is one."""
     try:
         bound = inspect.signature(start).bind(*args, **more)
     except (TypeError, ValueError):
@@ -57,49 +57,54 @@ def _with_evaluation(
     evaluate = bound.arguments.get("evaluate_fn")
     if not callable(evaluate):
         return args, more
-    journal.evaluates = True
+    server_rounds.evaluates = True
 
     @functools.wraps(evaluate)
-    def heard(number: int, *rest: Any, **named: Any) -> Any:
-        with journal.busy_with(EVALUATE):
-            found = evaluate(number, *rest, **named)
-        _hear(journal, found, best=True)
-        return found
+    def recorded(server_round: int, *rest: Any, **named: Any) -> Any:
+        with server_rounds.busy_with(EVALUATE):
+            evaluation = evaluate(server_round, *rest, **named)
+        _record_evaluation(server_rounds, evaluation, best=True)
+        return evaluation
 
-    bound.arguments["evaluate_fn"] = heard
+    bound.arguments["evaluate_fn"] = recorded
     return bound.args, bound.kwargs
 
 
 def _configure_train(
-    configure: Callable[..., Any], journal: Journal, server_round: int, arrays: ArrayRecord, *rest: Any, **more: Any
+    configure: Callable[..., Any],
+    server_rounds: ServerRounds,
+    server_round: int,
+    arrays: ArrayRecord,
+    *rest: Any,
+    **more: Any,
 ) -> Iterable[Message]:
-    journal.begin(server_round, arrays)
-    found: Iterable[Message] = configure(server_round, journal.start_of(arrays), *rest, **more)
-    return found
+    server_rounds.begin(server_round, arrays)
+    messages: Iterable[Message] = configure(server_round, server_rounds.start_of(arrays), *rest, **more)
+    return messages
 
 
 def _aggregate_train(
     aggregate: Callable[..., Any],
-    journal: Journal,
+    server_rounds: ServerRounds,
     server_round: int,
     replies: Iterable[Message],
     *rest: Any,
     **more: Any,
 ) -> Any:
-    given = [*replies]
-    taken = journal.robust(given)
-    journal.tell_tape(lambda scribe: scribe.aggregating(taken, changed=taken is not given))
-    with journal.busy_with("aggregate"):
+    received = [*replies]
+    taken = server_rounds.robust(received)
+    server_rounds.record_on_tape(lambda tape: tape.aggregating(taken, changed=taken is not received))
+    with server_rounds.busy_with("aggregate"):
         result = aggregate(server_round, taken, *rest, **more)
-    own, told = (*result, None, None)[:2] if isinstance(result, tuple) else (None, None)
+    own, metrics = (*result, None, None)[:2] if isinstance(result, tuple) else (None, None)
     if not isinstance(own, ArrayRecord):
-        journal.tell_tape(lambda scribe: scribe.aggregated(None, None, told))
+        server_rounds.record_on_tape(lambda tape: tape.aggregated(None, None, metrics))
         return result
-    model = journal.aggregated(own)
-    journal.tell_tape(lambda scribe: scribe.aggregated(own, model, told))
+    model = server_rounds.aggregated(own)
+    server_rounds.record_on_tape(lambda tape: tape.aggregated(own, model, metrics))
     return result if model is own else (model, *result[1:])
 
 
-def _hear(journal: Journal, found: Any, *, best: bool) -> None:
-    if isinstance(found, MetricRecord):
-        journal.heard(found, best=best)
+def _record_evaluation(server_rounds: ServerRounds, evaluation: Any, *, best: bool) -> None:
+    if isinstance(evaluation, MetricRecord):
+        server_rounds.record_metrics(evaluation, best=best)

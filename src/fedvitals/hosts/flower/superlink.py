@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A SuperLink of our own that simulates on this machine, on a free port, and ends with all that it has started.
+"""Run a SuperLink of our own that simulates on this machine, on a free port, and ends with everything it started.
 
-Flower would start one itself, detached, and use it for ever after: an environment of ours would come too late, or stay
-too long. The app's processes are its children, in sessions of their own, and some (Ray's) outlive their parents: they
-are known by a mark that they inherit.
+Flower would start one itself, detached, and keep using it: our environment variables would come too late, or stay too
+long. The app's processes are its children, in sessions of their own, and some (Ray's) outlive their parents: they are
+recognised by a variable that they inherit.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ TAIL = 4000  # characters of its log that an error quotes
 
 
 def program(name: str) -> str:
-    """Flower's own, of the Python that we run in."""
+    """Return the path of one of Flower's programs, of the Python that we run in."""
     beside = Path(sysconfig.get_path("scripts")) / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
+    path = str(beside) if beside.exists() else shutil.which(name)
+    if path is None:
         raise ConfigError(f"Flower's program '{name}' is not beside this Python ({sys.executable}), nor on the PATH.")
-    return found
+    return path
 
 
 def with_programs(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which Flower finds its own programs, which it calls by name."""
+    """Return the environment in which Flower finds its own programs, which it calls by name."""
     path = os.pathsep.join((str(Path(program("flwr")).parent), environment.get("PATH", "")))
     return {**environment, "PATH": path}
 
 
 @contextlib.contextmanager
 def superlink(environment: Mapping[str, str], *, cwd: Path | None = None, options: Sequence[str] = ()) -> Iterator[int]:
-    """The port on which it listens as long as the block lasts."""
+    """Run a SuperLink inside the block and yield the port it listens on."""
     try:
         import psutil  # type: ignore[import-untyped]  # noqa: F401, PLC0415 - an extra
     except ImportError:
@@ -71,79 +71,80 @@ def superlink(environment: Mapping[str, str], *, cwd: Path | None = None, option
             start_new_session=True,  # Ctrl-C is ours to deal with
         )
         try:
-            _await(process, port, log)
+            _wait_until_listening(process, port, log)
             yield port
         finally:
-            with handled(signal.SIGINT, signal.SIG_IGN):  # a second Ctrl-C would leave something behind
-                _take_down(process, mark)
+            with signal_handled(signal.SIGINT, signal.SIG_IGN):  # a second Ctrl-C would leave something behind
+                _end_processes(process, mark)
 
 
-def _await(process: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
+def _wait_until_listening(process: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
     ends = time.monotonic() + START
     while True:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
         if process.poll() is not None or time.monotonic() > ends:
             log.seek(0)
-            said = log.read().decode(errors="replace").strip()[-TAIL:]
-            raise FedvitalsError(f"Flower's SuperLink did not start. The end of its log:\n{said}")
+            log_end = log.read().decode(errors="replace").strip()[-TAIL:]
+            raise FedvitalsError(f"Flower's SuperLink did not start. The end of its log:\n{log_end}")
         time.sleep(0.1)
 
 
-def _take_down(process: subprocess.Popen[bytes], mark: str) -> None:
-    """All are asked to end, and tidy up; then all must. One may start another meanwhile."""
+def _end_processes(process: subprocess.Popen[bytes], mark: str) -> None:
+    """Ask all processes to end, then kill those that did not. One may start another meanwhile."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         ends = time.monotonic() + STOP
         asked: set[int] = set()
-        while (left := _family(mark)) and time.monotonic() < ends:
-            for one in left:
-                if one.pid not in asked:
-                    asked.add(one.pid)
+        while (left := _marked_processes(mark)) and time.monotonic() < ends:
+            for child in left:
+                if child.pid not in asked:
+                    asked.add(child.pid)
                     with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.kill(one.pid, how)
+                        os.kill(child.pid, how)
             process.poll()  # else it stays as a zombie
             time.sleep(0.05)
     process.wait(STOP)
 
 
-def _family(mark: str) -> list[Any]:
-    """Processes that have our mark in their environment; those of other users cannot be asked."""
+def _marked_processes(mark: str) -> list[Any]:
+    """Return the processes that have our mark in their environment; those of other users cannot be read."""
     import psutil  # noqa: PLC0415 - an extra
 
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 @contextlib.contextmanager
-def handled(number: signal.Signals, how: Any) -> Iterator[None]:
-    """A signal, handled so inside; in a thread that may not decide about signals, as before."""
+def signal_handled(signal_number: signal.Signals, handler: Any) -> Iterator[None]:
+    """Handle a signal with `handler` inside the block; in threads that may not set handlers, nothing changes."""
     try:
-        before = signal.signal(number, how)
+        before = signal.signal(signal_number, handler)
     except ValueError:
         yield
         return
     try:
         yield
     finally:
-        signal.signal(number, before)
+        signal.signal(signal_number, before)
 
 
 @contextlib.contextmanager
 def termination_as_exit() -> Iterator[None]:
-    """Whoever is told to end, ends what it has started first."""
+    """Turn termination signals into SystemExit inside the block, so that what was started is ended first."""
 
-    def leave(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
+    def leave(signal_number: int, _frame: object) -> None:
+        raise SystemExit(128 + signal_number)
 
-    with handled(signal.SIGTERM, leave), handled(signal.SIGHUP, leave):
+    with signal_handled(signal.SIGTERM, leave), signal_handled(signal.SIGHUP, leave):
         yield
 
 
 def free_port() -> int:
+    """Return a port that is free now."""
     with socket.socket() as asked:
         asked.bind(("127.0.0.1", 0))
         return int(asked.getsockname()[1])

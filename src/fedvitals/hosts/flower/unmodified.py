@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attaching with no line in the app: what `site/sitecustomize.py` leads the calls of an app's own objects to.
+"""Watch an app without a line in it: the handlers to which `site/sitecustomize.py` redirects calls of Flower's classes.
 
-Does what a person would write: `client_mod()` first among the mods of each ClientApp, and `attach` to the strategy that
-is started, else to the grid before the first message. Who attached a monitor himself keeps his, and only his.
+They do what a user would write: `client_mod()` first among the mods of each ClientApp, and `attach` to the strategy
+that is started, else to the grid before the first message. An app that attaches its own monitor keeps it, and gets no
+other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from flwr.serverapp.strategy import Strategy
 from fedvitals.errors import MissingExtraError
 from fedvitals.hosts.flower.attach import attach
 from fedvitals.hosts.flower.client_mod import TRAIN, ClientMod, client_mod
-from fedvitals.hosts.flower.environment import Settings
+from fedvitals.hosts.flower.environment import FlowerEnvironment
 from fedvitals.hosts.flower.grid_hooks import MARK
 from fedvitals.hosts.flower.reply_envelope import run_name
 from fedvitals.monitor.monitor import Monitor
@@ -28,37 +29,41 @@ from fedvitals.monitor.monitor import Monitor
 logger = logging.getLogger("fedvitals")
 SENDING = ("send_and_receive", "push_messages")
 UPDATES = 3  # of how many rounds all updates are kept, on the tape of an app without a line
-HOOKED = (*SENDING, "pull_messages", MARK)
+GRID_HOOKS = (*SENDING, "pull_messages", MARK)
 
 
 def client_app(
     original: Callable[..., None], app: Any, client_fn: Any = None, mods: Sequence[Any] | None = None, **more: Any
 ) -> None:
-    """`ClientApp.__init__`, with our mod first."""
-    original(app, client_fn, _with_ours(mods), **more)
+    """Call `ClientApp.__init__` with our mod first."""
+    original(app, client_fn, _with_our_mod(mods), **more)
 
 
-def _with_ours(mods: Sequence[Any] | None) -> Sequence[Any] | None:
-    given = [] if mods is None else [*mods]
-    if any(isinstance(mod, ClientMod) for mod in given):
+def _with_our_mod(mods: Sequence[Any] | None) -> Sequence[Any] | None:
+    others = [] if mods is None else [*mods]
+    if any(isinstance(mod, ClientMod) for mod in others):
         return mods
     try:
-        told = Settings.read(os.environ)
-        own: dict[str, Any] = {"privacy": told.privacy, "tracebacks": bool(told.tracebacks), "tape": _folder(told)}
-        ours = client_mod(probes=told.probes or "standard", **own)
+        settings = FlowerEnvironment.read(os.environ)
+        own: dict[str, Any] = {
+            "privacy": settings.privacy,
+            "tracebacks": bool(settings.tracebacks),
+            "tape": _folder(settings),
+        }
+        ours = client_mod(probes=settings.probes or "standard", **own)
     except Exception as error:  # noqa: BLE001 - the app runs, whatever happens to us
         _warn(error)
         return mods
-    return [ours, *given]
+    return [ours, *others]
 
 
-def _folder(told: Settings) -> str | None:
-    """Of this client's tape; without the extra that tapes need, the app is watched as if nobody had asked for one."""
-    return None if _tape(told) is None else told.tape
+def _folder(settings: FlowerEnvironment) -> str | None:
+    """Return the folder of this client's tape; without the extra that tapes need, the app is watched without a tape."""
+    return None if _tape(settings) is None else settings.tape
 
 
-def _tape(told: Settings) -> Any:
-    if told.tape is None:
+def _tape(settings: FlowerEnvironment) -> Any:
+    if settings.tape is None:
         return None
     try:
         from fedvitals.replay.tape.tape import Tape  # noqa: PLC0415 - an extra
@@ -72,27 +77,27 @@ def _tape(told: Settings) -> Any:
 
 
 def server_app(original: Callable[..., None], app: Any, grid: Any, context: Any, *more: Any, **others: Any) -> None:
-    """`ServerApp.__call__`, with a monitor that is there when it is needed, and closed at the end."""
-    visit = Visit(grid, context)
-    server_fn = visit.guarded(lambda: visit.begin(app))
-    token = _VISIT.set(visit)
+    """Call `ServerApp.__call__` with a monitor that is created when it is needed, and closed at the end."""
+    app_run = ServerAppRun(grid, context)
+    server_fn = app_run.guarded(lambda: app_run.begin(app))
+    token = _SERVER_APP_RUN.set(app_run)
     try:
         original(app, grid, context, *more, **others)
     except BaseException as error:
-        visit.guarded(functools.partial(visit.failed, error))
+        app_run.guarded(functools.partial(app_run.failed, error))
         raise
     finally:
-        _VISIT.reset(token)
+        _SERVER_APP_RUN.reset(token)
         if server_fn is not None:
             app._server_fn = server_fn  # noqa: SLF001 - as it was
-        visit.guarded(visit.end)
+        app_run.guarded(app_run.end)
 
 
-class Visit:
+class ServerAppRun:
     """One run of a ServerApp.
 
-    Each strategy that it starts, and each loop of its own, is a run of ours with rounds from 1 on. A monitor is made
-    when it is needed: an app that has its own has no other.
+    Each strategy that it starts, and each custom loop, is a run of ours with rounds from 1 on. A monitor is created
+    when it is needed: an app with its own monitor gets no other.
     """
 
     def __init__(self, grid: Any, context: Any) -> None:
@@ -103,10 +108,12 @@ class Visit:
         self._lock = threading.Lock()  # the older API sends from many threads
 
     def begin(self, app: Any) -> Callable[..., Any] | None:
-        """Wait wherever the app may come by. Gives the function that we stand before, if there is one."""
+        """Hook every place where the app may start training. Returns the server function that was replaced, if there
+        is one.
+        """
         self._wait()
-        for kind in (Strategy, *_below(Strategy)):
-            _lead_start(kind)
+        for kind in (Strategy, *_subclasses_of(Strategy)):
+            _hook_start(kind)
         self.attach_legacy(app)
         server_fn: Callable[..., Any] | None = getattr(app, "_server_fn", None)
         if server_fn is not None:  # the older API has no other seam
@@ -114,7 +121,7 @@ class Visit:
         return server_fn
 
     def guarded(self, work: Callable[[], Any]) -> Any:
-        """The app runs, whatever happens to us."""
+        """Return the result of our own work; errors are logged once and end the watching, never the app."""
         try:
             return work()
         except Exception as error:  # noqa: BLE001
@@ -123,26 +130,26 @@ class Visit:
             return None
 
     def _attach(self, what: Any) -> bool:
-        """Whether it is watched from now on, and was not before."""
+        """Attach a monitor, and return whether that is new."""
         with self._lock:
             if what is None or self._over or getattr(what, MARK, None) is not None:
                 return False
             return self.guarded(lambda: attach(what, self._new_monitor())) is not None
 
     def _new_monitor(self) -> Monitor:
-        told = Settings.read(os.environ)
+        settings = FlowerEnvironment.read(os.environ)
         if self._monitors:
             self._monitors[-1].close()
         number = len(self._monitors) + 1
         monitor = Monitor(
-            told.store or "runs.db",
-            run=told.run or "flower",
+            settings.store or "runs.db",
+            run=settings.run or "flower",
             id=run_name(self._context.run_id) + (f"-{number}" if number > 1 else ""),
-            probes=told.probes or "standard",
-            privacy=told.privacy,
-            tracebacks=told.tracebacks,
+            probes=settings.probes or "standard",
+            privacy=settings.privacy,
+            tracebacks=settings.tracebacks,
             config={"app": dict(self._context.run_config)},
-            tape=_tape(told),
+            tape=_tape(settings),
         )
         self._monitors.append(monitor)
         return monitor
@@ -165,17 +172,17 @@ class Visit:
         return send(outgoing, *args, **more)
 
     def _leave_grid(self) -> None:
-        """A loop is over, with its last round: a strategy has hooks of its own."""
-        journal = vars(self._grid).get(MARK)
-        if journal is not None and journal.monitor in self._monitors:
-            for name in HOOKED:
+        """End a custom loop's last round and remove its hooks: a strategy has hooks of its own."""
+        server_rounds = vars(self._grid).get(MARK)
+        if server_rounds is not None and server_rounds.monitor in self._monitors:
+            for name in GRID_HOOKS:
                 vars(self._grid).pop(name, None)
-            journal.close()
+            server_rounds.close()
 
     # -- strategies ---------------------------------------------------------------------------------------------------
 
     def start(self, strategy: Any, start: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        """A strategy is started: attached to first, if nobody is."""
+        """Start a strategy, attaching to it first unless it is attached."""
         if getattr(strategy, MARK, None) is None:
             self.guarded(self._leave_grid)
             if self._attach(strategy):
@@ -189,12 +196,13 @@ class Visit:
             self.guarded(self._wait)  # hooks that are taken off take ours with them
 
     def of_components(self, server_fn: Callable[..., Any], *args: Any, **more: Any) -> Any:
-        """The older API: a function makes the server's parts, its strategy among them."""
+        """Call the older API's function that makes the server's parts, and attach to its strategy."""
         components = server_fn(*args, **more)
         self.guarded(lambda: self.attach_legacy(components))
         return components
 
     def attach_legacy(self, parts: Any) -> None:
+        """Attach to the strategy of the older API's parts, if there is one."""
         server = getattr(parts, "server", None) or getattr(parts, "_server", None)
         for holder in (parts, server):
             self._attach(getattr(holder, "strategy", None) or getattr(holder, "_strategy", None))
@@ -202,12 +210,14 @@ class Visit:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def failed(self, error: BaseException) -> None:
+        """Report that the ServerApp ended with an error, unless that was reported already."""
         if self._monitors and error is not self._told:
             data = {"exception": type(error).__name__}
             text = f"The ServerApp ended: {type(error).__name__}: {error}"[:1000]
             self._monitors[-1].host.event("error", "round.failed", text, data=data)
 
     def end(self) -> None:
+        """Remove all hooks and close the monitors."""
         self._over = True
         self._leave_grid()
         for name in SENDING:
@@ -217,30 +227,30 @@ class Visit:
             monitor.close()
 
 
-_VISIT: ContextVar[Visit | None] = ContextVar("fedvitals_flower_visit", default=None)
+_SERVER_APP_RUN: ContextVar[ServerAppRun | None] = ContextVar("fedvitals_flower_visit", default=None)
 
 
-def _lead_start(kind: type) -> None:
-    """A strategy is attached to when it is started; each class may have a `start` of its own."""
+def _hook_start(kind: type) -> None:
+    """Make a strategy class attach when it is started; each class may have a `start` of its own."""
     original = vars(kind).get("start")
     if not callable(original) or hasattr(original, MARK):
         return
 
     @functools.wraps(original)
     def start(self: Any, *args: Any, **more: Any) -> Any:
-        visit = _VISIT.get()
+        app_run = _SERVER_APP_RUN.get()
         begin = functools.partial(original, self)
-        return begin(*args, **more) if visit is None else visit.start(self, begin, *args, **more)
+        return begin(*args, **more) if app_run is None else app_run.start(self, begin, *args, **more)
 
     setattr(start, MARK, True)
     kind.start = start  # type: ignore[attr-defined]
 
 
-def _below(kind: type) -> Iterator[type]:
+def _subclasses_of(kind: type) -> Iterator[type]:
     children: list[type] = kind.__subclasses__()
     for child in children:
         yield child
-        yield from _below(child)
+        yield from _subclasses_of(child)
 
 
 def _warn(error: Exception, does: str = "does not watch") -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit of stacked clients: the same numbers as `fit`, of all clients by two batched forward passes."""
+"""Fit of stacked clients: the same numbers as `fit`, for all clients by two batched forward passes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedvitals.probes.fit import Fit, confidently_wrong, confusion, is_classifier, per_sample
 from fedvitals.probes.stacked.model import StackModel
-from fedvitals.probes.view import undisturbed
+from fedvitals.probes.view import evaluation_without_gradients
 from fedvitals.protocols import Stack
 from fedvitals.stats import Array
 
@@ -22,41 +22,44 @@ _MOST_PAIRS = 1_000_000  # of classes, over all clients
 
 
 class StackFit(Fit):
-    """As many samples, and as often, as the share of the training time pays for: for the whole stack, without turns."""
+    """The fit probe for a whole stack, without turns: as many samples, and as often, as the training time allows."""
 
     def received(self, stack: Stack, model: StackModel) -> tuple[dict[str, Array], Batch | None]:
-        """Metrics of the received models, [clients] each, and the samples for `trained` (None: not this time)."""
+        """Return metrics of the received models, [clients] each, and the samples for `trained` (None: not this
+        time).
+        """
         if stack.loss is None or not self._allowance.due(None):
             return {}, None
         x, y = (torch.as_tensor(part).to(model.states.device) for part in stack.samples(self._count))
         if not x.shape[1]:
             return {}, None
-        found, guessed = _predict(stack, model, x, y)
-        losses, count = found[0], y.shape[1]
-        told = {"fit.samples": np.full(len(y), float(count)), "fit.loss_before": losses.mean(1)}
+        predictions, classes = _predict(stack, model, x, y)
+        losses, count = predictions[0], y.shape[1]
+        metrics = {"fit.samples": np.full(len(y), float(count)), "fit.loss_before": losses.mean(1)}
         if count > 1:
-            told["fit.loss_p90"] = np.sort(losses, axis=1)[:, math.ceil(0.9 * count) - 1]
-        if guessed:
-            labels, guesses = found[1:3].astype(np.int64)
-            told["fit.accuracy_before"] = (labels == guesses).mean(axis=1)
-            told["fit.confusion"], pairs = confusions(labels, guesses, guessed)
-            told["fit.confused_label"], told["fit.confused_guess"] = pairs.T
-            told["fit.confident_wrong"] = found[3].mean(axis=1)
-        return told, (x, y)
+            metrics["fit.loss_p90"] = np.sort(losses, axis=1)[:, math.ceil(0.9 * count) - 1]
+        if classes:
+            labels, guesses = predictions[1:3].astype(np.int64)
+            metrics["fit.accuracy_before"] = (labels == guesses).mean(axis=1)
+            metrics["fit.confusion"], pairs = confusions(labels, guesses, classes)
+            metrics["fit.confused_label"], metrics["fit.confused_guess"] = pairs.T
+            metrics["fit.confident_wrong"] = predictions[3].mean(axis=1)
+        return metrics, (x, y)
 
     def trained(self, stack: Stack, model: StackModel, batch: Batch) -> dict[str, Array]:
-        """Metrics of the trained models on the same samples."""
-        found, guessed = _predict(stack, model, *batch)
-        told = {"fit.loss_after": found[0].mean(1)}
-        if guessed:
-            told["fit.accuracy_after"] = (found[1] == found[2]).mean(axis=1)
-        return told
+        """Return metrics of the trained models on the same samples."""
+        predictions, classes = _predict(stack, model, *batch)
+        metrics = {"fit.loss_after": predictions[0].mean(1)}
+        if classes:
+            metrics["fit.accuracy_after"] = (predictions[1] == predictions[2]).mean(axis=1)
+        return metrics
 
 
 def confusions(labels: Whole, guesses: Whole, classes: int) -> tuple[Array, Array]:
-    """`fit.confusion` of each client, from [clients, samples], and its pair, [clients, 2]: NaN where nothing gathers.
+    """Return `fit.confusion` of each client, from [clients, samples], and its pair, [clients, 2]; NaN where there is
+    none.
 
-    All clients at once, where a table of all pairs is small.
+    All clients at once, if a table of all pairs is small.
     """
     clients = len(labels)
     if clients * classes**2 > _MOST_PAIRS or labels.min() < 0 or labels.max() >= classes:
@@ -69,15 +72,15 @@ def confusions(labels: Whole, guesses: Whole, classes: int) -> tuple[Array, Arra
     counts[:, np.arange(classes), np.arange(classes)] = 0  # what was guessed right
     shares = (np.maximum(counts - 1, 0) / (sizes + 2)).reshape(clients, -1)
     best = shares.argmax(axis=1)
-    found = shares[np.arange(clients), best]
-    return found, np.where(found[:, None] > 0, np.stack(np.divmod(best, classes), axis=1), np.nan)
+    largest_shares = shares[np.arange(clients), best]
+    return largest_shares, np.where(largest_shares[:, None] > 0, np.stack(np.divmod(best, classes), axis=1), np.nan)
 
 
 def _predict(stack: Stack, model: StackModel, x: Tensor, y: Tensor) -> tuple[Array, int]:
     """Of each sample its loss, in evaluation mode; of a classifier also label, guess and whether it is confidently
     wrong, [1 or 4, clients, samples]; and the number of classes, 0 for any other model. Home in one copy."""
     assert stack.loss is not None  # noqa: S101 - asked by the caller
-    with undisturbed(model.module):
+    with evaluation_without_gradients(model.module):
         # A copy: a model may work on its input in place, and the samples are needed again.
         output = torch.cat([model.apply(x[part].clone(), part) for part in model.parts(x)])
         losses = per_sample(stack.loss, output.flatten(0, 1), y.flatten(0, 1)).view(y.shape[:2])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacked clients' models: one matrix of states, read as tensors, and applied to all the clients' samples at once."""
+"""The models of stacked clients: one matrix of states, read as tensors, and applied to all clients' samples at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TOGETHER_CUDA, _BYTES, _SHARE = 1 << 25, 4096, 0.8
 
 
 class StackModel:
-    """Names, shapes and the forward pass of a stack's module, with the clients' own numbers in place of its own."""
+    """Names, shapes and the forward pass of a stack's module, with the clients' weights in place of its own."""
 
     def __init__(self, stack: Stack) -> None:
         self.module: nn.Module = stack.module
@@ -41,39 +41,39 @@ class StackModel:
 
     @property
     def matrix(self) -> Tensor:
-        """[clients, weights] as they are now: a view, without buffers."""
+        """The present weights, [clients, weights]: a view, without buffers."""
         return self.states[:, : self.weights]
 
     def trained_columns(self, matrix: Tensor) -> Tensor:
-        """[clients, weights that train] of [clients, weights]: the matrix itself where all of them do."""
+        """Return the columns of weights that train, of [clients, weights]; the matrix itself if all of them do."""
         if all(self.trained):
             return matrix
         return torch.cat([part for part, train in zip(self.layers(matrix), self.trained, strict=True) if train], 1)
 
     def trained_rows(self, matrices: Array) -> Array:
-        """[..., layers that train, columns] of [..., layers, columns]."""
+        """Return the rows of layers that train, of [..., layers, columns]."""
         return matrices if all(self.trained) else matrices[..., self.trained, :]
 
     def layers(self, matrix: Tensor) -> list[Tensor]:
-        """One [clients, length] for each parameter."""
+        """Return one [clients, length] for each parameter."""
         return [*matrix.split(self.sizes, dim=1)]
 
     def tensors(self, clients: slice = slice(None)) -> dict[str, Tensor]:
-        """Parameters and buffers by name, with a leading axis of clients; of their own type."""
-        found, offset = {}, 0
+        """Return parameters and buffers by name, with a leading axis of clients, in their own type."""
+        tensors, offset = {}, 0
         states = self.states.detach()[clients]
         for name, like in (*self.parameters, *self.buffers):
             part = states[:, offset : offset + like.numel()].view(len(states), *like.shape)
-            found[name] = part.to(like.dtype)
+            tensors[name] = part.to(like.dtype)
             offset += like.numel()
-        return found
+        return tensors
 
     def buffer_tensors(self) -> list[Tensor]:
-        found = self.tensors()
-        return [found[name] for name, _ in self.buffers]
+        tensors = self.tensors()
+        return [tensors[name] for name, _ in self.buffers]
 
     def together(self, device: torch.device) -> int:
-        """How many input values fit into memory at a time. Asked once, so that all portions of a round are alike."""
+        """Return how many input values fit into memory at a time; determined once, so that all portions are alike."""
         if device.type != "cuda":
             return _TOGETHER
         if self._together is None:
@@ -83,43 +83,44 @@ class StackModel:
         return self._together
 
     def parts(self, x: Tensor, cost: int = 1) -> Iterator[slice]:
-        """The clients in portions that fit into memory. `cost`: how many times as much of it as one pass takes."""
+        """Yield the clients in portions that fit into memory. `cost` is the memory relative to one pass."""
         each = max(1, self.together(x.device) // (cost * max(1, x[0].numel())))
         for first in range(0, self.clients, each):
             yield slice(first, min(first + each, self.clients))
 
     def apply(self, x: Tensor, clients: slice, *, twice: bool = False) -> Any:
-        """The outputs of these clients' models on their own samples, [clients, samples, ...]; differentiable by x.
+        """Return the outputs of these clients' models on their own samples, [clients, samples, ...]; differentiable by
+        x.
 
-        `twice`: gradients shall be differentiated again, which the host's own way cannot promise.
+        `twice`: gradients will be differentiated again, which the host's own forward may not support.
         """
         if self.forward is not None and not twice:
             return self.by_host(self.states.detach()[clients], x)
 
-        def one(state: dict[str, Tensor], samples: Tensor) -> Any:
+        def client_forward(state: dict[str, Tensor], samples: Tensor) -> Any:
             return functional_call(self.module, state, (samples,))
 
-        return vmap(one, randomness="different")(self.tensors(clients), x)
+        return vmap(client_forward, randomness="different")(self.tensors(clients), x)
 
     def by_host(self, states: Tensor, x: Tensor) -> Tensor:
-        """The same by the host's own way. Where it computes in halves, losses and projections still need float32."""
+        """Return the outputs by the host's own forward, in float32 if it computes in half precision."""
         assert self.forward is not None  # noqa: S101 - asked by the caller
         outputs: Tensor = self.forward(states, x)
         return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
 
     def own_copy(self) -> nn.Module:
-        """A module like the stack's, for `load`."""
+        """Return a module like the stack's, for `load`."""
         return copy.deepcopy(self.module)
 
     def load(self, module: nn.Module, client: int) -> None:
-        """One client's state into a copy of the module."""
+        """Load one client's state into a copy of the module."""
         with torch.no_grad():
             state = self.tensors(slice(client, client + 1))
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 tensor.copy_(state[name][0])
 
     def with_states(self, states: Tensor) -> StackModel:
-        """The same models with their numbers elsewhere."""
-        found = copy.copy(self)
-        found.states = states
-        return found
+        """Return the same models with other states."""
+        model = copy.copy(self)
+        model.states = states
+        return model

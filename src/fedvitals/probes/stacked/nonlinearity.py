@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fedvitals.probes.differentiate import classified
-from fedvitals.probes.nonlinearity import nonlinearity_coefficient, pairs, push
+from fedvitals.probes.differentiate import require_class_outputs
+from fedvitals.probes.nonlinearity import jacobian_product, nonlinearity_coefficient, pairs
 from fedvitals.probes.stacked.model import StackModel
-from fedvitals.probes.view import modes_kept
+from fedvitals.probes.view import evaluation_mode
 from fedvitals.stats import Array
 
 _COST = 3  # the backward pass is kept as well, to be differentiated, and its derivative
 
 
 def stacked_nonlinearity(model: StackModel, x: Tensor, seeds: Sequence[int]) -> Array:
-    """NLC of each client on its samples x [clients, n, ...]; NaN where its outputs do not vary.
+    """Return the NLC of each client on its samples x [clients, n, ...]; NaN if its outputs do not vary.
 
-    The same draws as of each client alone, on every device.
+    The random draws are the same as for each client alone, on every device.
     """
     if x.shape[1] < 2:
         return np.full(model.clients, math.nan)
@@ -31,7 +31,7 @@ def stacked_nonlinearity(model: StackModel, x: Tensor, seeds: Sequence[int]) -> 
         return _one_by_one(model, x, seeds)
     streams = (torch.Generator().manual_seed(seed) for seed in seeds)
     drawn = torch.stack([pairs(x.shape[1], stream) for stream in streams], 1).to(x.device, non_blocking=True)
-    with modes_kept(model.module), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+    with evaluation_mode(model.module), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         return torch.cat([_portion(model, x, drawn, part) for part in model.parts(x, _COST)]).cpu().numpy()
 
 
@@ -39,19 +39,21 @@ def _portion(model: StackModel, x: Tensor, drawn: Tensor, part: slice) -> Tensor
     inputs = x[part].detach().clone().requires_grad_()
     # By the module: kernels that a host wrote by hand for its forward pass are seldom differentiable twice.
     outputs = model.apply(inputs, part, twice=True)
-    classified(outputs.flatten(0, 1) if isinstance(outputs, Tensor) else outputs, inputs.shape[0] * inputs.shape[1])
+    require_class_outputs(
+        outputs.flatten(0, 1) if isinstance(outputs, Tensor) else outputs, inputs.shape[0] * inputs.shape[1]
+    )
     rows = torch.arange(len(inputs), device=x.device)[:, None]
     first, second = (inputs.detach()[rows, places] for places in drawn[:, part])
-    pushed = push(inputs, outputs, (first - second) / math.sqrt(2)).double()
+    pushed = jacobian_product(inputs, outputs, (first - second) / math.sqrt(2)).double()
     spread = outputs.detach().double().var(1, correction=1).sum(1)
     values: Tensor = (pushed.square().sum(2).mean(1) / spread).sqrt()
     return values.masked_fill(~(spread > 0), math.nan)
 
 
 def _one_by_one(model: StackModel, x: Tensor, seeds: Sequence[int]) -> Array:
-    """Of tokens, on a copy of the module: they are followed from its embedding on, by a hook."""
-    module, found = model.own_copy(), []
+    """Return the coefficients for tokens, on a copy of the module, since its embedding needs a hook."""
+    module, coefficients = model.own_copy(), []
     for client, seed in enumerate(seeds):
         model.load(module, client)
-        found.append(nonlinearity_coefficient(module, x[client], seed=seed))
-    return np.array(found)
+        coefficients.append(nonlinearity_coefficient(module, x[client], seed=seed))
+    return np.array(coefficients)

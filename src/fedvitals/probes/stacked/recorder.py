@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nine sums of stacked clients' gradients, and their histograms, recorded step after step.
+"""Records the nine sums of stacked clients' gradients, and their histograms, at every step.
 
-What is asked of the kernel for a hundred clients of a small model is a table of hundreds of addresses. It is made once,
-and only moved when the matrix lies elsewhere than at the step before. On a device the sums stay there until the end.
+For a hundred clients of a small model the kernel's table has hundreds of addresses. It is created once, and only
+shifted if the matrix has moved since the step before. On a device the sums stay there until the end.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from fedvitals.stats import EXPONENTS, LOWEST_EXPONENT, STATISTICS, Array
 
 _COLUMNS = len(STATISTICS)
 _TOGETHER = 1 << 22  # values on a device that wait to be counted; as many as are counted in one go
-_FIRST_ROOM = 32  # steps that the first block of memory holds; each further one is as large as all before
+_FIRST_BLOCK_STEPS = 32  # steps that the first block of memory holds; each further one is as large as all before
 
 # IEEE 754 in 32 bits: a sign, 8 bits of exponent, 23 of mantissa
 _FIELDS, _MANTISSA, _BIAS, _MAGNITUDE = 256, 23, 127, 0x7FFFFFFF
 
 
 class StackRecorder:
-    """`record(step, gradients)` before each optimiser step, `take()` at the end. `keep=False`: only the last step.
+    """Call `record(step, gradients)` before each optimiser step and `take()` at the end. `keep=False`: only the last
+    step.
 
-    `sizes`: how many values each layer has; one that is not `trained` is measured as absent.
+    `sizes` are the numbers of values of the layers; one that is not `trained` is measured as absent.
     """
 
     def __init__(self, clients: int, sizes: Sequence[int], trained: Sequence[bool], *, keep: bool = True) -> None:
@@ -58,7 +59,7 @@ class StackRecorder:
             self._blocks.clear()
             self._free = 0
         if not self._free:
-            self._make_room()
+            self._allocate_block()
         if self._point_at(gradients) and self._kernel is not None:
             place = len(self._blocks[-1]) - self._free
             self._call[2] = self._blocks[-1][place].ctypes.data
@@ -66,14 +67,14 @@ class StackRecorder:
         elif gradients.is_cpu:
             self._odd[len(self.steps)] = sums(self._layers(gradients), clients=True)
         else:
-            self._put_by(gradients)
+            self._defer(gradients)
         self._free -= 1
         self.steps.append(step)
 
     def take(self) -> Array:
-        """[steps, clients, layers, 9], on the host; the only moment at which a device is waited for."""
+        """Return [steps, clients, layers, 9] on the host; the only synchronisation with a device."""
         self._count()
-        rows = np.concatenate(self._blocks)[: len(self.steps)] if self._blocks else self._room(0)
+        rows = np.concatenate(self._blocks)[: len(self.steps)] if self._blocks else self._new_block(0)
         on_device = {place: odd for place, odd in self._odd.items() if isinstance(odd, Tensor)}
         if on_device:
             rows[[*on_device]] = torch.stack([*on_device.values()]).cpu().numpy()
@@ -82,9 +83,9 @@ class StackRecorder:
                 rows[place] = odd
         return rows
 
-    def _put_by(self, gradients: Tensor) -> None:
-        """On a device our kernel measures at once. Without it a copy is kept, and steps go together: there, what torch
-        starts costs more than what it computes.
+    def _defer(self, gradients: Tensor) -> None:
+        """Measure on a device: immediately by our kernel; without it, keep a copy and measure several steps
+        together.
         """
         if gradients.is_cuda and self._on_device is None:
             self._on_device = MatrixSums(self._sizes, self._trained, self._clients, gradients.device)
@@ -100,8 +101,8 @@ class StackRecorder:
     def _count(self) -> None:
         if self._waiting:
             stacked = torch.cat([*self._waiting.values()])
-            found = torch.as_tensor(sums(self._layers(stacked), clients=True))
-            self._odd.update(zip(self._waiting, found.split(self._clients), strict=True))
+            rows = torch.as_tensor(sums(self._layers(stacked), clients=True))
+            self._odd.update(zip(self._waiting, rows.split(self._clients), strict=True))
             self._waiting.clear()
 
     def _layers(self, gradients: Tensor) -> list[Tensor | None]:
@@ -109,7 +110,7 @@ class StackRecorder:
         return [part if trained else None for part, trained in zip(parts, self._trained, strict=True)]
 
     def _point_at(self, gradients: Tensor) -> bool:
-        """Whether the table now points into this matrix; False if the kernel cannot read it as it lies."""
+        """Point the table into this matrix; returns False if the kernel cannot read it directly."""
         if self._kernel is None or not gradients.is_cpu or gradients.dtype is not torch.float32:
             return False
         if gradients.stride(1) != 1 and gradients.shape[1] > 1:
@@ -124,18 +125,18 @@ class StackRecorder:
             self._address = here
         return True
 
-    def _room(self, steps: int) -> Array:
+    def _new_block(self, steps: int) -> Array:
         return np.empty((steps, self._clients, len(self._sizes), _COLUMNS))
 
-    def _make_room(self) -> None:
-        self._free = max(_FIRST_ROOM, len(self.steps)) if self._keep else 1
-        self._blocks.append(self._room(self._free))
+    def _allocate_block(self) -> None:
+        self._free = max(_FIRST_BLOCK_STEPS, len(self.steps)) if self._keep else 1
+        self._blocks.append(self._new_block(self._free))
 
 
 class HostSums:
-    """The like of a `StackRecorder` where the host records on its way: `sums` gives [steps, clients, layers, 9].
+    """Replaces a `StackRecorder` where the host records itself: `sums` returns [steps, clients, layers, 9].
 
-    Nothing is measured at a step; it is only noted which ones are wanted, if not all.
+    Nothing is measured at a step; only the wanted steps are noted, if not all.
     """
 
     def __init__(self, sums: Callable[[], Any], *, every: bool) -> None:
@@ -154,18 +155,18 @@ class HostSums:
             self._noted.append(step)
 
     def take(self) -> Array:
-        rows = self._home()
+        rows = self._to_host()
         return rows if self._every else rows[self.steps]
 
-    def _home(self) -> Array:
-        """One copy from the device, when first asked for."""
+    def _to_host(self) -> Array:
+        """Return the rows, copied from the device on first use."""
         if self._rows is None:
             self._rows = np.asarray(torch.as_tensor(self._sums()).detach().cpu(), dtype=np.float64)
         return self._rows
 
 
 class StackHistogram:
-    """How many gradient values lie in each octave, by sign: [clients, layers, 128], over all steps added."""
+    """The number of gradient values in each octave, by sign: [clients, layers, 128], summed over all steps."""
 
     def __init__(self, clients: int, sizes: Sequence[int], trained: Sequence[bool]) -> None:
         self._shape = (clients, len(sizes))
@@ -179,11 +180,11 @@ class StackHistogram:
         head = (patterns >> _MANTISSA) & (2 * _FIELDS - 1)
         # Zeros share a field with the smallest numbers: they are counted with NaN and infinity, which is left out.
         head = head.where(patterns & _MAGNITUDE != 0, _FIELDS - 1)
-        found = count_values((head + self._begin(head.device)).view(-1), self._shape[0] * self._shape[1] * 2 * _FIELDS)
-        self._counts = found if self._counts is None else self._counts + found
+        counts = count_values((head + self._begin(head.device)).view(-1), self._shape[0] * self._shape[1] * 2 * _FIELDS)
+        self._counts = counts if self._counts is None else self._counts + counts
 
     def _begin(self, device: torch.device) -> Tensor:
-        """[clients, weights]: where the counts of a value's layer begin."""
+        """Return [clients, weights]: the offset of the counts of each value's layer."""
         if self._first is None or self._first.device != device:
             clients, layers = self._shape
             client = torch.arange(clients, device=device)[:, None] * layers

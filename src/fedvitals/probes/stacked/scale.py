@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient scale of stacked clients: the same estimate as `scale`, of all clients by the same few backward passes.
+"""Gradient scale of stacked clients: the same estimate as `scale`, for all clients by the same few backward passes.
 
-On a GPU nothing here waits for the device, and no shape depends on a value: `scale_graph` records it as it stands.
+On a GPU nothing here synchronises, and no shape depends on a value, so `scale_graph` can capture it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from fedvitals.errors import ConfigError
 from fedvitals.probes.deflation import Direction, by_decomposition, by_squaring
-from fedvitals.probes.differentiate import classified
+from fedvitals.probes.differentiate import require_class_outputs
 from fedvitals.probes.scale import ratio, scale
 from fedvitals.probes.stacked.model import StackModel
 from fedvitals.probes.stacked.signs import DeviceSigns, HostSigns, Signs
-from fedvitals.probes.view import modes_kept
+from fedvitals.probes.view import evaluation_mode
 from fedvitals.stats import Array
 
 _SAMPLES = 64  # of each client at a time, as without a stack: a random stream begins anew with each portion
@@ -32,33 +32,34 @@ def stacked_scale(
     seeds: Sequence[int],
     samples: Callable[..., Tensor] | None = None,
 ) -> dict[str, Array]:
-    """Metrics by name, [clients] each, on the samples x [clients, n, ...]; masked where a client has no such value.
+    """Return metrics by name, [clients] each, on the samples x [clients, n, ...]; masked where a client has no value.
 
-    `samples`: who computes them, such as a `ScaleGraph`; else `scale_samples`.
+    `samples` computes them, such as a `ScaleGraph`; by default `scale_samples`.
     """
-    found = scale_summaries((samples or scale_samples)(model, x, seeds, exact=probe.exact))
-    rows = dict(zip(found, torch.stack([*found.values()]).cpu().numpy(), strict=True))  # home in one copy
+    summaries = scale_summaries((samples or scale_samples)(model, x, seeds, exact=probe.exact))
+    rows = dict(zip(summaries, torch.stack([*summaries.values()]).cpu().numpy(), strict=True))  # home in one copy
     for name in ("scale.gsc", "scale.sensitivity"):
         nothing = np.isnan(rows[name])
-        for told in (name, f"{name}_median", f"{name}_spread", f"{name}_error"):
-            rows[told] = np.ma.masked_array(rows[told], nothing)
+        for metric in (name, f"{name}_median", f"{name}_spread", f"{name}_error"):
+            rows[metric] = np.ma.masked_array(rows[metric], nothing)
     return rows
 
 
 def scale_samples(model: StackModel, x: Tensor, seeds: Sequence[int], *, exact: bool = False) -> Tensor:
-    """GSC and sensitivity of each sample, [2, clients, samples] in float64, where x lies.
+    """Return GSC and sensitivity of each sample, [2, clients, samples] in float64, on the device of x.
 
-    On a GPU the seeds together make one stream of signs (`stack_signs`): there need not be one for each client.
+    On a GPU the seeds together make one stream of signs (`signs`) instead of one for each client.
     """
     signs = DeviceSigns(seeds, x.device) if x.is_cuda else HostSigns(seeds)
-    with modes_kept(model.module):
-        return measured(model, x, signs, exact=exact)
+    with evaluation_mode(model.module):
+        return measure_scale(model, x, signs, exact=exact)
 
 
 def scale_summaries(samples: Tensor) -> dict[str, Tensor]:
-    """The metrics of `scale`, [..., clients] each in float64, of GSC and sensitivity [2, ..., clients, samples].
+    """Return the metrics of `scale`, [..., clients] each in float64, from GSC and sensitivity [2, ..., clients,
+    samples].
 
-    Over the finite samples, as `scale.summary`; NaN where there are none. It waits for nothing.
+    Over the finite samples, like `scale.summary`; NaN where there are none. It does not synchronise.
     """
     gsc, sensitivity = samples.unbind()
     return {
@@ -70,8 +71,8 @@ def scale_summaries(samples: Tensor) -> dict[str, Tensor]:
     }
 
 
-def measured(model: StackModel, x: Tensor, signs: Signs, *, exact: bool) -> Tensor:
-    """`scale_samples` with these signs, of a module that is in evaluation mode."""
+def measure_scale(model: StackModel, x: Tensor, signs: Signs, *, exact: bool) -> Tensor:
+    """Return `scale_samples` with these signs, for a module in evaluation mode."""
     if not x.is_floating_point():
         raise ConfigError(f"Gradient scale of stacked clients cannot differentiate by {x.dtype} inputs.")
     most = max(1, model.together(x.device) // max(1, x[0, 0].numel())) if x.is_cuda else _SAMPLES
@@ -87,7 +88,9 @@ def _portion(model: StackModel, x: Tensor, part: slice, signs: Signs, *, exact: 
     with torch.enable_grad():
         inputs = x.detach().clone().requires_grad_()
         outputs = model.apply(inputs, part)
-        classified(outputs.flatten(0, 1) if isinstance(outputs, Tensor) else outputs, x.shape[0] * x.shape[1])
+        require_class_outputs(
+            outputs.flatten(0, 1) if isinstance(outputs, Tensor) else outputs, x.shape[0] * x.shape[1]
+        )
         squares = (
             _exact(inputs, outputs)
             if exact
@@ -99,7 +102,7 @@ def _portion(model: StackModel, x: Tensor, part: slice, signs: Signs, *, exact: 
 
 
 def _pull(inputs: Tensor, outputs: Tensor, direction: Tensor) -> Tensor:
-    """‖vᵀJ‖² of each client's samples. Samples do not mix, nor do clients, so one backward pass serves all."""
+    """Return ‖vᵀJ‖² of each client's samples, by one backward pass, since neither samples nor clients mix."""
     (gradient,) = torch.autograd.grad(outputs, inputs, direction, retain_graph=True)
     if gradient.is_cuda:  # as it lies in memory, and without writing all squares out: half of the traffic
         within = tuple(range(2, gradient.dim()))
@@ -130,7 +133,7 @@ def _estimated(inputs: Tensor, outputs: Tensor, weight: Tensor | None, part: sli
 
 
 def deflated(inputs: Tensor, outputs: Tensor, gram: Tensor, direction: Direction, signs: Tensor) -> Tensor:
-    """An unbiased estimate of ‖J‖_F², [clients, samples]: along the direction exactly, across it at random."""
+    """Return an unbiased estimate of ‖J‖_F², [clients, samples]: exact along the direction, random across it."""
     u = direction.u[:, None].to(outputs)  # [clients, 1, outputs]
     z = signs - (signs * u).sum(2, keepdim=True) * u
     along, rest = _pull(inputs, outputs, u.expand_as(outputs)), _pull(inputs, outputs, z)
@@ -139,14 +142,14 @@ def deflated(inputs: Tensor, outputs: Tensor, gram: Tensor, direction: Direction
 
 
 def _last_weight(model: StackModel, part: slice, count: int) -> Tensor | None:
-    """[clients, outputs, features] of the last linear layer with as many outputs as the model."""
+    """Return [clients, outputs, features] of the last linear layer with as many outputs as the model."""
     linear = ((n, m) for n, m in model.module.named_modules() if isinstance(m, nn.Linear))
-    found = [f"{name}.weight".lstrip(".") for name, module in linear if module.out_features == count]
-    return model.tensors(part).get(found[-1]) if found else None
+    names = [f"{name}.weight".lstrip(".") for name, module in linear if module.out_features == count]
+    return model.tensors(part).get(names[-1]) if names else None
 
 
 def _summaries(name: str, values: Tensor) -> dict[str, Tensor]:
-    """Mean, median, spread and standard error over each client's finite samples."""
+    """Return mean, median, spread and standard error over each client's finite samples."""
     lost = ~values.isfinite()
     count = (~lost).sum(-1).double()
     mean = values.masked_fill(lost, 0.0).sum(-1) / count  # 0 / 0, which is NaN, where nothing is finite

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient scale of stacked clients as a recorded CUDA graph: for hosts that measure it at every step.
+"""Gradient scale of stacked clients as a captured CUDA graph, for hosts that measure it at every step.
 
-Some eighty small operations cost the host more than the device, if they are begun one by one: twenty times a round,
-that is longer than the training. Recorded once for each shape, they are begun together.
+Started one by one, its eighty small operations cost the host more than the device: twenty times a round, that is longer
+than the training. Captured once for each shape, they are started together.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from fedvitals.kernels.cuda.graphs import captured
 from fedvitals.probes.stacked.model import StackModel
-from fedvitals.probes.stacked.scale import measured, scale_samples
-from fedvitals.probes.stacked.signs import KeptSigns
-from fedvitals.probes.view import modes_kept
+from fedvitals.probes.stacked.scale import measure_scale, scale_samples
+from fedvitals.probes.stacked.signs import BufferedSigns
+from fedvitals.probes.view import evaluation_mode
 
 _WARM_UPS = 3
 _MOST = 4  # graphs, each of which keeps memory for all its activations; other shapes go the ordinary way
 
 
 class ScaleGraph:
-    """`scale_samples`, and the same numbers, quicker from the second call of a shape on. Kept over the rounds of a run.
+    """Computes `scale_samples` faster from the second call of a shape on. Kept over the rounds of a run.
 
-    `failures`: why a shape could not be recorded; it is then measured the ordinary way, as is all on a processor.
+    `failures` says why a shape could not be captured; it is then measured directly, as is everything on a CPU.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class ScaleGraph:
         self.failures: list[str] = []
 
     def __call__(self, model: StackModel, x: Tensor, seeds: Sequence[int], *, exact: bool = False) -> Tensor:
-        """GSC and sensitivity, [2, clients, samples] in float64, on the device."""
+        """Return GSC and sensitivity, [2, clients, samples] in float64, on the device."""
         if not x.is_cuda or not x.is_floating_point():
             return scale_samples(model, x, seeds, exact=exact)
         # A recording keeps its module alive, so that no other can have its id.
@@ -55,20 +55,20 @@ class ScaleGraph:
 
 
 class _Recording:
-    """One shape's graph, with states, samples and signs in buffers that it reads from."""
+    """One shape's graph, with the buffers for states, samples and signs that it reads."""
 
     def __init__(self, model: StackModel, x: Tensor, *, exact: bool) -> None:
         self._model, self._x = model.with_states(model.states.detach().clone()), x.detach().clone()
-        self._signs = KeptSigns(x.device)
+        self._signs = BufferedSigns(x.device)
         self._exact = exact
         self._samples: Tensor
         self._model.together(x.device)  # asked before, since the driver need not answer while it records
-        with modes_kept(model.module):
+        with evaluation_mode(model.module):
             self._graph = captured(self._measure, [*[self._measure] * _WARM_UPS, self._rehearse], device=x.device)
 
     def _measure(self) -> None:
         self._signs.rewind()
-        self._samples = measured(self._model, self._x, self._signs, exact=self._exact)
+        self._samples = measure_scale(self._model, self._x, self._signs, exact=self._exact)
 
     def _rehearse(self) -> None:
         with _waiting_refused():
@@ -84,7 +84,7 @@ class _Recording:
 
 @contextmanager
 def _waiting_refused() -> Iterator[None]:
-    """A rehearsal: an operation that waits for the device would spoil a recording, and torch's allocator with it."""
+    """Refuse operations that synchronise, in a rehearsal: they would break a capture, and torch's allocator with it."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that train as one batch, watched: the same numbers as each would give alone, for all of them at once.
+"""Measures clients that train as one batch: the same numbers as for each alone, for all of them at once.
 
-The sibling of `ClientSession`. What a client costs here is arithmetic on arrays [clients, ...]: the samples, the
-allowances and the waiting for a device are those of the whole stack. Timings are a client's share of the stack's.
+The counterpart of `ClientSession`. A client's cost here is arithmetic on arrays [clients, ...]: samples, allowances and
+synchronisation are those of the whole stack. Timings are a client's share of the stack's.
 """
 
 from __future__ import annotations
@@ -43,13 +43,17 @@ from fedvitals.stats import INFS, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array
 
 
 class StackSession:
-    """Begins when it is made; `step` before each optimiser step; `finish` gives the clients' results in their order."""
+    """Begins when it is created; call `step` before each optimiser step; `finish` returns the clients' results in
+    order.
+    """
 
-    def __init__(self, kit: Instruments, fit: StackFit, stack: Stack, number: int | None, report: Report) -> None:
+    def __init__(
+        self, instruments: Instruments, fit: StackFit, stack: Stack, round_index: int | None, report: Report
+    ) -> None:
         began = time.perf_counter()
-        self._kit, self._fit, self._stack, self._report = kit, fit, stack, report
+        self._instruments, self._fit, self._stack, self._report = instruments, fit, stack, report
         self._model = StackModel(stack)
-        self._view = View(stack.module, round_index=number)
+        self._view = View(stack.module, round_index=round_index)
         self._results = [Results() for _ in stack.nodes]
         self._steps = 0
         self._step_began = self._step_seconds = 0.0
@@ -61,9 +65,9 @@ class StackSession:
         host = None if stack.sums is None else HostSums(stack.sums, every=True)
         self._recorder = next(((i, p, self._recorder_of(p, host)) for i, p in self._at_steps(gradients)), None)
         self._histogram = next(((i, p, StackHistogram(*size)) for i, p in self._at_steps(gradient_histogram)), None)
-        plan = enumerate(kit.preset.probes)
+        plan = enumerate(instruments.preset.probes)
         self._scaled = [(i, p, p.probe) for i, p in plan if isinstance(p.probe, scale) and p.when is not at_exit]
-        closing = any(p.probe is last_gradient for p in kit.preset.probes)
+        closing = any(p.probe is last_gradient for p in instruments.preset.probes)
         self._closing = (host or StackRecorder(*size, keep=stack.steps is not None)) if closing else None
         self._host = host
         self._own_numbers: Tensor | None = None  # of steps, where the gradients lie
@@ -72,8 +76,8 @@ class StackSession:
         self.cost = self._began - began
 
     def _at_steps(self, probe: Any) -> list[tuple[int, Planned]]:
-        found = enumerate(self._kit.preset.probes)
-        return [(i, planned) for i, planned in found if planned.probe is probe and planned.when is not at_exit]
+        planned_probes = enumerate(self._instruments.preset.probes)
+        return [(i, planned) for i, planned in planned_probes if planned.probe is probe and planned.when is not at_exit]
 
     def _recorder_of(self, planned: Planned, host: HostSums | None) -> StackRecorder | HostSums:
         if host is None or self._stack.sums is None:
@@ -81,12 +85,12 @@ class StackSession:
         return host if planned.when is always else HostSums(self._stack.sums, every=False)
 
     def step(self, step: int, gradients: Tensor) -> None:
-        """Measure before an optimiser step; nothing waits for a device."""
+        """Measure before an optimiser step, without synchronising."""
         now = time.perf_counter()
         self._step_seconds, self._step_began = now - self._step_began, now
         try:
             gradients = gradients.detach()
-            if self._kit.preset.difference_each_step and step == self._steps > 0:
+            if self._instruments.preset.difference_each_step and step == self._steps > 0:
                 self._difference()
             self._steps = max(self._steps, step + 1)
             if self._closing is not None:
@@ -105,28 +109,30 @@ class StackSession:
         self.cost += time.perf_counter() - now
 
     def finish(self) -> tuple[list[Results], Tensor, Array | None]:
-        """The clients' results; their updates, [clients, weights]; nine sums of these, unless the preset is brief."""
+        """Return the clients' results; their updates, [clients, weights]; nine sums of these, unless the preset is
+        brief.
+        """
         ended = time.perf_counter()
         training = ended - self._began - self.cost
-        kit, model = self._kit, self._model
+        instruments, model = self._instruments, self._model
         if self._host is not None:  # who records by himself need not call us at each step
             self._guarded("the host's sums", self._count_host_steps)
         own = self._own_steps()
         self._put("steps", [float(count) for count in own])
-        if self._steps and not kit.preset.brief:
+        if self._steps and not instruments.preset.brief:
             self._put("time.step", [(ended - self._began) / sum(own)] * model.clients)
-        if any(planned.when is not at_exit for planned in kit.preset.probes):
+        if any(planned.when is not at_exit for planned in instruments.preset.probes):
             self._view.step = max(0, self._steps - 1)  # else nobody counts along with a client that trains alone
-        if kit.preset.difference_each_step and self._steps:
+        if instruments.preset.difference_each_step and self._steps:
             self._guarded("weight differences", self._tell_differences)
         self._guarded("merging gradients", self._merge)
-        for index, planned in enumerate(kit.preset.probes):
+        for index, planned in enumerate(instruments.preset.probes):
             if planned.when is at_exit:
                 self._run_at_exit(index, planned, training)
         update = model.matrix.detach() - self._before
         rows = None
-        if not kit.preset.brief:
-            rows = model.trained_rows(_home(sums(model.layers(update), clients=True)))
+        if not instruments.preset.brief:
+            rows = model.trained_rows(_to_host(sums(model.layers(update), clients=True)))
             self._move(rows)
         update = model.trained_columns(update)
         if self._batch is not None:
@@ -138,8 +144,8 @@ class StackSession:
     # -- at each step -------------------------------------------------------------------------------------------------
 
     def _measure(self, step: int, index: int, planned: Planned, work: Callable[[], None]) -> None:
-        """Do it if its schedule grants this step, and book what it cost."""
-        started, costs = time.perf_counter(), self._kit.costs
+        """Do the work if its schedule grants this step, and record its cost."""
+        started, costs = time.perf_counter(), self._instruments.costs
         if planned.when is always or planned.when(
             Moment(self._view.round, None, step, self._step_seconds, costs[index])
         ):
@@ -151,15 +157,19 @@ class StackSession:
         self._steps = max(self._steps, len(self._host.steps))
 
     def _own_steps(self) -> list[int]:
-        """How many steps each client took so far."""
-        given = self._stack.steps
-        return [self._steps] * self._model.clients if given is None else [min(self._steps, own) for own in given]
+        """Return how many steps each client took so far."""
+        steps_of_clients = self._stack.steps
+        return (
+            [self._steps] * self._model.clients
+            if steps_of_clients is None
+            else [min(self._steps, own) for own in steps_of_clients]
+        )
 
     def _last_steps(self) -> list[int]:
         return [max(0, count - 1) for count in self._own_steps()]
 
     def _of_active(self, gradients: Tensor, step: int) -> Tensor:
-        """The same with zeros, which no histogram counts, for those who rest at this step."""
+        """Return the gradients with zeros, which no histogram counts, for clients that are idle at this step."""
         if self._stack.steps is None or min(self._stack.steps) > step:
             return gradients
         if self._own_numbers is None:
@@ -167,7 +177,7 @@ class StackSession:
         return torch.where((self._own_numbers > step)[:, None], gradients, 0.0)
 
     def _difference(self) -> None:
-        """`weight.difference` of one iteration, taken before the next one."""
+        """Record `weight.difference` of one iteration, before the next one."""
         now = self._model.matrix.detach().clone()
         change = now - self._last
         if change.is_cuda:  # the same sums, but nobody writes all numbers out in float64 first
@@ -187,17 +197,21 @@ class StackSession:
     # -- at the end ---------------------------------------------------------------------------------------------------
 
     def _put(self, name: str, values: Sequence[float | None], step: int | None = None) -> None:
-        """One metric of every client; None: this one has none, nor has one of a step that it did not take."""
+        """Add one metric of every client; None for clients without it, or that did not take this step."""
         for results, value, took in zip(self._results, values, self._took(step), strict=True):
             if value is not None and took:
                 results.metrics.append((name, value, step))
 
     def _took(self, step: int | None) -> list[bool]:
-        given = self._stack.steps
-        return [True] * self._model.clients if step is None or given is None else [step < own for own in given]
+        steps_of_clients = self._stack.steps
+        return (
+            [True] * self._model.clients
+            if step is None or steps_of_clients is None
+            else [step < own for own in steps_of_clients]
+        )
 
-    def _put_all(self, found: Mapping[str, Array], step: int | None = None) -> None:
-        for name, values in found.items():
+    def _put_all(self, metrics: Mapping[str, Array], step: int | None = None) -> None:
+        for name, values in metrics.items():
             absent = name in CATALOG and CATALOG[name].rare  # NaN says that this client has none
             self._put(name, [None if absent and math.isnan(value) else value for value in values.tolist()], step)
 
@@ -225,7 +239,7 @@ class StackSession:
             self._put_matrices("gradient.histogram", self._model.trained_rows(counts))
 
     def _gradient(self, steps: list[int], rows: Array, members: list[int]) -> None:
-        """A client-round of its steps: `summarise` for all these clients at once. rows: [steps, clients, layers, 9]."""
+        """Summarise the steps of these clients at once, like `summarise`. rows: [steps, clients, layers, 9]."""
         count, clients, layers, _ = rows.shape
         merged, _ = summarise(steps, rows.reshape(count, clients * layers, -1))
         whole = np.sqrt(rows[..., SUM_SQUARES].sum(axis=2))  # [steps, clients]
@@ -234,7 +248,7 @@ class StackSession:
         with np.errstate(divide="ignore", invalid="ignore"):
             relative = np.abs(whole[1:] - whole[:-1]) / whole[:-1]
         change = np.where(whole[1:] == whole[:-1], 0.0, relative)
-        known = self._kit.norms
+        known = self._instruments.norms
         for i, member in enumerate(members):
             results, node = self._results[member], self._stack.nodes[member]
             for family, matrix in merged.items():
@@ -255,13 +269,13 @@ class StackSession:
             known[node] = mean[i]
 
     def _run_at_exit(self, index: int, planned: Planned, training: float) -> None:
-        """Run a probe of the end, if it is its round and the whole stack's training has paid for it."""
-        allowance, spent = self._kit.allowances[index], 0.0
+        """Run a probe of the scope's end, if it is due in this round and the whole stack's training allows it."""
+        allowance, spent = self._instruments.allowances[index], 0.0
         if (self._view.round or 0) % planned.rounds == 0 and allowance.due(None):
             started = time.perf_counter()
             self._guarded(f"the probe '{planned.name}'", functools.partial(self._run, planned))
             spent = time.perf_counter() - started
-            self._kit.costs[index] += spent
+            self._instruments.costs[index] += spent
         allowance.settle(spent, training)
 
     def _run(self, planned: Planned) -> None:
@@ -291,15 +305,15 @@ class StackSession:
         if self._stack.loss is None:
             return
         x, y = (torch.as_tensor(part).to(self._model.states.device) for part in self._stack.samples(self._fewest()))
-        rows = [_home(part) for part in stacked_full_gradient(self._model, x, y, self._stack.loss)]
+        rows = [_to_host(part) for part in stacked_full_gradient(self._model, x, y, self._stack.loss)]
         self._put_matrices("gradient.full", self._model.trained_rows(np.concatenate(rows)))
 
     def _fewest(self) -> int:
-        """How many samples every client has: all of them, where they were dealt out equally."""
+        """Return the smallest number of samples of a client: all of them, if they are divided equally."""
         return min((len(own) for own in self._stack.labels or ()), default=0)
 
     def _seeds(self) -> list[int]:
-        """Every client's own, at this step; who was done before had its own last one."""
+        """Return every client's seed at this step; for a client that is done, of its last step."""
         now, seeds = self._view.step, []
         for node, own in zip(self._stack.nodes, self._last_steps(), strict=True):
             self._view.node, self._view.step = node, min(now, own)
@@ -309,23 +323,23 @@ class StackSession:
 
     def _weights(self) -> None:
         model = self._model
-        rows = model.trained_rows(_home(sums(model.layers(model.matrix.detach()), clients=True)))
+        rows = model.trained_rows(_to_host(sums(model.layers(model.matrix.detach()), clients=True)))
         self._put_matrices("weight", rows)
         self._put("weight.norm", np.sqrt(rows[..., SUM_SQUARES].sum(axis=1)).tolist())
         self._put("weight.nonfinite", (rows[..., NANS] + rows[..., INFS]).sum(axis=1).tolist())
         if model.buffers:
-            self._put_matrices("buffer", _home(sums(model.buffer_tensors(), clients=True)))
+            self._put_matrices("buffer", _to_host(sums(model.buffer_tensors(), clients=True)))
 
     def _nonlinearity(self, images: int) -> None:
         x = torch.as_tensor(self._stack.samples(images)[0]).to(self._model.states.device)
-        found = stacked_nonlinearity(self._model, x, self._seeds())
-        self._put("nonlinearity.nlc", [None if math.isnan(value) else value for value in found.tolist()])
+        coefficients = stacked_nonlinearity(self._model, x, self._seeds())
+        self._put("nonlinearity.nlc", [None if math.isnan(value) else value for value in coefficients.tolist()])
 
     def _move(self, rows: Array) -> None:
-        """How far the weights moved: `weights.movement` for all clients."""
+        """Record how far the weights moved: `weights.movement` for all clients."""
         self._put_matrices("update", rows)
         drift = np.sqrt(rows[..., SUM_SQUARES].sum(axis=1))
-        initial, now = self._kit.initial, self._model.trained_columns(self._model.matrix.detach())
+        initial, now = self._instruments.initial, self._model.trained_columns(self._model.matrix.detach())
         norms = [torch.linalg.vector_norm(self._model.trained_columns(self._before), dim=1)]
         if initial is not None and initial.shape == now.shape[1:]:
             norms.append(torch.linalg.vector_norm(now - initial.to(now.device), dim=1))
@@ -343,16 +357,16 @@ class StackSession:
         labels = self._stack.labels
         if labels is not None:
             self._put("samples", [float(len(own)) for own in labels])
-        found, self._batch = self._fit.received(self._stack, self._model)
-        self._put_all(found)
-        if labels is not None and not self._kit.preset.brief:
+        metrics, self._batch = self._fit.received(self._stack, self._model)
+        self._put_all(metrics)
+        if labels is not None and not self._instruments.preset.brief:
             self._tell_labels(labels)
         if self._batch is not None:
             self._fit_cost = time.perf_counter() - started
 
     def _tell_labels(self, labels: Sequence[Any]) -> None:
-        """Which labels each client holds: when first seen, and again when a look every few rounds finds a change."""
-        known = self._kit.labels
+        """Report the labels of each client: when first seen, and again when a check every few rounds finds a change."""
+        known = self._instruments.labels
         for node, own, results in zip(self._stack.nodes, labels, self._results, strict=True):
             if (self._view.round or 0) % LABEL_ROUNDS and node in known:
                 continue
@@ -376,9 +390,9 @@ class StackSession:
             self._report(error, what)
 
 
-def unmeasured(kit: Instruments) -> list[str]:
-    """The preset's probes that need a module of the client's own, by name: stacked clients do without them."""
-    return [planned.name for planned in kit.preset.probes if not _measured(planned)]
+def unmeasured(instruments: Instruments) -> list[str]:
+    """Return the names of the preset's probes that need a client's own module: stacked clients do without them."""
+    return [planned.name for planned in instruments.preset.probes if not _measured(planned)]
 
 
 def _measured(planned: Planned) -> bool:
@@ -390,5 +404,5 @@ def _measured(planned: Planned) -> bool:
     return isinstance(probe, scale) or probe in (weights, last_gradient, full_gradient)
 
 
-def _home(rows: Array | Tensor) -> Array:
+def _to_host(rows: Array | Tensor) -> Array:
     return rows.cpu().numpy() if isinstance(rows, Tensor) else rows

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random signs for the projections of stacked clients: each client's own on a processor, one stream of all on a GPU.
+"""Random signs for the projections of stacked clients: per client on a CPU, one stream for all on a GPU.
 
-On a processor a client draws what it would draw alone, so that a stack's estimates are those of single clients. A
-hundred such streams take milliseconds of the host at every step: a GPU draws all at once, from a stream whose seed is
-made of all the clients'. The signs differ between the two; their distribution does not.
+On a CPU a client draws what it would draw alone, so that a stack's estimates equal those of single clients. A hundred
+such streams take milliseconds of the host at every step, so a GPU draws all at once, from a stream seeded by all
+clients' seeds. The signs differ between the two; their distribution does not.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 
 
 class Signs(Protocol):
-    """[times, clients, samples, outputs] of ±1, for these clients' outputs [clients, samples, outputs]."""
+    """Returns [times, clients, samples, outputs] of ±1, for these clients' outputs [clients, samples, outputs]."""
 
     def __call__(self, outputs: Tensor, clients: slice, times: int) -> Tensor: ...
 
 
 class HostSigns:
-    """Each client's from a stream of its own, as if it were alone; it begins anew with each portion of samples."""
+    """Draws each client's signs from its own stream, which begins anew with each portion of samples."""
 
     def __init__(self, seeds: Sequence[int]) -> None:
         self._seeds = seeds
@@ -40,7 +40,7 @@ class HostSigns:
 
 
 class DeviceSigns:
-    """All clients' from one stream on their device: nothing waits, and nothing is copied."""
+    """Draws all clients' signs from one stream on their device, without synchronising or copying."""
 
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
         self._stream = torch.Generator(device).manual_seed(joint_seed(seeds))
@@ -49,8 +49,8 @@ class DeviceSigns:
         return _fill(outputs.new_empty(times, *outputs.shape), self._stream)
 
 
-class KeptSigns:
-    """The same signs as `DeviceSigns`, in buffers that stay where they are: a recorded graph reads what is in them."""
+class BufferedSigns:
+    """The same signs as `DeviceSigns`, in fixed buffers that a captured graph reads."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.Generator(device)
@@ -58,7 +58,7 @@ class KeptSigns:
         self._next = 0
 
     def rewind(self) -> None:
-        """Before each pass: who asks first is given the first buffer again."""
+        """Start again with the first buffer, before each pass."""
         self._next = 0
 
     def __call__(self, outputs: Tensor, clients: slice, times: int) -> Tensor:  # noqa: ARG002 - asked in order
@@ -74,7 +74,7 @@ class KeptSigns:
 
 
 def joint_seed(seeds: Sequence[int]) -> int:
-    """One seed of them all."""
+    """Return one seed made of all."""
     return int.from_bytes(hashlib.blake2b(repr([*seeds]).encode(), digest_size=7).digest(), "big")
 
 

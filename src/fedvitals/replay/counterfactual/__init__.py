@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What if: changed runs and bisection."""
+"""What-if questions about recorded runs: changed re-aggregation, forks, and bisection."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which clients, and since which round: the smallest set whose removal brings the good path back, by true re-runs.
+"""Find the smallest set of clients whose removal restores the good metrics, and since which round, by true re-runs.
 
-Delta debugging, with a good first guess. The recorded rounds tell who became another one, and whom each round's model
-would have been better off without (`evidence.py`). Those are left out together; then each is let in again, and stays in
-unless that does harm; then whoever else stands out is left out, and stays out if that helps. Every distinct re-run
-counts, the one of the recorded rounds too.
+Delta debugging with a good first guess. The recorded rounds show which clients changed, and without whom each round's
+model would have been better (`evidence.py`). Those are left out together; then each is let in again and stays in unless
+that does harm; then other conspicuous clients are left out, and stay out if that helps. Every distinct re-run counts,
+including the one of the recorded rounds.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from fedvitals.lab.federation import Federation, ServerState
 from fedvitals.lab.run import run_round
 from fedvitals.protocols import History
 from fedvitals.records import Metric, Run, Where
-from fedvitals.replay.counterfactual.change import Change, check_restores
+from fedvitals.replay.counterfactual.change import WhatIfChange, check_restores
 from fedvitals.replay.counterfactual.evidence import ClientEvidence, gather_evidence, log_loss
-from fedvitals.replay.debugger.conditions import Condition
+from fedvitals.replay.debugger.conditions import RoundCondition
 from fedvitals.replay.player.player import Player
 from fedvitals.replay.player.reused_updates import ChangeObserver, copy_of_server
 from fedvitals.replay.tape.journal import round_ranges
@@ -47,7 +47,7 @@ MetricLevels = dict[tuple[int, str], float]  # by round and metric: the higher, 
 
 @dataclass(frozen=True, slots=True)
 class RerunResult:
-    """One re-run: without whom, from which round on, and what came of it. `value`: of the metric in the bad round."""
+    """One re-run: without which clients, from which round on, and `value`, the metric in the bad round."""
 
     without: tuple[str, ...]
     first: int
@@ -56,7 +56,7 @@ class RerunResult:
 
 @dataclass
 class BisectResult:
-    """What was found. No `clients`: leaving out clients brings the good path back in no way that was tried."""
+    """The result of a bisection. No `clients`: no set of clients that was tried restores the good metrics."""
 
     run: str
     good: int
@@ -95,15 +95,16 @@ def bisect(
     bad: int,
     *,
     metric: str | None = None,
-    until: Condition | None = None,
+    until: RoundCondition | None = None,
     suspects: Sequence[str] = (),
     progress: Callable[[str], None] = lambda _: None,
 ) -> BisectResult:
-    """The culprits of what went wrong after round `good`, seen in round `bad`.
+    """Return which clients caused the decline after round `good`, seen in round `bad`.
 
-    `metric`: «loss» or «accuracy»; by default both count, and the one that became worse is shown. `until`: what holds
-    in the bad round where all is well, such as parse("accuracy >= 0.8"); by default a set of clients is enough if
-    without it almost all is won back that can be. `suspects`: whom findings name; `progress` hears of each try.
+    `metric`: «loss» or «accuracy»; by default both count, and the one that became worse is shown. `until`: a condition
+    that holds in the bad round where all is well, such as parse("accuracy >= 0.8"); by default a set of clients is
+    enough if without it almost everything is regained that can be. `suspects`: clients named by findings. `progress` is
+    called with a text for each re-run.
     """
     tape, _ = player.tape, player.experiment  # a plain loop has none, and says so
     _check(player, good, bad, metric)
@@ -134,6 +135,8 @@ def bisect(
 
 
 class _Search:
+    """The search of one bisection: its re-runs, and how they are judged."""
+
     def __init__(
         self,
         player: Player,
@@ -141,7 +144,7 @@ class _Search:
         bad: int,
         metric: str,
         judged: Sequence[str],
-        until: Condition | None,
+        until: RoundCondition | None,
         progress: Callable[[str], None],
     ) -> None:
         self._player, self._good, self._bad, self._metric = player, good, bad, metric
@@ -179,11 +182,12 @@ class _Search:
     # -- re-runs ------------------------------------------------------------------------------------------------------
 
     def count(self, what: str) -> None:
+        """Count a re-run and report it."""
         self.culprit.reruns += 1
         self._progress(f"re-run {self.culprit.reruns}: {what}")
 
     def run(self, without: Sequence[str], first: int | None = None) -> Metrics:
-        """The metrics by round, up to the bad one; each distinct re-run once."""
+        """Return the metrics by round, up to the bad one; each distinct re-run is done once."""
         first = self._good + 1 if first is None else first
         key = frozenset(without), first
         if key not in self._known:
@@ -202,7 +206,7 @@ class _Search:
             self._begins[first] = server, kept
         server, kept = self._begins[first]
         player.engine().restore_optimizers({name: tensor.clone() for name, tensor in kept.items()})
-        observer = ChangeObserver(player.tape, first, Change(drop=without))
+        observer = ChangeObserver(player.tape, first, WhatIfChange(drop=without))
         federation = Federation(player.site, player.engine(), observer, copy_of_server(server))
         corrections, model = CorrectionApplier(player.experiment, observer), copy.deepcopy(player.site.module)
         metrics: Metrics = {}
@@ -217,7 +221,7 @@ class _Search:
     # -- judgement ----------------------------------------------------------------------------------------------------
 
     def levels(self, without: Sequence[str], first: int | None = None) -> MetricLevels:
-        """Of a path, in the last rounds up to the bad one; before a re-run begins, they are the recorded ones."""
+        """Return the metric levels in the last rounds up to the bad one; before a re-run begins, the recorded ones."""
         metrics = self._recorded | self.run(without, first) if without else self._recorded
         return {
             (round_index, name): _level(metrics[round_index], name)
@@ -226,10 +230,13 @@ class _Search:
         }
 
     def shown(self, without: Sequence[str]) -> float:
+        """Return the metric in the bad round without these clients."""
         return self.run(without)[self._bad][self._metric]
 
     def enough(self, without: Sequence[str], best: MetricLevels, first: int | None = None) -> bool:
-        """Something is won back, and in none of the last rounds, by no metric, much less than can be."""
+        """Return whether something is regained, and in none of the last rounds, by no metric, much less than
+        possible.
+        """
         if not without:
             return False
         if self._until is not None:
@@ -242,7 +249,7 @@ class _Search:
         return won >= LEAST and not self._better(best, levels)
 
     def _better(self, levels: MetricLevels, reference: MetricLevels) -> bool:
-        """By more than chance, in some round and metric."""
+        """Return whether the levels exceed the reference by more than chance, in some round and metric."""
         return any(
             levels[key] > reference[key] + max(SHARE * (levels[key] - self._worst[key]), LEAST) for key in levels
         )
@@ -250,7 +257,9 @@ class _Search:
     # -- the search ---------------------------------------------------------------------------------------------------
 
     def smallest(self, order: Sequence[tuple[str, float]], harmful: Sequence[str]) -> list[str]:
-        """`order`: clients, most suspicious first, with how much each stands out."""
+        """Return the smallest sufficient set. `order`: clients, most suspicious first, with how much each stands
+        out.
+        """
         nodes = [node for node, _ in order]
         most = max(1, len(nodes) // 2)
         near = [node for node, gain in order if gain >= max(CLEAR, NEAR * order[0][1])][:most]
@@ -262,7 +271,7 @@ class _Search:
         return self._grown(kept, others) if self._until is None else kept
 
     def _sufficient(self, nodes: Sequence[str], clients: Sequence[str]) -> list[str]:
-        """The first guess, or the shortest beginning of the list, by doubling, that is enough."""
+        """Return the first guess, or the shortest prefix of the list, by doubling, that is enough; [] if none is."""
         tried = list(clients)
         while True:
             if self.enough(tried, self.levels(tried)):
@@ -272,7 +281,7 @@ class _Search:
             tried = list(nodes[: min(len(nodes) - 1, max(2 * len(tried), 2))])
 
     def _shrunk(self, clients: Sequence[str]) -> list[str]:
-        """Everybody who may come back without harm does, the least suspicious first."""
+        """Return the clients left after readmitting, least suspicious first, everyone who does no harm."""
         kept, best = list(clients), self.levels(clients)
         for node in reversed(clients):
             rest = [other for other in kept if other != node]
@@ -281,7 +290,9 @@ class _Search:
         return kept
 
     def _grown(self, clients: Sequence[str], others: Sequence[str]) -> list[str]:
-        """Whoever else stands out goes, too, if that wins back more than chance; while there are re-runs left."""
+        """Return the clients and every other conspicuous one whose removal regains more than chance, while re-runs
+        are left.
+        """
         kept, left = list(clients), 2 * math.log2(max(2, self._bad - self._good))
         for node in others:
             if self.culprit.reruns + left > self.culprit.allowed:
@@ -292,9 +303,10 @@ class _Search:
         return kept
 
     def first(self, clients: Sequence[str], evidence: ClientEvidence) -> int:
-        """The first round in which they did harm: since when they are others, if leaving them out from there is enough.
+        """Return the first round in which the clients did harm: when they changed, if leaving them out from there is
+        enough.
 
-        If it is not, they did harm before: the last round from which on it is, by halves.
+        Otherwise they did harm before, and the last round from which it is enough is found by halving.
         """
         self.culprit.onsets = {
             node: round_index for node in clients if (round_index := evidence.onset(node)[0]) is not None
@@ -330,12 +342,12 @@ def _highest(first: MetricLevels, second: MetricLevels) -> MetricLevels:
 
 
 def _level(metrics: Mapping[str, float], name: str) -> float:
-    """The higher, the better."""
+    """Return a metric's level: the higher, the better."""
     return -log_loss(metrics.get("loss")) if name == "loss" else metrics.get(name, 0.0)
 
 
 def _worsened_metric(player: Player, good: int, bad: int) -> str:
-    """Which metric tells of the trouble: the loss, unless it has fallen while the accuracy has, too."""
+    """Return which metric shows the decline: the loss, unless only the accuracy has fallen."""
     before, after = (_finite(player.tape.entry(round_index).metrics) for round_index in (good, bad))
     if log_loss(after.get("loss")) > log_loss(before.get("loss")) + LEAST or "accuracy" not in after:
         return "loss"
@@ -343,13 +355,13 @@ def _worsened_metric(player: Player, good: int, bad: int) -> str:
 
 
 def _first_evidence_round(player: Player, good: int) -> int:
-    """Where the evidence begins: some rounds before the good one, as far as they can be had."""
+    """Return where the evidence begins: some rounds before the good one, as far as they can be replayed."""
     rounds = [r for r in player.tape.rounds if good - BEFORE < r <= good]
     return next((r for r in rounds if player.tape.nearest(r) is not None), good)
 
 
 def _ranked_suspects(evidence: ClientEvidence, suspects: Sequence[str]) -> list[tuple[str, float]]:
-    """By how much they stand out; who does no harm counts less, and whom findings name counts more."""
+    """Return clients by how much they stand out; harmless ones count less, and those named by findings more."""
     gains = {}
     for node in evidence.nodes:
         _, gain = evidence.onset(node)
@@ -358,7 +370,7 @@ def _ranked_suspects(evidence: ClientEvidence, suspects: Sequence[str]) -> list[
 
 
 def _history(metrics: Metrics) -> History:
-    """Of a re-run, for conditions."""
+    """Return a re-run's metrics as a history, for conditions."""
     store = MemoryStore()
     store.write([Run("bisect", "bisect", "lab")])
     store.write(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is changed in a «what if», as a person says it: «drop c7; clip 1.5», «learning_rate / 10», «no faults»."""
+"""The change of a what-if, parsed from text: «drop c7; clip 1.5», «learning_rate / 10», «no faults»."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ RATE = re.compile(r"(learning[_ ]rate|client[_ ]rate|server[_ ]rate)\s*([/÷*x×
 
 
 @dataclass(frozen=True)
-class Change:
-    """Nothing, as made. `client_rate` and `server_rate` are factors; `clip` is the longest update that is let in."""
+class WhatIfChange:
+    """A change of a run; the default changes nothing. `client_rate` and `server_rate` are factors, `clip` the
+    largest update norm.
+    """
 
     drop: tuple[str, ...] = ()  # clients, or groups
     client_rate: float = 1.0
@@ -58,10 +60,11 @@ class Change:
 
     @property
     def nothing(self) -> bool:
-        return self == Change(text=self.text)
+        """Return whether nothing is changed."""
+        return self == WhatIfChange(text=self.text)
 
     def check(self, experiment: Experiment, groups: Sequence[str] = ()) -> None:
-        """Whatever is named must be there."""
+        """Raise ConfigError if a named client or group does not exist, or if no client is left."""
         for node in (*self.drop, *self.weights):
             if node not in (*experiment.nodes, *groups):
                 raise ConfigError(unknown("client", node, (*experiment.nodes, *groups)))
@@ -69,7 +72,7 @@ class Change:
             raise ConfigError("A federation without any client has nothing to aggregate: leave somebody in.")
 
     def experiment(self, experiment: Experiment) -> Experiment:
-        """The experiment with what can only be changed there: its rule, and its faults."""
+        """Return the experiment with what can only be changed there: its aggregation rule and its faults."""
         fields: dict[str, Any] = {}
         if self.aggregator is not None:
             fields["aggregator"] = self.aggregator
@@ -78,7 +81,7 @@ class Change:
         return msgspec.structs.replace(experiment, **fields) if fields else experiment
 
     def actions(self, round_index: int) -> list[Action]:
-        """The rest, as the lab's own corrections in force in a round."""
+        """Return the rest of the change as corrections in force in a round."""
         corrections: list[tuple[str, str | None, dict[str, Any]]] = [("quarantine", node, {}) for node in self.drop]
         corrections += [("reweight", node, {"factor": float(factor)}) for node, factor in self.weights.items()]
         if self.clip is not None:
@@ -105,25 +108,27 @@ class Change:
 CHANGE_FINDING = "what if"  # in place of a finding: an action of a change
 
 
-def parse(text: str) -> Change:
-    """A change as it is said; several are set apart by «;» or «and»."""
+def parse(text: str) -> WhatIfChange:
+    """Return the change that a text describes; several are separated by «;» or «and»."""
     parts: dict[str, Any] = {"weights": {}, "drop": ()}
     for part in re.split(r";|\band\b", text):
         if part.strip():
             _parse_part(part.strip(), parts)
-    return Change(**parts)
+    return WhatIfChange(**parts)
 
 
-def change_from(change: str | Change | None = None, **parts: Any) -> Change:
-    """From a sentence, from a change, or from its parts: change_of("drop c7"), change_of(drop=["c7"], clip=1.5)."""
-    if isinstance(change, Change):
+def change_from(change: str | WhatIfChange | None = None, **parts: Any) -> WhatIfChange:
+    """Return a change from a text, a `WhatIfChange`, or its parts: change_from("drop c7"), change_from(drop=["c7"],
+    clip=1.5).
+    """
+    if isinstance(change, WhatIfChange):
         return change
     if change is not None:
         return parse(change)
     for name in parts:
-        if name not in Change.__dataclass_fields__:
-            raise ConfigError(unknown("change", name, [n for n in Change.__dataclass_fields__ if n != "text"]))
-    return Change(**parts)
+        if name not in WhatIfChange.__dataclass_fields__:
+            raise ConfigError(unknown("change", name, [n for n in WhatIfChange.__dataclass_fields__ if n != "text"]))
+    return WhatIfChange(**parts)
 
 
 def _parse_part(part: str, parts: dict[str, Any]) -> None:
@@ -182,7 +187,9 @@ def _positive(what: str, value: float) -> None:
 
 
 def recorded_actions(tape: TapeReader, first: int, round_index: int) -> list[Action]:
-    """The corrections of a round, for one that begins at `first`: what went back before that, has gone back."""
+    """Return a round's recorded corrections for a replay that begins at `first`, without restores that happened
+    before it.
+    """
     if round_index not in tape.rounds:
         return []
     recorded = tape.entry(round_index).notes.get("actions", ())
@@ -198,7 +205,9 @@ def recorded_actions(tape: TapeReader, first: int, round_index: int) -> list[Act
 
 
 def check_restores(tape: TapeReader, first: int, last: int) -> bool:
-    """Whether the stretch goes back to an earlier state somewhere; a ConfigError where that lies before it."""
+    """Return whether the rounds restore an earlier state somewhere. Raises ConfigError where that state lies before
+    `first`.
+    """
     goes_back = False
     for round_index in [r for r in tape.rounds if first <= r <= last]:
         for action in recorded_actions(tape, first, round_index):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who behaved differently in recorded rounds, since when, and whom the model would have been better off without.
+"""Evidence for bisection: which clients changed in recorded rounds, since when, and without whom the model would be
+better.
 
-Of every client and round: how long its change is, how it points, its loss and its weight, all against the cohort; and
-its harm: how much lower the new model's loss would have been without it in this very round, which is exact and needs no
+For every client and round: length and direction of its change, its loss and its weight, all relative to the cohort; and
+its harm: how much lower the new model's loss would have been without it in this round, which is exact and needs no
 training. A client is compared with itself up to the round that is known to be good.
 """
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedvitals.lab.federation import ServerState
-from fedvitals.replay.counterfactual.change import Change
+from fedvitals.replay.counterfactual.change import WhatIfChange
 from fedvitals.replay.counterfactual.reaggregate import RecordedRounds
 from fedvitals.replay.player.player import Player
 from fedvitals.replay.player.reused_updates import ChangeObserver, RecordedUpdates, ReusingFederation, copy_of_server
@@ -39,6 +40,8 @@ Matrix = NDArray[np.float64]
 
 @dataclass
 class ClientEvidence:
+    """Features of every client and round. A client without a value took no part in the round."""
+
     rounds: list[int]
     nodes: tuple[str, ...]
     good: int
@@ -46,7 +49,7 @@ class ClientEvidence:
 
     @functools.cached_property
     def _deviations(self) -> Matrix:
-        """In spreads, from what a client was up to the good round; [rounds, nodes, features]."""
+        """Return the deviations from a client's values up to the good round, in spreads; [rounds, nodes, features]."""
         usual = self.values[[row for row, round_index in enumerate(self.rounds) if round_index <= self.good]]
         with np.errstate(all="ignore"), _quiet():
             middle = np.nanmedian(usual, axis=0)
@@ -57,18 +60,20 @@ class ClientEvidence:
         return deviations
 
     def onset(self, node: str) -> tuple[int | None, float]:
-        """Since when the client is another one than before, and how clearly: half the squares that this explains."""
+        """Return since when the client has changed, and how clearly: half the squares that this explains."""
         gains = self._gains(node)
         return self._first(gains), float(gains.max(0, initial=0.0).sum())
 
     def onset_of_all(self, nodes: Sequence[str]) -> int | None:
-        """Of those that became others first: they are taken together, since what struck them may be one thing."""
+        """Return the common onset of the clients that changed first, because the cause may be the same."""
         own = {node: round_index for node in nodes if (round_index := self.onset(node)[0]) is not None}
         early = [node for node, round_index in own.items() if round_index <= min(own.values()) + TOGETHER]
         return self._first(np.sum([self._filled(node) for node in early], axis=0)) if early else None
 
     def _filled(self, node: str) -> Matrix:
-        """The gains, where a client that was not asked has those of its next round: it may have changed before."""
+        """Return the gains, where a client that was not asked has those of its next round: it may have changed
+        before.
+        """
         gains, there = self._gains(node), ~np.isnan(self.values[:, self.nodes.index(node), 0])
         for place in range(len(gains) - 2, -1, -1):
             if not there[place] and self.rounds[place] > self.good:
@@ -76,12 +81,12 @@ class ClientEvidence:
         return gains
 
     def _first(self, gains: Matrix) -> int | None:
-        """The round from which on a change explains most, over all features; of equals the last one."""
+        """Return the round from which a change explains most, over all features; of equals the last one."""
         explained = gains.sum(1)[::-1]
         return self.rounds[len(explained) - 1 - int(explained.argmax())] if explained.max(initial=0.0) > 0 else None
 
     def _gains(self, node: str) -> Matrix:
-        """What a change explains that begins in a round, and lasts as long as suits it best: [rounds, features]."""
+        """Return what a change explains that begins in a round and lasts as long as fits best; [rounds, features]."""
         place = self.nodes.index(node)
         own = np.nan_to_num(self._deviations[:, place])
         own[:, -1] = np.minimum(own[:, -1], 0)  # who does more good than before is no suspect
@@ -96,56 +101,56 @@ class ClientEvidence:
         return gains
 
     def harm(self, node: str) -> float:
-        """Of the rounds since the good one: how much lower, by its logarithm, the loss would be without the client."""
+        """Return how much lower the log loss would be without the client, summed over the rounds since the good one."""
         later = [place for place, round_index in enumerate(self.rounds) if round_index > self.good]
         return -float(np.nansum(self.values[later, self.nodes.index(node), -1]))
 
 
 def gather_evidence(player: Player, first: int, good: int, bad: int, progress: Callable[[int], None]) -> ClientEvidence:
-    """From the recorded rounds `first` to `bad`; where the tape has no updates any more, they are computed again."""
+    """Return the evidence of the recorded rounds `first` to `bad`; updates missing on the tape are computed again."""
     nodes = player.experiment.nodes
     rows, numbers = [], []
-    for round_index, before, answers, after in RecordedRounds(player, first, bad, player.server(first)):
-        rows.append(_round_features(player, round_index, before, answers, after))
+    for round_index, before, updates, after in RecordedRounds(player, first, bad, player.server(first)):
+        rows.append(_round_features(player, round_index, before, updates, after))
         numbers.append(round_index)
         progress(round_index)
     return ClientEvidence(numbers, nodes, good, np.array(rows).reshape(len(numbers), len(nodes), len(FEATURES)))
 
 
 def _round_features(
-    player: Player, round_index: int, before: ServerState, answers: RecordedUpdates, after: Tensor
+    player: Player, round_index: int, before: ServerState, updates: RecordedUpdates, after: Tensor
 ) -> Matrix:
     nodes, entry = player.experiment.nodes, player.tape.entry(round_index)
     features = np.full((len(nodes), len(FEATURES)), np.nan)
-    if not answers or not bool(torch.isfinite(before.model).all()):
+    if not updates or not bool(torch.isfinite(before.model).all()):
         return features  # from a model that is no model everybody sends the like
     weights = player.site.layout.weights
-    there = [node for node in nodes if node in answers]
-    changes = torch.stack([(answers[n].state - answers[n].start)[:weights] for n in there])
-    rows = [nodes.index(node) for node in there]
+    present = [node for node in nodes if node in updates]
+    changes = torch.stack([(updates[n].state - updates[n].start)[:weights] for n in present])
+    rows = [nodes.index(node) for node in present]
     features[rows, 0] = _minus_median(_log(torch.linalg.vector_norm(changes, dim=1, dtype=torch.float64).numpy()))
     features[rows, 1] = _directions(changes)
-    features[rows, 2] = _minus_median(np.array([_loss(entry, node) for node in there]))
-    features[rows, 3] = _minus_median(_log(np.array([float(answers[node].samples) for node in there])))
-    features[rows, 4] = _harms(player, round_index, before, answers, after, features[rows])
+    features[rows, 2] = _minus_median(np.array([_loss(entry, node) for node in present]))
+    features[rows, 3] = _minus_median(_log(np.array([float(updates[node].samples) for node in present])))
+    features[rows, 4] = _harms(player, round_index, before, updates, after, features[rows])
     return features
 
 
 def _harms(
-    player: Player, round_index: int, before: ServerState, answers: RecordedUpdates, after: Tensor, seen: Matrix
+    player: Player, round_index: int, before: ServerState, updates: RecordedUpdates, after: Tensor, features: Matrix
 ) -> Matrix:
-    """log loss without the client − log loss with all; 0 for those of a large cohort who do not stand out."""
-    there = [node for node in player.experiment.nodes if node in answers]
-    harms, whole = np.zeros(len(there)), _log_loss_of_model(player, after)
-    if len(there) < 2 or any(
+    """Return log loss without the client minus log loss with all; 0 for inconspicuous clients of a large cohort."""
+    present = [node for node in player.experiment.nodes if node in updates]
+    harms, whole = np.zeros(len(present)), _log_loss_of_model(player, after)
+    if len(present) < 2 or any(
         "restore" in a["arguments"] for a in player.tape.entry(round_index).notes.get("actions", ())
     ):
         return harms
-    apart = np.nan_to_num(np.abs(seen[:, :4])).sum(1)
-    for place in sorted(range(len(there)), key=lambda i: -apart[i])[:TRIED]:
-        observer = ChangeObserver(player.tape, round_index, Change(drop=(there[place],)))
+    apart = np.nan_to_num(np.abs(features[:, :4])).sum(1)
+    for place in sorted(range(len(present)), key=lambda i: -apart[i])[:TRIED]:
+        observer = ChangeObserver(player.tape, round_index, WhatIfChange(drop=(present[place],)))
         without = ReusingFederation(player.site, player.engine(), observer, copy_of_server(before))
-        without.play(round_index, answers, examined=False)
+        without.play(round_index, updates, examined=False)
         harms[place] = _log_loss_of_model(player, without.server.model) - whole
     return harms
 
@@ -155,14 +160,14 @@ def _log_loss_of_model(player: Player, model: Tensor) -> float:
 
 
 def log_loss(loss: float | None) -> float:
-    """Bounded, so that two that are not finite can be compared."""
+    """Return the logarithm of a loss, bounded so that two that are not finite can be compared."""
     if loss is None or not math.isfinite(loss):
         return WORST
     return min(WORST, math.log(max(loss, 1e-6)))
 
 
 def _directions(changes: Tensor) -> Matrix:
-    """Cosine of each change with the coordinate-wise median of all, which a few cannot turn."""
+    """Return the cosine of each change with the coordinate-wise median of all, which a few clients cannot turn."""
     products, lengths, whole = torch.zeros(len(changes)).double(), torch.zeros(len(changes)).double(), 0.0
     for part in changes.split(COLUMNS, dim=1):
         finite = torch.nan_to_num(part, 0.0, 0.0, 0.0).double()
@@ -175,7 +180,7 @@ def _directions(changes: Tensor) -> Matrix:
 
 
 def _loss(entry: RoundEntry, node: str) -> float:
-    """Of its first local steps, by its logarithm: how the model that it was given suits its data."""
+    """Return the log loss of the client's first local steps: how well the received model fits its data."""
     came = entry.reply_of(node)
     losses = losses_of(came) if came is not None else np.empty(0)
     if not len(losses):
@@ -184,7 +189,7 @@ def _loss(entry: RoundEntry, node: str) -> float:
 
 
 def _quiet() -> warnings.catch_warnings[None]:
-    """A median of nothing is NaN, and meant."""
+    """Silence warnings about medians of nothing, which are NaN on purpose."""
     return warnings.catch_warnings(action="ignore", category=RuntimeWarning)
 
 
@@ -195,7 +200,7 @@ def _log(values: Matrix) -> Matrix:
 
 
 def _minus_median(values: Matrix) -> Matrix:
-    """Minus the cohort's median."""
+    """Return the values minus the cohort's median."""
     with _quiet():
         differences: Matrix = values - np.nanmedian(values)
     return differences

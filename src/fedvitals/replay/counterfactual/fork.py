@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""«What if», truly: the lab trains again from a recorded round on, with the change, as a new run beside the old one.
+"""Fork a run: the lab trains again from a recorded round on, with a change, as a new run beside the old one.
 
-What the monitor prescribed at the time holds again, so that a fork without a change is the recorded run, bit by bit.
+The recorded corrections apply again, so that a fork without a change is the recorded run, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedvitals.monitor.host import HostObserver
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.monitor.monitored_run import MonitoredRun
 from fedvitals.records import Action, Finding
-from fedvitals.replay.counterfactual.change import Change, check_restores
+from fedvitals.replay.counterfactual.change import WhatIfChange, check_restores
 from fedvitals.replay.player.player import Player
 from fedvitals.replay.player.reused_updates import ChangeObserver, groups_of_round
 from fedvitals.replay.tape.tape import Tape
@@ -34,7 +34,7 @@ from fedvitals.store.read import queries
 
 @dataclass(frozen=True, slots=True)
 class ForkFinding:
-    """What a run's detectors said of a round or later: an issue, and of whom."""
+    """An issue that a run's detectors reported from the fork on, and of which node."""
 
     issue: str
     node: str | None
@@ -43,6 +43,8 @@ class ForkFinding:
 
 @dataclass
 class Fork:
+    """A finished fork: metrics and findings of parent and fork."""
+
     run: str  # the new one
     parent: str
     at: int
@@ -55,7 +57,7 @@ class Fork:
     seconds: float = 0.0
 
     def differences(self, metric: str = "accuracy") -> dict[int, float]:
-        """By round: how much higher the metric is in the fork."""
+        """Return by round how much higher the metric is in the fork."""
         there = [r for r in self.forked if metric in self.forked[r] and metric in self.recorded.get(r, {})]
         return {r: self.forked[r][metric] - self.recorded[r][metric] for r in there}
 
@@ -63,16 +65,16 @@ class Fork:
 def fork(
     player: Player,
     at: int,
-    change: Change,
+    change: WhatIfChange,
     *,
     store: str | Path,
     until: int | None = None,
     name: str | None = None,
     progress: Callable[[int, Mapping[str, float]], None] = lambda *_: None,
 ) -> Fork:
-    """Run again from the beginning of round `at` on, with a change. `until`: the last round, by default the run's own.
+    """Run again from the beginning of round `at` on, with a change, as a new run in `store`.
 
-    `progress` hears of every round and its metrics.
+    `until`: the last round, by default that of the run. `progress` is called with every round and its metrics.
     """
     tape, settings = player.tape, player.tape.setting
     tape.entry(at)
@@ -113,7 +115,7 @@ def fork(
 
 
 class ForkObserver(HostObserver):
-    """The observer of a forked run. It also prescribes what was in force at the time, and the change."""
+    """The observer of a forked run. It also prescribes the recorded corrections and those of the change."""
 
     def __init__(self, monitored: MonitoredRun, steering: ChangeObserver) -> None:
         super().__init__(monitored)
@@ -129,8 +131,8 @@ class ForkObserver(HostObserver):
         self._steering.refused(action, why)
 
 
-def _monitor(player: Player, at: int, change: Change, store: str | Path, name: str | None) -> Monitor:
-    """Watching as the parent was watched, and taped as it was."""
+def _monitor(player: Player, at: int, change: WhatIfChange, store: str | Path, name: str | None) -> Monitor:
+    """Return a monitor with the parent's settings, taped as it was."""
     settings, experiment = player.tape.setting, player.described
     parent = _config_of(store, settings.run)
     ours = parent.get("fedvitals", {})
@@ -153,7 +155,7 @@ def _monitor(player: Player, at: int, change: Change, store: str | Path, name: s
 
 
 def _config_of(store: str | Path, run: str) -> Mapping[str, Any]:
-    """Of the parent; nothing, where it lies in another store."""
+    """Return the parent's configuration; empty where it lies in another store."""
     with contextlib.suppress(ConfigError), open_reader(store) as reader:
         return queries.get_run(reader, run).config
     return {}
@@ -174,7 +176,7 @@ def _compare_findings(result: Fork, store: str | Path, last: int) -> None:
 
 
 def _findings(findings: Sequence[Finding], first: int, last: int) -> dict[tuple[str, str | None], ForkFinding]:
-    """Each trouble once, from the round of the fork on."""
+    """Return each issue and node once, from the round of the fork on."""
     kept: dict[tuple[str, str | None], ForkFinding] = {}
     for finding in findings:
         round_index = finding.where.round

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""«What if», without training: recorded rounds are aggregated again, with the change, from what clients sent then.
+"""What-if without training: recorded rounds are aggregated again, with a change, from what clients sent then.
 
 In the first round that is exact. From the second on clients would have trained on other weights than they did: their
-recorded changes are put on top of the changed model, and how far that may be off is estimated (`drift.py`).
+recorded changes are added to the changed model, and the possible error is estimated (`drift.py`).
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from statistics import median
 
+import torch
 from torch import Tensor
 
 from fedvitals.errors import ConfigError
@@ -18,8 +21,7 @@ from fedvitals.lab.engines.site import Site
 from fedvitals.lab.federation import ServerState
 from fedvitals.lab.topologies.hierarchical import Hierarchical
 from fedvitals.lab.topologies.rings import Rings
-from fedvitals.replay.counterfactual.change import Change, check_restores
-from fedvitals.replay.player.drift import DriftEstimate
+from fedvitals.replay.counterfactual.change import WhatIfChange, check_restores
 from fedvitals.replay.player.player import Player, flattened
 from fedvitals.replay.player.reused_updates import (
     ChangeObserver,
@@ -37,9 +39,10 @@ from fedvitals.replay.tape.reader import TapeReader
 
 @dataclass(frozen=True, slots=True)
 class WhatIfRound:
-    """One round, as it was recorded and as it would have been. `error`: how far the model may be off, as a distance;
+    """One round, as recorded and as it would have been.
 
-    `relative`: the same, as a share of how far the change has moved the model.
+    `error`: how far the model may be off, as a distance; `relative`: the same as a fraction of how far the change has
+    moved the model.
     """
 
     round: int
@@ -51,7 +54,9 @@ class WhatIfRound:
 
 
 @dataclass
-class WhatIf:
+class WhatIfResult:
+    """The result of a re-aggregation, round by round."""
+
     run: str
     change: str
     first: int
@@ -63,7 +68,7 @@ class WhatIf:
     note: str = ""
 
     def differences(self, metric: str = "accuracy") -> dict[int, float]:
-        """By round: how much higher the metric would have been."""
+        """Return by round how much higher the metric would have been."""
         both = [t for t in self.turns if metric in t.recorded and metric in t.changed]
         return {t.round: t.changed[metric] - t.recorded[metric] for t in both}
 
@@ -72,10 +77,12 @@ def reaggregate(
     player: Player,
     first: int,
     last: int,
-    change: Change,
+    change: WhatIfChange,
     progress: Callable[[int], None] = lambda _: None,
-) -> WhatIf:
-    """Rounds `first` to `last` once more, with a change; nobody trains, but where the tape has no updates any more."""
+) -> WhatIfResult:
+    """Aggregate rounds `first` to `last` again with a change; clients train only where the tape has no updates any
+    more.
+    """
     tape = player.tape
     for round_index in (first, last):
         tape.entry(round_index)  # an error that says which rounds there are
@@ -84,14 +91,14 @@ def reaggregate(
     site = _changed_site(player.site, change)
     _refuse_unknowable(player, change, first, last)
     began = time.perf_counter()
-    result = WhatIf(tape.setting.run, change.text, first, last, note=_note(change))
+    result = WhatIfResult(tape.setting.run, change.text, first, last, note=_note(change))
     start = player.server(first)
     changed = ReusingFederation(site, player.engine(), ChangeObserver(tape, first, change), copy_of_server(start))
     changed.factor = change.client_rate
     drift = DriftEstimate(site.layout.weights)
-    for round_index, before, answers, after in RecordedRounds(player, first, last, start, result):
+    for round_index, before, updates, after in RecordedRounds(player, first, last, start, result):
         stood = changed.server.model
-        metrics = changed.play(round_index, answers, examined=True).metrics
+        metrics = changed.play(round_index, updates, examined=True).metrics
         drift.add(before.model, after, stood, changed.server.model)
         kept = tape.entry(round_index).metrics
         recorded = {name: float("nan") if value is None else value for name, value in kept.items()}
@@ -102,11 +109,13 @@ def reaggregate(
 
 
 class RecordedRounds:
-    """The recorded path, round by round: what the server knew, what clients sent, the model that came of it."""
+    """Iterates over recorded rounds: the server before, what clients sent, and the model after each round."""
 
-    def __init__(self, player: Player, first: int, last: int, server: ServerState, count: WhatIf | None = None) -> None:
+    def __init__(
+        self, player: Player, first: int, last: int, server: ServerState, count: WhatIfResult | None = None
+    ) -> None:
         self._player, self._tape, self._first, self._last = player, player.tape, first, last
-        self._server, self._count = server, WhatIf("", "", first, last) if count is None else count
+        self._server, self._count = server, WhatIfResult("", "", first, last) if count is None else count
         self._path = ReusingFederation(player.site, player.engine(), ChangeObserver(player.tape, first), server)
         # What the clients' engine, or a checkpoint, remembers from one round to the next is only there if all are run.
         self._whole = player.experiment.local.keep_optimizer or check_restores(player.tape, first, last)
@@ -129,13 +138,13 @@ class RecordedRounds:
     def _executed(self, first: int, last: int) -> Iterator[tuple[int, ServerState, RecordedUpdates, Tensor]]:
         before = copy_of_server(self._server)
         for played in self._player.rounds(first, last, self._server, examined=False):
-            answers = recorded_updates_of(played.messages, before)
+            updates = recorded_updates_of(played.messages, before)
             self._count.executed += len(played.messages)
-            yield played.number, before, answers, self._server.model
+            yield played.number, before, updates, self._server.model
             before = copy_of_server(self._server)
 
     def _check(self, round_index: int) -> None:
-        """What was read must give what was recorded, to the last bit."""
+        """Raise ConfigError unless the read updates give the recorded model, to the last bit."""
         recorded = self._tape.entry(round_index).after.get("model")
         got = state_digest_of(self._player.site.layout.views(self._server.model))
         if recorded is not None and recorded.digest != got.digest:
@@ -146,7 +155,7 @@ class RecordedRounds:
 
 
 def _updates_on_tape(tape: TapeReader, round_index: int, server: ServerState) -> dict[str, RecordedUpdate] | None:
-    """Every update that was aggregated in a round; None where one is not there any more."""
+    """Return every update that was aggregated in a round; None where one is missing."""
     entry, updates = tape.entry(round_index), dict[str, RecordedUpdate]()
     if entry.lost:
         return None
@@ -160,13 +169,13 @@ def _updates_on_tape(tape: TapeReader, round_index: int, server: ServerState) ->
     return updates
 
 
-def _changed_site(site: Site, change: Change) -> Site:
-    """The same data and model, under the changed experiment."""
+def _changed_site(site: Site, change: WhatIfChange) -> Site:
+    """Return the same data and model under the changed experiment."""
     return Site(change.experiment(site.experiment), site.dataset, site.shards, site.module, site.layout)
 
 
-def _refuse_unknowable(player: Player, change: Change, first: int, last: int) -> None:
-    """What cannot be known without training."""
+def _refuse_unknowable(player: Player, change: WhatIfChange, first: int, last: int) -> None:
+    """Raise ConfigError for changes whose outcome cannot be known without training."""
     experiment, entry = player.experiment, player.tape.entry(first)
     groups = sorted({*groups_of_round(player.tape, first), *groups_of_round(player.tape, last)})
     change.check(experiment, groups)
@@ -187,10 +196,57 @@ def _refuse_unknowable(player: Player, change: Change, first: int, last: int) ->
             )
 
 
-def _note(change: Change) -> str:
+def _note(change: WhatIfChange) -> str:
     if change.client_rate == 1:
         return ""
     return (
         f"Clients' changes are taken times {change.client_rate:g}, as a learning rate acts in first order: no round of "
         "this is exact."
     )
+
+
+# How far a model may be off that was aggregated from updates which clients computed on other weights.
+#
+# By secants: between two recorded rounds the model moved, and the step that the (changed) aggregation makes of what the
+# clients sent became another one. How much it did so per distance, ρ, is how strongly the steps answer to where the
+# model is. A model that is moved away by u would have got another step by about ρ·‖u‖. It is moved by what is known,
+# and by what is not: e ← e + ρ·(‖u‖ − e), where the part in brackets is what is left of the move once the answer is
+# counted.
+#
+# An estimate and no bound: measured against true re-runs (digits; mlp and cnn; 18 changes of 9 kinds, 10 rounds each)
+# it was 0.35 to 2.2 times the true error, in the median 0.7 after two rounds and 1.0 after ten.
+
+
+class DriftEstimate:
+    """Fed round by round. `weights`: how much of a state is trained; buffers do not count."""
+
+    def __init__(self, weights: int) -> None:
+        self._weights = weights
+        self._step: Tensor | None = None
+        self._at: Tensor | None = None
+        self._answers: list[float] = []
+        self.moved = 0.0  # distance of the changed model from the recorded one
+        self.error = 0.0
+
+    @property
+    def relative(self) -> float:
+        """The error as a share of the move."""
+        return self.error / self.moved if self.moved > 0 else 0.0
+
+    def add(self, before: Tensor, after: Tensor, stood: Tensor, stands: Tensor) -> None:
+        """One round: the recorded model before and after it, the changed one before and after it."""
+        before, after, stood, stands = (t[: self._weights].double() for t in (before, after, stood, stands))
+        step, moved = stands - stood, _length(stood - before)
+        if self._step is not None and self._at is not None:
+            way = _length(before - self._at)
+            if way > 0 and math.isfinite(way):
+                self._answers.append(_length(step - self._step) / way)
+        self._step, self._at = step, before
+        known = [answer for answer in self._answers if math.isfinite(answer)]
+        if known:
+            self.error += min(1.0, median(known)) * max(0.0, moved - self.error)
+        self.moved = _length(stands - after)
+
+
+def _length(vector: Tensor) -> float:
+    return float(torch.linalg.vector_norm(vector))

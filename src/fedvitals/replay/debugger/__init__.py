@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The debugger for recorded and running federations."""
+"""A debugger for recorded and running federations."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a person wants to stop, and what they want to be told of: numbered, as in other debuggers."""
+"""Breakpoints and watchpoints of a session, numbered as in other debuggers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from fedvitals.errors import ConfigError
 from fedvitals.protocols import History
 from fedvitals.records import Finding
 from fedvitals.replay.debugger.cached_history import CachedHistory
-from fedvitals.replay.debugger.conditions import Condition, parse, parse_quantity
+from fedvitals.replay.debugger.conditions import RoundCondition, parse, parse_quantity
 from fedvitals.replay.debugger.quantities import Quantity
 
 
 @dataclass(frozen=True, slots=True)
 class Breakpoint:
-    """A breakpoint, which stops, or a watchpoint, which only tells."""
+    """A breakpoint, which stops, or a watchpoint, which only reports."""
 
     number: int
-    what: Condition | Quantity
+    what: RoundCondition | Quantity
     stops: bool
     hits: int = 0
 
@@ -32,7 +32,9 @@ class Breakpoint:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A breakpoint's condition held in a round, or what a watchpoint looks at has changed; 0: a person asked for it."""
+    """A breakpoint whose condition held in a round, or a watchpoint whose value changed; number 0: requested by the
+    user.
+    """
 
     number: int
     round: int
@@ -50,7 +52,7 @@ Hits = list[Hit]
 
 
 class Breakpoints:
-    """Those of one session."""
+    """The breakpoints and watchpoints of one session."""
 
     def __init__(self, *texts: str) -> None:
         self._points: dict[int, Breakpoint] = {}
@@ -60,15 +62,15 @@ class Breakpoints:
             self.add(text)
 
     def add(self, text: str, history: History | None = None) -> int:
-        """Stop where this holds; its number. With the history of a run that has ended, names are checked against it."""
+        """Add a breakpoint and return its number. With the history of a finished run, names are checked against it."""
         condition = parse(text)
         if history is not None:
             condition.check(history)
         return self._put(condition, stops=True)
 
     def watch(self, text: str, history: History | None = None) -> int:
-        """Tell when a number («accuracy», «update.norm of c7») changes, or when a condition begins or ends to hold."""
-        what: Condition | Quantity
+        """Add a watchpoint for a number («accuracy», «update.norm of c7») or a condition, and return its number."""
+        what: RoundCondition | Quantity
         try:
             what = parse_quantity(text)
         except ConfigError as no_number:
@@ -81,16 +83,19 @@ class Breakpoints:
         return self._put(what, stops=False)
 
     def remove(self, number: int) -> None:
+        """Remove a breakpoint or watchpoint. Raises ConfigError if there is none of this number."""
         with self._lock:
             if self._points.pop(number, None) is None:
                 known = ", ".join(map(str, self._points)) or "none"
                 raise ConfigError(f"There is no breakpoint or watchpoint {number}. There are: {known}.")
 
     def clear(self) -> None:
+        """Remove all breakpoints and watchpoints."""
         with self._lock:
             self._points.clear()
 
     def list(self) -> tuple[Breakpoint, ...]:
+        """Return all breakpoints and watchpoints, by number."""
         with self._lock:
             return tuple(self._points.values())
 
@@ -108,7 +113,7 @@ class Breakpoints:
         *,
         but: Collection[int] = (),
     ) -> Hits:
-        """What is to be said of this round, in the order of the numbers; `but`: of these, it was said already."""
+        """Return the hits of a round, by number; `but`: numbers that were reported already."""
         hits_or_none = (
             _hit_of(point, history, findings, round_index) for point in self.list() if point.number not in but
         )
@@ -121,7 +126,7 @@ class Breakpoints:
         return hits
 
     def first(self, history: History, findings: Sequence[Finding], rounds: Iterable[int]) -> Hit | None:
-        """The first breakpoint that is hit in any of these rounds of a run that has ended, in their order."""
+        """Return the first breakpoint hit in these rounds of a finished run, in their order; None if none is."""
         known, by_round = CachedHistory(history), dict[int | None, list[Finding]]()
         for finding in findings:
             by_round.setdefault(finding.where.round, []).append(finding)
@@ -133,7 +138,7 @@ class Breakpoints:
                     return hit
         return None
 
-    def _put(self, what: Condition | Quantity, *, stops: bool) -> int:
+    def _put(self, what: RoundCondition | Quantity, *, stops: bool) -> int:
         with self._lock:
             number, self._next = self._next, self._next + 1
             self._points[number] = Breakpoint(number, what, stops)
@@ -141,9 +146,9 @@ class Breakpoints:
 
 
 def _hit_of(point: Breakpoint, history: History, findings: Sequence[Finding], round_index: int) -> Hit | None:
-    if point.stops and isinstance(point.what, Condition):
+    if point.stops and isinstance(point.what, RoundCondition):
         words = point.what.holds(history, findings, round_index)
-    elif isinstance(point.what, Condition):
+    elif isinstance(point.what, RoundCondition):
         words = _condition_changes(point.what, history, findings, round_index)
     else:
         words = _quantity_changes(point.what, history, round_index)
@@ -151,9 +156,9 @@ def _hit_of(point: Breakpoint, history: History, findings: Sequence[Finding], ro
 
 
 def _condition_changes(
-    condition: Condition, history: History, findings: Sequence[Finding], round_index: int
+    condition: RoundCondition, history: History, findings: Sequence[Finding], round_index: int
 ) -> str | None:
-    """Whether it holds and did not in the round before, or the other way round."""
+    """Return in words that a condition begins or ceases to hold in this round; None if neither."""
     before = max((r for r in history.rounds() if r < round_index), default=None)
     now = condition.holds(history, findings, round_index)
     was = None if before is None else condition.holds(history, findings, before)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A history that no longer changes, asked once for each thing: a walk over rounds asks for the same again."""
+"""A cache in front of a history that no longer changes, because walking over rounds asks for the same again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedvitals.stats import Array
 
 
 class CachedHistory:
-    """A `protocols.History` in front of another."""
+    """A `protocols.History` that asks another one only once for each thing."""
 
     def __init__(self, history: History) -> None:
         self._history = history

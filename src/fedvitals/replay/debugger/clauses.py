@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of things that a condition may ask of a round. Each answers with what was seen, in numbers, or None."""
+"""The clauses of a condition. Each says in numbers what it saw in a round, or None if it does not hold."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ COUNTS = ("gradient.nonfinite", "weight.nonfinite")  # where the privacy level k
 
 
 class Clause(Protocol):
+    """One clause of a condition."""
+
     def seen(self, history: History, findings: Sequence[Finding], round_index: int) -> str | None: ...
 
     def check(self, history: History) -> None:
-        """ConfigError where a finished run has nothing of that name."""
+        """Raise ConfigError if a finished run has nothing of the name that the clause uses."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonClause:
-    """«update.norm of c7 > 5 × its median», «accuracy < 0.5»."""
+    """A comparison with a number or a multiple of a median: «update.norm of c7 > 5 × its median», «accuracy < 0.5»."""
 
     quantity: Quantity
     sign: str
@@ -77,7 +79,9 @@ class ComparisonClause:
 
 @dataclass(frozen=True, slots=True)
 class ChangeClause:
-    """«accuracy drops by 3 points», «loss rises by 20 % in 5 rounds»; against the last value, or the best of some."""
+    """A change of a value: «accuracy drops by 3 points», «loss rises by 20 % in 5 rounds»; from the last or the best
+    value.
+    """
 
     quantity: Quantity
     up: bool
@@ -110,7 +114,7 @@ class ChangeClause:
         return None
 
     def _earlier(self, past: PastValues, round_index: int) -> tuple[int, float] | None:
-        """The round and value that is compared with; the lowest or highest of several."""
+        """Return round and value of the comparison: the lowest or highest of several; None if there is none."""
         if self.rounds is not None:
             past = [entry for entry in past if entry[0] >= round_index - self.rounds]
         past = [entry for entry in past if math.isfinite(entry[1])]
@@ -131,7 +135,7 @@ class ChangeClause:
 
 @dataclass(frozen=True, slots=True)
 class NonfiniteClause:
-    """«any NaN», «NaN in c7», «loss is NaN»: in losses, norms, and every tensor that was measured."""
+    """NaN or infinity in losses, norms and measured tensors: «any NaN», «NaN in c7», «loss is NaN»."""
 
     what: str  # «NaN», «infinity», «NaN or infinity»
     node: str | None = None
@@ -183,7 +187,7 @@ class NonfiniteClause:
 
 @dataclass(frozen=True, slots=True)
 class FindingClause:
-    """«finding BYZANTINE of c7», «critical finding», «any finding»."""
+    """A finding: «finding BYZANTINE of c7», «critical finding», «any finding»."""
 
     issue: str | None = None
     node: str | None = None
@@ -217,7 +221,7 @@ class FindingClause:
 
 @dataclass(frozen=True, slots=True)
 class EventClause:
-    """«event client.failed of c7», «any failure»: whatever keeps a client's part from coming."""
+    """An event: «event client.failed of c7», «any failure», which is whatever keeps a client's reply from arriving."""
 
     name: str | None = None
     node: str | None = None
@@ -241,7 +245,7 @@ class EventClause:
 
 @dataclass(frozen=True, slots=True)
 class RoundClause:
-    """«round 12», «round > 3»."""
+    """A round: «round 12», «round > 3»."""
 
     sign: str
     number: int
@@ -250,7 +254,7 @@ class RoundClause:
         return f"round {self.number}" if self.sign == "=" else f"round {self.sign} {self.number}"
 
     def check(self, history: History) -> None:
-        """Any round may come yet."""
+        """Accept any round, because it may still come."""
 
     def seen(self, history: History, _: Sequence[Finding], round_index: int) -> str | None:  # noqa: ARG002
         return f"it is round {round_index}" if OPERATORS[self.sign](round_index, self.number) else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The debugger's commands: text in, what is shown out. The same at a prompt, in a script, and in tests."""
+"""The debugger's commands: text in, output out. The same at a prompt, in a script, and in tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DrawFunction = Callable[[DebuggerOutput, Path], object]
 
 @dataclass(frozen=True, slots=True)
 class DebuggerCommand:
-    """`does`: gets the words after the name. `offers`: what may come next, by kind."""
+    """One command. `does` gets the words after the name; `offers`: what completion may suggest, by kind."""
 
     usage: str
     help: str
@@ -34,13 +34,13 @@ class DebuggerCommand:
 
 
 class Interpreter:
-    """`draw`: what makes a picture of something shown; without it, `plot` cannot."""
+    """Executes commands on a session. `draw` makes a picture of an output; without it, `plot` fails."""
 
     def __init__(self, session: Session, draw: DrawFunction | None = None) -> None:
         self.session, self.draw = session, draw
 
     def do(self, line: str) -> CommandOutput:
-        """One command; an empty line, or one that begins with #, is none."""
+        """Execute one command and return its output; an empty line, or one that begins with #, does nothing."""
         words = _tokens(line)
         if not words:
             return ""
@@ -51,7 +51,7 @@ class Interpreter:
         return command.does(self, rest)
 
     def complete(self, text: str, line: str) -> list[str]:
-        """What the last word may become."""
+        """Return the completions of the last word."""
         before = line[: len(line) - len(text)].split() if text else line.split()
         if not before:
             return sorted(name for name in COMMANDS if name.startswith(text))
@@ -76,7 +76,7 @@ class Interpreter:
 
 
 def _tokens(line: str, punctuation: str = "") -> list[str]:
-    """Words; those in double quotes are one. An apostrophe is none: «the cohort's median»."""
+    """Return the words of a line; text in double quotes is one word. Apostrophes are ordinary characters."""
     lexer = shlex.shlex(line, posix=True, punctuation_chars=punctuation)
     lexer.whitespace_split, lexer.commenters, lexer.quotes, lexer.escape = True, "#", '"', ""
     try:
@@ -86,7 +86,7 @@ def _tokens(line: str, punctuation: str = "") -> list[str]:
 
 
 def split_commands(text: str) -> list[str]:
-    """Several commands of one line: «goto 12; into c7». In double quotes, «;» belongs to what is said."""
+    """Return the commands of a line: «goto 12; into c7». Inside double quotes «;» does not separate."""
     parts: list[list[str]] = [[]]
     for token in _tokens(text, ";"):
         if set(token) == {";"}:
@@ -111,7 +111,7 @@ def _no_words(words: Sequence[str], name: str) -> None:
 
 
 def _session_method(name: str) -> Callable[[Interpreter, list[str]], CommandOutput]:
-    """A command that is a method of the session without arguments."""
+    """Return a command that calls a method of the session without arguments."""
 
     def does(interpreter: Interpreter, words: list[str]) -> CommandOutput:
         _no_words(words, name)
@@ -160,7 +160,7 @@ def _print(interpreter: Interpreter, words: list[str]) -> CommandOutput:
 
 
 def _plot(interpreter: Interpreter, words: list[str]) -> CommandOutput:
-    """Of what is named, else of what was shown last; into a file, if one is named."""
+    """Draw what is named, else what was shown last; into a file, if one is named."""
     session = interpreter.session
     path = Path(words.pop()) if words and words[-1].endswith(PICTURES) else None
     if words and words[-1].endswith(NO_PICTURES):
@@ -239,7 +239,7 @@ def _run(interpreter: Interpreter, words: list[str]) -> CommandOutput:
 
 
 def _hit(number: int, text: str, seen: str) -> str:
-    """A sentence; but a metric («update.norm») is written as it is named."""
+    """Return a hit as a sentence; metric names («update.norm») keep their spelling."""
     first = seen if "." in seen.partition(" ")[0] else seen[:1].upper() + seen[1:]
     return text if number else first.rstrip(".") + "."
 
@@ -250,7 +250,7 @@ def _findings(interpreter: Interpreter, words: list[str]) -> CommandOutput:
 
 
 def _verify(interpreter: Interpreter, words: list[str]) -> CommandOutput:
-    """All, one round, a stretch, one client: verify, verify 12, verify 3-9 c7."""
+    """Verify everything, one round, a range of rounds, or one client: verify, verify 12, verify 3-9 c7."""
     first = last = node = None
     for word in words:
         if word in interpreter.session.nodes:
@@ -265,7 +265,7 @@ def _verify(interpreter: Interpreter, words: list[str]) -> CommandOutput:
 
 
 def parse_rounds(text: str) -> tuple[int, int]:
-    """«3-9», «12»."""
+    """Return first and last round of «3-9» or «12»."""
     begin, dash, end = text.replace("–", "-").partition("-")
     try:
         first, last = int(begin), int(end if dash else begin)

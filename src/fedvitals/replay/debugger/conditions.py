@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditions over telemetry, as a person says them: «accuracy drops by 3 points», «update.norm of c7 > 5 × its median».
+"""Conditions over telemetry as sentences: «accuracy drops by 3 points», «update.norm of c7 > 5 × its median».
 
-They hold in a round or not, and say with numbers why: the same on a stored run and on one that is still running.
+A condition holds in a round or not, and says with numbers why; the same on a stored and on a running run.
 """
 
 from __future__ import annotations
@@ -90,21 +90,23 @@ _COMPARED = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
-    """One sentence, or several joined by «and», which must then hold in the same round."""
+class RoundCondition:
+    """One clause, or several joined by «and», which must then hold in the same round."""
 
     clauses: tuple[Clause, ...]
 
     @property
     def text(self) -> str:
-        """In a normal form, which `parse` takes again."""
+        """Return the normal form, which `parse` accepts again."""
         return " and ".join(map(str, self.clauses))
 
     def __str__(self) -> str:
         return self.text
 
     def holds(self, history: History, findings: Sequence[Finding], round_index: int) -> str | None:
-        """None, or a sentence that says what was seen: «update.norm of c7 is 8.1, over 5 × its median 1.2»."""
+        """Return what was seen, as a sentence («update.norm of c7 is 8.1, over 5 × its median 1.2»); None if it does
+        not hold.
+        """
         seen: list[str] = []
         for clause in self.clauses:
             words = clause.seen(history, findings, round_index)
@@ -114,23 +116,25 @@ class Condition:
         return "; ".join(seen)
 
     def check(self, history: History) -> None:
-        """ConfigError where it names a node or layer that a finished run does not have: it could never hold."""
+        """Raise ConfigError if it names a node or layer that a finished run does not have, so that it could never
+        hold.
+        """
         for clause in self.clauses:
             clause.check(history)
 
 
-def parse(text: str) -> Condition:
-    """The condition that a sentence says; ConfigError, with examples, for what is none."""
+def parse(text: str) -> RoundCondition:
+    """Return the condition that a sentence states. Raises ConfigError, with examples, if it is not understood."""
     if not isinstance(text, str) or not text.strip(" «»."):
         raise ConfigError(f"A condition is a sentence, such as {_examples()}; got {text!r}.")
     if len(text) > LONGEST_SENTENCE:
         raise ConfigError(f"A condition is one short sentence; got {len(text)} characters.")
     parts = re.split(r"\s+and\s+|\s*&&\s*", _normalised(text), flags=re.IGNORECASE)
-    return Condition(tuple(_clause(part, text) for part in parts))
+    return RoundCondition(tuple(_clause(part, text) for part in parts))
 
 
 def parse_quantity(text: str) -> Quantity:
-    """A number by its name, «update.norm of c7»: what can be compared, and what can be watched."""
+    """Return the quantity that a text names, such as «update.norm of c7»."""
     sentence = _normalised(text)
     owned = _OWNED.fullmatch(sentence)
     if owned is not None:

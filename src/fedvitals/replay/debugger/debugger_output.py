@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a debugger shows: one type for all of it, so that whatever can be printed can be plotted, exported, or sent.
+"""The output of a debugger: one type for everything, so that whatever can be printed can be plotted, exported, or sent.
 
 | kind | has |
 | --- | --- |
@@ -46,7 +46,7 @@ class TensorSummary:
 
 @dataclass(frozen=True)
 class DebuggerOutput:
-    """One thing that is shown. `note`: what one has to know to read it."""
+    """One output. `note`: what one has to know to read it."""
 
     title: str
     kind: str
@@ -72,7 +72,7 @@ class DebuggerOutput:
         return "\n".join(part for part in parts if part)
 
     def as_json(self) -> dict[str, Any]:
-        """For scripts; what is not finite is left to the writer."""
+        """Return the output as a JSON document; non-finite numbers are left to the writer."""
         document: dict[str, Any] = {"title": self.title, "kind": self.kind}
         if self.kind == TENSOR and self.summary is not None:
             document["summary"] = asdict(self.summary)
@@ -86,7 +86,7 @@ class DebuggerOutput:
         return document | ({"note": self.note} if self.note else {})
 
     def as_csv(self) -> str:
-        """Rows under a head: of a tensor one row of its numbers, of a series a column for each line."""
+        """Return rows under a header: for a tensor one row of its numbers, for a series one column per line."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         if self.kind == SERIES:
@@ -104,10 +104,12 @@ class DebuggerOutput:
 
 
 def text_output(title: str, text: str = "", note: str = "") -> DebuggerOutput:
+    """Return an output of text."""
     return DebuggerOutput(title, TEXT, text=text, note=note)
 
 
 def table_output(title: str, columns: Sequence[str], rows: Iterable[Sequence[Cell]], note: str = "") -> DebuggerOutput:
+    """Return an output of a table."""
     return DebuggerOutput(title, TABLE, tuple(columns), tuple(tuple(row) for row in rows), note=note)
 
 
@@ -120,16 +122,18 @@ def series_output(
     y_name: str = "",
     note: str = "",
 ) -> DebuggerOutput:
+    """Return an output of one or more lines over `x`."""
     held = {name: tuple(values) for name, values in lines.items()}
     return DebuggerOutput(title, SERIES, x=tuple(x), lines=held, x_name=x_name, y_name=y_name, note=note)
 
 
 def tensor_output(title: str, values: Any, note: str = "") -> DebuggerOutput:
+    """Return an output of a tensor and its summary."""
     return DebuggerOutput(title, TENSOR, summary=summarize(values), note=note, tensor=values)
 
 
 def summarize(values: Any, bins: int = BINS) -> TensorSummary:
-    """Of a tensor of torch or numpy."""
+    """Return the summary of a tensor of torch or NumPy."""
     held = values.detach().cpu() if hasattr(values, "detach") else values
     held = held.float() if "bfloat16" in str(getattr(held, "dtype", "")) else held  # numpy has none
     flat = np.asarray(held).reshape(-1).astype(np.float64)
@@ -165,13 +169,13 @@ def _histogram(finite: Any, bins: int) -> tuple[Any, Any]:
 
 
 def histogram_bars(counts: Sequence[int]) -> str:
-    """A histogram in one line: what is there at all is at least a dot high."""
+    """Return a histogram in one line; every count above 0 is visible."""
     most = max(counts, default=0)
     return "".join(BARS[0 if n == 0 else max(1, round(n / most * (len(BARS) - 1)))] for n in counts)
 
 
 def format_cell(value: Cell) -> str:
-    """A number in four digits; everything else as it is."""
+    """Return a number with four digits; everything else as it is."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -182,7 +186,7 @@ def format_cell(value: Cell) -> str:
 
 
 def printable(text: str) -> str:
-    """Names come from tapes and stores: no control character of theirs moves a cursor."""
+    """Return the text without control characters: names come from tapes and stores, and must not move a cursor."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
@@ -239,7 +243,7 @@ def _series_text(output: DebuggerOutput) -> str:
 
 
 def _sparkline(values: Sequence[float | None], width: int = 40) -> str:
-    """The course of a value; what is missing or not finite is a dot."""
+    """Return the values as a line of bars; a missing or non-finite value is a dot."""
     if len(values) > width:
         values = [values[(i + 1) * len(values) // width - 1] for i in range(width)]
     finite = [v for v in values if v is not None and math.isfinite(v)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two things side by side, layer by layer: updates of two clients, of one and its cohort; models of two rounds."""
+"""Compare, layer by layer, the updates of two clients, of a client and its cohort, or the models of two rounds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WHOLE = "(all)"
 
 
 def compare_clients(session: Session, first_node: str, second_node: str) -> DebuggerOutput:
-    """Of the round at hand. `other` may be «cohort»: all the others, of which the mean and the median are taken."""
+    """Compare two clients' updates of the current round. One name may be «cohort»: mean and median of all others."""
     round_index = session.round
     if first_node == second_node:
         raise ConfigError(f"{first_node} does not differ from itself. Name two clients, or:  diff {first_node} cohort.")
@@ -45,15 +45,17 @@ def compare_clients(session: Session, first_node: str, second_node: str) -> Debu
 def _compare_with_cohort(session: Session, round_index: int, node: str) -> DebuggerOutput:
     own = _update(session, round_index, node)
     replies = [
-        one for one in session.tape.entry(round_index).came if one.node != node and one.used and one.mark is not None
+        other
+        for other in session.tape.entry(round_index).came
+        if other.node != node and other.used and other.mark is not None
     ]
-    others = [_update(session, round_index, one.node) for one in replies]
+    others = [_update(session, round_index, other.node) for other in replies]
     if not others:
         raise ConfigError(f"Nothing came from anybody but {node} in round {round_index}: there is no cohort.")
     rows = []
     for name in (*own, WHOLE):
-        mine, theirs = _flat(own, name), [_flat(one, name) for one in others]
-        median = float(np.median([_norm(one) for one in theirs]))
+        mine, theirs = _flat(own, name), [_flat(other, name) for other in others]
+        median = float(np.median([_norm(other) for other in theirs]))
         mean = torch.stack(theirs).mean(0)
         ratio = _norm(mine) / median if median else None
         rows.append((name, _norm(mine), median, ratio, _cosine(mine, mean)))
@@ -63,7 +65,7 @@ def _compare_with_cohort(session: Session, round_index: int, node: str) -> Debug
 
 
 def compare_rounds(session: Session, first: int, second: int) -> DebuggerOutput:
-    """The global models at the beginnings of two rounds; one after the last is the run's end."""
+    """Compare the global models at the beginnings of two rounds; the round after the last is the run's end."""
     before, after = session.states.model(first), session.states.model(second)
     rows = []
     for name, a, b in _pairs(before, after):
@@ -76,7 +78,9 @@ def compare_rounds(session: Session, first: int, second: int) -> DebuggerOutput:
 
 
 def _metrics(session: Session, first: int, second: int) -> str:
-    """Of these very models, tested at the ends of the rounds before; and who took part in one round only."""
+    """Return the metrics of both models, tested at the end of the rounds before, and who took part in only one
+    round.
+    """
     known, parts = session.tape.rounds, []
     if first - 1 in known and second - 1 in known:
         a, b = (session.tape.entry(round_index - 1).metrics for round_index in (first, second))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is on the screen, or a whole state, into a file for other programs: .safetensors, .csv, .json."""
+"""Export what is shown, or a whole state, to a file: .safetensors, .csv or .json."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ TENSORS, TABLES = (".safetensors",), (".csv", ".json")
 
 
 def export_file(session: Session, path: Path, words: Sequence[str]) -> Path:
+    """Write what the words name (default: what was shown last, or the state) to a file, and return its path."""
     if path.suffix not in (*TENSORS, *TABLES):
         known = ", ".join((*TENSORS, *TABLES))
         raise ConfigError(f"A file to export to ends in one of {known}; got '{path.name}'.")
@@ -47,7 +48,7 @@ def _text(session: Session, words: Sequence[str], suffix: str) -> str:
 
 
 def _tensors(session: Session, words: Sequence[str]) -> dict[str, Any]:
-    """By name: all of them, or a layer's."""
+    """Return the tensors to export by name: all of them, or a layer's."""
     request = parse_request(session, words[1:], free=False)
     tensors = _tensors_of(session, words[0], request.node)
     names = tensors if request.layer is None else matching_layers(request.layer, tensors)
@@ -58,7 +59,7 @@ def _tensors(session: Session, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _tensors_of(session: Session, noun: str, node: str | None) -> Tensors:
-    """All parts of a state, each under its own name; else the tensors of a model, an update, a gradient."""
+    """Return all parts of a state, each under its own name; or the tensors of a model, an update, a gradient."""
     if noun == "state":
         parts = session.states.state(session.round)
         return {f"{part}/{name}": t for part, held in parts.items() for name, t in held.items()}

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session on a run that is still running: forward is where the run goes, and it waits while a person looks."""
+"""A session's hold on a run that is still training: going forward lets the run train on, and it waits while a person
+looks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class HeldRun:
-    """The session's hold on its run. It is taken when first needed, and let go when the session ends."""
+    """The session's hold on its run, taken when first needed and released when the session ends."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -22,15 +24,16 @@ class HeldRun:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the run has not ended yet."""
+        """Return whether the run has not ended yet."""
         return self._session.described().finished is None
 
     @property
     def held(self) -> int | None:
-        """The round after which the run waits for us."""
+        """Return the round after which the run waits for this session; None if it does not wait."""
         return None if self._live is None else self._live.paused
 
     def attach(self) -> LiveSession:
+        """Return the live session, attached on first use. Raises ConfigError if the run has ended."""
         if not self.goes_on:
             raise ConfigError(f"The run {self._session.run.name} has ended: there is nothing to hold up.")
         if self._live is None:
@@ -40,13 +43,13 @@ class HeldRun:
         return self._live
 
     def close(self) -> None:
-        """The run goes on."""
+        """Release the run, which then goes on."""
         live, self._live = self._live, None
         if live is not None:
             live.close()
 
     def pause(self, timeout: float | None = None) -> Hit | None:
-        """Hold the run after the round that it is in, and wait until it stands."""
+        """Hold the run after its current round, and wait until it stands."""
         live = self.attach()
         if live.paused is not None:
             return Hit(0, live.paused, "pause", "it is held already")
@@ -54,13 +57,13 @@ class HeldRun:
         return self._wait(live, timeout)
 
     def one_more(self, timeout: float | None = None) -> Hit | None:
-        """Let it do another round."""
+        """Let the run do one more round."""
         live = self.attach()
         live.step()
         return self._wait(live, timeout)
 
     def until_hit(self, timeout: float | None = None) -> Hit | None:
-        """Let it go on to the next breakpoint; None: it has ended, or the time is over."""
+        """Let the run go on to the next breakpoint; None: it has ended, or the time is over."""
         live = self.attach()
         live.resume()
         return self._wait(live, timeout)

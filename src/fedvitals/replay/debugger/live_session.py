@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Debug a run that is still running: after each round it waits at its gate until the breakpoints have been looked at.
+"""Debug a run while it trains: after each round it waits at its gate until the breakpoints have been checked.
 
-    with Live("runs.db", "digits", Breakpoints("accuracy drops by 3 points")) as live:
+    with LiveSession("runs.db", "digits", Breakpoints("accuracy drops by 3 points")) as live:
         hit = live.wait_for_hit()
         ...                            # the run waits: look at it
         live.resume()
 
-Breakpoints look at what is stored. A run on Flower is never held up: a hit is told, and the round can be replayed. If
-this process dies, the run goes on by itself.
+Breakpoints are checked on what is stored. A run on Flower is never held up: a hit is reported, and the round can be
+replayed. If this process dies, the run goes on by itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ HOSTS_NEVER_HELD = ("flower",)
 
 
 class LiveSession:
-    """Attached to one run. `tell` hears of every hit, also of watchpoints; it is called on a thread of its own."""
+    """A session attached to one running run. `tell` is called with every hit, also of watchpoints, on a thread of
+    its own.
+    """
 
     def __init__(
         self,
@@ -97,7 +99,7 @@ class LiveSession:
         self.close()
 
     def close(self) -> None:
-        """The run goes on, unwatched."""
+        """Detach; the run goes on, unwatched."""
         self._stop.set()
         for thread in self._threads:
             if thread is not threading.current_thread():  # of `tell`
@@ -111,16 +113,18 @@ class LiveSession:
 
     @property
     def paused(self) -> int | None:
-        """The round after which the run is held now."""
+        """Return the round after which the run is held now; None if it is not held."""
         return self._paused
 
     @property
     def ended(self) -> bool:
-        """Whether the run has come to its end, or its process has."""
+        """Return whether the run, or its process, has ended."""
         return self._ended
 
     def wait_for_hit(self, timeout: float | None = None) -> Hit | None:
-        """The next hit of a breakpoint; None when the time is over, or the run is. Raises why it no longer looks."""
+        """Return the next hit of a breakpoint; None on timeout or at the end of the run. Raises the error that ended
+        watching.
+        """
         with self._turn:
             self._turn.wait_for(lambda: self._stopping or self._ended or self._stop.is_set(), timeout)
             if self._stopping:
@@ -130,20 +134,20 @@ class LiveSession:
             return None
 
     def resume(self) -> None:
-        """Let the run go on, to the next hit."""
+        """Let the run go on to the next hit."""
         with self._turn:
             self._pausing = False
             self._go_on()
 
     def step(self) -> None:
-        """One more round; then the run is held again."""
+        """Let the run do one more round, then hold it again."""
         with self._turn:
             self._check_holds()
             self._pausing = True
             self._go_on()
 
     def pause(self) -> None:
-        """Hold the run after the round that it is in."""
+        """Hold the run after its current round."""
         with self._turn:
             self._check_holds()
             self._pausing = True
@@ -155,13 +159,13 @@ class LiveSession:
     def _go_on(self) -> None:
         round_index, self._paused = self._paused, None
         if round_index is not None:
-            self._stopping.clear()  # whoever lets it go knows why it stood
+            self._stopping.clear()  # a user who resumes the run knows why it stopped
             self._handle.renew(go=round_index)
 
     # -- the threads --------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
-        """The sign of life, whatever the other thread is busy with."""
+        """Renew the claim, whatever the other thread is busy with."""
         while not self._stop.wait(RENEWAL_SECONDS):
             try:
                 self._handle.renew()
@@ -210,7 +214,7 @@ class LiveSession:
         self._announce(hits)
 
     def _complete(self, reader: Reader, round_index: int | None = None) -> list[int]:
-        """Rounds that the store has whole and that were not checked yet.
+        """Return the rounds that are completely stored and not checked yet.
 
         A run has written all of a round before it waits after it; but a store may be slow, or on another machine.
         """
@@ -226,7 +230,7 @@ class LiveSession:
                 return [r for r in stored if r not in self._checked]
 
     def _in_store(self, reader: Reader) -> None:
-        """Rounds that nobody held, which are told of afterwards; and whether the run has ended."""
+        """Check rounds that nobody held, and whether the run has ended."""
         over = self._is_over(reader)
         now = self._asked = time.monotonic()
         complete = self._complete(reader)
@@ -245,12 +249,14 @@ class LiveSession:
             self._stop.set()
 
     def _is_over(self, reader: Reader) -> bool:
-        """It says so; or it was killed, and says nothing any more."""
+        """Return whether the run has finished or was killed."""
         gone = self._trainer is not None and not is_process(self._trainer)
         return gone or get_run(reader, self.run).finished is not None
 
     def _check(self, reader: Reader, round_index: int) -> list[Hit]:
-        """Of this round, and of the one before again: a loop may tell its accuracy after the round is closed."""
+        """Return the hits of this round, and again of the one before: a loop may log its accuracy after the round is
+        closed.
+        """
         history, findings = reader.history(self.run), records(reader, self.run, Finding)
         points = {point.number for point in self.breakpoints}
         later = points - self._knew  # made since the round before was looked at: they are not about it
@@ -276,7 +282,7 @@ class LiveSession:
 
 
 def _writer(store: Target) -> int | None:
-    """The process that trains, where it is known: it writes the store, a file on this machine."""
+    """Return the id of the training process, where it is known: it writes the store, a file on this machine."""
     target = store_target(store)
     process_id = None if isinstance(target, str) or sys.platform == "win32" else writer_of(target)
     return process_id if process_id is not None and is_process(process_id) else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a session shows of itself: the run and its tape, its rounds, a round's clients, and the place where one is."""
+"""Show the session itself: the run and its tape, its rounds, a round's clients, and the current place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TROUBLES = 3  # rounds that cannot be read, each with a sentence
 
 
 def show_run(run: Run, tape: TapeReader, findings: Sequence[Finding] = ()) -> DebuggerOutput:
-    """What can be replayed, and how: stretches of rounds of the same kind."""
+    """Show which rounds can be replayed, and how: ranges of rounds of the same kind."""
     rows: list[tuple[Cell, ...]] = []
     coverage = tape.coverage()
     for how, stretch in itertools.groupby(coverage, key=lambda round_coverage: round_coverage.how):
@@ -62,7 +62,7 @@ def _replay_note(tape: TapeReader) -> str:
 
 
 def replay_instructions(tape: TapeReader) -> str:
-    """Of a run that is not the lab's: what can be run again, and how."""
+    """Return what can be run again of a run that is not the lab's, and how."""
     name = tape.setting.name or tape.setting.run
     if tape.setting.host == "flower":
         return (
@@ -76,6 +76,7 @@ def replay_instructions(tape: TapeReader) -> str:
 
 
 def show_rounds(tape: TapeReader, findings: Sequence[Finding], here: int) -> DebuggerOutput:
+    """Show the rounds on the tape, with `here` marked."""
     findings_by_round = Counter(finding.where.round for finding in findings)
     rows: list[tuple[Cell, ...]] = []
     for covered in tape.coverage():
@@ -103,6 +104,7 @@ def show_rounds(tape: TapeReader, findings: Sequence[Finding], here: int) -> Deb
 
 
 def show_clients(tape: TapeReader, history: History, round_index: int) -> DebuggerOutput:
+    """Show the clients of a round."""
     norms = history.latest("update.norm", round_index)
     rows: list[tuple[Cell, ...]] = []
     for came in tape.entry(round_index).came:
@@ -124,6 +126,7 @@ def _outcome(came: ClientReply) -> str:
 
 
 def show_place(session: Session) -> DebuggerOutput:
+    """Show the current round, or the current step of a client."""
     tape, round_index = session.tape, session.round
     known = round_ranges(tape.rounds)
     if session.node is None:
@@ -156,7 +159,7 @@ def show_place(session: Session) -> DebuggerOutput:
 
 
 def size_words(count: int) -> str:
-    """Bytes as people read them."""
+    """Return a number of bytes in words."""
     value, unit = float(count), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):  # noqa: B007 - the last one is used
         if value < 1000:

@@ -31,7 +31,7 @@ SAMPLES_NAMED = 12  # samples of a batch that are named
 
 @dataclass(frozen=True, slots=True)
 class PrintRequest:
-    """What a person wants to see, with the session's place filled in."""
+    """What is to be printed, with the session's place filled in."""
 
     round: int
     node: str | None
@@ -40,6 +40,7 @@ class PrintRequest:
 
 
 def print_words(session: Session, words: Sequence[str]) -> DebuggerOutput:
+    """Return the output that the words name, such as «update c7»."""
     if not words:
         raise ConfigError(f"Print what? {', '.join(NOUNS)}; for example:  print weight, print update c7.")
     noun, *rest = words
@@ -52,6 +53,7 @@ def print_words(session: Session, words: Sequence[str]) -> DebuggerOutput:
 
 
 def parse_request(session: Session, words: Sequence[str], *, free: bool) -> PrintRequest:
+    """Return the request of the words after the noun. `free`: unknown words are kept instead of refused."""
     node, layer, rest = session.node, None, []
     nodes = session.nodes
     for word in words:
@@ -67,13 +69,13 @@ def parse_request(session: Session, words: Sequence[str], *, free: bool) -> Prin
 
 
 def matching_layers(word: str, layers: Iterable[str]) -> list[str]:
-    """A layer by its name, or all tensors of a module by the module's."""
+    """Return a layer by its name, or all tensors of a module by the module's name."""
     names, module = [*layers], word.rstrip(".")
     return [word] if word in names else [name for name in names if name.startswith(f"{module}.")]
 
 
 def _tensors(title: str, tensors: Tensors, layer: str | None, note: str = "") -> DebuggerOutput:
-    """One layer as a tensor, all of them as a table."""
+    """Show one layer as a tensor, or all of them as a table."""
     if layer is None:
         rows = []
         for name, tensor in tensors.items():
@@ -96,7 +98,7 @@ def _client(request: PrintRequest, what: str) -> str:
 
 
 def gradient(session: Session, request: PrintRequest) -> DebuggerOutput:
-    """Of a client's step, as its optimiser gets it."""
+    """Show the gradient of a client's step, as its optimiser gets it."""
     node = _client(request, "gradient")
     if session.tape.setting.host != "lab":
         return _recorded_gradient(session, request, node)
@@ -106,7 +108,7 @@ def gradient(session: Session, request: PrintRequest) -> DebuggerOutput:
 
 
 def _recorded_gradient(session: Session, request: PrintRequest, node: str) -> DebuggerOutput:
-    """Of a host whose steps cannot be run again here: what the tape was told to keep."""
+    """Show a gradient from the tape, for hosts whose steps cannot be run again here."""
     folder = session.tape.folder
     steps = [
         gradient.step
@@ -124,7 +126,7 @@ def _recorded_gradient(session: Session, request: PrintRequest, node: str) -> De
 
 
 def weight(session: Session, request: PrintRequest) -> DebuggerOutput:
-    """In a client: its own, before the step. Else the global model's, at the round's beginning."""
+    """Show the weights of the client that the session is in, before the step; else those of the global model."""
     if request.node is not None and session.node == request.node:
         step = session.at(request.node)
         title = f"weights of {request.node}, round {request.round}, before step {step.number}"
@@ -140,7 +142,7 @@ def weight(session: Session, request: PrintRequest) -> DebuggerOutput:
 
 
 def update(session: Session, request: PrintRequest) -> DebuggerOutput:
-    """What a client changed; without one, of all clients in the round."""
+    """Show what a client changed; without a client, a table of all clients of the round."""
     if request.node is not None:
         tensors_of_node = session.states.update(request.round, request.node)
         note = "What it sent, less what it was given."
@@ -168,7 +170,7 @@ def _required(tensors: Tensors | None, request: PrintRequest) -> Tensors:
 
 
 def loss(session: Session, request: PrintRequest) -> DebuggerOutput:
-    """Of a client's local steps, as recorded; else of the global model, over the rounds."""
+    """Show the recorded losses of a client's local steps; without a client, the global model's loss over the rounds."""
     if request.node is None:
         return metric(session, replace(request, rest=("loss",)))
     losses = losses_of(session.states.reply_of(request.round, request.node)).tolist()
@@ -185,7 +187,7 @@ def loss(session: Session, request: PrintRequest) -> DebuggerOutput:
 
 
 def metric(session: Session, request: PrintRequest) -> DebuggerOutput:
-    """One over the rounds, from the store or the tape; without a name, all of this round."""
+    """Show a metric over the rounds, from the store or the tape; without a name, all metrics of this round."""
     recorded = {round_index: session.tape.entry(round_index).metrics for round_index in session.tape.rounds}
     if not request.rest:
         values = _metrics_of_round(session, request)
@@ -207,7 +209,7 @@ def metric(session: Session, request: PrintRequest) -> DebuggerOutput:
 
 
 def _metric_of_each_client(session: Session, name: str) -> DebuggerOutput | None:
-    """A metric that only clients have: a line for each."""
+    """Show a metric that only clients have: one line each; None if there is no value."""
     series_by_node = {node: session.history.series(name, node) for node in session.nodes}
     rounds = sorted({round_index for numbers, _ in series_by_node.values() for round_index in numbers})
     if not rounds:
@@ -240,7 +242,7 @@ def _number(value: float | None) -> float:
 
 
 def batch(session: Session, request: PrintRequest) -> DebuggerOutput:
-    """The samples of a client's step: which of its own they are, and their labels."""
+    """Show the samples of a client's step: which of its own they are, and their labels."""
     node = _client(request, "batch")
     step = session.at(node)
     x, y = session.states.trace(request.round, node, step.number).batch(step.number)
@@ -259,7 +261,7 @@ def batch(session: Session, request: PrintRequest) -> DebuggerOutput:
 
 
 def state(session: Session, request: PrintRequest) -> DebuggerOutput:
-    """All that is known before the round: the model, and what the server remembers besides."""
+    """Show the state before the round: the model, and what else the server remembers."""
     held = session.states.state(request.round)
     title = f"state at the beginning of round {request.round}"
     if request.rest:

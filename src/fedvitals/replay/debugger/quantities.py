@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A number that a person names, «update.norm of c7», and what a run has of it: now, and in the rounds before."""
+"""A quantity that a person names, such as «update.norm of c7», and its values in this and earlier rounds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PastValues = list[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What was read in one round. `past`: the earlier rounds in which it was measured, read when it is asked for."""
+    """A value in one round. `past` returns the values of earlier rounds, and reads them only when called."""
 
     label: str
     node: str | None
@@ -47,11 +47,11 @@ class Quantity:
 
     @property
     def is_share(self) -> bool:
-        """Whether it lies between 0 and 1, so that per cent and points of it mean something."""
+        """Return whether it lies between 0 and 1, so that per cent and points of it make sense."""
         return self.layer is None and self.name in CATALOG and CATALOG[self.name].unit == "share"
 
     def check(self, history: History) -> None:
-        """ConfigError, with what exists, where a finished run has no such node or layer."""
+        """Raise ConfigError, listing what exists, if a finished run has no such node or layer."""
         nodes = history.nodes()
         if self.node not in (None, ANY) and nodes and self.node not in nodes:
             family = self.name.rpartition(".")[0]
@@ -69,7 +69,7 @@ class Quantity:
                 raise ConfigError(unknown(f"layer of family '{family}'", self.layer, layers))
 
     def readings(self, history: History, round_index: int) -> Iterator[Reading]:
-        """Its values in a round: one; or one for each client, where it is of any; none where it was not measured."""
+        """Yield its values in a round: one, or one per client for any client; none where it was not measured."""
         if self.layer is not None:
             yield from self._of_layer(history, round_index)
         elif self.node not in (None, ANY):
@@ -85,7 +85,9 @@ class Quantity:
             yield Reading(label, node, values[rounds.index(round_index)], lambda: past)
 
     def _of_all(self, history: History, round_index: int) -> Iterator[Reading]:
-        """The federation's own, else its server's; else a median for what says how good it is, or each client's."""
+        """Yield the federation's value, else the server's; else the median for quality metrics, or each client's
+        value.
+        """
         for whole in (None, "server") if self.node is None else ():
             if history.series(self.name, whole)[0]:
                 yield from self._of_node(history, whole, round_index)
@@ -127,7 +129,7 @@ class Quantity:
 
 
 def quantity_of(name: str, node: str | None = None, layer: str | None = None) -> Quantity:
-    """As it was said; ConfigError, with what was probably meant, for a name that nothing has."""
+    """Return the quantity of this name. Raises ConfigError, with suggestions, for an unknown one."""
     spelling = " ".join(name.lower().split())
     spellings = (
         spelling,
@@ -149,11 +151,12 @@ def quantity_of(name: str, node: str | None = None, layer: str | None = None) ->
 
 
 def quoted(name: str) -> str:
-    """As it is to be written in a sentence."""
+    """Return a name as it must be written in a sentence."""
     return f'"{name}"' if " " in name and name != ANY else name
 
 
 def finite_values(past: PastValues) -> list[float]:
+    """Return the finite ones of past values."""
     return [value for _, value in past if math.isfinite(value)]
 
 
@@ -173,7 +176,7 @@ def _statistic(name: str) -> tuple[str, str]:
 
 
 def _layer_named(layers: Sequence[str], word: str) -> str | None:
-    """The layer of that name; of a module's name, its weight, else its first parameter."""
+    """Return the layer of that name; for a module's name, its weight, else its first parameter."""
     if word in layers:
         return word
     inside = [layer for layer in layers if layer.startswith(f"{word}.")]

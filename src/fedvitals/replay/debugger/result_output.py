@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What proofs, what-ifs, forks and bisections found, as something to be shown."""
+"""Show the results of proofs, what-ifs, forks and bisections."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fedvitals.replay.tape.journal import round_ranges
 if TYPE_CHECKING:
     from fedvitals.replay.counterfactual.bisect import BisectResult
     from fedvitals.replay.counterfactual.fork import Fork
-    from fedvitals.replay.counterfactual.reaggregate import WhatIf
+    from fedvitals.replay.counterfactual.reaggregate import WhatIfResult
 
 MAIN_METRICS = ("accuracy", "loss")
 
 
 def show_proof(proof: Proof, node: str | None = None) -> DebuggerOutput:
-    """`node`: whose updates alone were looked at."""
+    """Show a proof. `node`: the client whose updates alone were compared."""
     count = len(proof.proved)
     proved = f"{count} round{'s' * (count != 1)} ({round_ranges(proof.proved)})"
     text = f"  {proved} run again from {proof.begun}, in {proof.seconds:.2f} s"
@@ -41,7 +41,8 @@ def show_proof(proof: Proof, node: str | None = None) -> DebuggerOutput:
     return debugger_output.text_output(f"{whose}round{'s' * (count != 1)} {round_ranges(proof.proved)}: {what}", text)
 
 
-def show_whatif(result: WhatIf) -> DebuggerOutput:
+def show_whatif(result: WhatIfResult) -> DebuggerOutput:
+    """Show a what-if as a table of rounds."""
     names = _metrics([turn.recorded for turn in result.turns], [turn.changed for turn in result.turns])
     rows = [(t.round, *_pairs(names, t.recorded, t.changed), t.moved, t.relative) for t in result.turns]
     columns = ("round", *_heads(names, "what if"), "model moved", "possible error")
@@ -56,6 +57,7 @@ def show_whatif(result: WhatIf) -> DebuggerOutput:
 
 
 def show_fork(result: Fork) -> DebuggerOutput:
+    """Show a fork as a table of rounds, with the findings that differ."""
     names = _metrics([*result.recorded.values()], [*result.forked.values()])
     rows = [
         (round_index, *_pairs(names, result.recorded.get(round_index, {}), metrics))
@@ -70,6 +72,7 @@ def show_fork(result: Fork) -> DebuggerOutput:
 
 
 def show_bisect(result: BisectResult) -> DebuggerOutput:
+    """Show the result of a bisection."""
     return debugger_output.text_output("bisect", f"  {result}")
 
 
@@ -78,7 +81,7 @@ def _finding(issue: str, node: str | None) -> str:
 
 
 def _metrics(*paths: Sequence[Mapping[str, float]]) -> list[str]:
-    """Those that both have, in one round at least; of many, the two that everybody looks at."""
+    """Return the metrics that both have in at least one round; of many, accuracy and loss."""
     known = [{name for metrics in path for name in metrics} for path in paths]
     both = known[0] & known[1]
     return [name for name in MAIN_METRICS if name in both] or sorted(both)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a live run waits between two rounds, if a person who debugs it has asked for that: files in the tape's folder.
+"""The gate at which a live run waits between two rounds while a debugger session holds it: files in the tape's folder.
 
-`debugger` is the session's sign of life, renewed every second, and says up to which round the run may go on. Without
-it, or when it has not been renewed for a while, the run goes on: a session that dies holds nobody up. `waiting` is the
-run's: after which round it waits, renewed as well, so that a run that was killed there is not taken for one that waits.
-One session holds a run at a time.
+`debugger` is the session's claim, renewed every second, and says up to which round the run may go on. Without it, or
+when it has not been renewed for a while, the run goes on, so that a session that dies holds nothing up. `waiting` is
+the run's: after which round it waits, renewed as well, so that a run that was killed there is not taken for one that
+waits. One session holds a run at a time.
 """
 
 from __future__ import annotations
@@ -34,19 +34,23 @@ POLL_SECONDS = 0.05
 
 
 class SessionClaim(msgspec.Struct):
+    """A session's claim on a run, as JSON in the tape's folder."""
+
     go: int = -1  # rounds up to this one may be followed by the next
     owner: str = ""  # the session: machine, process, and a mark of its own
 
 
 def _is_fresh(path: Path) -> bool:
-    """Whether a sign was given lately. One of the future is of a clock that was set back: of nobody who is there."""
+    """Return whether a file was renewed lately. One dated in the future comes from a clock that was set back, and is
+    not fresh.
+    """
     with contextlib.suppress(OSError):
         return abs(time.time() - path.stat().st_mtime) < STALE_SECONDS
     return False
 
 
 class RoundGate:
-    """The run's side."""
+    """The run's side of the gate."""
 
     def __init__(self, folder: Path) -> None:
         self._sign, self._at = folder / CLAIM_FILE, folder / WAITING_FILE
@@ -54,13 +58,13 @@ class RoundGate:
 
     @property
     def asked(self) -> bool:
-        """Whether somebody is there: one look at a file for each round."""
+        """Return whether a session is attached; one look at a file per round."""
         return _is_fresh(self._sign)
 
     def wait(self, round_index: int, sleep: Callable[[float], None] = time.sleep) -> None:
-        """After a round, until the session lets the run go on, or is gone.
+        """Wait after a round until the session lets the run go on, or is gone.
 
-        How long nothing was renewed is measured by a clock that nobody sets.
+        The time since the last renewal is measured by a monotonic clock, which nobody sets.
         """
         stamp, renewed, written = self._stamp(), time.monotonic(), time.monotonic()
         try:
@@ -77,6 +81,7 @@ class RoundGate:
             self.close()
 
     def close(self) -> None:
+        """Remove the note that the run waits."""
         with contextlib.suppress(OSError):
             self._at.unlink(missing_ok=True)
 
@@ -91,7 +96,9 @@ class RoundGate:
 
 
 class GateHandle:
-    """The session's side: `claim` the run, then `renew` at least every few seconds, and `release` it in the end."""
+    """The session's side: `claim` the run, `renew` the claim at least every few seconds, and `release` it in the
+    end.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._sign, self._at = folder / CLAIM_FILE, folder / WAITING_FILE
@@ -100,10 +107,11 @@ class GateHandle:
 
     @property
     def go(self) -> int:
+        """Return the round up to which the run may go on."""
         return self._orders.go
 
     def claim(self) -> None:
-        """BusyError where another session holds the run, and is alive."""
+        """Claim the run. Raises BusyError if another live session holds it."""
         with self._alone():
             claim = _read_claim(self._sign)
             if (
@@ -116,9 +124,9 @@ class GateHandle:
             self._write()
 
     def renew(self, go: int | None = None) -> None:
-        """The sign of life; with it, how far the run may go from now on.
+        """Renew the claim, and set how far the run may go from now on.
 
-        BusyError: this session was not heard of for so long that another one has taken the run.
+        Raises BusyError if another session has taken the run because this one was not heard of for too long.
         """
         with self._lock:
             claim = _read_claim(self._sign)
@@ -132,17 +140,17 @@ class GateHandle:
                 self._write()
 
     def waiting(self) -> int | None:
-        """The round after which the run waits now."""
+        """Return the round after which the run waits now; None if it does not."""
         with contextlib.suppress(OSError, ValueError):
             return int(read_note(self._at)) if _is_fresh(self._at) else None
         return None
 
     def stands(self) -> bool:
-        """Whether the run said that it waits, and not that it goes on; it may have been killed there."""
+        """Return whether the run noted that it waits and not that it goes on; it may have been killed there."""
         return self._at.exists()
 
     def release(self) -> None:
-        """The run goes on by itself from here."""
+        """Let the run go on by itself from here."""
         with self._lock:
             claim = _read_claim(self._sign)
             if claim is None or claim.owner == self._orders.owner:
@@ -153,7 +161,7 @@ class GateHandle:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Two sessions that begin in the same moment look one after the other."""
+        """Lock, so that two sessions that begin at the same moment claim one after the other."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
         file = os.open(self._sign.with_name(f"{CLAIM_FILE}.lock"), flags, 0o644)
         try:
@@ -173,14 +181,14 @@ class GateHandle:
 
 
 def _read_claim(sign: Path) -> SessionClaim | None:
-    """None where there is no sign, or one that cannot be read."""
+    """Return the claim; None if there is none, or it cannot be read."""
     with contextlib.suppress(OSError, ValueError, msgspec.MsgspecError):
         return msgspec.json.decode(read_note(sign), type=SessionClaim)
     return None
 
 
 def _is_alive(owner: str) -> bool:
-    """Whether the session's process is there; of another machine it is believed."""
+    """Return whether the session's process exists; for another machine it is assumed."""
     machine, _, process = owner.rpartition(":")[0].rpartition(":")
     if machine != socket.gethostname() or not process.isdecimal() or sys.platform == "win32":
         return True
@@ -188,7 +196,7 @@ def _is_alive(owner: str) -> bool:
 
 
 def is_process(process_id: int) -> bool:
-    """Whether a process of this machine is there, whoever's it is."""
+    """Return whether a process of this id exists on this machine, whoever owns it."""
     try:
         os.kill(process_id, 0)
     except ProcessLookupError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A debugger for federations: a place in a recorded run, and everything that can be asked and done from there.
+"""A debugger session: a place in a recorded run, and everything that can be asked and done from there.
 
     with fv.open_replay("digits") as r:
         r.goto(12)
@@ -7,8 +7,8 @@
         r.step(3)
         print(r.show("gradient conv1"))
 
-A place is a round; inside it, maybe, a client; and in a client, one of its local steps. The state of a round is the one
-at its beginning. What the tape does not have is run again when it is first asked for.
+A place is a round, optionally a client in it, and one of the client's local steps. The state of a round is the one at
+its beginning. What the tape does not have is run again when it is first needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedvitals.records import Finding, Run
 from fedvitals.replay.debugger import debugger_output, differences, overview
 from fedvitals.replay.debugger.breakpoints import Breakpoints, Hit
 from fedvitals.replay.debugger.cached_history import CachedHistory
-from fedvitals.replay.debugger.conditions import Condition, parse
+from fedvitals.replay.debugger.conditions import RoundCondition, parse
 from fedvitals.replay.debugger.debugger_output import DebuggerOutput
 from fedvitals.replay.debugger.exporting import export_file
 from fedvitals.replay.debugger.held_run import HeldRun
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from fedvitals.lab.experiment import Experiment
     from fedvitals.replay.counterfactual.bisect import BisectResult
     from fedvitals.replay.counterfactual.fork import Fork
-    from fedvitals.replay.counterfactual.reaggregate import WhatIf
+    from fedvitals.replay.counterfactual.reaggregate import WhatIfResult
 
 
 def open_replay(
@@ -56,11 +56,11 @@ def open_replay(
     workers: int | None = 1,
     loop: Replayable | str | None = None,
 ) -> Session:
-    """A session on a run's tape: closed by leaving its `with`.
+    """Open a session on a run's tape; use it in a `with` block.
 
-    `run`: an id, the beginning of one, or a name (its newest run). `experiment`: needed again where parts of it are
-    objects of the user's own. `data`: the folder of its data set, if it lies elsewhere now. `loop`: of a
-    plain loop's run, what has `restore` and `train` (see `replay.player.loops`), or its name, "module:name".
+    `run`: an id, the beginning of one, or a name (its newest run). `experiment`: needed again where parts of it are the
+    user's own objects. `data`: the folder of its data set, if it has moved. `loop`: for a plain loop, an object with
+    `restore` and `train` (see `replay.player.loop_player`), or its name, "module:name".
     """
     reader = open_reader(store)
     try:
@@ -82,7 +82,9 @@ def open_replay(
 
 
 class Session:
-    """`round`, `node` and `step` are where it is. `progress` hears of each round that is run again."""
+    """A session; `round`, `node` and `step_number` are its place. `progress` is called for each round that is run
+    again.
+    """
 
     def __init__(
         self,
@@ -111,6 +113,7 @@ class Session:
         self.close()
 
     def close(self) -> None:
+        """Release the run, the player and the store."""
         self.running.close()
         self.states.close()
         self._reader.close()
@@ -122,58 +125,62 @@ class Session:
 
     @property
     def player(self) -> Any:
+        """Return the player that runs rounds again."""
         return self.states.player
 
     @property
     def history(self) -> History:
+        """Return the history of the run."""
         return self._reader.history(self.run.id)
 
     @property
     def layers(self) -> tuple[str, ...]:
+        """Return the names of the model's layers."""
         return self.tape.setting.layers
 
     @property
     def nodes(self) -> list[str]:
-        """All clients of the run, as far as the tape knows them."""
+        """Return all clients of the run, as far as the tape knows them."""
         recorded = self.tape.setting.told.get("nodes")
         here = [came.node for came in self.tape.entry(self.round).came]
         return list(dict.fromkeys([*(recorded or ()), *here]))
 
     def described(self) -> Run:
-        """The run as it is now: it may end meanwhile."""
+        """Return the run as it is now; it may end meanwhile."""
         self.run = queries.get_run(self._reader, self.run.id)
         return self.run
 
     def metric_names(self) -> list[str]:
+        """Return the names of the run's metrics."""
         return queries.metric_names(self._reader, self.run.id)
 
     def findings_until(self, round_index: int | None = None) -> list[Finding]:
-        """What the detectors said, up to a round."""
+        """Return the findings up to a round (default: all)."""
         all_of_it = queries.records(self._reader, self.run.id, Finding)
         return [
             f for f in all_of_it if round_index is None or (f.where.round is not None and f.where.round <= round_index)
         ]
 
     def suspects(self, round_index: int) -> list[str]:
-        """Whom the findings up to a round name."""
+        """Return the clients that findings up to a round name."""
         findings = self.findings_until(round_index)
         named = [f.where.node for f in findings] + [suspect.node for f in findings for suspect in f.suspects]
         return [node for node in dict.fromkeys(named) if node in self.nodes]
 
     def overview(self) -> DebuggerOutput:
-        """What can be replayed, and how."""
+        """Show what can be replayed, and how."""
         return self.kept(overview.show_run(self.described(), self.tape, self.findings_until()))
 
     def rounds(self) -> DebuggerOutput:
-        """The rounds on the tape."""
+        """Show the rounds on the tape."""
         return self.kept(overview.show_rounds(self.tape, self.findings_until(), self.round))
 
     def clients(self) -> DebuggerOutput:
-        """Who took part in this round."""
+        """Show the clients of this round."""
         return self.kept(overview.show_clients(self.tape, self.history, self.round))
 
     def findings(self) -> DebuggerOutput:
-        """What had been found by the end of this round, worst first."""
+        """Show the findings up to the end of this round, worst first."""
         attended = queries.attendance(
             self._reader, self.run.id, {f.where.node for f in self.findings_until(self.round)}
         )
@@ -189,7 +196,7 @@ class Session:
         return self.kept(debugger_output.table_output(f"findings up to round {self.round}", columns, rows))
 
     def how(self, round_index: int) -> str:
-        """How the state of a round is had."""
+        """Return in words how the state of a round is obtained."""
         if self.tape.has_state(round_index):
             return "Read from the tape."
         since = self.tape.nearest(round_index)
@@ -200,21 +207,22 @@ class Session:
     # -- where it is --------------------------------------------------------------------------------------------------
 
     def where(self) -> DebuggerOutput:
-        """Where the session is, and what is there."""
+        """Show where the session is, and what is there."""
         return self.kept(overview.show_place(self))
 
     def goto(self, round_index: int) -> DebuggerOutput:
+        """Go to the beginning of a round."""
         if round_index not in self.tape.rounds:
             raise ConfigError(f"Round {round_index} is not on the tape. It has: {round_ranges(self.tape.rounds)}.")
         self.round, self.node, self.step_number = round_index, None, 0
         return self.where()
 
     def next(self) -> DebuggerOutput:
-        """To the next round; of a run that is held, the one that it does now."""
+        """Go to the next round; of a run that is held, the one that it trains now."""
         return self._neighbour(1)
 
     def back(self) -> DebuggerOutput:
-        """To the round before."""
+        """Go to the previous round."""
         return self._neighbour(-1)
 
     def _neighbour(self, by: int) -> DebuggerOutput:
@@ -227,7 +235,7 @@ class Session:
         return self.goto(others[0] if by > 0 else others[-1])
 
     def into(self, node: str) -> DebuggerOutput:
-        """Into a client's local training of this round: it is run again, and watched."""
+        """Go into a client's local training of this round: it is run again, and traced."""
         if node not in self.nodes:
             raise ConfigError(unknown("client", node, self.nodes))
         self.states.trace(self.round, node)
@@ -235,7 +243,7 @@ class Session:
         return self.where()
 
     def step(self, count: int = 1) -> DebuggerOutput:
-        """Forward in a client's local training, or back where `count` is negative; it stops at the ends."""
+        """Go forward in a client's local training, or back where `count` is negative; it stops at the ends."""
         if self.node is None:
             raise ConfigError("Steps are a client's: go into one first (into c7).  next  goes to the next round.")
         last = len(self.states.trace(self.round, self.node).steps) - 1
@@ -248,17 +256,18 @@ class Session:
         return output
 
     def out(self) -> DebuggerOutput:
-        """Out of a client, back to its round."""
+        """Go out of a client, back to its round."""
         if self.node is None:
             raise ConfigError(f"The session is in no client, but at round {self.round}.")
         self.node, self.step_number = None, 0
         return self.where()
 
     def step_of(self, node: str) -> int:
+        """Return the current step of a client; 0 for a client that the session is not in."""
         return self.step_number if node == self.node else 0
 
     def at(self, node: str) -> TracedStep:
-        """The client's step that the session is at, with its tensors; of a client that it is not in, the first."""
+        """Return the client's current step with its tensors; of a client that the session is not in, the first."""
         step_number = self.step_of(node)
         client_trace = self.states.trace(self.round, node, step_number)
         if not client_trace.steps:
@@ -268,7 +277,7 @@ class Session:
         return client_trace.steps[step_number]
 
     def exactness(self, node: str) -> str:
-        """Whether a client's steps, as they are shown, are what happened."""
+        """Return in words whether a client's traced steps are exactly what happened."""
         exact = self.states.trace(self.round, node, self.step_of(node)).exact
         if exact is None:
             return ""
@@ -277,11 +286,11 @@ class Session:
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def show(self, *what: str) -> DebuggerOutput:
-        """One of gradient, weight, update, loss, metric, batch, state; of a layer, client or metric: "update c7"."""
+        """Show a gradient, weight, update, loss, metric, batch or state; of a layer, client or metric: "update c7"."""
         return self.kept(print_words(self, " ".join(what).split()))
 
     def diff(self, first: str | int, second: str | int) -> DebuggerOutput:
-        """Of two clients, of a client and its «cohort», or of the models at the beginnings of two rounds."""
+        """Compare two clients, a client and its «cohort», or the models at the beginnings of two rounds."""
         if isinstance(first, int) and isinstance(second, int):
             return self.kept(differences.compare_rounds(self, first, second))
         for name in (first, second):
@@ -290,33 +299,35 @@ class Session:
         return self.kept(differences.compare_clients(self, str(first), str(second)))
 
     def export(self, path: str | Path, *what: str) -> Path:
-        """To .safetensors (a state, update, gradient), .csv or .json (what is named; else what was shown last)."""
+        """Export to .safetensors (a state, update, gradient), .csv or .json (what is named, else what was shown
+        last).
+        """
         return export_file(self, Path(path), " ".join(what).split())
 
     def kept(self, output: DebuggerOutput) -> DebuggerOutput:
-        """As what was shown last."""
+        """Remember an output as the last one shown, and return it."""
         self.last = output
         return output
 
     # -- stopping -----------------------------------------------------------------------------------------------------
 
     def break_(self, text: str) -> int:
-        """A condition at which `run_until` stops; its number."""
+        """Add a condition at which `run_until` stops, and return its number."""
         return self.breakpoints.add(text, self._checked())
 
     def watch(self, text: str) -> int:
-        """A value of which `run_until` tells whenever it changes; its number."""
+        """Add a value whose changes `run_until` reports, and return its number."""
         return self.breakpoints.watch(text, self._checked())
 
     def _checked(self) -> History | None:
-        """What names are held against: of a run that goes on, they may come yet."""
+        """Return the history that names are checked against; None for a run that goes on, since they may still come."""
         return None if self.running.goes_on else self.history
 
     def run_until(self, text: str | None = None, *, timeout: float | None = None) -> Hit | None:
-        """Forward to the first round in which a condition holds, or a breakpoint is hit; None: to the last round.
+        """Go forward to the first round in which a condition holds or a breakpoint is hit; None: to the last round.
 
-        Of a run that is still running, forward leads on: it is let go, and held where it is hit (on Flower it is only
-        told). `timeout`: for how many seconds. What watchpoints saw on the way is in `told`.
+        A run that is still training is let go, and held where it is hit (on Flower the hit is only reported).
+        `timeout`: in seconds. What watchpoints saw on the way is in `told`.
         """
         wanted = None if text is None else parse(text)
         goes_on = self.running.goes_on
@@ -347,7 +358,7 @@ class Session:
             if breakpoint_number is not None:
                 self.breakpoints.remove(breakpoint_number)
 
-    def _first(self, wanted: Condition | None, rounds: list[int]) -> Hit | None:
+    def _first(self, wanted: RoundCondition | None, rounds: list[int]) -> Hit | None:
         known, findings = CachedHistory(self.history), self.findings_until()
         for round_index in rounds:
             hits = self.breakpoints.check(known, findings, round_index)
@@ -361,7 +372,7 @@ class Session:
         return None
 
     def pause(self, *, timeout: float | None = None) -> DebuggerOutput:
-        """Hold a run that is still running after the round that it is in, and go there."""
+        """Hold a run that is still training after its current round, and go there."""
         hit = self.running.pause(timeout)
         known = self.tape.rounds
         return self.goto(hit.round if hit is not None and hit.round in known else known[-1])
@@ -386,7 +397,7 @@ class Session:
 
     def whatif(
         self, text: str | None = None, *, first: int | None = None, last: int | None = None, **change: Any
-    ) -> WhatIf:
+    ) -> WhatIfResult:
         """Aggregate recorded updates again with a change, from this round to the last: no client trains.
 
         In words ("drop c7"), or as `whatif(drop=("c7",), clip=1.5)`.
@@ -405,7 +416,7 @@ class Session:
     def fork(
         self, text: str | None = None, *, until: int | None = None, name: str | None = None, **change: Any
     ) -> Fork:
-        """Truly run on from this round with a change, as a new run in the store."""
+        """Train on from this round with a change, as a new run in the store."""
         from fedvitals.replay.counterfactual.change import change_from  # noqa: PLC0415
         from fedvitals.replay.counterfactual.fork import fork  # noqa: PLC0415
 
@@ -421,7 +432,9 @@ class Session:
         )
 
     def bisect(self, good: int, bad: int, until: str | None = None) -> BisectResult:
-        """The first bad round between two, and the smallest set of clients whose removal restores the good path."""
+        """Return the first bad round between two, and the smallest set of clients whose removal restores the good
+        metrics.
+        """
         from fedvitals.replay.counterfactual.bisect import bisect  # noqa: PLC0415
 
         condition = None if until is None else parse(until)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded rounds, run again."""
+"""Run recorded rounds again, and compare them with the recording."""

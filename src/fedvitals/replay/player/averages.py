@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which average a loop took: several are written in the same words and differ in their last bits. The digest tells."""
+"""Find which average a plain loop took: several formulas differ only in their last bits, and the digest decides."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ UNCHANGED = "the state before, unchanged"
 
 
 class AverageFinder:
-    """Remembers which one fits, and tries that one first."""
+    """Remembers which average matched, and tries that one first."""
 
     names = (*AVERAGES, UNCHANGED)
 
@@ -59,7 +59,10 @@ class AverageFinder:
         self.fitting: str | None = None
 
     def find(self, before: Tensors, messages: Sequence[Message], wanted: str) -> Tensors | None:
-        """The average that has the wanted digest; None where no one has. Buffers that are counts may be anybody's."""
+        """Return the averaged state that has the wanted digest; None if no formula gives it.
+
+        Integer buffers may be rounded averages, the first client's, or unchanged; all are tried.
+        """
         if digest_of(before) == wanted:
             self.fitting = self.fitting or UNCHANGED
             return before

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a round that was run again first departs from its recording: who, in which step and layer, by what."""
+"""Find where a replayed round first departs from its recording: client, local step, layer and values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedvitals.replay.tape.retention import losses_of
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """The first thing that differs. `step`: of the client's local training, as far as its losses tell."""
+    """The first difference. `step`: of the client's local training, as far as its losses show."""
 
     round: int
     what: str  # «state before», «cohort», «update», «weight», «state after», «metric»
@@ -45,7 +45,9 @@ class Mismatch:
 
 
 def first_mismatch(recorded: RoundEntry, replayed: RoundEntry, layers: Sequence[str]) -> Mismatch | None:
-    """None: all digests are equal, so all bits are."""
+    """Return the first difference between a recorded and a replayed round; None if all digests, and so all bits, are
+    equal.
+    """
     round_index = recorded.round
     before = _state_mismatch(round_index, "state before", recorded.state, replayed.state, layers)
     if before is not None:
@@ -63,7 +65,7 @@ def first_mismatch(recorded: RoundEntry, replayed: RoundEntry, layers: Sequence[
 def _first_update_mismatch(
     round_index: int, recorded: Sequence[ClientReply], replayed: Sequence[ClientReply], layers: Sequence[str]
 ) -> Mismatch | None:
-    """Of the clients that differ, the one that does so first: where groups exchange, it takes others along."""
+    """Return the mismatch of the client that differs first: where groups exchange models, it affects others."""
     mismatches: list[tuple[float, int, Mismatch]] = []
     for place, (before, after) in enumerate(zip(recorded, replayed, strict=True)):
         if _same_reply(before, after):
@@ -75,7 +77,7 @@ def _first_update_mismatch(
 
 
 def _same_reply(before: ClientReply, after: ClientReply) -> bool:
-    """Norms are for people; bits are in the digests."""
+    """Return whether two replies have the same bits; norms are only for people."""
     marks = [None if reply.mark is None else reply.mark.digest for reply in (before, after)]
     outcomes = [(reply.weight, reply.used, reply.losses, reply.error) for reply in (before, after)]
     return marks[0] == marks[1] and outcomes[0] == outcomes[1]
@@ -106,7 +108,7 @@ def _outcome(came: ClientReply) -> str:
 
 
 def _first_differing_step(before: ClientReply, after: ClientReply) -> int | None:
-    """The first local step whose loss has other bits."""
+    """Return the first local step whose loss has different bits; None if there is none."""
     old, new = (losses_of(reply).view(np.uint32) for reply in (before, after))
     shared = min(len(old), len(new))
     apart = np.flatnonzero(old[:shared] != new[:shared])
@@ -152,9 +154,10 @@ def _metric_mismatch(recorded: RoundEntry, replayed: RoundEntry) -> Mismatch | N
 
 
 def deviation(recorded: RoundEntry, replayed: RoundEntry) -> float:
-    """The largest difference of a layer's norm in any state or update of the round, relative to the whole state's.
+    """Return the largest difference of a layer's norm in any state or update of the round, relative to the whole
+    state's norm.
 
-    Relative to the layer's own, a bias that is nearly 0 would decide.
+    Relative to the layer's own norm, a bias near 0 would decide.
     """
     pairs: list[tuple[StateDigest | None, StateDigest | None]] = [
         (recorded.state.get(k), m) for k, m in replayed.state.items()

@@ -46,18 +46,18 @@ LOOP_DESCRIPTION = "an object (or a module) with restore(round, tensors, notes) 
 
 @dataclass
 class LoopState:
-    """The global model before a round; `number`: of that round."""
+    """The global model before round `number`."""
 
     number: int
     model: Tensors
 
 
 class LoopPlayer:
-    """The same as `Player`, for a plain loop. Its metrics are not computed again: the tape does not know how.
+    """Runs recorded rounds of a plain loop again. Metrics are not computed, because the tape does not know how.
 
-    `train` gives the client's state (a state_dict, a module), or a pair of it and the losses of its steps, which are
-    then compared, too. `aggregate(state, updates, weights)`: gives the next global state. Without it, plain averages
-    are tried, and `averaged` says which of them it was.
+    `train` returns the client's state (a state_dict or a module), or a pair of it and the losses of its steps, which
+    are then compared, too. `aggregate(state, updates, weights)` returns the next global state; without it, plain
+    averages are tried, and `averaged` says which of them matched.
     """
 
     def __init__(self, tape: TapeReader, restore: Restore, train: Train, aggregate: Aggregate | None = None) -> None:
@@ -79,7 +79,9 @@ class LoopPlayer:
 
     @property
     def averaged(self) -> str | None:
-        """Which average gave the recorded states, in words; None: `aggregate` was given, or nothing averaged yet."""
+        """Return in words which average gave the recorded states; None: `aggregate` was given, or nothing was
+        averaged yet.
+        """
         return None if self._aggregate is not None else self._averages.fitting
 
     @property
@@ -93,6 +95,7 @@ class LoopPlayer:
     site = experiment
 
     def start(self, round_index: int) -> int:
+        """Return the round from whose stored state this round can be run again. Raises StoreError if there is none."""
         start = self.tape.nearest(round_index)
         if start is None:
             raise StoreError(
@@ -102,10 +105,11 @@ class LoopPlayer:
         return start
 
     def stored(self, round_index: int) -> LoopState:
+        """Return the stored state before a round."""
         return LoopState(round_index, self.tape.state(round_index)["model"])
 
     def server(self, round_index: int) -> LoopState:
-        """The global model before a round: read, or run again from the nearest state that can be."""
+        """Return the global model before a round: read, or run again from the nearest stored state."""
         standing = self.stored(self.start(round_index))
         for played in self.rounds(standing.number, round_index - 1, standing):
             del played
@@ -114,9 +118,9 @@ class LoopPlayer:
     def rounds(
         self, first: int, last: int, server: LoopState, *, node: str | None = None, **_: Any
     ) -> Iterator[ReplayedRound]:
-        """Run them again from the beginning of the first; `server` is moved along.
+        """Run rounds again from the beginning of the first and yield each; `server` is moved along.
 
-        `node`: the only client that matters in the last of them; the others are not trained in it.
+        `node`: the only client that matters in the last round; the others are not trained in it.
         """
         numbers = [round_index for round_index in self.tape.rounds if first <= round_index <= last]
         for round_index in numbers:
@@ -135,7 +139,7 @@ class LoopPlayer:
             yield played
 
     def round(self, round_index: int, *, node: str | None = None, **_: Any) -> ReplayedRound:
-        """One round, from its own beginning; of one client alone, if it is named."""
+        """Return one round, run again from its own beginning; of one client alone, if `node` is given."""
         with contextlib.closing(self.rounds(round_index, round_index, self.server(round_index), node=node)) as rounds:  # type: ignore[type-var]
             return next(rounds)
 
@@ -162,7 +166,9 @@ class LoopPlayer:
 
     @contextlib.contextmanager
     def _as_it_was(self) -> Iterator[None]:
-        """As many threads as then, on which sums depend; and the caller's generators are left as they are."""
+        """Use as many threads as were recorded, since sums depend on it, and restore the caller's random generators
+        afterwards.
+        """
         before, threads = random_states(), torch.get_num_threads()
         torch.set_num_threads(int(self.tape.setting.told.get("threads", threads)))
         try:
@@ -174,7 +180,9 @@ class LoopPlayer:
     # -- the aggregation ----------------------------------------------------------------------------------------------
 
     def _ended(self, entry: RoundEntry, before: Tensors, messages: list[Message]) -> tuple[Tensors, Tensors]:
-        """The state at the round's end, and the one that the next begins with: a loop may aggregate between the two."""
+        """Return the state at the round's end and the one the next round begins with: a loop may aggregate between
+        the two.
+        """
         recorded, next_digest = entry.after["model"].digest, self._next(entry)
         out = set(entry.after_notes.get("excluded", ()))
         useful = [m for m in messages if m.tensors is not None and m.used and m.node not in out]
@@ -194,7 +202,7 @@ class LoopPlayer:
         return ended, self._averages.find(before, useful, str(next_digest)) or ended
 
     def _beyond(self, entry: RoundEntry, last: bool, before: Tensors) -> Tensors:
-        """Past a round of which the tape lost a part: nobody knows who else took part in it."""
+        """Return the state after a round of which the tape lost a part: nobody knows who else took part in it."""
         if last:
             return before
         later = next(round_index for round_index in self.tape.rounds if round_index > entry.round)
@@ -210,7 +218,9 @@ class LoopPlayer:
         return None if later is None else self.tape.entry(later).state["model"].digest
 
     def _unexplained(self, entry: RoundEntry, before: Tensors, messages: list[Message]) -> Tensors:
-        """No average gives what was recorded. Who computed other updates than then is told of that by the proof."""
+        """Raise ConfigError if the updates are the recorded ones and no average matches; else return the state
+        before.
+        """
         same = all(
             (came.mark is None) == (message.tensors is None)
             and (came.mark is None or message.tensors is None or came.mark.digest == digest_of(message.tensors))
@@ -226,10 +236,10 @@ class LoopPlayer:
 
 
 def load_loop(text: str) -> Replayable:
-    """`my_module:parts` as a person writes it on the command line: imported, and looked at.
+    """Import the object that `module:name` on the command line names, and check it.
 
-    What it names is an object with `restore` and `train` (and `aggregate`, if need be), or a function without arguments
-    that gives one. Without «:» it is the module itself.
+    It is an object with `restore` and `train` (and optionally `aggregate`), or a function without arguments that
+    returns one. Without «:» it is the module itself.
     """
     module, _, attribute = text.partition(":")
     if not module:
@@ -259,7 +269,7 @@ def load_loop(text: str) -> Replayable:
 
 
 def loop_player(tape: TapeReader, loop: Replayable | str) -> LoopPlayer:
-    """The player of such an object, or of its name."""
+    """Return the player for such an object, or for its name."""
     parts = load_loop(loop) if isinstance(loop, str) else loop
     return LoopPlayer(tape, parts.restore, parts.train, getattr(parts, "aggregate", None))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs recorded rounds of a lab run again, by the lab itself: the same engine, the same faults, the same corrections.
+"""Run recorded rounds of a lab run again, by the lab itself: the same engine, the same faults, the same corrections.
 
-What the monitor prescribed and shut out at the time is read from the tape. Nothing else is: all updates are computed.
+The corrections the monitor prescribed and the clients it excluded are read from the tape. All updates are computed.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class ReplayedRound:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def message(self, node: str) -> Message | None:
+        """Return a client's message; None if it sent none."""
         return next((message for message in self.messages if message.node == node), None)
 
     def entry(self) -> RoundEntry:
-        """As the tape would have recorded it."""
+        """Return the round as the tape would have recorded it."""
         came = [reply_entry_of(m, None if m.tensors is None else state_digest_of(m.tensors)) for m in self.messages]
         before = {name: state_digest_of(tensors) for name, tensors in self.before.items()}
         after = {name: state_digest_of(tensors) for name, tensors in self.after.items()}
@@ -58,7 +59,7 @@ class ReplayedRound:
 
 
 class PlaybackObserver(NullObserver):
-    """An observer that answers as the monitor did, and hears what a tape would."""
+    """An observer that prescribes what the monitor prescribed then, and collects what a tape would record."""
 
     def __init__(self, tape: TapeReader | None, watcher: WorkerObserver | None = None) -> None:
         self._tape, self._watcher = tape, watcher
@@ -98,10 +99,10 @@ class PlaybackObserver(NullObserver):
 
 
 class Player:
-    """Opened for a tape; closed by leaving its `with`. `workers`: as many as you like, the bits are the same.
+    """Runs rounds of a lab run's tape again; use it in a `with` block. Any number of `workers` gives the same bits.
 
-    `device`: another than it was recorded on, where that one is not here: the bits may differ then.
-    `experiment`: needed where the tape has no description of it, because parts of it are objects of the user's own.
+    `device`: to use instead of the recorded one where that is missing; bits may differ then. `experiment`: needed where
+    the tape has no description of it, because parts of it are the user's own objects.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class Player:
         self._engines.clear()
 
     def engine(self, workers: int | None = None) -> Engine:
+        """Return the engine for this many workers, created on first use."""
         wanted = self.workers if workers is None else workers
         if wanted not in self._engines:
             settings = self.tape.setting.told
@@ -152,7 +154,7 @@ class Player:
         return self._engines[wanted]
 
     def server(self, round_index: int) -> ServerState:
-        """All that was known before a round: read, or run again from the nearest state that can be."""
+        """Return the server's state before a round: read, or run again from the nearest stored state."""
         start = self.start(round_index)
         server = self.stored(start)
         for played in self.rounds(start, round_index - 1, server, examined=False):
@@ -160,6 +162,7 @@ class Player:
         return server
 
     def start(self, round_index: int) -> int:
+        """Return the round from whose stored state this round can be run again. Raises StoreError if there is none."""
         start = self.tape.nearest(round_index)
         if start is None:
             raise StoreError(
@@ -169,14 +172,14 @@ class Player:
         return start
 
     def stored(self, round_index: int) -> ServerState:
-        """From the tape, as it is; the first one of all from the seed."""
+        """Return the stored state before a round; the very first one is created from the seed."""
         if round_index == 0 and self.tape.begins_from_seed:
             self.engine().restore_optimizers({})
             return ServerState(self.site.layout.flat(self.site.module))
         return self.restored(self.tape.state(round_index), self.tape.notes(round_index))
 
     def restored(self, state: Mapping[str, Tensors], notes: Mapping[str, Any]) -> ServerState:
-        """Of a round's beginning as a tape has it, or as `Played` does."""
+        """Return the server of a round's initial state as a tape, or a `ReplayedRound`, has it."""
         flat = {name: flattened(tensors) for name, tensors in state.items()}
         kept = {name.removeprefix(OPTIMIZER): t for name, t in flat.items() if name.startswith(OPTIMIZER)}
         self.engine().restore_optimizers(kept)
@@ -199,7 +202,7 @@ class Player:
         observer: PlaybackObserver | None = None,
         workers: int | None = None,
     ) -> Iterator[ReplayedRound]:
-        """Run them again from a server that is at the beginning of the first; it is moved along."""
+        """Run rounds again from a server at the beginning of the first and yield each; the server is moved along."""
         watching = PlaybackObserver(self.tape) if observer is None else observer
         federation = Federation(self.site, self.engine(workers), watching, server)
         corrections, model = CorrectionApplier(self.experiment, watching), copy.deepcopy(self.site.module)
@@ -211,7 +214,7 @@ class Player:
     def round(
         self, round_index: int, *, examined: bool = False, observer: PlaybackObserver | None = None
     ) -> ReplayedRound:
-        """One round, from its own beginning."""
+        """Return one round, run again from its own beginning."""
         with contextlib.closing(
             self.rounds(round_index, round_index, self.server(round_index), examined=examined, observer=observer)
         ) as rounds:  # type: ignore[type-var]
@@ -219,7 +222,7 @@ class Player:
 
 
 def experiment_of(tape: TapeReader, experiment: Experiment | None) -> Experiment:
-    """The experiment on the tape; or the one that is given, if it is the same."""
+    """Return the experiment on the tape, or the given one if it is the same."""
     settings = tape.setting.told
     if experiment is not None:
         if experiment.digest() != settings.get("digest"):
@@ -235,11 +238,13 @@ def experiment_of(tape: TapeReader, experiment: Experiment | None) -> Experiment
 
 
 def action_of(action: Mapping[str, Any]) -> Action:
+    """Return an action from its recorded fields."""
     fields = {key: value for key, value in action.items() if key != "where"}
     return Action(Where(**action["where"]), **fields)
 
 
 def flattened(tensors: Tensors) -> Tensor:
+    """Return a state as one flat vector."""
     if [*tensors] == [""]:
         return tensors[""].clone()
     return torch.cat([tensor.reshape(-1) for tensor in tensors.values()])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proof that a run is what its tape says: every round is computed again, and all digests must be the same.
+"""Prove that a run is what its tape says: compute every round again and compare all digests.
 
-What was stored of the rounds under test is out of reach meanwhile: the proof cannot read what it should compute.
+What was stored of the rounds under test cannot be read meanwhile, so that the proof computes what it claims to.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ TOLERANCE = 1e-3
 
 @dataclass
 class Proof:
-    """`exact`: whether bits were compared. `deviation`: the largest relative difference of a layer's norm otherwise."""
+    """The result of a proof. `exact`: whether bits were compared; otherwise `deviation` is the largest relative
+    difference of a layer's norm.
+    """
 
     run: str
     first: int
@@ -45,6 +47,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
+        """Return whether nothing differs."""
         return self.mismatch is None
 
 
@@ -57,7 +60,7 @@ def verify(
     tolerance: float = TOLERANCE,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Proof:
-    """Compute rounds again and compare. `node`: this client's updates alone are looked at."""
+    """Compute rounds again and compare them with the recording. `node`: compare only this client's updates."""
     tape = player.tape
     rounds = tape.rounds
     if not rounds:
@@ -111,7 +114,7 @@ def _mismatch_of(proof: Proof, recorded: RoundEntry, replayed: RoundEntry, tape:
 
 
 def _why_not_exact(tape: TapeReader) -> str | None:
-    """What the bits depend on, and is another one here."""
+    """Return why bits cannot be compared on this machine; None if they can."""
     if tape.setting.told.get("device", "cpu") != "cpu":
         return "it was computed on CUDA, whose sums may come in another order"
     here = machine_description()
@@ -122,7 +125,7 @@ def _why_not_exact(tape: TapeReader) -> str | None:
 
 
 def _with_values(wrong: Mismatch, tape: TapeReader, played: ReplayedRound) -> Mismatch:
-    """The first element that differs, where the tape has the recorded tensors."""
+    """Return the mismatch with the first element that differs, where the tape has the recorded tensors."""
     if wrong.layer is None:
         return wrong
     if wrong.node is not None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A federation whose clients do not train: what each changed is known, and is put on top of the model it is given.
+"""A federation that reuses recorded updates instead of training: each client's recorded change is added to the model it
+is given.
 
-Everything else is the lab's own code: who is asked, which corrections hold, how edges and the server average.
+Everything else is the lab's own code: who is asked, which corrections apply, how edges and the server average.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fedvitals.lab.federation import Federation, ServerState
 from fedvitals.lab.run import Round, run_round
 from fedvitals.protocols import Message, NullObserver
 from fedvitals.records import Action, Where
-from fedvitals.replay.counterfactual.change import CHANGE_FINDING, Change, recorded_actions
+from fedvitals.replay.counterfactual.change import CHANGE_FINDING, WhatIfChange, recorded_actions
 from fedvitals.replay.player.player import flattened
 from fedvitals.replay.tape.reader import TapeReader
 
@@ -38,7 +39,7 @@ class RecordedUpdate:
     group: str | None = None
 
     def on(self, start: Tensor, weights: int, factor: float = 1.0) -> Tensor:
-        """Its change on top of another start, where that lies; on its own one, the very bits that it sent."""
+        """Return its change added to another start; on its own start, exactly the bits that it sent."""
         state, own = self.state.to(start.device), self.start.to(start.device)
         if factor == 1 and torch.equal(start, own):
             return state.clone()
@@ -52,7 +53,7 @@ RecordedUpdates = Mapping[Node, RecordedUpdate]
 
 
 def recorded_updates_of(messages: Sequence[Message], server: ServerState) -> dict[Node, RecordedUpdate]:
-    """Of those that were aggregated. `server`: as it was before the round."""
+    """Return the updates that were aggregated. `server`: as it was before the round."""
     updates = {}
     for message in messages:
         if message.tensors is not None and message.used:
@@ -67,33 +68,34 @@ def recorded_updates_of(messages: Sequence[Message], server: ServerState) -> dic
 
 
 def start_tensor(server: ServerState, name: str) -> Tensor:
+    """Return the state of the server that a client was trained from."""
     start = server.model if name == "model" else server.memory[name.removeprefix("memory/")]
     return start.cpu()
 
 
 def copy_of_server(server: ServerState) -> ServerState:
-    """One that can be moved along by itself: tensors are replaced in there, or changed in memory alone."""
+    """Return a copy of the server that can be moved along independently."""
     memory = {name: tensor.clone() for name, tensor in server.memory.items()}
     return ServerState(server.model, memory, copy.deepcopy(server.notes), server.clock, [*server.past])
 
 
 def groups_of_round(tape: TapeReader, round_index: int) -> list[str]:
-    """Edges, rings or clusters that took part in a round."""
+    """Return the edges, rings or clusters that took part in a round."""
     return sorted({came.group for came in tape.entry(round_index).came if came.group is not None})
 
 
 class ChangeObserver(NullObserver):
-    """An observer that prescribes what was in force at the time, and a change besides."""
+    """An observer that prescribes the recorded corrections and those of a change."""
 
-    def __init__(self, tape: TapeReader, first: int, change: Change | None = None) -> None:
-        self._tape, self._first, self.change = tape, first, Change() if change is None else change
+    def __init__(self, tape: TapeReader, first: int, change: WhatIfChange | None = None) -> None:
+        self._tape, self._first, self.change = tape, first, WhatIfChange() if change is None else change
 
     def prescribed(self, round_index: int) -> Sequence[Action]:
         answered = () if self.change.no_faults else recorded_actions(self._tape, self._first, round_index)
         return [*answered, *self.change.actions(round_index)]
 
     def updates(self, round_index: int, updates: Mapping[Node, object]) -> Sequence[Action]:
-        """Whom the monitor left out at the time: unless what was wrong with them is not there any more."""
+        """Return the recorded exclusions; none where the change removes the faults behind them."""
         if self.change.no_faults or round_index not in self._tape.rounds:
             return ()
         out = {came.node for came in self._tape.entry(round_index).came if not came.used}
@@ -105,11 +107,14 @@ class ChangeObserver(NullObserver):
 
 
 class ReusingFederation(Federation):
-    """`answers`: of the round that is next. `factor`: of each client's change: a learning rate, in first order."""
+    """A federation that plays rounds with recorded updates.
+
+    `recorded_updates`: of the next round. `factor`: of each client's change, like a learning rate in first order.
+    """
 
     def __init__(self, site: Site, engine: AnyEngine, observer: NullObserver, server: ServerState) -> None:
         super().__init__(site, engine, observer, server)
-        self.answers: RecordedUpdates = {}
+        self.recorded_updates: RecordedUpdates = {}
         self.factor = 1.0
         self._corrections, self._model = CorrectionApplier(site.experiment, observer), copy.deepcopy(site.module)
 
@@ -120,15 +125,15 @@ class ReusingFederation(Federation):
             self.server.clock = self.journey_planner.plan_round(self.round, tasks, self.server.clock).ends
         for task in tasks:
             for node in task.nodes:
-                answer = self.answers.get(node)
-                if answer is None or corrections.is_quarantined(node, task.group):
+                recorded = self.recorded_updates.get(node)
+                if recorded is None or corrections.is_quarantined(node, task.group):
                     continue
-                state = answer.on(task.start, weights, self.factor)
-                update = Update(node, state, task.start, answer.samples, task.group, steps=1)
+                state = recorded.on(task.start, weights, self.factor)
+                update = Update(node, state, task.start, recorded.samples, task.group, steps=1)
                 yield corrections.adjust_update(update, task.start, weights)
 
-    def play(self, round_index: int, answers: RecordedUpdates, *, examined: bool) -> Round:
-        """One round, by what came in it at the time."""
-        self.answers = answers
+    def play(self, round_index: int, updates: RecordedUpdates, *, examined: bool) -> Round:
+        """Play one round with its recorded updates."""
+        self.recorded_updates = updates
         with single_threaded():
             return run_round(self, self._corrections, round_index, self._model, evaluate=examined)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states and updates of any round: read where the tape has them, run again where it has not, and kept at hand."""
+"""States and updates of any round: read where the tape has them, run again where it does not, and cached."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ Progress = Callable[[int, int, int], None]
 
 
 class ReplayStates:
+    """Provides states, updates and traces of a recorded run. `player` is called when something must be run again."""
+
     def __init__(self, tape: TapeReader, player: Callable[[], Player | LoopPlayer], progress: Progress) -> None:
         self.tape, self._make, self.progress = tape, player, progress
         self._player: Player | LoopPlayer | None = None
@@ -35,12 +37,13 @@ class ReplayStates:
 
     @property
     def player(self) -> Player | LoopPlayer:
-        """Made when it is first needed: reading a tape needs neither data nor an engine."""
+        """Return the player, created when it is first needed: reading a tape needs neither data nor an engine."""
         if self._player is None:
             self._player = self._make()
         return self._player
 
     def close(self) -> None:
+        """Release the player and all cached rounds."""
         if self._player is not None:
             self._player.close()
         self._player = None
@@ -48,7 +51,7 @@ class ReplayStates:
         self._traces.clear()
 
     def state(self, round_index: int) -> Mapping[str, Tensors]:
-        """All that was known before a round; of one round after the last, too."""
+        """Return the whole state before a round; also for the round after the last."""
         if round_index in self._played:
             return self._played[round_index].before
         if self.tape.has_state(round_index):
@@ -58,10 +61,11 @@ class ReplayStates:
         return self.play(round_index).before
 
     def model(self, round_index: int) -> Tensors:
+        """Return the global model before a round."""
         return self.state(round_index)["model"]
 
     def sent(self, round_index: int, node: str) -> Tensors | None:
-        """A client's whole model as it arrived; None where nothing did."""
+        """Return a client's whole model as it arrived; None where nothing did."""
         if self.reply_of(round_index, node).mark is None:
             return None
         if round_index not in self._played:
@@ -72,7 +76,7 @@ class ReplayStates:
         return None if message is None else message.tensors
 
     def update(self, round_index: int, node: str) -> dict[str, Tensor] | None:
-        """What a client changed: what it sent, less what it was given."""
+        """Return what a client changed: what it sent minus what it was given; None where nothing arrived."""
         sent = self.sent(round_index, node)
         if sent is None:
             return None
@@ -87,6 +91,7 @@ class ReplayStates:
         return {name: tensor - start[name] for name, tensor in sent.items()}
 
     def reply_of(self, round_index: int, node: str) -> ClientReply:
+        """Return a client's recorded reply. Raises ConfigError if it took no part."""
         entry = self.tape.entry(round_index)
         reply = entry.reply_of(node)
         if reply is None:
@@ -95,7 +100,7 @@ class ReplayStates:
         return reply
 
     def play(self, round_index: int) -> ReplayedRound:
-        """A round, run again; those between the nearest known state and it are, too."""
+        """Return a round, run again from the nearest known state."""
         if round_index in self._played:
             self._played.move_to_end(round_index)
             return self._played[round_index]
@@ -108,7 +113,7 @@ class ReplayStates:
         return self._played[round_index]
 
     def begin(self, round_index: int) -> tuple[int, Any]:
-        """The nearest round up to this one from whose beginning it can be run again, and that beginning."""
+        """Return the nearest round up to this one from which it can be run again, and its initial state."""
         near = self._at_hand(round_index)
         if near is None or not isinstance(self.player, Player) or not self._is_nearest(near[0], round_index):
             start = self.player.start(round_index)
@@ -116,7 +121,7 @@ class ReplayStates:
         return near[0], self.player.restored(near[1], near[2])
 
     def trace(self, round_index: int, node: str, step: int = 0) -> ClientTrace:
-        """A client's steps; the one that is asked for with its tensors."""
+        """Return a client's local steps; the requested one with its tensors."""
         self.reply_of(round_index, node)
         player = self.player
         if not isinstance(player, Player):
@@ -150,7 +155,9 @@ class ReplayStates:
         return None
 
     def _goes_back(self, round_index: int) -> bool:
-        """Whether a correction took the run back before this round: then it does not begin where the last one ended."""
+        """Return whether a correction restored an earlier model before this round, so that it does not begin where
+        the last ended.
+        """
         if round_index not in self.tape.rounds:
             return False
         return any("restore" in a.get("arguments", {}) for a in self.tape.entry(round_index).notes.get("actions", ()))

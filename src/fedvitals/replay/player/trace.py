@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One client's local training of one round, step by step: the round is run again in this process, and watched.
+"""Trace one client's local training of one round, step by step: the round is run again in this process and watched.
 
-The engine is the one that was recorded, and the client's update is compared with the tape's digest: `exact` says
-whether what is shown is, to the last bit, what happened.
+The recorded engine is used, and the client's update is compared with the tape's digest: `exact` says whether the trace
+is, to the last bit, what happened.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ MEMORY = 512 << 20  # bytes of weights and gradients
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """`weights`: before it. `gradients`: what the optimiser is given, clipped and spoiled as they may be.
+    """One local step. `weights`: before it. `gradients`: as the optimiser gets them, after clipping and injected
+    faults.
 
     Both are None where they were not kept. `rows`: which of the client's own samples make up the batch.
     """
@@ -42,6 +43,8 @@ class TracedStep:
 
 @dataclass
 class ClientTrace:
+    """A client's local training in one round."""
+
     node: str
     round: int
     steps: list[TracedStep] = field(default_factory=list)
@@ -52,16 +55,17 @@ class ClientTrace:
 
     @property
     def kept(self) -> range:
-        """The steps whose tensors are here."""
+        """Return the steps whose tensors are kept."""
         numbers = [step.number for step in self.steps if step.weights is not None]
         return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
 
     @property
     def error(self) -> str | None:
+        """Return the error with which the client failed; None if it did not."""
         return None if self.message is None else self.message.error
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of a step."""
+        """Return inputs and labels of a step."""
         assert self.samples is not None  # noqa: S101 - `trace` gives them
         rows = self.steps[step].rows
         return self.samples[0][rows], self.samples[1][rows]
@@ -77,10 +81,11 @@ def trace_client(
     begin: tuple[int, ServerState] | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> ClientTrace:
-    """Tensors are kept from the step `first` on, for as long as they fit into `memory`: at least of one.
+    """Run a client's local training again and return its trace.
 
-    `begin`: an earlier round, and all that is known before it, if the caller has it already. `on_step` is called before
-    each of the client's optimiser steps: for a debugger.
+    Tensors are kept from the step `first` on while they fit into `memory`, at least of one step. `begin`: an earlier
+    round and its initial state, if the caller has it already. `on_step` is called before each of the client's optimiser
+    steps, for a debugger.
     """
     came = player.tape.entry(round_index).reply_of(node)
     if came is None:
@@ -125,7 +130,7 @@ def _assembled(player: Player, watcher: _StepWatcher, message: Message, recorded
 
 
 def _drop_idle_steps(client_trace: ClientTrace) -> None:
-    """A client that failed rests while the others of its stack go on: steps after which nothing changes are not its."""
+    """Drop the final steps in which nothing changes: a failed client idles while the others of its stack go on."""
     while len(client_trace.steps) > 1:
         before, last = client_trace.steps[-2].weights, client_trace.steps[-1].weights
         if before is None or last is None or any(not torch.equal(before[k], last[k]) for k in last):
@@ -134,7 +139,7 @@ def _drop_idle_steps(client_trace: ClientTrace) -> None:
 
 
 class _UpdateSent(BaseException):
-    """The client has sent its update: the rest of the round is of no interest."""
+    """Raised when the client has sent its update, because the rest of the round is not needed."""
 
 
 class _PlaybackUntilUpdate(PlaybackObserver):
@@ -163,7 +168,7 @@ class _PlaybackUntilUpdate(PlaybackObserver):
 
 
 class _StepWatcher(NullObserver):
-    """Copies a client's weights and gradients before each of its steps, whichever engine takes them."""
+    """Copies a client's weights and gradients before each of its steps, for every engine."""
 
     def __init__(self, site: Site, node: str, wanted: range, on_step: Callable[[int], None] | None) -> None:
         self.site, self.node, self.wanted, self._on_step = site, node, wanted, on_step
@@ -221,5 +226,5 @@ class _StepWatcher(NullObserver):
 
 
 def _copies(tensors: Tensors) -> dict[str, Tensor]:
-    """Contiguous: engines may hold images' weights in another order."""
+    """Return contiguous copies on the CPU: engines may store weights of images in another memory order."""
     return {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}

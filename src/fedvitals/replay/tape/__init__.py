@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recording of a run."""
+"""The tape: the recording of a run from which its rounds can be run again."""

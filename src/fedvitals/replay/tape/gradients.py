@@ -4,8 +4,8 @@
     tape = fv.Tape()
     fv.Monitor("runs.db", privacy=4, tape=tape, probes=["standard", tape.gradients(nodes=["c7"], rounds=5)])
 
-A probe: it runs where the client trains, which may be another process, and writes there. Clients that train stacked
-have no model of their own to look at; the replay computes their gradients again instead.
+A probe runs and writes where the client trains, which may be another process. Clients that train stacked have no model
+of their own to look at; the replay computes their gradients again instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FOLDER = "gradients"
 
 @dataclass
 class GradientFolder:
-    """Where the tape lies, once it is open; goes along to worker processes."""
+    """The tape's folder and budget, once it is open; sent along to worker processes."""
 
     folder: str | None = None
     budget: int = 0
@@ -36,7 +36,7 @@ class GradientFolder:
 
 @dataclass
 class GradientTape:
-    """The probe; its schedule is `wants`, with `steps` inside."""
+    """The probe that writes gradients to the tape; its schedule is `wants`, which includes `steps`."""
 
     place: GradientFolder
     nodes: Collection[str] | None  # None: all
@@ -48,11 +48,12 @@ class GradientTape:
         return {**self.__dict__, "_objects": None}
 
     def wants(self, moment: Moment) -> bool:
+        """Return whether the gradients of this client's step are to be kept."""
         chosen = (self.nodes is None or moment.node in self.nodes) and (moment.round or 0) % self.rounds == 0
         return chosen and self.place.folder is not None and self.steps(moment)
 
     def __call__(self, view: Any) -> Mapping[str, Any]:
-        """No number comes of it: the tensors go to the tape of this site. What is over the budget is left out."""
+        """Write the gradients to this site's tape and return no metrics. Gradients over the budget are left out."""
         named = zip(view.named_parameters, view.gradients, strict=True)
         tensors = {name: gradient.detach() for (name, _), gradient in named if gradient is not None}
         if self.place.folder is None or not tensors:
@@ -81,7 +82,7 @@ class RecordedGradient:
 
 
 def recorded_gradients(folder: Path) -> list[RecordedGradient]:
-    """What the tape has, in order."""
+    """Return the gradients that a tape holds, by round, node and step."""
     gradients = []
     for file in (folder / FOLDER).glob("*.json"):
         try:
@@ -92,7 +93,7 @@ def recorded_gradients(folder: Path) -> list[RecordedGradient]:
 
 
 def read_gradient(folder: Path, round_index: int, node: str, step: int) -> Tensors | None:
-    """The gradients of one client's local step, if the tape has them."""
+    """Return the gradients of one client's local step; None if the tape does not have them."""
     for gradient in recorded_gradients(folder):
         if (gradient.round, gradient.node, gradient.step) == (round_index, node, step):
             return StateFiles(folder / "objects").get(gradient.digest)

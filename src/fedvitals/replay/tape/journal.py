@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happened in each round, as a small file of its own: who was asked, what came, by which weight, and all digests.
+"""One small file per round: which clients were asked, what they replied, with which weight, and all digests.
 
 JSON inside zstd, written whole or not at all: a run that is killed has every round that it finished.
 """
@@ -24,7 +24,7 @@ E = TypeVar("E", bound=msgspec.Struct)
 
 
 class ClientReply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A client's answer, as it arrived at its parent."""
+    """A client's reply as it arrived at its parent."""
 
     node: str
     mark: StateDigest | None = None  # None where nothing came
@@ -38,7 +38,7 @@ class ClientReply(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RoundEntry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One round: the state before it, what came in, the state after it."""
+    """One round: the state before it, the replies, and the state after it."""
 
     round: int
     state: dict[str, StateDigest]  # before: the model, and what the server and the topology remember
@@ -50,11 +50,12 @@ class RoundEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     lost: int = 0  # answers that the tape had no room for
 
     def reply_of(self, node: str) -> ClientReply | None:
+        """Return a client's reply; None if it took no part."""
         return next((reply for reply in self.came if reply.node == node), None)
 
 
 class TapeSettings(msgspec.Struct, omit_defaults=True):
-    """What the run was: all that re-executing it needs besides the states."""
+    """Description of the run: everything besides the states that running it again needs."""
 
     version: int = 1
     run: str = ""
@@ -67,23 +68,25 @@ class TapeSettings(msgspec.Struct, omit_defaults=True):
 
 
 class RoundJournal:
-    """The entries in one folder."""
+    """The round entries in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._rounds = folder / "rounds"
 
     def write(self, entry: RoundEntry) -> int:
+        """Write a round's entry and return its size in bytes."""
         self._rounds.mkdir(parents=True, exist_ok=True)
         packed = zstandard.ZstdCompressor(level=3).compress(msgspec.json.encode(entry))
         replace_file(self._rounds / f"{entry.round:08d}", packed)
         return len(packed)
 
     def read(self, round_index: int) -> RoundEntry:
+        """Return a round's entry."""
         return self.read_as(RoundEntry, round_index)
 
     def read_as(self, kind: type[E], round_index: int) -> E:
-        """A round as a struct of fewer fields: who looks at many rounds need not read everything of each."""
+        """Return a round's entry as a struct with fewer fields, for readers of many rounds."""
         path = self._rounds / f"{round_index:08d}"
         try:
             return read_json(path, kind)
@@ -97,32 +100,37 @@ class RoundJournal:
             ) from error
 
     def written(self, round_index: int) -> int | None:
-        """When, in nanoseconds: another number for another content."""
+        """Return when a round was written, in nanoseconds; None if it is not there."""
         with contextlib.suppress(OSError):
             return (self._rounds / f"{round_index:08d}").stat().st_mtime_ns
         return None
 
     def rounds(self) -> list[int]:
+        """Return the rounds that are recorded, ascending."""
         return sorted(int(file.name) for file in self._rounds.glob("[0-9]*") if file.name.isdecimal())
 
     def entries(self) -> Iterator[RoundEntry]:
+        """Yield the entries of all rounds."""
         for round_index in self.rounds():
             yield self.read(round_index)
 
     def forget_from(self, round_index: int) -> None:
-        """A run that goes on from an earlier round writes the later ones anew."""
+        """Remove this and all later rounds, because a run that continues from an earlier round writes them again."""
         for later in self.rounds():
             if later >= round_index:
                 (self._rounds / f"{later:08d}").unlink(missing_ok=True)
 
     def bytes(self) -> int:
+        """Return the bytes of all entries."""
         return sum(file.stat().st_size for file in self._rounds.glob("*"))
 
     def set(self, setting: TapeSettings) -> None:
+        """Write the tape's settings."""
         self.folder.mkdir(parents=True, exist_ok=True)
         replace_file(self.folder / "tape.json", msgspec.json.format(msgspec.json.encode(setting)))
 
     def setting(self) -> TapeSettings:
+        """Return the tape's settings."""
         try:
             with regular_file(self.folder / "tape.json") as file:
                 content = file.read(LARGEST_SETTING)  # of a longer one, the rest is missed by the decoder
@@ -134,7 +142,7 @@ class RoundJournal:
 
 
 def round_ranges(rounds: list[int]) -> str:
-    """«0–4, 9»."""
+    """Return rounds as ranges in words: «0–4, 9»."""
     parts: list[list[int]] = []
     for round_index in rounds:
         if parts and round_index == parts[-1][-1] + 1:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States on disk, each named by its content: what is there already is not written again.
+"""States on disk, each named by its content, so that a state that is there already is not written again.
 
-A file is safetensors inside zstd. Before it is packed, the bytes of numbers are sorted by their place (all first bytes,
+A file is safetensors inside zstd. Before compression the bytes of numbers are sorted by their place (all first bytes,
 all second ones, ...), because signs and exponents resemble each other where mantissas are noise. Nothing is unpickled,
 and what is read is what was written, or an error.
 """
@@ -34,7 +34,7 @@ NAME = re.compile(r"[0-9a-f]{32}")
 
 
 class StateFiles:
-    """The states in one folder."""
+    """The stored states in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -57,10 +57,11 @@ class StateFiles:
 
     @property
     def bytes(self) -> int:
+        """Return the bytes of all states."""
         return sum(self._sizes.values())
 
     def put(self, digest: str, tensors: Tensors) -> int:
-        """How many bytes were written: none for what is there already. Whole or not at all."""
+        """Store a state, whole or not at all, and return how many bytes were written: 0 if it is there already."""
         if digest in self._sizes:
             return 0
         path = self._path(digest)
@@ -72,6 +73,7 @@ class StateFiles:
         return len(packed)
 
     def get(self, digest: str) -> dict[str, Tensor]:
+        """Return a state. Raises StoreError if it is missing, damaged or implausibly large."""
         path = self._path(digest)
         try:
             with unpack_limits.regular_file(path) as file:
@@ -90,14 +92,15 @@ class StateFiles:
         return tensors
 
     def limit_together(self) -> int:
-        """The bytes that the states of one round may unpack to together."""
+        """Return the bytes that the states of one round may unpack to together."""
         return unpack_limits.state_limit(self._disk_bytes, together=True)
 
     def size(self, digest: str) -> int:
+        """Return a state's bytes on disk; 0 if it is not there."""
         return self._sizes.get(digest, 0)
 
     def remove(self, digest: str) -> int:
-        """How many bytes that frees."""
+        """Remove a state and return how many bytes that frees."""
         self._path(digest).unlink(missing_ok=True)
         return self._sizes.pop(digest, 0)
 
@@ -108,7 +111,7 @@ class StateFiles:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Whole or not at all; also where two processes write the same."""
+    """Write a file whole or not at all, also while another process writes the same."""
     partial = path.with_name(f"{path.name}.{os.urandom(4).hex()}.partial")
     try:
         partial.write_bytes(content)
@@ -119,7 +122,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def pack(tensors: Tensors) -> bytes:
-    """One byte that says how wide the numbers are (0: of several kinds), then zstd of sorted safetensors."""
+    """Return one byte for the width of the numbers (0: mixed), then zstd of the sorted safetensors."""
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     written = safetensors.torch.save(_copied(held), {"order": "\n".join(held)})
     widths = {tensor.element_size() for tensor in held.values()}
@@ -132,9 +135,9 @@ def pack(tensors: Tensors) -> bytes:
 
 
 def unpack(file: IO[bytes], limit: int) -> dict[str, Tensor]:
-    """The tensors of a packed file. Raises StoreError before more than `limit` bytes are unpacked.
+    """Return the tensors of a packed file. Raises StoreError before more than `limit` bytes are unpacked.
 
-    The header is read first: it says how many bytes follow, and what does not hold that is refused.
+    The header is read first: it says how many bytes follow, and a file that does not match is refused.
     """
     width = file.read(1)
     unpacked = unpack_limits.decompressed(file)
@@ -156,7 +159,7 @@ def unpack(file: IO[bytes], limit: int) -> dict[str, Tensor]:
 
 
 def _header_contents(header: bytes) -> tuple[int, list[str]]:
-    """What a safetensors header says: how many bytes follow it, and the names in the model's order.
+    """Return what a safetensors header says: how many bytes follow it, and the names in the model's order.
 
     safetensors sorts tensors by its own rule; a state has them in the model's order.
     """
@@ -169,5 +172,5 @@ def _header_contents(header: bytes) -> tuple[int, list[str]]:
 
 
 def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """safetensors refuses tensors that share memory, as views of one flat vector do unless they are its own pieces."""
+    """Return copies, because safetensors refuses tensors that share memory, as views of one flat vector do."""
     return {name: tensor.clone() for name, tensor in tensors.items()}

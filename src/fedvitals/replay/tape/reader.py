@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tape that is read: rounds, states, updates, and what can still be replayed of them, and how."""
+"""Read a tape: rounds, states and updates, and which rounds can still be replayed, and how."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from fedvitals.store.tapes import tape_folder
 
 @dataclass(frozen=True, slots=True)
 class RoundCoverage:
-    """What can be done with one round. `stored`: its state is on the tape; `since`: from where it is run again."""
+    """How one round can be replayed. `stored`: its state is on the tape; `since`: the round from which it is run
+    again.
+    """
 
     round: int
     stored: bool
@@ -30,6 +32,7 @@ class RoundCoverage:
 
     @property
     def how(self) -> str:
+        """Return in words how the round's state is obtained."""
         if self.trouble is not None:
             return "cannot be read"
         if self.stored:
@@ -40,6 +43,8 @@ class RoundCoverage:
 
 
 class TapeReader:
+    """Reads one run's tape."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.journal, self._objects = RoundJournal(folder), StateFiles(folder / "objects")
@@ -49,14 +54,18 @@ class TapeReader:
 
     @property
     def rounds(self) -> list[int]:
+        """Return the rounds on the tape."""
         return self.journal.rounds()
 
     @property
     def bytes(self) -> int:
+        """Return the bytes of the whole tape."""
         return StateFiles(self.folder / "objects").bytes + self.journal.bytes()
 
     def entry(self, round_index: int) -> RoundEntry:
-        """Kept once it was read: it changes only when its run goes on from an earlier round, and is written anew."""
+        """Return a round's entry, cached until its file changes, as it does when a run continues from an earlier
+        round.
+        """
         written = self.journal.written(round_index)
         if round_index not in self._entries or self._entries[round_index][0] != written:
             self._entries[round_index] = (written, self.journal.read(round_index))
@@ -64,31 +73,33 @@ class TapeReader:
 
     @property
     def begins_from_seed(self) -> bool:
-        """Whether the very first state can be made again without the tape: a lab run that has its first round."""
+        """Return whether the first state can be recreated without the tape: a lab run that has its first round."""
         return self.setting.host == "lab" and self.rounds[:1] == [0]
 
     def whole(self) -> frozenset[str]:
-        """All states and updates that are stored at this moment, by their digests."""
+        """Return the digests of all states and updates that are stored at this moment."""
         return frozenset(StateFiles(self.folder / "objects"))
 
     def has(self, digest: str) -> bool:
+        """Return whether a state is stored and may be read now."""
         return digest in self._objects and digest not in self._sealed
 
     def size(self, digest: str) -> int:
-        """Bytes on disk; 0 where it is not there."""
+        """Return a state's bytes on disk; 0 if it is not there."""
         return self._objects.size(digest)
 
     def tensors(self, digest: str) -> Tensors:
+        """Return a stored state or update by its digest."""
         if digest in self._sealed:
             raise StoreError(f"The state {digest} is under test, and out of reach while it is proved.")
         return self._objects.get(digest)
 
     def has_state(self, round_index: int) -> bool:
-        """Whether all of a round's beginning is stored; of one round after the last, too."""
+        """Return whether all of a round's initial state is stored; also for the round after the last."""
         return self._stored(self.marks(round_index))
 
     def state(self, round_index: int) -> dict[str, Tensors]:
-        """All tensors of a round's beginning. Equal states share their tensors.
+        """Return all tensors of a round's initial state. Equal states share their tensors.
 
         Raises StoreError where together they would unpack to more than is plausible on this tape.
         """
@@ -107,17 +118,20 @@ class TapeReader:
         return state
 
     def notes(self, round_index: int) -> dict[str, object]:
+        """Return the part of a round's initial state that is not tensors."""
         return self.entry(round_index).notes if round_index in self.rounds else self.entry(round_index - 1).after_notes
 
     def update(self, round_index: int, node: str) -> Tensors | None:
-        """A client's whole update, where the tape has it."""
+        """Return a client's whole update; None where the tape does not have it."""
         came = self.entry(round_index).reply_of(node)
         if came is None or came.mark is None or not self.has(came.mark.digest):
             return None
         return self.tensors(came.mark.digest)
 
     def nearest(self, round_index: int) -> int | None:
-        """The latest round up to this one from whose beginning everything can be run again."""
+        """Return the latest round up to this one from whose beginning everything can be run again; None if there is
+        none.
+        """
         known = [r for r in self.rounds if r <= round_index]
         if round_index - 1 in self.rounds and round_index not in self.rounds and self.has_state(round_index):
             return round_index
@@ -127,7 +141,7 @@ class TapeReader:
         return self._before_restores(start, round_index)
 
     def coverage(self) -> list[RoundCoverage]:
-        """In one pass, for runs of many rounds; a correction that went back costs a second look.
+        """Return for every round how it can be replayed, in one pass; a correction that went back costs a second look.
 
         A round that cannot be read says why in `trouble`; those after it are run again from the next stored state.
         """
@@ -157,9 +171,9 @@ class TapeReader:
 
     @contextlib.contextmanager
     def sealed(self, first: int, last: int) -> Iterator[None]:
-        """Nothing that was recorded of these rounds can be read meanwhile but their digests.
+        """Make everything recorded of these rounds unreadable inside the block, except for their digests.
 
-        The beginning of the first is what a proof may start from; a proof of round 0 starts from the seed.
+        The beginning of the first round is what a proof may start from; a proof of round 0 starts from the seed.
         """
         before = set() if first == 0 and self.begins_from_seed else self._digests_of_state(first)
         within: set[str] = set()
@@ -175,7 +189,7 @@ class TapeReader:
             self._sealed = frozenset()
 
     def _before_restores(self, start: int, round_index: int) -> int:
-        """A round that went back to an earlier state needs that one to be passed again."""
+        """Return an earlier start if a later round went back to a state before `start`, which must be passed again."""
         for later in [r for r in self.rounds if start <= r <= round_index]:
             for action in self.entry(later).notes.get("actions", ()):
                 target = action.get("arguments", {}).get("restore")
@@ -188,6 +202,7 @@ class TapeReader:
         return {mark.digest for mark in self.marks(round_index).values()}
 
     def marks(self, round_index: int) -> dict[str, StateDigest]:
+        """Return the digests of a round's initial state."""
         rounds = self.rounds
         if round_index in rounds:
             return self.entry(round_index).state
@@ -197,6 +212,7 @@ class TapeReader:
 
 
 def open_tape(store: Target, run: str) -> TapeReader:
+    """Open the tape of a run. Raises StoreError if it has none."""
     folder = tape_folder(store, run)
     if not (folder / "tape.json").exists():
         raise StoreError(

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a run is kept whole, and what goes when there is no room: the tape's own thread, with files and no locks."""
+"""Which states and updates of a run are kept whole, and which are removed when space runs out; runs on the tape's
+thread.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +41,10 @@ class _OpenRound:
 
 
 class TapeWriter:
+    """Writes what the tape hands over, and decides what is kept. `tell` takes events, `file` the records of what is
+    kept.
+    """
+
     def __init__(
         self,
         journal: RoundJournal,
@@ -66,10 +72,12 @@ class TapeWriter:
     # -- what the tape hands over -------------------------------------------------------------------------------------
 
     def describe(self, description: dict[str, Any]) -> None:
+        """Store the host's description of the run."""
         self.setting.told, self.setting.host = description, str(description.get("host", self.setting.host))
         self.journal.set(self.setting)
 
     def begin(self, round_index: int, state: Mapping[str, Tensors], notes: Mapping[str, Any]) -> None:
+        """Take in a round's initial state."""
         if round_index <= self._last():
             self.journal.forget_from(round_index)
             self._known = [known for known in self._known if known < round_index]
@@ -87,7 +95,7 @@ class TapeWriter:
                 self._hold(round_index, STATE, name, marks[name], tensors)
 
     def _tell_optimizers(self, state: Mapping[str, Tensors]) -> None:
-        """Once: what it costs that clients keep their optimisers from round to round."""
+        """Report once what it costs that clients keep their optimisers from round to round."""
         kept = [tensors for name, tensors in state.items() if name.startswith("optimizer/")]
         if kept and not self._optimizers_told:
             self._optimizers_told = True
@@ -100,6 +108,7 @@ class TapeWriter:
             )
 
     def messages(self, round_index: int, messages: Sequence[Message]) -> None:
+        """Take in clients' replies."""
         opened = self._of(round_index)
         for message in messages:
             mark = None if message.tensors is None else state_digest_of(message.tensors)
@@ -111,7 +120,7 @@ class TapeWriter:
             opened.came.append(reply_entry_of(message, mark))
 
     def _wanted(self, node: str, round_index: int) -> bool:
-        """A suspect's first rounds, and from then on where a whole state lies: what is between can be run again."""
+        """Return whether to keep this update: a suspect's first rounds, and later those with a whole state."""
         if node not in self.suspects:
             return False
         return round_index - self.suspects[node][0] < GRACE_ROUNDS or self._whole(round_index)
@@ -120,11 +129,13 @@ class TapeWriter:
         return (round_index - self._first()) % self._tape.every == 0
 
     def missed(self, round_index: int, count: int) -> None:
+        """Note replies for which there was no room."""
         self._of(round_index).lost += count
 
     def end(
         self, round_index: int, state: Mapping[str, Tensors], notes: dict[str, Any], metrics: Mapping[str, float]
     ) -> None:
+        """Write the round's entry, and remove what is no longer needed."""
         opened, self._open = self._of(round_index), None
         after = {name: state_digest_of(tensors) for name, tensors in state.items()}
         entry = RoundEntry(
@@ -145,7 +156,7 @@ class TapeWriter:
         self._thin()
 
     def findings(self, findings: Sequence[Finding]) -> None:
-        """What is around a finding is kept: the states that are at hand, and its suspects' updates."""
+        """Keep what is around findings: the states in memory, and the suspects' updates."""
         for finding in findings:
             last = self._open.number if self._open is not None else self._last()
             self.flagged.add(last if finding.where.round is None else finding.where.round)
@@ -163,7 +174,7 @@ class TapeWriter:
             del self.suspects[node]
 
     def close(self) -> None:
-        """The last state, and the last rounds' updates with the states that they began from, held until now."""
+        """Write the last state, and the last rounds' updates with the states that they began from."""
         last = self._last()
         for (round_index, kind, name), (mark, tensors) in [*self._recent.items()]:
             if kind == UPDATE or round_index > last - self._tape.updates:
@@ -172,13 +183,14 @@ class TapeWriter:
         self._thin()
 
     def failed(self, error: Exception) -> None:
+        """Report that a part of the tape is lost."""
         if not self._stopped:
             self._tell("warning", "tape.failed", f"A part of the tape is lost: {type(error).__name__}: {error}")
 
     # -- on disk ------------------------------------------------------------------------------------------------------
 
     def _write(self, mark: StateDigest, tensors: Tensors, kind: str, round_index: int, name: str) -> None:
-        """`name`: of the state, or of the client."""
+        """Write a state or update. `name`: of the state, or of the client."""
         if self._stopped:
             return
         for again in (True, False):
@@ -207,7 +219,7 @@ class TapeWriter:
         )
 
     def _thin(self, most: int | None = None) -> None:
-        """Down to the budget: updates before states, healthy rounds before others, old ones first."""
+        """Reduce the tape to the budget: updates before states, healthy rounds before others, old ones first."""
         limit = self._tape.budget if most is None else most
         if self._bytes <= limit:
             return
@@ -251,7 +263,7 @@ class TapeWriter:
             self._forget_updates(round_index - self._tape.updates)
 
     def _forget_updates(self, last: int) -> None:
-        """Of rounds up to this one: those of suspects and of rounds with a finding stay."""
+        """Remove the updates of one old round, except those of suspects and of rounds with a finding."""
         if last not in self._known:
             return
         for came in self.journal.read(last).came:
@@ -288,7 +300,7 @@ class TapeWriter:
 
 
 def reply_entry_of(message: Message, mark: StateDigest | None) -> ClientReply:
-    """As it stands in the journal."""
+    """Return a message as it is stored in the journal."""
     losses = b""
     if message.losses is not None and len(message.losses):
         losses = torch.as_tensor(message.losses).to(torch.float32).cpu().numpy().astype("<f4").tobytes()
@@ -306,10 +318,10 @@ def reply_entry_of(message: Message, mark: StateDigest | None) -> ClientReply:
 
 
 def losses_of(came: ClientReply) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Of each local step, to the last bit."""
+    """Return the loss of each local step, to the last bit."""
     return np.frombuffer(came.losses, dtype="<f4")
 
 
 def finite_or_none(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """JSON knows no NaN."""
+    """Return the metrics with None for values that are not finite, because JSON has no NaN."""
     return {name: float(value) if np.isfinite(value) else None for name, value in metrics.items()}

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tape: as little of a run as is needed to run any part of it again, written beside the training.
+"""The tape records as little of a run as is needed to run any part of it again, beside the training.
 
     monitor = fv.Monitor("runs.db", tape=fv.Tape(budget="2 GB"))
 
-Of each round it keeps who took part, with which weight, and a digest of every state and update. Whole states are kept
-every few rounds and around findings, whole updates of the last rounds and of suspects: what is between is run again.
+For each round it stores which clients took part, with which weight, and a digest of every state and update. Whole
+states are kept every few rounds and around findings, whole updates of the last rounds and of suspects; everything in
+between is run again.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ EmitEvent = Callable[[str, str, str], None]  # level, name, message
 
 
 class Tape(Sink):
-    """Give it to a `Monitor`. Nothing in here stops, slows or changes the training.
+    """Records a run; pass it to a `Monitor`. It never stops, slows or changes the training.
 
-    `every`: rounds between two whole states. `updates`: of how many of the last rounds all updates are kept. `budget`:
-    bytes on disk, or "2 GB"; beyond it the tape thins itself, oldest healthy rounds first. `memory`: bytes that may
-    wait to be written. `durable`: updates are written in each round, not at the end alone: for clients that cannot be
-    asked again. `folder`: where; by default beside the store.
+    `every`: rounds between two whole states. `updates`: the number of last rounds of which all updates are kept.
+    `budget`: bytes on disk, or "2 GB"; beyond it the oldest healthy rounds are thinned first. `memory`: bytes that may
+    wait to be written. `durable`: updates are written in each round, not only at the end, for clients that cannot be
+    asked again. `folder`: by default beside the store.
     """
 
     name = "tape"
@@ -80,9 +81,10 @@ class Tape(Sink):
     def gradients(
         self, nodes: Collection[str] | None = None, *, rounds: int = 1, steps: Schedule = always
     ) -> tuple[Probe, Schedule]:
-        """A probe that puts gradients on the tape: of whom, in every so many rounds, at which steps.
+        """Return a probe that writes gradients to the tape, and its schedule, for the monitor's list of probes.
 
-        For the monitor's list of probes. It needs privacy level 4, and does nothing below.
+        `nodes`: of which clients; `rounds`: in every so many rounds; `steps`: at which steps. It needs privacy level 4,
+        and does nothing below.
         """
         if isinstance(nodes, str) or rounds < 1:
             raise ConfigError(f"gradients(nodes=[...], rounds=1 or more); got {nodes!r} and {rounds!r}.")
@@ -99,9 +101,10 @@ class Tape(Sink):
         level: int = 4,
         settle: Callable[[], object] = lambda: None,
     ) -> None:
-        """`beside`: the folder of the store's large things. A run that goes on, goes on on its tape.
+        """Start recording a run. A run that continues, continues on its tape.
 
-        `tell` takes events, `file` what is kept, for the store's list of it; `level`: of privacy. `settle` waits
+        `beside`: the folder of the store's large files. `tell` takes events, `file` records of what is kept, for the
+        store's list; `level`: of privacy. `settle` waits
         until the store and the detectors have everything.
         """
         folder = (self.chosen or beside / "tape") / run.id
@@ -126,21 +129,23 @@ class Tape(Sink):
 
     @property
     def folder(self) -> Path | None:
+        """Return the folder of the tape; None before it is open."""
         return None if self._keeper is None else self._keeper.journal.folder
 
     def write(self, records: Sequence[Record], /) -> None:
-        """As a sink: of all records, findings are what the tape wants to hear."""
+        """Take records as a sink; only findings matter to the tape."""
         findings = [record for record in records if isinstance(record, Finding)]
         if findings:
             self._put("findings", (findings,), 0)
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
-        """Wait until all that was handed over is on the tape."""
+        """Wait until everything handed over is on the tape; return whether that happened in time."""
         done = threading.Event()
         self._put("mark", (done,), 0)
         return self._thread is None or done.wait(timeout)
 
     def close(self, timeout: float = FLUSH_SECONDS) -> None:
+        """Write what is left and end the thread."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
@@ -156,13 +161,16 @@ class Tape(Sink):
     # -- the TapeRecorder protocol ------------------------------------------------------------------------------------
 
     def describe(self, description: Mapping[str, Any]) -> None:
+        """Take the host's description of the run."""
         self._put("describe", (dict(description),), 0)
 
     def begin(self, round_index: int, state: Mapping[str, Mapping[str, Any]], notes: Mapping[str, Any]) -> None:
+        """Take a round's initial state."""
         if not self._put("begin", (round_index, state, notes), bytes_of(*state.values())):
             self._put("begin", (round_index, {}, notes), 0)
 
     def messages(self, round_index: int, messages: Sequence[Message]) -> None:
+        """Take clients' replies."""
         size = bytes_of(*(message.tensors for message in messages if message.tensors is not None))
         if not self._put("messages", (round_index, messages), size):
             self._put("missed", (round_index, len(messages)), 0)
@@ -174,10 +182,12 @@ class Tape(Sink):
         notes: Mapping[str, Any],
         metrics: Mapping[str, float],
     ) -> None:
+        """Take a round's final state and metrics."""
         if not self._put("end", (round_index, state, notes, dict(metrics)), bytes_of(*state.values())):
             self._put("end", (round_index, {}, notes, dict(metrics)), 0)
 
     def gate(self, round_index: int) -> None:
+        """Wait after a round if a debugger session is attached."""
         if self._gate is not None and self._gate.asked:
             self.flush()
             self._settle()  # who debugs decides by what is stored and found
@@ -200,7 +210,9 @@ class Tape(Sink):
         return True
 
     def _hand_over(self) -> None:
-        """Answers wait for their round's end: a thread that wakes for each of them takes the server's time."""
+        """Pass gathered replies on at the round's end: a thread that wakes for each of them would take the server's
+        time.
+        """
         for item in self._gathered:
             self._queue.put(item)
         self._gathered.clear()
@@ -226,7 +238,7 @@ class Tape(Sink):
 
 
 def byte_count(size: int | str, setting: str) -> int:
-    """Bytes, of «2 GB» too."""
+    """Return a number of bytes from an integer or a text such as "2 GB". `setting` names it in the error."""
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     with contextlib.suppress(ValueError, KeyError, AttributeError):
@@ -239,7 +251,7 @@ def byte_count(size: int | str, setting: str) -> int:
 
 
 def machine_description() -> dict[str, str]:
-    """What the bits of a training may depend on."""
+    """Return what the bits of a training may depend on: torch, CPU and system."""
     return {
         "torch": str(torch.__version__),
         "cpu": platform.machine(),

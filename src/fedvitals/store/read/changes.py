@@ -38,13 +38,13 @@ def store_state(reader: Reader) -> StoreState:
     """Return how far the store has come."""
     ask = reader.database.rows
     newest = " UNION ALL ".join(f"SELECT '{table}', COALESCE(MAX(arrival), 0) FROM {table}" for table in NUMBERED)  # noqa: S608 - our own words
+    runs = ask("SELECT s.text, r.source, r.sequence, r.finished, r.id FROM run AS r JOIN symbol AS s ON s.id = r.id")
+    marks = ask("SELECT run, COUNT(*), MAX(at), MIN(target), MAX(target) FROM mark GROUP BY run")
+    reader.names.learn((number, run) for run, *_, number in runs)
     return StoreState(
         {table: int(arrival) for table, arrival in ask(newest)},
-        {row[0]: row[1:] for row in ask("SELECT id, source, sequence, finished FROM runs")},
-        {
-            row[0]: row[1:]
-            for row in ask("SELECT run, COUNT(*), MAX(at), MIN(target), MAX(target) FROM mark GROUP BY run")
-        },
+        {row[0]: row[1:4] for row in runs},
+        {row[0]: row[1:] for row in marks},
     )
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from fedvitals.errors import StoreError
 from fedvitals.stats import FAMILIES, Array
 from fedvitals.store.packing import NONE, Entries, Numbers, entries_of, matrices, numbers_of
+from fedvitals.store.read.layers import layer_names
 from fedvitals.store.read.reader import Reader
 
 MOST = 64_000_000  # bytes of clients' numbers that are used where the whole itself was not told
@@ -103,12 +104,7 @@ def _newest(reader: Reader, family: str, blocks: Sequence[_Block]) -> Layers:
     order = np.lexsort((np.arange(len(at)), at, rounds))
     newest = order[np.append(rounds[order][1:] != rounds[order][:-1], True)]
     numbers = _numbers(reader, family, blocks)
-    return rounds[newest].tolist(), _names(reader, blocks), matrices(family, numbers[..., newest])
-
-
-def _names(reader: Reader, blocks: Sequence[_Block]) -> tuple[str, ...]:
-    sql = "SELECT s.text FROM layer AS l JOIN symbol AS s ON s.id = l.name WHERE l.layer_table = ? ORDER BY l.position"
-    return tuple(row[0] for row in reader.database.rows(sql, (blocks[-1].table,)))
+    return rounds[newest].tolist(), layer_names(reader, blocks[-1].table), matrices(family, numbers[..., newest])
 
 
 def _numbers(reader: Reader, family: str, blocks: Sequence[_Block]) -> Numbers:
@@ -159,7 +155,7 @@ def _from_nodes(reader: Reader, family: str, blocks: Sequence[_Block]) -> Layers
     numbers = _numbers(reader, family, thinned)
     owners = np.concatenate([block.entries.rounds[block.places] for block in thinned])
     joined = [_joined(family, matrices(family, numbers[..., owners == number])) for number in kept]
-    return kept.tolist(), _names(reader, blocks), np.stack(joined)
+    return kept.tolist(), layer_names(reader, blocks[-1].table), np.stack(joined)
 
 
 def _joined(family: str, stacked: Array) -> Array:

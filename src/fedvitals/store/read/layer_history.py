@@ -18,6 +18,7 @@ from fedvitals.protocols import Node
 from fedvitals.stats import FAMILIES, Array
 from fedvitals.store.packing import NONE, entries_of, matrices, numbers_of
 from fedvitals.store.read.federation_layers import whole_layers
+from fedvitals.store.read.layers import layer_names
 from fedvitals.store.read.reader import Reader
 
 BYTES = 120_000_000  # of numbers that are read: about half a second
@@ -59,14 +60,7 @@ def layer_history(
     table = max(blocks)[1]
     blocks = [block for block in blocks if block[1] == table]
     kept = _thinned(blocks, most // (4 * columns))
-    layers = tuple(
-        row[0]
-        for row in reader.database.rows(
-            "SELECT s.text FROM layer AS l JOIN symbol AS s ON s.id = l.name WHERE l.layer_table = ? "
-            "ORDER BY l.position",
-            (table,),
-        )
-    )
+    layers = layer_names(reader, table)
     newest: dict[int, tuple[float, Array]] = {}
     for start in range(0, len(kept), AT_ONCE):
         _read(reader, family, [block[0] for block in kept[start : start + AT_ONCE]], symbol, newest)

@@ -14,13 +14,14 @@ import numpy as np
 
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.protocols import Node
-from fedvitals.records import Action, Event, LayerStats, LayerTable, Run, Truth, is_client, natural
+from fedvitals.records import Action, Event, LayerStats, LayerTable, Run, Truth, natural
 from fedvitals.stats import Array, derive
 from fedvitals.store import rows
 from fedvitals.store.packing import coordinates_of, entries_of, matrices, numbers_of, records_of
 from fedvitals.store.read.federation_layers import whole_layers  # noqa: F401 - a question like the others, in a file of its own
+from fedvitals.store.read.layers import layer_names
 from fedvitals.store.read.metrics import NAMES_OF_RUN, newest_outcomes
-from fedvitals.store.read.nodes import placeholders, rounds_attended
+from fedvitals.store.read.nodes import count_clients, placeholders, rounds_attended
 from fedvitals.store.read.reader import Reader
 
 R = TypeVar("R")
@@ -95,8 +96,6 @@ def _summary(reader: Reader, row: rows.Row) -> RunSummary:
     run, name, host, topology, started, finished = row
     ask = reader.database.rows
     ((rounds, last),) = ask("SELECT COUNT(*), MAX(last) FROM run_round WHERE run = ?", (run,))
-    nodes = ask("SELECT s.text FROM run_node AS n JOIN symbol AS s ON s.id = n.node WHERE n.run = ?", (run,))
-    clients = sum(is_client(name) for (name,) in nodes)
     levels = ask("SELECT s.text, COUNT(*) FROM event AS e JOIN symbol AS s ON s.id = e.level WHERE e.run = ? "
                  "GROUP BY s.text", (run,))  # fmt: skip
     # A trouble is found again in every round in which it is there: counted once, as `diagnosis.cases` tells them apart.
@@ -117,7 +116,7 @@ def _summary(reader: Reader, row: rows.Row) -> RunSummary:
         finished=finished,
         seconds=None if end is None or started is None else max(0.0, end - started),  # a clock may be set back
         rounds=rounds,
-        clients=clients,
+        clients=count_clients(reader, identity),
         accuracy=outcomes["accuracy"],
         loss=outcomes["loss"],
         events=dict(levels),
@@ -299,8 +298,7 @@ def layer_round(reader: Reader, run: str, family: str, round_index: int) -> Laye
         reader.names.texts([number])[0] if number else None: matrix for number, (_, matrix) in newest.items()
     }
     order = tuple(sorted(named, key=_by_name))
-    sql = "SELECT s.text FROM layer AS l JOIN symbol AS s ON s.id = l.name WHERE l.layer_table = ? ORDER BY l.position"
-    layers = tuple(row[0] for row in reader.database.rows(sql, (table,)))
+    layers = layer_names(reader, table)
     return LayerRound(
         family, layers, order, np.stack([named[node] for node in order]) if order else np.empty((0, 0, 0))
     )

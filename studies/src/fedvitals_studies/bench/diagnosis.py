@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fedvitals import lab
-from fedvitals.diagnosis.examine import DETECTORS, Examination
+from fedvitals.diagnosis.examine import DETECTORS, DetectorExamination
 from fedvitals.diagnosis.live_detectors import ROUND_COMPLETE
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.protocols import Detector
@@ -38,14 +38,16 @@ class _Timed:
         self.milliseconds: dict[int, float] = {}
         self.findings = 0
         self._detectors, self._memory = detectors, MemoryStore()
-        self._examination: Examination | None = None
+        self._examination: DetectorExamination | None = None
 
     def write(self, records: Sequence[Record], /) -> None:
         self._memory.write(records)
         for record in records:
             if isinstance(record, Metric) and record.name == ROUND_COMPLETE and record.where.round is not None:
                 if self._examination is None:
-                    self._examination = Examination(self._memory.history(record.where.run), self._detectors, None)
+                    self._examination = DetectorExamination(
+                        self._memory.history(record.where.run), self._detectors, None
+                    )
                 began = time.thread_time()
                 self.findings += len(list(self._examination.findings_of(record.where.round)))
                 self.milliseconds[record.where.round] = 1000 * (time.thread_time() - began)

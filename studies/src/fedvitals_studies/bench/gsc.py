@@ -19,7 +19,7 @@ from fedvitals.lab.engines.training import clip_gradients as clipped
 from fedvitals.lab.local import Clip
 from fedvitals.probes.differentiate import differentiable
 from fedvitals.probes.scale import IMAGES, estimated_squares, gradient_scale
-from fedvitals.probes.view import modes_kept
+from fedvitals.probes.view import evaluation_mode
 from fedvitals_studies.bench import gtsrb
 from fedvitals_studies.bench.workloads import WORKLOADS, paper_cnn, step
 
@@ -126,7 +126,7 @@ def _errors(model: nn.Module, x: Tensor, draws: int = 50) -> dict[str, float]:
 
 def _plain(model: nn.Module, x: Tensor, seed: int) -> Tensor:
     """GSC by two random projections, nothing taken out: what the deflation is measured against."""
-    with modes_kept(model), differentiable(model, x) as graph:
+    with evaluation_mode(model), differentiable(model, x) as graph:
         squares = estimated_squares(graph, None, seed)
         top, bottom = graph.outputs.detach().double(), graph.inputs.detach().flatten(1).double()
         ratio: Tensor = torch.linalg.vector_norm(top, dim=1) / torch.linalg.vector_norm(bottom, dim=1)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client-round takes on the wire: bytes, and the time to write and to read them."""
+"""What a client-round takes on the wire: bytes, and the time to write and to read them; and what damaged bytes cost."""
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,9 +13,12 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from fedvitals.errors import RecordError
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Record, Run, stamped
+from fedvitals.testing import examples_of_records
 from fedvitals.transport.wire.payload import decode, encode
+from fedvitals_studies.bench.fuzzed_payloads import fuzzed_payloads
 from fedvitals_studies.bench.workloads import WORKLOADS, step
 
 
@@ -41,8 +45,18 @@ def client_round(*, first: bool = False, probes: str = "standard") -> list[Recor
     return [stamped(record, "worker-12345-0a1b2c3d", 1000 + i) for i, record in enumerate(here)]
 
 
+def sound_payloads() -> list[bytes]:
+    """A client-round, and one record of each kind that a worker may send, as payloads."""
+    *sendable, _ = examples_of_records()  # the last is a Truth, which no worker may tell
+    return [encode(client_round()), encode(sendable[:5]), encode(sendable[5:8]), encode(sendable[8:])]
+
+
 def bench_wire(*, quick: bool = False) -> list[dict[str, Any]]:
-    """Bytes, and microseconds as the median of many calls, of a round like most, of a first one, and of `deep`."""
+    """Bytes, and microseconds as the median of many calls, of a round like most, of a first one, and of `deep`.
+
+    The last row is of damaged payloads: how many were refused, the slowest of them, and by how much they made the
+    process grow.
+    """
     found = []
     for name, records in (
         ("standard", client_round()),
@@ -62,7 +76,31 @@ def bench_wire(*, quick: bool = False) -> list[dict[str, Any]]:
                 "both_microseconds": sum(times),
             }
         )
-    return found
+    return [*found, _fuzzed(3_000 if quick else 100_000)]
+
+
+def _fuzzed(count: int) -> dict[str, Any]:
+    """What it takes to decode, or refuse, as many damaged payloads."""
+    memory, refused, times = _peak_megabytes(), 0, []
+    for payload in fuzzed_payloads(sound_payloads(), count):
+        began = time.perf_counter()
+        try:
+            decode(payload)
+        except RecordError:
+            refused += 1
+        times.append(time.perf_counter() - began)
+    return {
+        "client_round": "damaged at random",
+        "payloads": count,
+        "refused": refused,
+        "decode_microseconds": 1e6 * float(np.median(times)),
+        "slowest_milliseconds": 1e3 * max(times),
+        "grown_megabytes": _peak_megabytes() - memory,
+    }
+
+
+def _peak_megabytes() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def _microseconds(work: Callable[[], object], repeats: int) -> float:

@@ -17,14 +17,14 @@ from typing import Any
 from fedvitals import lab
 from fedvitals.analysis.bottleneck import RunVerdict, judge
 from fedvitals.analysis.remedies import Remedy, remedies
-from fedvitals.analysis.timeline import RoundTime, of_clock, timeline
+from fedvitals.analysis.timeline import RoundTime, rounds_of_clock, timeline
 from fedvitals.analysis.what_if import what_if
 from fedvitals.lab.rerun import RemedyTrial, try_remedies
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Span, Transfer
 from fedvitals.store import open_reader
 from fedvitals.store.read import queries
-from fedvitals.views.links import latency_in
+from fedvitals.views.profile import latency_in
 from fedvitals_studies.bottlenecks.lab import Plant, controls, latent, plants
 from fedvitals_studies.bottlenecks.real import RealFederation, RealPlant, real_plants
 
@@ -66,7 +66,7 @@ class PlantedVerdict:
 def read(store: str | Path, run: str, plant: Plant | RealPlant) -> PlantedVerdict:
     """The verdict on a stored run, as `fedvitals profile` reads it."""
     with open_reader(str(store)) as reader:
-        times = of_clock(timeline(queries.records(reader, run, Span)))
+        times = rounds_of_clock(timeline(queries.records(reader, run, Span)))
         transfers = queries.records(reader, run, Transfer)
     verdict = judge(times)
     assert verdict is not None  # noqa: S101 - it has rounds

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 
 from fedvitals.diagnosis.evidence.fault_kinds import ISSUE_OF
-from fedvitals.diagnosis.examine import DETECTORS, Examination
+from fedvitals.diagnosis.examine import DETECTORS, DetectorExamination
 from fedvitals.diagnosis.history_cutoff import CutoffRound, HistoryCutoff
 from fedvitals.lab.description import kind_of
 from fedvitals.lab.experiment import kinds_of
 from fedvitals.lab.faults.table import FAULTS
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding
-from fedvitals_studies.faultbank.baselines.differential import largest_of_healthy
+from fedvitals_studies.faultbank.baselines.differential import healthy_limit
 from fedvitals_studies.faultbank.baselines.history import BY_HISTORY, cohort_scores
 from fedvitals_studies.faultbank.baselines.updates import DIFFERENTIAL, KRUM, feddebug_accused, krum_accused
 from fedvitals_studies.faultbank.cases import Case
@@ -186,7 +186,7 @@ class _Examined:
         self._suspicion: Judged | None = _localiser("evidence_totals")
         self._probability: Judged | None = _localiser("fault_probabilities")
         detectors: tuple[Detector, ...] = (*DETECTORS, self._ask)
-        examination = Examination(recording, detectors, None, finished=True)
+        examination = DetectorExamination(recording, detectors, None, finished=True)
         began = time.process_time()  # not what other processes took meanwhile
         found = [finding for number in rounds for finding in examination.findings_of(number)]
         self.seconds = time.process_time() - began - self._seconds_asked
@@ -313,7 +313,7 @@ def _differential_accused(scores_by_method: ScoresByMethod) -> list[Node]:
     scores = scores_by_method.get(DIFFERENTIAL, {})
     if len(scores) < 4:
         return []
-    limit = largest_of_healthy(len(scores), DIFFERENTIAL_ALARMS)
+    limit = healthy_limit(len(scores), DIFFERENTIAL_ALARMS)
     return [node for node, score in scores.items() if score > limit]
 
 

@@ -36,6 +36,7 @@ BARS = {
     "gpu": ("round", "statistics", "kernel", "clients", "monitored", "llm", "precision", "study"),
 }
 SHOWN = {  # the rest is for --json
+    "wire": ("client_round", "records", "bytes", "encode_microseconds", "decode_microseconds", "both_microseconds"),
     "lab": ("what", "against", "bar", "value", "low", "high", "verdict"),
     "profile": ("what", "bar", "measured", "verdict"),
     "flower": ("what", "bar", "measured", "verdict"),

@@ -21,12 +21,12 @@ import fedvitals as fv
 from fedvitals.cli.main import main
 from fedvitals.errors import ConfigError, StoreError
 from fedvitals.hosts.flower import unmodified
-from fedvitals.hosts.flower.environment import Settings
+from fedvitals.hosts.flower.environment import FlowerEnvironment
 from fedvitals.hosts.flower.rerun.app import client_app as app_in
 from fedvitals.hosts.flower.rerun.app import strategy_of
 from fedvitals.hosts.flower.rerun.client import rerun_client
-from fedvitals.hosts.flower.tape.client import client_tape, settle
-from fedvitals.hosts.flower.tape.entries import Site
+from fedvitals.hosts.flower.tape.client import client_tape, wait_for_writers
+from fedvitals.hosts.flower.tape.entries import ClientTapeFolder
 from support.flower.federation import (
     HandGrid,
     client_app,
@@ -61,7 +61,7 @@ def drawing(message, context):
 def recorded(folder, train=drawing, *, rounds=3, tape=None, **more):
     app = client_app(fv.flower.client_mod(tape=tape or folder / "site"), train=train)
     result, grid = federate(FedAvg(), app, rounds=rounds, **more)
-    settle()
+    wait_for_writers()
     return folder / "site", result, grid
 
 
@@ -89,7 +89,7 @@ def test_a_tape_changes_nothing(tmp_path):
         app = client_app(fv.flower.client_mod(tape=tape), train=drawing)
         torch.manual_seed(0)
         result, grid = federate(FedAvg(), app, rounds=3)
-        settle()
+        wait_for_writers()
         stood = random.getstate(), torch.get_rng_state().numpy().tobytes()
         states = [keys_and_bytes(state) for state in grid._states.values()]
         requests = [keys_and_bytes(request.content) for request in grid.requests]
@@ -189,7 +189,7 @@ def test_a_client_that_was_killed_can_be_run_again(tmp_path):
 def test_a_full_tape_keeps_the_newest_messages(tmp_path):
     tape = fv.Tape(folder=tmp_path / "site", budget="150 KB")
     recorded(tmp_path, rounds=8, nodes=2, tape=tape)
-    site = Site(tmp_path / "site")
+    site = ClientTapeFolder(tmp_path / "site")
     assert site.bytes() <= 150_000
     kept = [number for number, _ in site.messages(RUN, "101")]
     assert kept == sorted(kept)
@@ -350,7 +350,7 @@ def folder(tmp_path, request):
 def taped(folder, monkeypatch):
     """A run of it; gives the folder of its clients' tapes."""
     federate(FedAvg(), app_in(folder), rounds=2)
-    settle()
+    wait_for_writers()
     monkeypatch.chdir(folder.parent)
     return folder.parent / "site"
 
@@ -452,17 +452,19 @@ def test_the_command_of_the_server(folder, tmp_path, capsys):
 
 
 def test_by_the_environment_apps_without_a_line_have_tapes(tmp_path, monkeypatch):
-    variables = Settings(tape=str(tmp_path / "site")).variables({})
+    variables = FlowerEnvironment(tape=str(tmp_path / "site")).variables({})
     assert variables["FEDVITALS_TAPE"] == str(tmp_path / "site")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("FEDVITALS_STORE", str(tmp_path / "runs.db"))
-    app = ClientApp(mods=unmodified._with_ours(None))
+    app = ClientApp(mods=unmodified._with_our_mod(None))
     app.train()(training)
     app.evaluate()(evaluation)
     federate(FedAvg(), app, rounds=1)
     assert rerun_client(tmp_path / "site", 1, "101", app=client_app()).holds
-    visit = unmodified.Visit(None, Context(run_id=7, node_id=1, node_config={}, state=RecordDict(), run_config={}))
+    visit = unmodified.ServerAppRun(
+        None, Context(run_id=7, node_id=1, node_config={}, state=RecordDict(), run_config={})
+    )
     monitor = visit._new_monitor()
     assert monitor.host.recorder is not None
     monitor.close()

@@ -8,7 +8,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedvitals.errors import StoreError
-from fedvitals.hosts.flower.tape.records import content_of, left_out, outlined
+from fedvitals.hosts.flower.tape.records import content_of, left_out_names, outline_of
 from support.flower.federation import keys_and_bytes
 
 
@@ -45,7 +45,7 @@ def test_records_of_any_kind_come_back_as_they_were(array):
             ),
         }
     )
-    outline, tensors = outlined(content, whole=True)
+    outline, tensors = outline_of(content, whole=True)
     again = content_of(json.loads(json.dumps(outline)), {name: t.clone() for name, t in tensors.items()})
     assert [*again] == [*content]
     assert keys_and_bytes(again) == keys_and_bytes(content)
@@ -53,8 +53,8 @@ def test_records_of_any_kind_come_back_as_they_were(array):
 
 def test_what_is_too_long_for_an_outline_is_left_out_and_named():
     content = RecordDict({"config": ConfigRecord({"long": b"x" * 100_000, "short": b"x"})})
-    outline, tensors = outlined(content)
-    assert (left_out(outline), tensors) == (["config/long"], {})
+    outline, tensors = outline_of(content)
+    assert (left_out_names(outline), tensors) == (["config/long"], {})
     assert dict(content_of(outline, {})["config"]) == {"short": b"x"}
 
 

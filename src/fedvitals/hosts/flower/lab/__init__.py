@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lab on Flower nodes."""
+"""Run the lab on Flower's nodes."""

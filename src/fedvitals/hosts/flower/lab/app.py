@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lab as a Flower app: the server runs the experiment, round by round; clients train what they are asked to.
 
-What it runs stands in the run's configuration (`Settings`), which `lab_launch` writes.
+What it runs is in the run's configuration (`LabAppSettings`), which `launch` writes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedvitals import lab
 from fedvitals.errors import ConfigError, FedvitalsError, RecordError
 from fedvitals.hosts.flower.lab.engine import TIMEOUT, FlowerEngine
-from fedvitals.hosts.flower.lab.messages import read_order, write_answer
+from fedvitals.hosts.flower.lab.messages import read_request, write_reply
 from fedvitals.hosts.lab_monitor import monitor_of
 from fedvitals.lab.engines.engine import single_threaded
 from fedvitals.lab.engines.executor import ClientByClientExecutor
@@ -29,15 +29,15 @@ from fedvitals.lab.engines.site import Site
 from fedvitals.monitor.workers import WorkerObserver
 from fedvitals.replay.tape.tape import Tape
 
-WORD = "fedvitals lab: "  # before what the launcher shows of the server's log
+LOG_PREFIX = "fedvitals lab: "  # before what the launcher shows of the server's log
 MOST_TELEMETRY = 16 << 20  # bytes of one answer
 DATA = "fedvitals-data"  # in a SuperNode's --node-config: its own folder of data sets
 
 server_app, client_app = ServerApp(), ClientApp()
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab"):
-    """A run's configuration; what is empty is as by default."""
+class LabAppSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="kebab"):
+    """A run's configuration; empty values mean the default."""
 
     experiment: str  # TOML
     store: str = ""  # else FEDVITALS_STORE of the server's own environment
@@ -53,23 +53,23 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="
 
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
-    """The whole experiment. Who started it is told of what cannot be meant."""
+    """Run the whole experiment; errors of the configuration are reported to the launcher."""
     try:
         _run(grid, context)
     except FedvitalsError as error:
-        _say(json.dumps({"error": str(error)}))
+        _log_line(json.dumps({"error": str(error)}))
         raise
 
 
 def _run(grid: Grid, context: Context) -> None:
     try:
-        settings = msgspec.convert(dict(context.run_config), Settings)
+        settings = msgspec.convert(dict(context.run_config), LabAppSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"The configuration of this run cannot be read: {error}.") from error
     if settings.store == "" and "FEDVITALS_STORE" not in os.environ:
         raise ConfigError("The server knows no store: set FEDVITALS_STORE in the environment of the SuperLink.")
     experiment = lab.read(settings.experiment)
-    engine = functools.partial(FlowerEngine, grid=grid, nodes=settings.nodes, timeout=settings.timeout, say=_say)
+    engine = functools.partial(FlowerEngine, grid=grid, nodes=settings.nodes, timeout=settings.timeout, say=_log_line)
     tape = Tape(budget=settings.tape_budget) if settings.tape_budget else None
     with monitor_of(
         experiment, settings.store or "runs.db", run=settings.run or None, probes=settings.probes, tape=tape
@@ -84,38 +84,38 @@ def _run(grid: Grid, context: Context) -> None:
         ):
             if result.rounds:
                 last = result.rounds[-1]
-                _say(json.dumps({"round": last.number, "seconds": last.seconds, "metrics": last.metrics}))
+                _log_line(json.dumps({"round": last.number, "seconds": last.seconds, "metrics": last.metrics}))
 
 
 @client_app.train()
 def train(message: Message, context: Context) -> Message:
-    """Clients of the lab, one after the other, as the server asks."""
-    order = read_order(message.content)
+    """Train clients of the lab, one after the other, as the server asks."""
+    request = read_request(message.content)
     data = context.node_config.get(DATA) or context.run_config.get("data") or None
-    executor = _executor(order.experiment, None if data is None else str(data))
+    executor = _executor(request.experiment, None if data is None else str(data))
     site = executor.site
-    for task in order.tasks:
+    for task in request.tasks:
         if task.start.shape != (site.layout.size,) or not set(task.nodes) <= set(site.shards):
             raise RecordError(
                 f"A task of {', '.join(task.nodes)[:80]} with {len(task.start)} numbers does not fit the experiment. "
                 "Install the same fedvitals and PyTorch on all machines."
             )
-    states = torch.empty(sum(len(task.nodes) for task in order.tasks), site.layout.size)
+    states = torch.empty(sum(len(task.nodes) for task in request.tasks), site.layout.size)
     with single_threaded():
-        updates = executor.train(order.tasks, order.watcher, states)
-    return Message(content=write_answer(updates, states, _payload(order.watcher)), reply_to=message)
+        updates = executor.train(request.tasks, request.watcher, states)
+    return Message(content=write_reply(updates, states, _payload(request.watcher)), reply_to=message)
 
 
 @functools.lru_cache(maxsize=1)
 def _executor(experiment: str, data: str | None) -> ClientByClientExecutor:
-    """Kept as long as the process lives: on Ray for all rounds."""
+    """Return the executor of an experiment, kept as long as the process lives: on Ray for all rounds."""
     return ClientByClientExecutor(Site.of(lab.read(experiment), data), fast=False)
 
 
 def _payload(watcher: Any) -> bytes:
-    """Whole in itself, since the answer before may have been lost."""
+    """Return the telemetry; complete in itself, since the previous reply may have been lost."""
     return watcher.payload(MOST_TELEMETRY) if isinstance(watcher, WorkerObserver) else b""
 
 
-def _say(text: str) -> None:
-    logging.getLogger("flwr").info("%s%s", WORD, text)
+def _log_line(text: str) -> None:
+    logging.getLogger("flwr").info("%s%s", LOG_PREFIX, text)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lab's engine on Flower's nodes: tasks go out as messages, updates come back, in the order of the tasks.
+"""The lab's engine on Flower's nodes: tasks are sent as messages, and updates return in the order of the tasks.
 
 Client `c7` trains on the node 7 modulo their number, by sorted node ids; a group that exchanges after each iteration
-trains whole, where its first member is. All that a node has to do in a round is one message, since in a deployment each
-message starts a process. The model is tested here. Nodes train as the engine «sequential» does, to the last bit.
+trains whole, where its first member is. Everything that a node has to do in a round is one message, since in a
+deployment each message starts a process. The model is tested here. Nodes train as the engine «sequential» does, to the
+last bit.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from flwr.app import Message, MessageType
 from torch import Tensor
 
 from fedvitals.errors import ConfigError, RecordError
-from fedvitals.hosts.flower.lab.messages import packed, read_answer, write_order
+from fedvitals.hosts.flower.lab.messages import arrays_by_state, read_reply, write_request
 from fedvitals.lab.engines.engine import FLOWER, Engine
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.engines.tasks import Task, Update
@@ -26,15 +27,15 @@ from fedvitals.protocols import Observer
 from fedvitals.records import Run
 from fedvitals.transport.wire.payload import decode
 
-PATIENCE = 120.0  # seconds until the nodes are there
+NODE_WAIT_SECONDS = 120.0  # seconds until the nodes are there
 TIMEOUT = 3600.0  # seconds for one round's answers
 FIRST_LOOK, LAST_LOOK = 0.02, 1.0  # seconds between two looks for answers; they grow
 
-Answer = tuple[list[Update], bytes]
+NodeReply = tuple[list[Update], bytes]
 
 
 class FlowerEngine:
-    """Trains through a grid. `nodes`: how many to wait for before the first round; `say` takes words for people."""
+    """Trains through a grid. `nodes`: how many to wait for before the first round; `say` takes texts for people."""
 
     name = FLOWER
     device = torch.device("cpu")  # models travel as bytes
@@ -46,11 +47,11 @@ class FlowerEngine:
         *,
         nodes: int = 1,
         timeout: float = TIMEOUT,
-        patience: float = PATIENCE,
+        patience: float = NODE_WAIT_SECONDS,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.site, self._grid = site, grid
-        self._text = described(site.experiment)
+        self._text = experiment_text(site.experiment)
         self._wanted, self._timeout, self._patience, self._say = nodes, timeout, patience, say
         self._place = {node: place for place, node in enumerate(site.experiment.nodes)}
         self._owing: dict[str, int] = {}  # nodes that have not answered in time, by the message
@@ -59,15 +60,17 @@ class FlowerEngine:
     def train(
         self, tasks: Sequence[Task], observer: Observer, absorb: Callable[[bytes], None] | None = None
     ) -> Iterator[list[Update]]:
-        """As `Engine.train`: one task is a batch. A node that fails, or does not answer, is an error of its clients."""
+        """Yield the updates of each task, as `Engine.train` does. A node that fails, or does not reply, is an error
+        of its clients.
+        """
         nodes, absorb = self._nodes(), absorb or observer.absorb
         shares: dict[int, list[Task]] = {}
         for task in tasks:
             shares.setdefault(nodes[self._place[task.nodes[0]] % len(nodes)], []).append(task)
-        arrays, watcher = packed([task.start for task in tasks]), observer.for_worker()
+        arrays, watcher = arrays_by_state([task.start for task in tasks]), observer.for_worker()
         messages = [
             Message(
-                content=write_order(share, self._text, watcher, arrays),
+                content=write_request(share, self._text, watcher, arrays),
                 dst_node_id=node,
                 message_type=MessageType.TRAIN,
                 group_id=str(share[0].round),
@@ -75,15 +78,15 @@ class FlowerEngine:
             for node, share in shares.items()
         ]
         replies = self._exchange(messages)
-        found: dict[int, Iterator[Update]] = {}
+        updates_by_node: dict[int, Iterator[Update]] = {}
         for node, share in shares.items():
             updates, payload = self._read(node, share, replies.get(node))
             if self._may_tell(payload, share, observer):
                 absorb(payload)
-            found[node] = iter(updates)
+            updates_by_node[node] = iter(updates)
         of_task = {id(task): node for node, share in shares.items() for task in share}
         for task in tasks:
-            yield [next(found[of_task[id(task)]]) for _ in task.nodes]
+            yield [next(updates_by_node[of_task[id(task)]]) for _ in task.nodes]
 
     def evaluate(self, state: Tensor) -> tuple[Tensor, Tensor]:
         return self._here.evaluate(state)
@@ -100,29 +103,31 @@ class FlowerEngine:
     # -- nodes and messages -------------------------------------------------------------------------------------------
 
     def _nodes(self) -> list[int]:
-        """Who can be asked now, by their ids. Who still owes an answer is left in peace while there are others."""
+        """Return the ids of the nodes that can be asked now; those that still owe a reply are spared while there are
+        others.
+        """
         if self._owing:
             for reply in self._grid.pull_messages([*self._owing]):
                 self._owing.pop(reply.metadata.reply_to_message_id, None)
-        began, told = time.monotonic(), -1
+        began, reported = time.monotonic(), -1
         while True:
-            there = sorted(self._grid.get_node_ids())
-            if len(there) >= self._wanted:
+            connected = sorted(self._grid.get_node_ids())
+            if len(connected) >= self._wanted:
                 break
-            if len(there) != told:
-                told = len(there)
-                self._say(f"waiting for {self._wanted} SuperNodes, {told} connected")
+            if len(connected) != reported:
+                reported = len(connected)
+                self._say(f"waiting for {self._wanted} SuperNodes, {reported} connected")
             if time.monotonic() - began > self._patience:
                 raise ConfigError(
-                    f"Waited {self._patience:.0f} s for {self._wanted} SuperNodes, and {len(there)} are connected. "
+                    f"Waited {self._patience:.0f} s for {self._wanted} SuperNodes, and {len(connected)} are connected. "
                     "Start the others, or ask for fewer with --workers."
                 )
             time.sleep(LAST_LOOK)
-        self._wanted = 1  # once it has begun, it goes on with whoever is left
-        return [node for node in there if node not in self._owing.values()] or there
+        self._wanted = 1  # once training has begun, it goes on with the nodes that are left
+        return [node for node in connected if node not in self._owing.values()] or connected
 
     def _exchange(self, messages: Sequence[Message]) -> dict[int, Message]:
-        """The nodes' replies; who does not answer in time has none."""
+        """Send messages and return the nodes' replies; nodes that do not reply in time have none."""
         self._grid.push_messages(messages)
         waiting = {message.metadata.message_id: message.metadata.dst_node_id for message in messages}
         replies: dict[int, Message] = {}
@@ -138,25 +143,25 @@ class FlowerEngine:
         self._owing |= waiting
         return replies
 
-    def _read(self, node: int, tasks: Sequence[Task], reply: Message | None) -> Answer:
+    def _read(self, node: int, tasks: Sequence[Task], reply: Message | None) -> NodeReply:
         if reply is None:
             return _failed(tasks, f"The SuperNode {node} did not answer within {self._timeout:.0f} s."), b""
         if reply.has_error():
             error = reply.error
             return _failed(tasks, f"The SuperNode {node} failed (code {error.code}): {error.reason}"), b""
         try:
-            return read_answer(reply.content, tasks, self.site.layout.size)
+            return read_reply(reply.content, tasks, self.site.layout.size)
         except RecordError as error:
             return _failed(tasks, f"The answer of the SuperNode {node} cannot be used. {error}"), b""
 
     def _may_tell(self, payload: bytes, tasks: Sequence[Task], observer: Observer) -> bool:
-        """Whether what came home tells of nobody but the clients that were asked there, each in the group it is in."""
+        """Return whether the telemetry is about the clients that were asked there only, each in its own group."""
         groups: dict[str | None, str | None] = {node: task.group for task in tasks for node in task.nodes}
         groups[None] = None
         try:
             places = [r.where for r in decode(payload) if not isinstance(r, Run)] if payload else []
         except RecordError:
-            return True  # whoever takes it will say so
+            return True  # the observer that absorbs it reports the error
         strange = next((place.node for place in places if place.node not in groups), None)
         text = f"Telemetry told of '{str(strange)[:80]}', whose training was asked of another node."
         moved = next((place for place in places if place.group not in (None, groups.get(place.node))), None)
@@ -170,8 +175,8 @@ class FlowerEngine:
         return not refused
 
 
-def described(experiment: Experiment) -> str:
-    """The experiment as TOML, which is all that nodes are told of it; refused if it cannot go there."""
+def experiment_text(experiment: Experiment) -> str:
+    """Return the experiment as TOML, which is all that nodes get of it. Raises ConfigError if it cannot be sent."""
     if experiment.local.keep_optimizer:
         raise ConfigError(
             "Optimisers that are kept over the rounds stay in one process, and Flower starts processes anew: "
@@ -184,7 +189,7 @@ def described(experiment: Experiment) -> str:
 
 
 def _failed(tasks: Iterable[Task], error: str) -> list[Update]:
-    """As of a worker process that died: clients of the lab have failed, and who they are is told."""
+    """Return the updates of failed clients, as of a worker process that died."""
     return [
         Update(node, task.start, task.start, 0, task.group, error=error, error_type="WorkerDied")
         for task in tasks

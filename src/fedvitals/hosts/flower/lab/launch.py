@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the lab's Flower app: on Ray, with a SuperLink of our own that lives as long as the run; or on the user's.
+"""Start the lab's Flower app: on Ray, with a SuperLink of our own that lives as long as the run; or on the user's.
 
-Everything that is started is taken down again, however it ends. What was asked for stands in the app's configuration,
-which Flower sends to every node: so an address with a password in it does not.
+Everything that is started is ended again, however the run ends. The settings are in the app's configuration, which
+Flower sends to every node, so an address with a password is not among them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedvitals.errors import ConfigError, FedvitalsError, MissingExtraError
 from fedvitals.hosts.flower.superlink import QUIET, program, superlink, termination_as_exit, with_programs
 
 OLDEST = (1, 38)  # whose SuperLink has one port for everything, and whose connections stand in $FLWR_HOME/config.toml
-OWN = "fedvitals-lab"  # the connection to our own SuperLink
+OWN_CONNECTION = "fedvitals-lab"  # the connection to our own SuperLink
 APP = """[project]
 name = "fedvitals-lab"
 version = "1.0.0"
@@ -36,7 +36,7 @@ serverapp = "fedvitals_lab.app:server_app"
 clientapp = "fedvitals_lab.app:client_app"
 
 """
-MODULE = """from fedvitals.hosts.flower import lab_app
+MODULE = """from fedvitals.hosts.flower.lab import app as lab_app
 
 server_app = lab_app.server_app  # Flower looks for assignments before it looks into the module
 client_app = lab_app.client_app
@@ -45,14 +45,14 @@ STOP = 10.0  # seconds
 LAST_LINES = 25  # of the log, told when it fails
 STARTED = re.compile(r"Successfully started run (\d+)")
 
-Settings = dict[str, str | int | float | bool]
+AppConfig = dict[str, str | int | float | bool]
 
 
 def check_installed(*, simulation: bool) -> None:
-    """Whether what is needed is here, before anything is started."""
+    """Raise ConfigError before anything is started if something needed is not installed."""
     version = importlib.metadata.version("flwr")
-    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if found < OLDEST:
+    installed = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if installed < OLDEST:
         raise ConfigError(
             f"The engine 'flower' starts a SuperLink of flwr {OLDEST[0]}.{OLDEST[1]} or newer; installed is {version}. "
             "Bring it up to date: pip install -U flwr."
@@ -64,30 +64,34 @@ def check_installed(*, simulation: bool) -> None:
         )
 
 
-def simulate(settings: Settings, nodes: int, hear: Callable[[str], None], secrets: dict[str, str]) -> None:
-    """Run it on Ray, with so many simulated nodes. `secrets`: of the environment of its processes on this machine."""
+def simulate(settings: AppConfig, nodes: int, on_line: Callable[[str], None], secrets: dict[str, str]) -> None:
+    """Run the app on Ray with this many simulated nodes. `secrets`: environment variables of its processes on this
+    machine.
+    """
     with tempfile.TemporaryDirectory(prefix="fedvitals-lab-", ignore_cleanup_errors=True) as folder:
         own = {**secrets, "FLWR_HOME": str(Path(folder) / "home")}
         with termination_as_exit(), _superlink(Path(folder), _environment(own)):
             options = f"num-supernodes={nodes} client-resources-num-cpus=1 init-args-num-cpus={nodes}"
-            _run(Path(folder), settings, OWN, ["--federation-config", options], _environment(own), hear)
+            _run(Path(folder), settings, OWN_CONNECTION, ["--federation-config", options], _environment(own), on_line)
 
 
-def submit(settings: Settings, superlink: str, hear: Callable[[str], None]) -> None:
-    """Run it on the SuperLink of that name in the user's own configuration of Flower."""
+def submit(settings: AppConfig, superlink: str, on_line: Callable[[str], None]) -> None:
+    """Run the app on the SuperLink of that name in the user's own Flower configuration."""
     with tempfile.TemporaryDirectory(prefix="fedvitals-lab-", ignore_cleanup_errors=True) as folder:
-        _run(Path(folder), settings, superlink, [], _environment({}), hear)
+        _run(Path(folder), settings, superlink, [], _environment({}), on_line)
 
 
 def _run(
     folder: Path,
-    settings: Settings,
+    settings: AppConfig,
     superlink: str,
     options: list[str],
     environment: dict[str, str],
-    hear: Callable[[str], None],
+    on_line: Callable[[str], None],
 ) -> None:
-    """`flwr run`, and its log until the run is over. Whoever stops listening stops the run."""
+    """Run `flwr run` and pass its log on line by line until the run is over; if that is interrupted, the run is
+    stopped.
+    """
     app = write_app(folder / "fedvitals-lab", settings)
     process = subprocess.Popen(  # noqa: S603 - our own words
         [program("flwr"), "run", str(app), superlink, "--stream", *options],
@@ -106,7 +110,7 @@ def _run(
         for line in process.stdout:
             last.append(line.rstrip())
             run = run or STARTED.search(line)
-            hear(line)
+            on_line(line)
         over = process.wait(STOP) == 0
     finally:
         if process.poll() is None:
@@ -114,7 +118,7 @@ def _run(
             process.wait()
         if process.stdout is not None:
             process.stdout.close()
-        if run is not None and not over and superlink != OWN:  # ours goes down with it
+        if run is not None and not over and superlink != OWN_CONNECTION:  # ours goes down with it
             subprocess.run(  # noqa: S603 - our own words
                 [program("flwr"), "stop", run[1], superlink],
                 env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=STOP * 2, check=False,
@@ -123,8 +127,8 @@ def _run(
         raise FedvitalsError("`flwr run` failed. The end of its log:\n" + "\n".join(last))
 
 
-def write_app(folder: Path, settings: Settings) -> Path:
-    """The app that Flower is given: a module that has the lab's, and what to run."""
+def write_app(folder: Path, settings: AppConfig) -> Path:
+    """Write the app for Flower, a module that imports the lab's and its configuration, and return its folder."""
     try:
         import tomli_w  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
@@ -140,17 +144,18 @@ def write_app(folder: Path, settings: Settings) -> Path:
 
 @contextlib.contextmanager
 def _superlink(folder: Path, environment: dict[str, str]) -> Iterator[None]:
-    """A SuperLink that simulates, with a home and a folder of its own."""
+    """Run a simulating SuperLink with a home and a folder of its own."""
     home, empty = folder / "home", folder / "empty"
     home.mkdir()
     empty.mkdir()  # a package here would win over the app's
     with superlink(environment, cwd=empty, options=["--disable-runtime-dependency-installation"]) as port:
         (home / "config.toml").write_text(
-            f'[superlink]\ndefault = "{OWN}"\n\n[superlink.{OWN}]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+            f'[superlink]\ndefault = "{OWN_CONNECTION}"\n\n'
+            f'[superlink.{OWN_CONNECTION}]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
         )
         yield
 
 
 def _environment(own: dict[str, str]) -> dict[str, str]:
-    told = {**QUIET, **os.environ, **own, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "COLUMNS": "120"}
-    return with_programs(told)
+    environment = {**QUIET, **os.environ, **own, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", "COLUMNS": "120"}
+    return with_programs(environment)

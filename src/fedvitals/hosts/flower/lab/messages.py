@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks and updates of the lab as Flower's records, and back. States travel as arrays, the rest as JSON.
+"""Convert tasks and updates of the lab to Flower's records and back. States travel as arrays, the rest as JSON.
 
-Both ends check all that arrives: what is missing, of another size or of another version is a RecordError.
+Both ends check everything that arrives: what is missing, of another size or of another version is a RecordError.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EXCHANGES: dict[str, Exchange] = {"pass_on": pass_to_next, "average": average}
 
 
 class _Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A `Task`; `start` is the name of an array."""
+    """A `Task` on the wire; `start` is the name of an array."""
 
     round: int
     nodes: tuple[str, ...]
@@ -44,7 +44,7 @@ class _Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Update(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An `Update`; its state and losses are rows and stretches of arrays."""
+    """An `Update` on the wire; its state and losses are rows and stretches of arrays."""
 
     node: str
     samples: int
@@ -55,23 +55,24 @@ class _Update(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a node is asked to do."""
+class TrainRequest:
+    """What a node is asked to train."""
 
     experiment: str  # as TOML
     tasks: list[Task]
     watcher: WorkerObserver
 
 
-def packed(starts: Sequence[Tensor]) -> dict[int, Array]:
-    """The arrays of different states, by the states' identities: most tasks begin with the same one."""
+def arrays_by_state(starts: Sequence[Tensor]) -> dict[int, Array]:
+    """Return the arrays of the distinct states, by the states' identities: most tasks begin with the same one."""
     return {key: Array(state.numpy()) for key, state in {id(start): start for start in starts}.items()}
 
 
-def write_order(tasks: Sequence[Task], experiment: str, watcher: WorkerObserver, arrays: Mapping[int, Array]) -> Any:
+def write_request(tasks: Sequence[Task], experiment: str, watcher: WorkerObserver, arrays: Mapping[int, Array]) -> Any:
+    """Return the records that ask a node to train these tasks."""
     names = {key: str(place) for place, key in enumerate(dict.fromkeys(id(task.start) for task in tasks))}
     text, initial = write_watcher(watcher)
-    told = [
+    task_fields = [
         _Task(
             round=task.round,
             nodes=task.nodes,
@@ -88,7 +89,7 @@ def write_order(tasks: Sequence[Task], experiment: str, watcher: WorkerObserver,
     config: dict[str, Any] = {
         "version": VERSION,
         "experiment": experiment,
-        "tasks": msgspec.json.encode(told).decode(),
+        "tasks": msgspec.json.encode(task_fields).decode(),
         "watcher": text,
         "initial": initial,
     }
@@ -96,15 +97,16 @@ def write_order(tasks: Sequence[Task], experiment: str, watcher: WorkerObserver,
     return RecordDict({KEY: ConfigRecord(config), f"{KEY}.states": states})
 
 
-def read_order(content: Any) -> Order:
+def read_request(content: Any) -> TrainRequest:
+    """Return the request of a message. Raises RecordError if it is not valid."""
     config, arrays = _records(content)
     try:
-        told = msgspec.json.decode(_field(config, "tasks", str), type=list[_Task])
+        task_fields = msgspec.json.decode(_field(config, "tasks", str), type=list[_Task])
     except msgspec.MsgspecError as error:
         raise RecordError(f"The tasks of a message cannot be read: {error}.") from error
     starts = {name: _tensor(array, None) for name, array in arrays.items()}
     tasks = []
-    for task in told:
+    for task in task_fields:
         if task.start not in starts or not task.nodes:
             raise RecordError(f"A task of the nodes {task.nodes!r} came without its model.")
         if task.exchange is not None and task.exchange not in EXCHANGES:
@@ -113,48 +115,56 @@ def read_order(content: Any) -> Order:
         exchange = None if task.exchange is None else EXCHANGES[task.exchange]
         tasks.append(Task(**{**fields, "start": starts[task.start], "exchange": exchange}))
     watcher = read_watcher(_field(config, "watcher", str), _field(config, "initial", bytes))
-    return Order(_field(config, "experiment", str), tasks, watcher)
+    return TrainRequest(_field(config, "experiment", str), tasks, watcher)
 
 
-def write_answer(updates: Sequence[Update], states: Tensor, payload: bytes) -> Any:
-    """The updates in the order of the tasks' members; `states`, [members, size], has theirs as its rows."""
-    told = [_Update(u.node, int(u.samples), u.steps, u.seconds, u.error, u.error_type) for u in updates]
+def write_reply(updates: Sequence[Update], states: Tensor, payload: bytes) -> Any:
+    """Return the records of the updates, in the order of the tasks' members; `states`, [members, size], holds theirs
+    as rows.
+    """
+    update_fields = [_Update(u.node, int(u.samples), u.steps, u.seconds, u.error, u.error_type) for u in updates]
     losses = torch.cat([u.losses.to(torch.float32) for u in updates])
-    config: dict[str, Any] = {"version": VERSION, "updates": msgspec.json.encode(told).decode(), "payload": payload}
+    config: dict[str, Any] = {
+        "version": VERSION,
+        "updates": msgspec.json.encode(update_fields).decode(),
+        "payload": payload,
+    }
     arrays = ArrayRecord({"states": Array(states.numpy()), "losses": Array(losses.numpy())})
     return RecordDict({KEY: ConfigRecord(config), f"{KEY}.states": arrays})
 
 
-def read_answer(content: Any, tasks: Sequence[Task], size: int) -> tuple[list[Update], bytes]:
-    """The updates of these tasks, and what was measured on the way."""
+def read_reply(content: Any, tasks: Sequence[Task], size: int) -> tuple[list[Update], bytes]:
+    """Return the updates of these tasks, and the telemetry. Raises RecordError if they do not match."""
     config, arrays = _records(content)
     try:
-        told = msgspec.json.decode(_field(config, "updates", str), type=list[_Update])
+        update_fields = msgspec.json.decode(_field(config, "updates", str), type=list[_Update])
     except msgspec.MsgspecError as error:
         raise RecordError(f"The updates of a message cannot be read: {error}.") from error
     asked = [(task, node) for task in tasks for node in task.nodes]
-    if [one.node for one in told] != [node for _, node in asked]:
+    if [fields.node for fields in update_fields] != [node for _, node in asked]:
         raise RecordError(f"Updates of {len(asked)} clients were asked for, and those of others came, or of too few.")
-    if any(one.steps < 0 or one.samples < 0 for one in told):
+    if any(fields.steps < 0 or fields.samples < 0 for fields in update_fields):
         raise RecordError("An update tells of less than nothing: its steps and samples are numbers from 0 on.")
     if not {"states", "losses"} <= set(arrays):
         raise RecordError("Updates came without their states or losses.")
-    states = _tensor(arrays["states"], (len(told), size))
-    losses = _tensor(arrays["losses"], (sum(one.steps for one in told),)).split([one.steps for one in told])
+    states = _tensor(arrays["states"], (len(update_fields), size))
+    losses = _tensor(arrays["losses"], (sum(fields.steps for fields in update_fields),)).split(
+        [fields.steps for fields in update_fields]
+    )
     updates = [
         Update(
-            node=one.node,
+            node=fields.node,
             state=state,
             start=task.start,
-            samples=one.samples,
+            samples=fields.samples,
             group=task.group,
             losses=loss,
-            steps=one.steps,
-            seconds=one.seconds,
-            error=one.error,
-            error_type=one.error_type,
+            steps=fields.steps,
+            seconds=fields.seconds,
+            error=fields.error,
+            error_type=fields.error_type,
         )
-        for one, (task, _), state, loss in zip(told, asked, states, losses, strict=True)
+        for fields, (task, _), state, loss in zip(update_fields, asked, states, losses, strict=True)
     ]
     return updates, _field(config, "payload", bytes)
 
@@ -191,7 +201,7 @@ def _field(config: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 def _tensor(array: Array, shape: tuple[int, ...] | None) -> Tensor:
-    """As it was sent, float32; without a shape, one of any length."""
+    """Return an array as a float32 tensor of this shape; without a shape, a vector of any length."""
     if shape is not None and len(array.data) > HEAD + 4 * int(np.prod(shape)):  # before room is made for it
         raise RecordError(f"An array of {len(array.data)} bytes came where {shape} numbers were expected.")
     try:

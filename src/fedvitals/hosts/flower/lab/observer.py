@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's observer as text and bytes, and back: it goes to other machines, where nothing may ever be unpickled."""
+"""Convert a worker's observer to text and bytes and back: it goes to other machines, where nothing may be unpickled."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fedvitals.transport.privacy import PrivacyPolicy
 PRESETS = ("light", "standard", "deep")
 
 
-class _Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The fields of a `WorkerObserver`, a preset by its name; its first model travels beside it, as bytes."""
+class _ObserverFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The fields of a `WorkerObserver`, with the preset by name; its first model travels beside it, as bytes."""
 
     run: str
     name: str
@@ -37,7 +37,7 @@ class _Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write_watcher(watcher: AnyWatcher) -> tuple[str, bytes]:
-    """Its text and the run's first model; both empty where nothing is watched."""
+    """Return the observer's text and the run's first model; both empty where nothing is watched."""
     if isinstance(watcher, NullObserver):
         return "", b""
     if not isinstance(watcher, WorkerObserver):
@@ -52,19 +52,19 @@ def write_watcher(watcher: AnyWatcher) -> tuple[str, bytes]:
         )
     fields: dict[str, Any] = {field.name: getattr(watcher, field.name) for field in dataclasses.fields(watcher)}
     initial = fields.pop("initial")
-    told = _Told(**{**fields, "preset": name})
-    return msgspec.json.encode(told).decode(), initial or b""
+    document = _ObserverFields(**{**fields, "preset": name})
+    return msgspec.json.encode(document).decode(), initial or b""
 
 
 def read_watcher(text: str, initial: bytes) -> AnyWatcher:
-    """The observer that was written; RecordError if it is none."""
+    """Return the observer that was written. Raises RecordError if it is not valid."""
     if not text:
         return NullObserver()
     try:
-        told = msgspec.json.decode(text, type=_Told)
+        document = msgspec.json.decode(text, type=_ObserverFields)
     except msgspec.MsgspecError as error:
         raise RecordError(f"The observer that came with a task cannot be read: {error}.") from error
     if len(initial) > INITIAL_BYTES or len(initial) % 4:
         raise RecordError(f"The first model that came with a task has {len(initial)} bytes; {INITIAL_BYTES} may come.")
-    fields = {field: getattr(told, field) for field in told.__struct_fields__}
-    return WorkerObserver(**{**fields, "preset": preset(told.preset), "initial": initial or None})
+    fields = {field: getattr(document, field) for field in document.__struct_fields__}
+    return WorkerObserver(**{**fields, "preset": preset(document.preset), "initial": initial or None})

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded Flower rounds, run again."""
+"""Run recorded Flower rounds again."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's own app, found in its folder as Flower finds it: by the components that its pyproject.toml names.
+"""Load the user's own app from its folder as Flower does: by the components that its pyproject.toml names.
 
-A strategy has no place of its own in an app: it is made inside of the ServerApp's `main`. So that is called, up to
-where it would start the strategy, and no further.
+An app does not name its strategy: it is created inside of the ServerApp's `main`. So that is called up to where it
+would start the strategy, and no further.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ PROJECT = "pyproject.toml"
 
 
 def is_app(folder: Path) -> bool:
+    """Return whether a folder holds a Flower app."""
     return bool(_components(folder))
 
 
 def client_app(folder: Path) -> ClientApp:
+    """Return the ClientApp of the app in a folder."""
     app = _component(folder, "clientapp")
     if not isinstance(app, ClientApp):
         raise ConfigError(
@@ -39,22 +41,23 @@ def client_app(folder: Path) -> ClientApp:
 
 
 def strategy_of(folder: Path, config: Mapping[str, Any], reference: str | None = None) -> Any:
-    """The app's strategy. `reference`: «module:name» of one, or of a function without arguments that makes one.
+    """Return the app's strategy. `reference`: «module:name» of one, or of a function without arguments that creates
+    one.
 
-    `config`: what is known of the run's settings, over those of the app's pyproject.toml.
+    `config`: known settings of the run, which override those of the app's pyproject.toml.
     """
     if reference is not None:
-        made = _loaded(folder, reference)
+        loaded = _load_reference(folder, reference)
         with replaying():
-            return made() if isinstance(made, type) or not hasattr(made, "aggregate_train") else made
+            return loaded() if isinstance(loaded, type) or not hasattr(loaded, "aggregate_train") else loaded
     app = _component(folder, "serverapp")
-    known = {**_flat(_project(folder).get("config", {})), **config}
+    known = {**_flat_config(_project(folder).get("config", {})), **config}
     context = Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config=known)
     try:
-        with replaying(), _caught():
+        with replaying(), _intercept_start():
             app(_NoGrid(), context)
-    except _Found as found:
-        return found.strategy
+    except _StrategyStarted as started:
+        return started.strategy
     except Exception as error:
         raise ConfigError(
             f"The ServerApp in {folder} did not come to start its strategy: {type(error).__name__}: {error}. Say where "
@@ -65,15 +68,17 @@ def strategy_of(folder: Path, config: Mapping[str, Any], reference: str | None =
     )
 
 
-class _Found(BaseException):
-    """No `except Exception` of the app's holds it up."""
+class _StrategyStarted(BaseException):
+    """Raised when the app starts its strategy; a BaseException, so that the app's `except Exception` does not catch
+    it.
+    """
 
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
 
 
 class _NoGrid:
-    """Nobody is there to be asked."""
+    """A grid without nodes."""
 
     run = None
 
@@ -85,13 +90,13 @@ class _NoGrid:
 
 
 @contextmanager
-def _caught() -> Iterator[None]:
-    """Inside, whoever starts a strategy hands it to us instead."""
+def _intercept_start() -> Iterator[None]:
+    """Inside the block, starting a strategy raises `_StrategyStarted` with it instead."""
 
     def start(strategy: Any, *_: Any, **__: Any) -> Any:
-        raise _Found(strategy)
+        raise _StrategyStarted(strategy)
 
-    kinds = [kind for kind in (Strategy, *_below(Strategy)) if "start" in vars(kind)]
+    kinds = [kind for kind in (Strategy, *_subclasses_of(Strategy)) if "start" in vars(kind)]
     before = [vars(kind)["start"] for kind in kinds]
     for kind in kinds:
         kind.start = start  # type: ignore[attr-defined]
@@ -102,11 +107,11 @@ def _caught() -> Iterator[None]:
             kind.start = own  # type: ignore[attr-defined]
 
 
-def _below(kind: type) -> Iterator[type]:
+def _subclasses_of(kind: type) -> Iterator[type]:
     children: list[type] = kind.__subclasses__()
     for child in children:
         yield child
-        yield from _below(child)
+        yield from _subclasses_of(child)
 
 
 # -- the folder -------------------------------------------------------------------------------------------------------
@@ -119,32 +124,32 @@ def _component(folder: Path, name: str) -> Any:
             f"{folder} is no Flower app: its {PROJECT} has no {name} under [tool.flwr.app.components]. --app DIR is "
             "the folder that `flwr run` takes."
         )
-    return _loaded(folder, reference)
+    return _load_reference(folder, reference)
 
 
 def _components(folder: Path) -> dict[str, Any]:
-    found = _project(folder).get("components", {})
-    return found if isinstance(found, dict) else {}
+    components = _project(folder).get("components", {})
+    return components if isinstance(components, dict) else {}
 
 
 def _project(folder: Path) -> dict[str, Any]:
     try:
-        told = tomllib.loads((folder / PROJECT).read_text(encoding="utf-8"))
-        found: dict[str, Any] = told["tool"]["flwr"]["app"]
+        project = tomllib.loads((folder / PROJECT).read_text(encoding="utf-8"))
+        app: dict[str, Any] = project["tool"]["flwr"]["app"]
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return app if isinstance(app, dict) else {}
 
 
-def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """As Flower names the settings of tables: «a.b»."""
-    found: dict[str, Any] = {}
+def _flat_config(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the settings under the names that Flower gives to those of tables: «a.b»."""
+    flat: dict[str, Any] = {}
     for name, value in config.items():
-        found |= _flat(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
-    return found
+        flat |= _flat_config(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
-def _loaded(folder: Path, reference: str) -> Any:
+def _load_reference(folder: Path, reference: str) -> Any:
     module, _, attribute = reference.partition(":")
     if not module or not attribute:
         raise ConfigError(f"'{reference}' does not say where something is: module:name, as in pkg.server_app:strategy.")
@@ -152,16 +157,16 @@ def _loaded(folder: Path, reference: str) -> Any:
     sys.path[:] = [place, *(path for path in sys.path if path != place)]
     _forget_others(folder, module.partition(".")[0])
     try:
-        found: Any = importlib.import_module(module)
+        loaded: Any = importlib.import_module(module)
         for name in attribute.split("."):
-            found = getattr(found, name)
+            loaded = getattr(loaded, name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{reference} of the app in {folder} cannot be loaded: {error}") from error
-    return found
+    return loaded
 
 
 def _forget_others(folder: Path, package: str) -> None:
-    """A package of this name that was loaded from another folder would be run in the app's place."""
+    """Unload a package of this name that was loaded from another folder, which would be run instead of the app's."""
     if not (folder / package).is_dir() and not (folder / f"{package}.py").is_file():
         return
     loaded = getattr(sys.modules.get(package), "__file__", None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ClientApp called under pdb: nothing stops before the user's own handler, and there its first line does."""
+"""Call a ClientApp under pdb, stopping at the first line of the user's own handler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from fedvitals.hosts.flower.protection import innermost
 OURS = "fedvitals.hosts.flower."
 
 
-def called(app: Any, message: Message, context: Context, *, debugger: bool) -> Message:
+def call_app(app: Any, message: Message, context: Context, *, debugger: bool) -> Message:
+    """Return the app's reply to a message, optionally under the debugger."""
     code = _handler(app, message) if debugger else None
     before = sys.gettrace()
     if code is not None:
@@ -32,12 +33,12 @@ def called(app: Any, message: Message, context: Context, *, debugger: bool) -> M
 
 
 def post_mortem(error: BaseException) -> None:
-    """Where it was raised."""
+    """Open the debugger where an error was raised."""
     pdb.post_mortem(own_frames(error))
 
 
 def own_frames(error: BaseException) -> Any:
-    """The traceback from the app on: without our own frames, as far as they come first."""
+    """Return the traceback from the app on, without our own leading frames."""
     place = error.__traceback__
     while place is not None and str(place.tb_frame.f_globals.get("__name__")).startswith(OURS):
         place = place.tb_next
@@ -45,17 +46,17 @@ def own_frames(error: BaseException) -> Any:
 
 
 def _handler(app: Any, message: Message) -> CodeType | None:
-    """The code of the user's own function that the message will come to; of a NumPyClient, that of its `client_fn`."""
+    """Return the code of the user's function that the message will reach; of a NumPyClient, that of its `client_fn`."""
     category, _, action = message.metadata.message_type.partition(".")
     functions = getattr(app, "_registered_funcs", {})
-    found = functions.get(f"{category}.{action or 'default'}", functions.get(message.metadata.message_type))
-    found = innermost(found if found is not None else getattr(app, "_call", None))
-    code = getattr(inspect.unwrap(found), "__code__", None) if callable(found) else None
+    function = functions.get(f"{category}.{action or 'default'}", functions.get(message.metadata.message_type))
+    function = innermost(function if function is not None else getattr(app, "_call", None))
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     return code if isinstance(code, CodeType) else None
 
 
 def _stopping_at(code: CodeType) -> Any:
-    """A trace function that does nothing until that code is entered, and hands over to pdb there."""
+    """Return a trace function that does nothing until that code is entered, and hands over to pdb there."""
 
     def watch(frame: FrameType, event: str, _: Any) -> Any:
         if event != "call" or frame.f_code is not code:

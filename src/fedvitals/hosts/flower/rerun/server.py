@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An aggregation computed again: the replies of a recorded round, handed to the user's own strategy once more.
+"""Compute a recorded aggregation again, by handing the round's replies to the user's strategy once more.
 
-The strategy is put into the state that it was in, gets the very messages in the order in which it got them, and what it
-makes of them must have the digest that was recorded.
+The strategy is put into the recorded state and gets the recorded messages in their order; the result must have the
+recorded digest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError, StoreError
 from fedvitals.hosts.flower.grid_hooks import MARK
-from fedvitals.hosts.flower.replaying import generators, replaying
+from fedvitals.hosts.flower.replaying import random_generators_at, replaying
 from fedvitals.hosts.flower.tape import records
 from fedvitals.hosts.flower.tape import strategy as tape_strategy
 from fedvitals.hosts.flower.tape.server import AGGREGATED, MODEL, TRAIN
@@ -32,12 +32,14 @@ if TYPE_CHECKING:
 Tensors = Mapping[str, Tensor]
 KEEP = "fv.Tape(every=1, updates=N, durable=True) keeps the updates of the last N rounds and each round's state."
 FAILED = 2  # Flower's code for an exception in a client
-MANY = 5  # names in a sentence
+NAMES_IN_SENTENCE = 5  # names in a sentence
 
 
 @dataclass
 class Reaggregation:
-    """`start`: from which recorded state; `notes`: what could not be as it was, each as a sentence."""
+    """The result of a repeated aggregation. `start`: from which recorded state; `notes`: what could not be restored,
+    as sentences.
+    """
 
     run: str
     round: int
@@ -52,6 +54,7 @@ class Reaggregation:
 
     @property
     def holds(self) -> bool:
+        """Return whether the result has the recorded bits."""
         return self.mismatch is None
 
     def __str__(self) -> str:
@@ -61,66 +64,69 @@ class Reaggregation:
 
 
 def replay_aggregation(tape: TapeReader, round_index: int, strategy: Any = None) -> Reaggregation:
-    """Let `strategy` aggregate a recorded round again, and compare. None: one of Flower's own, made as it was.
+    """Let `strategy` aggregate a recorded round again, and compare. None: one of Flower's own, created as it was.
 
-    Its attributes become those that were recorded; give it an object that nobody else uses.
+    Its attributes are overwritten by the recorded ones; pass an object that nobody else uses.
     """
     _check(tape)
-    told = tape.setting.told.get("strategy") or {}
-    strategy = strategy if strategy is not None else tape_strategy.made_again(told)
+    description = tape.setting.told.get("strategy") or {}
+    strategy = strategy if strategy is not None else tape_strategy.rebuild_strategy(description)
     if strategy is None or not callable(getattr(strategy, "aggregate_train", None)):
-        raise ConfigError(_no_strategy(strategy, told))
+        raise ConfigError(_no_strategy(strategy, description))
     began = time.perf_counter()
     known: dict[str, Tensors] = {}  # what was computed on the way, by digest
     start = _start(tape, round_index)
-    for number in range(start, round_index):
-        _aggregate(tape, tape.entry(number), strategy, known)
+    for past_round in range(start, round_index):
+        _aggregate(tape, tape.entry(past_round), strategy, known)
     entry = tape.entry(round_index)
-    found = Reaggregation(
+    result = Reaggregation(
         tape.setting.run, round_index, type(strategy).__name__, start, 0, notes=_notes(tape, entry, strategy)
     )
-    arrays, metrics, found.replies = _aggregate(tape, entry, strategy, known)
-    found.seconds = time.perf_counter() - began
-    found.arrays, found.metrics = arrays or {}, dict(metrics or {})
-    found.mismatch = _compared(tape, entry, arrays, found.metrics)
-    return found
+    arrays, metrics, result.replies = _aggregate(tape, entry, strategy, known)
+    result.seconds = time.perf_counter() - began
+    result.arrays, result.metrics = arrays or {}, dict(metrics or {})
+    result.mismatch = _mismatch_of(tape, entry, arrays, result.metrics)
+    return result
 
 
 # -- what is needed ---------------------------------------------------------------------------------------------------
 
 
 def _check(tape: TapeReader) -> None:
-    told = tape.setting.told
-    if told.get("framework") != "flower":
+    settings = tape.setting.told
+    if settings.get("framework") != "flower":
         raise ConfigError(
             f"'{tape.setting.run}' is no run of Flower's: `fedvitals replay {tape.setting.run} --verify`."
         )
-    if told.get("hidden"):
+    if settings.get("hidden"):
         raise ConfigError(
-            f"With {told['hidden']} the tape has no client's update, so the aggregation cannot be computed again."
+            f"With {settings['hidden']} the tape has no client's update, so the aggregation cannot be computed again."
         )
 
 
-def _start(tape: TapeReader, number: int) -> int:
-    """The latest round from whose recorded state the strategy comes to this one by aggregating what is recorded."""
-    for start in range(number, tape.rounds[0] - 1, -1):
+def _start(tape: TapeReader, round_index: int) -> int:
+    """Return the latest round from whose recorded state the strategy reaches this one by aggregating recorded
+    replies.
+    """
+    for start in range(round_index, tape.rounds[0] - 1, -1):
         entry = tape.entry(start)
         _check_updates(tape, entry)
-        if all(tape.has(mark.digest) for mark in _needed(entry).values()):
+        if all(tape.has(mark.digest) for mark in _strategy_states(entry).values()):
             return start
-    raise StoreError(f"What the strategy remembered before round {number} is not on the tape (any more). {KEEP}")
+    raise StoreError(f"What the strategy remembered before round {round_index} is not on the tape (any more). {KEEP}")
 
 
-def _needed(entry: RoundEntry) -> dict[str, StateDigest]:
+def _strategy_states(entry: RoundEntry) -> dict[str, StateDigest]:
     return {name: mark for name, mark in entry.state.items() if name.startswith(tape_strategy.STATE)}
 
 
 def _check_updates(tape: TapeReader, entry: RoundEntry) -> None:
     gone = [came.node for came in entry.came if came.mark is not None and came.used and not tape.has(came.mark.digest)]
     if gone:
-        more = f" and {len(gone) - MANY} more" if len(gone) > MANY else ""
+        more = f" and {len(gone) - NAMES_IN_SENTENCE} more" if len(gone) > NAMES_IN_SENTENCE else ""
         raise StoreError(
-            f"Round {entry.round}: the updates of {', '.join(gone[:MANY])}{more} are not on the tape (any more). {KEEP}"
+            f"Round {entry.round}: the updates of {', '.join(gone[:NAMES_IN_SENTENCE])}{more} are not on the tape (any "
+            f"more). {KEEP}"
         )
     if entry.lost:
         raise StoreError(
@@ -133,12 +139,12 @@ def _check_updates(tape: TapeReader, entry: RoundEntry) -> None:
 
 
 def _states(tape: TapeReader, entry: RoundEntry, known: Mapping[str, Tensors]) -> dict[str, Tensors]:
-    """From the tape, or as it was computed in the rounds before."""
-    found: dict[str, Tensors] = {}
-    for name, mark in _needed(entry).items():
+    """Return the strategy's states before a round, from the tape or as computed in the rounds before."""
+    states: dict[str, Tensors] = {}
+    for name, mark in _strategy_states(entry).items():
         own = known.get(mark.digest)
-        found[name] = tape.tensors(mark.digest) if own is None else own
-    return found
+        states[name] = tape.tensors(mark.digest) if own is None else own
+    return states
 
 
 # -- the round --------------------------------------------------------------------------------------------------------
@@ -147,18 +153,18 @@ def _states(tape: TapeReader, entry: RoundEntry, known: Mapping[str, Tensors]) -
 def _aggregate(
     tape: TapeReader, entry: RoundEntry, strategy: Any, known: dict[str, Tensors]
 ) -> tuple[Tensors | None, MetricRecord | None, int]:
-    tape_strategy.restore(strategy, entry.notes.get("strategy", {}), _states(tape, entry, known))
+    tape_strategy.restore_attributes(strategy, entry.notes.get("strategy", {}), _states(tape, entry, known))
     replies = _replies(tape, entry)
     aggregate = strategy.aggregate_train
     if getattr(strategy, MARK, None) is not None:  # a monitor's hooks are no part of it
         aggregate = type(strategy).aggregate_train.__get__(strategy)
     stood = {**entry.notes.get("rng", {}), **entry.after_notes.get("rng", {})}
-    with replaying(), generators(stood):
+    with replaying(), random_generators_at(stood):
         result = aggregate(entry.round, replies)
     if not isinstance(result, tuple) or len(result) != 2:
         raise ConfigError(f"aggregate_train() gives arrays and metrics; this one gave {type(result).__name__}.")
     record, metrics = result
-    states, _, _ = tape_strategy.read(strategy)
+    states, _, _ = tape_strategy.read_attributes(strategy)
     arrays = _named(record, tape) if isinstance(record, ArrayRecord) else None
     for tensors in (*states.values(), *([] if arrays is None else [arrays])):
         known[digest_of(tensors)] = tensors
@@ -173,7 +179,7 @@ def _named(record: ArrayRecord, tape: TapeReader) -> dict[str, Tensor]:
 
 
 def _replies(tape: TapeReader, entry: RoundEntry) -> list[Message]:
-    """In the order of the strategy; of a loop of the user's own, in that of their coming."""
+    """Return the replies in the order in which the strategy got them; for a custom loop, in the order of arrival."""
     by_id = {str(came.said["id"]): came for came in entry.came if "id" in came.said}
     order = [str(key) for key in entry.after_notes.get("replies", by_id)]
     strange = [key for key in order if key not in by_id]
@@ -207,62 +213,73 @@ def _reply(tape: TapeReader, entry: RoundEntry, came: ClientReply) -> Message:
 # -- the comparison ---------------------------------------------------------------------------------------------------
 
 
-def _compared(
+def _mismatch_of(
     tape: TapeReader, entry: RoundEntry, arrays: Tensors | None, metrics: Mapping[str, Any]
 ) -> Mismatch | None:
-    number = entry.round
+    round_index = entry.round
     name = AGGREGATED if AGGREGATED in entry.after else MODEL
     recorded = entry.after.get(name)
     if recorded is None and not entry.after_notes.get("empty"):
-        return Mismatch(number, "state after", recorded="nothing", replayed="a model" if arrays else "nothing")
+        return Mismatch(round_index, "state after", recorded="nothing", replayed="a model" if arrays else "nothing")
     if (arrays is None) != bool(entry.after_notes.get("empty")):
         there = ["nothing" if empty else "a model" for empty in (entry.after_notes.get("empty"), arrays is None)]
-        return Mismatch(number, "state after", recorded=there[0], replayed=there[1])
+        return Mismatch(round_index, "state after", recorded=there[0], replayed=there[1])
     if arrays is not None and recorded is not None:
         replayed = state_digest_of(arrays)
         if replayed.digest != recorded.digest:
-            return _array(tape, number, recorded, replayed, arrays)
-    for key, told in entry.after_notes.get("metrics", {}).items():
-        before, after = records.given_back(told), metrics.get(key)
-        if records.plain(after) != told:
-            return Mismatch(number, f"metric {key}", recorded=str(before), replayed=str(after))
+            return _array_mismatch(tape, round_index, recorded, replayed, arrays)
+    for key, recorded_metric in entry.after_notes.get("metrics", {}).items():
+        before, after = records.value_from_json(recorded_metric), metrics.get(key)
+        if records.json_value(after) != recorded_metric:
+            return Mismatch(round_index, f"metric {key}", recorded=str(before), replayed=str(after))
     return None
 
 
-def _array(tape: TapeReader, number: int, recorded: StateDigest, replayed: StateDigest, arrays: Tensors) -> Mismatch:
-    """The first array that differs, and where the tape has the recorded one, its first element."""
+def _array_mismatch(
+    tape: TapeReader, round_index: int, recorded: StateDigest, replayed: StateDigest, arrays: Tensors
+) -> Mismatch:
+    """Return the first array that differs and, where the tape has the recorded one, its first differing element."""
     names = [*arrays]
     if len(recorded.layers) != len(replayed.layers):
-        return Mismatch(number, "state after", recorded=len(recorded.layers), replayed=len(replayed.layers))
+        return Mismatch(round_index, "state after", recorded=len(recorded.layers), replayed=len(replayed.layers))
     place = next(
         (i for i, pair in enumerate(zip(recorded.layers, replayed.layers, strict=True)) if pair[0] != pair[1]), None
     )
     if place is None:
         return Mismatch(
-            number, "state after (names, kinds or shapes)", recorded=recorded.digest, replayed=replayed.digest
+            round_index, "state after (names, kinds or shapes)", recorded=recorded.digest, replayed=replayed.digest
         )
     if tape.has(recorded.digest):
         before = tape.tensors(recorded.digest)
         alike = [*before] == names and all(before[n].shape == arrays[n].shape for n in names)
-        found = first_difference(before, arrays) if alike else None
-        if found is not None:
+        difference = first_difference(before, arrays) if alike else None
+        if difference is not None:
             return Mismatch(
-                number, "state after", None, None, found.tensor, found.recorded, found.replayed, index=found.index
+                round_index,
+                "state after",
+                None,
+                None,
+                difference.tensor,
+                difference.recorded,
+                difference.replayed,
+                index=difference.index,
             )
-    return Mismatch(number, "state after", None, None, names[place], recorded.norms[place], replayed.norms[place])
+    return Mismatch(round_index, "state after", None, None, names[place], recorded.norms[place], replayed.norms[place])
 
 
 def _notes(tape: TapeReader, entry: RoundEntry, strategy: Any) -> list[str]:
     notes = []
-    told = tape.setting.told.get("strategy") or {}
-    if told and told.get("class") != type(strategy).__qualname__:
-        notes.append(f"The run's strategy was a {told.get('class')}; this is a {type(strategy).__qualname__}.")
+    description = tape.setting.told.get("strategy") or {}
+    if description and description.get("class") != type(strategy).__qualname__:
+        notes.append(f"The run's strategy was a {description.get('class')}; this is a {type(strategy).__qualname__}.")
     unknown = entry.notes.get("unknown", [])
     if unknown:
-        notes.append(f"Not restored, because they are no numbers: {', '.join(unknown[:MANY])}.")
-    long = [f"{came.node}: {name}" for came in entry.came for name in records.left_out(came.said.get("content", {}))]
+        notes.append(f"Not restored, because they are no numbers: {', '.join(unknown[:NAMES_IN_SENTENCE])}.")
+    long = [
+        f"{came.node}: {name}" for came in entry.came for name in records.left_out_names(came.said.get("content", {}))
+    ]
     if long:
-        notes.append(f"Too long for the tape, so the replies are without: {', '.join(long[:MANY])}.")
+        notes.append(f"Too long for the tape, so the replies are without: {', '.join(long[:NAMES_IN_SENTENCE])}.")
     here = machine_description()
     other = [
         f"{name} {was} (here {here.get(name)})" for name, was in tape.setting.machine.items() if here.get(name) != was
@@ -272,12 +289,12 @@ def _notes(tape: TapeReader, entry: RoundEntry, strategy: Any) -> list[str]:
     return notes
 
 
-def _no_strategy(strategy: Any, told: Mapping[str, Any]) -> str:
+def _no_strategy(strategy: Any, description: Mapping[str, Any]) -> str:
     if strategy is not None and callable(getattr(strategy, "aggregate_fit", None)):
         return (
             "Aggregations of strategies of Flower's older API (aggregate_fit) cannot be computed again, only looked at."
         )
-    name = f"{told.get('module')}.{told.get('class')}" if told else "a loop of its own"
+    name = f"{description.get('module')}.{description.get('class')}" if description else "a loop of its own"
     return (
         f"The run aggregated with {name}, which cannot be made by its name alone. Say where the app is (--app DIR), or "
         "where a strategy is made (--strategy module:factory); in Python: replay_aggregation(tape, round, strategy)."

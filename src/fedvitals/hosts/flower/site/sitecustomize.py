@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by Python at its start where this folder is on PYTHONPATH: lets fedvitals meet Flower apps, with no line in them.
+"""Run by Python at startup where this folder is on PYTHONPATH: lets fedvitals watch Flower apps without a line in them.
 
-It stands in every process of an app, so it loads next to nothing and waits for Flower's classes to be imported; if
-anything goes wrong on our side, they work as ever. `fedvitals.hosts.flower.environment` says who sets the path.
+It runs in every process of an app, so it loads almost nothing and waits for Flower's classes to be imported; if
+anything goes wrong on our side, they work as before. `fedvitals.hosts.flower.environment` says who sets the path.
 """
 # ruff: noqa: INP001, PLC0415, PTH120 - no package, and nothing is loaded before it is needed
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Where the classes are, in the newest Flower and in the oldest that we know; and who of ours is told of which call.
 CLIENT, SERVER = ("ClientApp", "__init__", "client_app"), ("ServerApp", "__call__", "server_app")
-PLACES = {
+HOOKED_METHODS = {
     "flwr.clientapp.client_app": CLIENT,
     "flwr.client.client_app": CLIENT,
     "flwr.serverapp.server_app": SERVER,
@@ -27,28 +27,28 @@ PLACES = {
 OURS = "fedvitals.hosts.flower.unmodified"
 
 
-class Waiting:
-    """A finder of modules that has none itself: it is there to be asked, and follows the import of PLACES."""
+class FlowerImportHook:
+    """An import finder that finds no modules itself, but hooks the classes of HOOKED_METHODS once they are imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        place = PLACES.get(name)
+        place = HOOKED_METHODS.get(name)
         if place is None:
             return None
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
-        spec: Any = next((found for finder in others if (found := finder.find_spec(name, path, target))), None)
+        spec: Any = next((candidate for finder in others if (candidate := finder.find_spec(name, path, target))), None)
         execute = getattr(getattr(spec, "loader", None), "exec_module", None)
         if execute is not None:
 
             def exec_module(module: Any) -> None:
                 execute(module)
-                lead_past_us(module, *place)
+                redirect_method(module, *place)
 
             spec.loader.exec_module = exec_module
         return spec
 
 
-def lead_past_us(module: Any, owner: str, method: str, handler: str) -> None:
-    """Calls of that method come to the handler of ours, with the original before the arguments."""
+def redirect_method(module: Any, owner: str, method: str, handler: str) -> None:
+    """Redirect calls of a method to our handler, with the original method before the arguments."""
     import functools
     import importlib
 
@@ -57,7 +57,7 @@ def lead_past_us(module: Any, owner: str, method: str, handler: str) -> None:
         original = getattr(kind, method)
 
         @functools.wraps(original)
-        def led(*arguments: Any, **more: Any) -> Any:
+        def redirected(*arguments: Any, **more: Any) -> Any:
             try:
                 handle = getattr(importlib.import_module(OURS), handler)
             except Exception as error:  # noqa: BLE001 - not installed here, or broken: the app runs without us
@@ -65,22 +65,22 @@ def lead_past_us(module: Any, owner: str, method: str, handler: str) -> None:
                 return original(*arguments, **more)
             return handle(original, *arguments, **more)
 
-        setattr(kind, method, led)
+        setattr(kind, method, redirected)
     except Exception as error:  # noqa: BLE001
         warn(error)
 
 
-def warn(error: Exception, told: list[Exception] = []) -> None:  # noqa: B006 - remembers that it was said
+def warn(error: Exception, warned: list[Exception] = []) -> None:  # noqa: B006 - remembers that it was said
     import logging
 
-    if not told:
-        told.append(error)
+    if not warned:
+        warned.append(error)
         words = "fedvitals does not watch this process (%s: %s); the app runs as ever."
         logging.getLogger("fedvitals").warning(words, type(error).__name__, error)
 
 
-def hand_on() -> None:
-    """The `sitecustomize` that Python would have run without us takes our place."""
+def run_next_sitecustomize() -> None:
+    """Run the `sitecustomize` that Python would have run without this one."""
     here = os.path.realpath(os.path.dirname(__file__))
     spec = PathFinder.find_spec("sitecustomize", [place for place in sys.path if os.path.realpath(place) != here])
     if spec is not None and spec.loader is not None:
@@ -91,5 +91,5 @@ def hand_on() -> None:
 
 
 if os.environ.get("FEDVITALS_FLOWER", "0") not in {"", "0"}:
-    sys.meta_path.insert(0, Waiting())
-hand_on()
+    sys.meta_path.insert(0, FlowerImportHook())
+run_next_sitecustomize()

@@ -3,8 +3,8 @@
 
     app = ClientApp(mods=[fv.flower.client_mod(tape="/var/lib/fedvitals/tape")])
 
-It holds the whole message, the context and the generators' states before, and the reply: the most private things there
-are (level 4). Nothing of it ever leaves the folder. Files are written by a thread while the handler works.
+It holds the whole message, the context, the random generators' states before, and the reply: the most private data
+there is (level 4). Nothing of it ever leaves the folder. Files are written by a thread while the handler works.
 """
 
 from __future__ import annotations
@@ -23,63 +23,64 @@ from flwr.app import Context, Message
 
 from fedvitals.errors import ConfigError
 from fedvitals.hosts.flower.protection import innermost
-from fedvitals.hosts.flower.reply_envelope import KEY, node_name, run_name, told_round
+from fedvitals.hosts.flower.reply_envelope import KEY, node_name, round_of_message, run_name
 from fedvitals.hosts.flower.rerun.app import PROJECT, is_app
 from fedvitals.hosts.flower.tape import records
-from fedvitals.hosts.flower.tape.entries import LONGEST, Heard, Site, place_of
+from fedvitals.hosts.flower.tape.entries import LONGEST, ClientTapeFolder, ReceivedMessage, source_location
 from fedvitals.loop_tape import random_states
 from fedvitals.replay.tape.digests import Tensors, state_digest_of
 from fedvitals.replay.tape.tape import Tape, machine_description
 
 logger = logging.getLogger("fedvitals")
-AT_ONCE = 3  # messages of one process that may wait to be written; the next one waits for the first of them
-UP = 6  # folders above a handler's file in which the app is looked for
+WRITERS_AT_ONCE = 3  # messages of one process that may wait to be written; the next one waits for the first of them
+FOLDERS_ABOVE = 6  # folders above a handler's file in which the app is looked for
 
 
-def client_tape(said: Any) -> ClientTape | None:
-    """Of what a person says: a folder, or a `fv.Tape(folder=..., budget=...)`."""
-    if said is None:
+def client_tape(tape: Any) -> ClientTape | None:
+    """Return the tape of a folder, or of a `fv.Tape(folder=..., budget=...)`; None for None."""
+    if tape is None:
         return None
-    if isinstance(said, str | Path):
-        said = Tape(folder=said)
-    if not isinstance(said, Tape):
-        raise ConfigError(f"client_mod(tape=...) takes a folder, or a fv.Tape(folder=..., budget=...); got {said!r}.")
-    if said.chosen is None:
+    if isinstance(tape, str | Path):
+        tape = Tape(folder=tape)
+    if not isinstance(tape, Tape):
+        raise ConfigError(f"client_mod(tape=...) takes a folder, or a fv.Tape(folder=..., budget=...); got {tape!r}.")
+    if tape.chosen is None:
         raise ConfigError("A client has no store that its tape could lie beside: fv.Tape(folder=...) says where.")
-    return ClientTape(said.chosen, said.budget)
+    return ClientTape(tape.chosen, tape.budget)
 
 
 _WRITING: list[threading.Thread] = []
 
 
-def _started(*work: Any) -> threading.Thread:
-    settle(AT_ONCE)
+def _start_writer(*work: Any) -> threading.Thread:
+    wait_for_writers(WRITERS_AT_ONCE)
     thread = threading.Thread(target=work[0], args=work[1:], name="fedvitals-site")
     thread.start()
     _WRITING.append(thread)
     return thread
 
 
-def settle(left: int = 0) -> None:
-    """Wait until this process has written what it was handed, but for so many messages."""
+def wait_for_writers(left: int = 0) -> None:
+    """Wait until all but `left` of this process's messages have been written."""
     _WRITING[:] = [thread for thread in _WRITING if thread.is_alive()]
     for thread in [*_WRITING][: len(_WRITING) - left if left else None]:
         thread.join()
 
 
 class ClientTape:
-    """In one folder, for all clients of a machine: processes come and go, and may write at once."""
+    """The tape of all clients of a machine, in one folder: processes come and go, and may write at once."""
 
     def __init__(self, folder: Path, budget: int) -> None:
-        self.site = Site(folder.absolute(), budget)
+        self.site = ClientTapeFolder(folder.absolute(), budget)
         self._told = False
 
-    def begin(self, message: Message, context: Context, call_next: Callable[..., Any]) -> Recording | None:
-        """Before the handler: all is read now, and written meanwhile."""
-        found: Recording | None = self.guarded(lambda: Recording(self, message, context, call_next))
-        return found
+    def begin(self, message: Message, context: Context, call_next: Callable[..., Any]) -> MessageRecording | None:
+        """Start recording a message before its handler runs; None if that failed."""
+        recording: MessageRecording | None = self.guarded(lambda: MessageRecording(self, message, context, call_next))
+        return recording
 
     def guarded(self, work: Callable[[], Any]) -> Any:
+        """Return the result of our own work; a failure is logged once, and training goes on."""
         try:
             return work()
         except Exception as error:  # noqa: BLE001 - training goes on, whatever happens to us
@@ -93,19 +94,21 @@ class ClientTape:
             return None
 
 
-class Recording:
-    """One message. It is on the tape before its handler is done: a client that is killed can be run again, too."""
+class MessageRecording:
+    """The recording of one message. It is on the tape before its handler is done, so that a killed client can be run
+    again, too.
+    """
 
     def __init__(self, tape: ClientTape, message: Message, context: Context, call_next: Callable[..., Any]) -> None:
         self._tape = tape
-        content, sent = records.outlined(message.content, whole=True)
-        state, held = records.outlined(context.state, whole=True)
+        content, sent = records.outline_of(message.content, whole=True)
+        state, held = records.outline_of(context.state, whole=True)
         metadata = message.metadata
         handler = innermost(call_next)
-        self._heard = Heard(
+        self._received = ReceivedMessage(
             run=run_name(context.run_id),
             node=node_name(context.node_id),
-            round=told_round(message),
+            round=round_of_message(message),
             phase=metadata.message_type,
             at=time.time(),
             metadata={name: getattr(metadata, name) for name in _METADATA},
@@ -121,29 +124,29 @@ class Recording:
             threads=torch.get_num_threads(),
             machine=machine_description(),
             app=app_of(handler),
-            handler=place_of(handler),
+            handler=source_location(handler),
         )
-        self._thread = _started(self._guarded, self._write, sent, held)
+        self._thread = _start_writer(self._guarded, self._write, sent, held)
 
     def end(self, reply: Any, error: BaseException | None) -> None:
-        """After the handler; before the telemetry that rides home is added to the reply."""
+        """Record the handler's result, before telemetry is added to the reply."""
         self._guarded(self._end, reply, error)
 
     def _end(self, reply: Any, error: BaseException | None) -> None:
         if error is not None:
-            self._heard.error = f"{type(error).__name__}: {error}"[:LONGEST]
+            self._received.error = f"{type(error).__name__}: {error}"[:LONGEST]
             self._finish({})
         elif isinstance(reply, Message) and reply.has_content():
             content = {key: record for key, record in reply.content.items() if key != KEY}
-            self._heard.reply, arrays = records.outlined(content, whole=True)
+            self._received.reply, arrays = records.outline_of(content, whole=True)
             self._finish(arrays)
         elif isinstance(reply, Message) and reply.has_error():
-            self._heard.error = str(reply.error.reason)[:LONGEST]
+            self._received.error = str(reply.error.reason)[:LONGEST]
             self._finish({})
 
     def _finish(self, arrays: Tensors) -> None:
-        """The reply goes its way meanwhile; a process that ends waits for its threads."""
-        self._thread = _started(self._guarded, self._close, self._thread, arrays)
+        """Write the rest on a thread while the reply is sent; a process that ends waits for its threads."""
+        self._thread = _start_writer(self._guarded, self._close, self._thread, arrays)
 
     def _guarded(self, work: Callable[..., Any], *args: Any) -> None:
         self._tape.guarded(lambda: work(*args))
@@ -151,20 +154,20 @@ class Recording:
     # -- on the threads -----------------------------------------------------------------------------------------------
 
     def _write(self, sent: Tensors, held: Tensors) -> None:
-        site, heard = self._tape.site, self._heard
-        with site.writing(heard.run):
-            heard.sent, heard.held = (site.put(heard.run, tensors) for tensors in (sent, held))
-            site.write(heard)
+        site, received = self._tape.site, self._received
+        with site.writing(received.run):
+            received.sent, received.held = (site.put(received.run, tensors) for tensors in (sent, held))
+            site.write(received)
 
     def _close(self, before: threading.Thread, arrays: Tensors) -> None:
         before.join()
-        site, heard = self._tape.site, self._heard
-        heard.seconds = time.time() - heard.at
-        heard.mark = state_digest_of(arrays) if heard.reply is not None else None
-        with site.writing(heard.run):
+        site, received = self._tape.site, self._received
+        received.seconds = time.time() - received.at
+        received.mark = state_digest_of(arrays) if received.reply is not None else None
+        with site.writing(received.run):
             if arrays:
-                site.put(heard.run, arrays)
-            site.write(heard)
+                site.put(received.run, arrays)
+            site.write(received)
         site.thin()
 
 
@@ -175,11 +178,13 @@ _METADATA = (
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {str(name): records.plain(value) for name, value in config.items()}
+    return {str(name): records.json_value(value) for name, value in config.items()}
 
 
 def app_of(handler: Any) -> str | None:
-    """The folder of the app that a handler belongs to: the nearest one above its file that is one."""
+    """Return the folder of the app that a handler belongs to: the nearest one above its file that is an app; else
+    None.
+    """
     file = getattr(getattr(handler, "__code__", None), "co_filename", None)
     return None if file is None else _app_above(file)
 
@@ -187,7 +192,7 @@ def app_of(handler: Any) -> str | None:
 @functools.lru_cache(maxsize=64)
 def _app_above(file: str) -> str | None:
     with suppress(OSError):
-        for folder in [*Path(file).resolve().parents][:UP]:
+        for folder in [*Path(file).resolve().parents][:FOLDERS_ABOVE]:
             if (folder / PROJECT).exists() and is_app(folder):
                 return str(folder)
     return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flower's records as what a tape can keep: tensors by name, and an outline as JSON of all that is no array.
+"""Convert Flower's records to what a tape can store, and back: tensors by name, and a JSON outline of everything else.
 
-Both together give the very records back. An array that numpy wrote plainly is a tensor, which lies where the array's
-own bytes lie; any other (of another library, of a kind that torch has not) is kept as the bytes that it is.
+The two together give the very records back. An array that NumPy wrote plainly becomes a tensor over the array's own
+bytes; any other (of another library, or of a type that torch lacks) is kept as its bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 NUMPY = "numpy.ndarray"
 KINDS = ("<f2", "<f4", "<f8", "|i1", "<i2", "<i4", "<i8", "|u1", "|b1")  # of numpy, which torch and safetensors have
-WORDS = 64 << 10  # bytes of a text or of bytes in an outline: what is longer is left out, or becomes a tensor
+LONGEST_TEXT = 64 << 10  # bytes of a text or of bytes in an outline: what is longer is left out, or becomes a tensor
 ARRAYS, METRICS, CONFIG = "arrays", "metrics", "config"
 
 Outline = dict[str, Any]
@@ -37,7 +37,7 @@ Tensors = dict[str, "Tensor"]
 
 
 def tensor_of(array: Array) -> tuple[Tensor, dict[str, Any] | None]:
-    """A tensor over the array's own bytes, which nobody can change; and how to read it, unless it is plain."""
+    """Return a tensor over the array's own bytes, which nobody can change; and how to read it, unless it is plain."""
     import torch  # noqa: PLC0415 - a server without a tape does not need it
 
     data = array.data
@@ -48,12 +48,13 @@ def tensor_of(array: Array) -> tuple[Tensor, dict[str, Any] | None]:
         start, count = file.tell(), math.prod(shape)
         fits = start + count * dtype.itemsize == len(data) and start % 8 == 0
         if dtype.str in KINDS and fits and not (in_columns and len(shape) > 1):
-            return torch.from_numpy(_shown(data)[start:].view(dtype).reshape(shape)), None
+            return torch.from_numpy(_bytes_view(data)[start:].view(dtype).reshape(shape)), None
     how = {"dtype": array.dtype, "shape": list(array.shape), "stype": array.stype}
-    return torch.from_numpy(_shown(data)), how
+    return torch.from_numpy(_bytes_view(data)), how
 
 
 def array_of(tensor: Tensor, how: Mapping[str, Any] | None) -> Array:
+    """Return the array of a tensor. `how`: as `tensor_of` returned it."""
     if how is None:
         return Array(tensor.contiguous().numpy())
     return Array(
@@ -64,8 +65,8 @@ def array_of(tensor: Tensor, how: Mapping[str, Any] | None) -> Array:
     )
 
 
-def _shown(data: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Bytes as they lie in memory, without a copy. torch wants memory that could be written to; nobody does."""
+def _bytes_view(data: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return bytes as an array without a copy. torch wants writable memory, although nobody writes to it."""
     if not data:
         return np.empty(0, np.uint8)
     room = (ctypes.c_uint8 * len(data)).from_address(np.frombuffer(data, np.uint8).ctypes.data)
@@ -74,16 +75,17 @@ def _shown(data: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def tensors_of(record: Mapping[str, Array], names: Mapping[str, str] | None = None) -> tuple[Tensors, Outline]:
-    """An ArrayRecord; `names`: what its arrays are called among the tensors."""
-    found, arrays = Tensors(), []
+    """Return the tensors and the outline of an ArrayRecord; `names`: what its arrays are called among the tensors."""
+    tensors, arrays = Tensors(), []
     for name, array in record.items():
         key = name if names is None else names[name]
-        found[key], how = tensor_of(array)
+        tensors[key], how = tensor_of(array)
         arrays.append([name, key] if how is None else [name, key, how])
-    return found, {"kind": ARRAYS, "arrays": arrays}
+    return tensors, {"kind": ARRAYS, "arrays": arrays}
 
 
 def record_of(outline: Outline, tensors: Mapping[str, Tensor]) -> ArrayRecord:
+    """Return the ArrayRecord of an outline. Raises StoreError if an array is missing."""
     record = ArrayRecord()
     for name, key, *how in outline["arrays"]:
         if key not in tensors:
@@ -95,16 +97,17 @@ def record_of(outline: Outline, tensors: Mapping[str, Tensor]) -> ArrayRecord:
 # -- contents ---------------------------------------------------------------------------------------------------------
 
 
-def outlined(
+def outline_of(
     content: Mapping[str, Any],
     *,
     whole: bool = False,
     layers: Sequence[str] | None = None,
 ) -> tuple[Outline, Tensors]:
-    """A message's records, or a context's. Arrays keep their own names if there is one model.
+    """Return the outline and the tensors of a message's records, or a context's. Arrays keep their names if there is
+    one model.
 
-    `whole`: long bytes and texts become tensors; otherwise they are left out, and it is noted that they are. `layers`:
-    better names for the arrays of one model, where the wire has numbers.
+    `whole`: long bytes and texts become tensors; otherwise they are left out, which is noted. `layers`: names for the
+    arrays of one model, where the wire has numbers.
     """
     alone = sum(isinstance(record, ArrayRecord) for record in content.values()) == 1
     outline, tensors = Outline(), Tensors()
@@ -113,7 +116,7 @@ def outlined(
             names = {name: name if alone else f"{key}/{name}" for name in record}
             if alone and layers is not None and len(layers) == len(record):
                 names = dict(zip(record, layers, strict=True))
-            names = _apart(names, tensors)
+            names = _unique_names(names, tensors)
             own, outline[key] = tensors_of(record, names)
             tensors |= own
         else:
@@ -123,55 +126,55 @@ def outlined(
 
 
 def content_of(outline: Outline, tensors: Mapping[str, Tensor]) -> RecordDict:
-    """The records again. An outline comes from a file: what is wrong in it is an error that says so."""
+    """Return the records of an outline. Raises StoreError if the outline, which comes from a file, is not valid."""
     try:
         content = RecordDict()
-        for key, told in outline.items():
-            if told["kind"] == ARRAYS:
-                content[key] = record_of(told, tensors)
+        for key, record_outline in outline.items():
+            if record_outline["kind"] == ARRAYS:
+                content[key] = record_of(record_outline, tensors)
             else:
-                values = {name: given_back(value, tensors) for name, value in told["values"].items()}
+                values = {name: value_from_json(value, tensors) for name, value in record_outline["values"].items()}
                 values = {name: value for name, value in values.items() if value is not LEFT_OUT}
-                content[key] = MetricRecord(values) if told["kind"] == METRICS else ConfigRecord(values)
+                content[key] = MetricRecord(values) if record_outline["kind"] == METRICS else ConfigRecord(values)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise StoreError(f"A message on the tape cannot be read: {type(error).__name__}: {error}") from error
     return content
 
 
-def left_out(outline: Outline) -> list[str]:
-    """What was too long for the tape, as record/name."""
-    found = []
-    for key, told in outline.items():
-        for name, value in told.get("values", {}).items():
+def left_out_names(outline: Outline) -> list[str]:
+    """Return what was too long for the tape, as record/name."""
+    names = []
+    for key, record_outline in outline.items():
+        for name, value in record_outline.get("values", {}).items():
             if isinstance(value, dict) and "left_out" in value:
-                found.append(f"{key}/{name}")
-    return found
+                names.append(f"{key}/{name}")
+    return names
 
 
-def _apart(names: dict[str, str], taken: Mapping[str, Any]) -> dict[str, str]:
-    """Two records may spell one name: «a/b» and «c», «a» and «b/c»."""
-    found: dict[str, str] = {}
+def _unique_names(names: dict[str, str], taken: Mapping[str, Any]) -> dict[str, str]:
+    """Return names that are unique, because two records may spell the same one: «a/b» and «c», «a» and «b/c»."""
+    unique: dict[str, str] = {}
     for name, key in names.items():
         own = key
-        while own in taken or own in found.values():
+        while own in taken or own in unique.values():
             own += "'"
-        found[name] = own
-    return found
+        unique[name] = own
+    return unique
 
 
 def _values(key: str, record: Mapping[str, Any], tensors: Tensors | None) -> dict[str, Any]:
     import torch  # noqa: PLC0415 - as above
 
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in record.items():
-        if isinstance(value, str | bytes) and len(value) > WORDS and tensors is not None:
-            own = _apart({name: f"{key}/{name}"}, tensors)[name]
+        if isinstance(value, str | bytes) and len(value) > LONGEST_TEXT and tensors is not None:
+            own = _unique_names({name: f"{key}/{name}"}, tensors)[name]
             data = value.encode() if isinstance(value, str) else value
-            tensors[own] = torch.from_numpy(_shown(data))
-            found[name] = {"tensor": own, "text": isinstance(value, str)}
+            tensors[own] = torch.from_numpy(_bytes_view(data))
+            values[name] = {"tensor": own, "text": isinstance(value, str)}
         else:
-            found[name] = plain(value)
-    return found
+            values[name] = json_value(value)
+    return values
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
@@ -179,12 +182,12 @@ def _values(key: str, record: Mapping[str, Any], tensors: Tensors | None) -> dic
 LEFT_OUT = object()
 
 
-def plain(value: Any) -> Any:
-    """A value as JSON that gives the same value back: numbers keep their kind and bits."""
+def json_value(value: Any) -> Any:
+    """Return a value as JSON that gives the same value back: numbers keep their type and bits."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
+        return [json_value(entry) for entry in value]
     return _number_or_words(value)
 
 
@@ -193,26 +196,27 @@ def _number_or_words(value: Any) -> Any:
         return int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": float(value).hex()}
-    if isinstance(value, str) and len(value) <= WORDS:
+    if isinstance(value, str) and len(value) <= LONGEST_TEXT:
         return str(value)
-    if isinstance(value, bytes) and len(value) <= WORDS:
+    if isinstance(value, bytes) and len(value) <= LONGEST_TEXT:
         return {"bytes": base64.b64encode(value).decode()}
     return {"left_out": type(value).__name__, "size": len(value) if isinstance(value, str | bytes) else None}
 
 
-def given_back(told: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
-    if isinstance(told, list):
-        return [given_back(one) for one in told]
-    if not isinstance(told, dict):
-        return told
+def value_from_json(document: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
+    """Return the value of its JSON; LEFT_OUT if it was too long to be kept."""
+    if isinstance(document, list):
+        return [value_from_json(entry) for entry in document]
+    if not isinstance(document, dict):
+        return document
     try:
-        if "float" in told:
-            return float.fromhex(told["float"])
-        if "bytes" in told:
-            return base64.b64decode(told["bytes"], validate=True)
-        if "tensor" in told and tensors is not None:
-            data = tensors[told["tensor"]].numpy().tobytes()
-            return data.decode() if told.get("text") else data
+        if "float" in document:
+            return float.fromhex(document["float"])
+        if "bytes" in document:
+            return base64.b64decode(document["bytes"], validate=True)
+        if "tensor" in document and tensors is not None:
+            data = tensors[document["tensor"]].numpy().tobytes()
+            return data.decode() if document.get("text") else data
     except (ValueError, TypeError, KeyError, binascii.Error) as error:
         raise StoreError(f"A value on the tape cannot be read: {error}") from error
     return LEFT_OUT

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a strategy remembers from round to round, read from its attributes: arrays as states, plain values as JSON.
 
-FedAdam's `m_t`, `v_t` and `current_arrays` are such; so is what a strategy of the user's own keeps in numbers. What is
-neither is named, so that whoever replays a round knows what was not restored.
+FedAdam's `m_t`, `v_t` and `current_arrays` are examples, or numbers that a custom strategy keeps. Attributes that are
+neither are named, so that a replay can say what was not restored.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fedvitals.hosts.flower.tape.records import (
     Outline,
     Tensors,
     array_of,
-    given_back,
-    plain,
+    json_value,
     record_of,
     tensor_of,
     tensors_of,
+    value_from_json,
 )
 
 if TYPE_CHECKING:
@@ -37,56 +37,60 @@ MOST = 1000  # values in a list or a dict that are looked at
 OWN = "flwr.serverapp.strategy"  # where the strategies are that can be made again by their names
 
 
-def read(strategy: Any) -> tuple[dict[str, Tensors], Outline, list[str]]:
-    """States by name, an outline of all attributes, and the names of those that nobody can read. Arrays are copied."""
+def read_attributes(strategy: Any) -> tuple[dict[str, Tensors], Outline, list[str]]:
+    """Return states by name, an outline of all attributes, and the names of those that cannot be read. Arrays are
+    copied.
+    """
     states: dict[str, Tensors] = {}
     outline, unknown = Outline(), list[str]()
     for name, value in vars(strategy).items() if strategy is not None else ():
         if name == MARK or callable(value):
             continue
-        told = _arrays(value)
-        if told is not None:
-            states[STATE + name], outline[name] = told
-        elif _simple(value):
-            outline[name] = {"kind": "value", "value": _written(value)}
+        arrays = _arrays(value)
+        if arrays is not None:
+            states[STATE + name], outline[name] = arrays
+        elif _is_simple(value):
+            outline[name] = {"kind": "value", "value": _json_of(value)}
         else:
             unknown.append(name)
     return states, outline, unknown
 
 
-def restore(strategy: Any, outline: Outline, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """The attributes as they were. Each array is one of its own, which the strategy may change."""
-    for name, told in outline.items():
+def restore_attributes(strategy: Any, outline: Outline, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Set the attributes as they were. Each array is a copy, which the strategy may change."""
+    for name, attribute in outline.items():
         try:
-            if told["kind"] == "value":
-                value = _read(told["value"])
+            if attribute["kind"] == "value":
+                value = _value_of_json(attribute["value"])
                 if value is not LEFT_OUT:
                     setattr(strategy, name, value)
             else:
-                setattr(strategy, name, _value(told, states[STATE + name]))
+                setattr(strategy, name, _value_of_arrays(attribute, states[STATE + name]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StoreError(f"The strategy's «{name}» on the tape cannot be read: {error}") from error
 
 
-def described(strategy: Any) -> dict[str, Any]:
-    """By which class and settings it could be made again; `foreign`: settings that are no plain values."""
+def description_of(strategy: Any) -> dict[str, Any]:
+    """Return the class and settings by which a strategy could be created again; `foreign`: settings that are not
+    plain values.
+    """
     kind = type(strategy)
     settings, foreign = dict[str, Any](), list[str]()
     for name, parameter in inspect.signature(kind.__init__).parameters.items():
         if name == "self" or not hasattr(strategy, name):
             continue
         value = getattr(strategy, name)
-        if _simple(value):
-            settings[name] = _written(value)
+        if _is_simple(value):
+            settings[name] = _json_of(value)
         elif not (callable(value) and getattr(value, "__module__", "").startswith(OWN)):
             foreign += [name] if parameter.default is not value else []
     return {"module": kind.__module__, "class": kind.__qualname__, "settings": settings, "foreign": foreign}
 
 
-def made_again(told: Mapping[str, Any]) -> Any:
-    """A strategy of Flower's own, by its class and settings; None where it is one of the user's."""
-    module, name = str(told.get("module", "")), str(told.get("class", ""))
-    if not (module == OWN or module.startswith(OWN + ".")) or told.get("foreign"):
+def rebuild_strategy(description: Mapping[str, Any]) -> Any:
+    """Return a strategy of Flower's own from its class and settings; None for the user's own."""
+    module, name = str(description.get("module", "")), str(description.get("class", ""))
+    if not (module == OWN or module.startswith(OWN + ".")) or description.get("foreign"):
         return None
     import flwr.serverapp.strategy as own  # noqa: PLC0415 - the one module whose classes are made by name
 
@@ -94,7 +98,9 @@ def made_again(told: Mapping[str, Any]) -> Any:
     if not isinstance(kind, type):
         return None
     known = inspect.signature(kind).parameters
-    settings = {key: _read(value) for key, value in dict(told.get("settings", {})).items() if key in known}
+    settings = {
+        key: _value_of_json(value) for key, value in dict(description.get("settings", {})).items() if key in known
+    }
     return kind(**settings)
 
 
@@ -102,114 +108,122 @@ def made_again(told: Mapping[str, Any]) -> Any:
 
 
 def _arrays(value: Any) -> tuple[Tensors, Outline] | None:
-    """Arrays in one of the shapes that strategies keep them in; copies."""
+    """Return copies of the arrays, in one of the shapes in which strategies keep them, with their outline; else
+    None.
+    """
     import torch  # noqa: PLC0415 - a server without a tape does not need it
 
     if isinstance(value, ArrayRecord):
         tensors, outline = tensors_of(value)
         return tensors, {**outline, "kind": "record"}
     if isinstance(value, np.ndarray | torch.Tensor):
-        return _listed("array", {"": value})
+        return _arrays_outline("array", {"": value})
     if isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
-        return _listed("dict", value) if _all_arrays([*value.values()]) else None
+        return _arrays_outline("dict", value) if _all_arrays([*value.values()]) else None
     if isinstance(value, list | tuple) and value and _all_arrays(value):
-        return _listed("tuple" if isinstance(value, tuple) else "list", {str(i): v for i, v in enumerate(value)})
+        return _arrays_outline(
+            "tuple" if isinstance(value, tuple) else "list", {str(i): v for i, v in enumerate(value)}
+        )
     return None
 
 
 def _all_arrays(values: Sequence[Any]) -> bool:
-    """Numbers among them were arrays of no dimension, until somebody computed with them."""
+    """Return whether all are arrays, where NumPy scalars count: they were arrays of no dimension before a
+    computation.
+    """
     import torch  # noqa: PLC0415
 
     any_array = any(isinstance(value, np.ndarray | torch.Tensor) for value in values)
-    return any_array and all(isinstance(v, np.ndarray | np.generic | torch.Tensor) and not _objects(v) for v in values)
+    return any_array and all(
+        isinstance(v, np.ndarray | np.generic | torch.Tensor) and not _holds_objects(v) for v in values
+    )
 
 
-def _objects(value: Any) -> bool:
+def _holds_objects(value: Any) -> bool:
     return isinstance(value, np.ndarray | np.generic) and value.dtype.hasobject
 
 
-def _listed(kind: str, values: Mapping[str, Any]) -> tuple[Tensors, Outline] | None:
+def _arrays_outline(kind: str, values: Mapping[str, Any]) -> tuple[Tensors, Outline] | None:
     import torch  # noqa: PLC0415
 
-    found, arrays = Tensors(), []
+    tensors, arrays = Tensors(), []
     for name, value in values.items():
-        if _objects(value):
+        if _holds_objects(value):
             return None
         if isinstance(value, torch.Tensor):
             how: dict[str, Any] | None = {"torch": True}
-            found[name] = value.detach().cpu().clone()
+            tensors[name] = value.detach().cpu().clone()
         else:
-            found[name], how = _copied(np.array(value, order="C"))
+            tensors[name], how = _copied(np.array(value, order="C"))
             how = {**(how or {}), "scalar": True} if isinstance(value, np.generic) else how
         arrays.append([name, name] if how is None else [name, name, how])
-    return found, {"kind": kind, "arrays": arrays}
+    return tensors, {"kind": kind, "arrays": arrays}
 
 
 def _copied(own: np.ndarray[Any, Any]) -> tuple[Tensor, dict[str, Any] | None]:
-    """An array that nobody else has."""
+    """Return a tensor of an array that nobody else holds."""
     import torch  # noqa: PLC0415
 
     return (torch.from_numpy(own), None) if own.dtype.str in KINDS else tensor_of(Array(own))
 
 
-def _value(told: Outline, tensors: Mapping[str, Tensor]) -> Any:
-    if told["kind"] == "record":
-        return record_of(told, tensors)
-    found: dict[str, Any] = {}
-    for name, key, *how in told["arrays"]:
+def _value_of_arrays(outline: Outline, tensors: Mapping[str, Tensor]) -> Any:
+    if outline["kind"] == "record":
+        return record_of(outline, tensors)
+    values: dict[str, Any] = {}
+    for name, key, *how in outline["arrays"]:
         own = dict(how[0]) if how else {}
         if own.pop("torch", False):
-            found[name] = tensors[key].clone()
+            values[name] = tensors[key].clone()
         else:
-            number = own.pop("scalar", False)
+            is_scalar = own.pop("scalar", False)
             array = array_of(tensors[key], own or None).numpy()
-            found[name] = array[()] if number else array
-    match told["kind"]:
+            values[name] = array[()] if is_scalar else array
+    match outline["kind"]:
         case "array":
-            return found[""]
+            return values[""]
         case "dict":
-            return found
+            return values
         case "list":
-            return [*found.values()]
+            return [*values.values()]
         case "tuple":
-            return tuple(found.values())
-    raise ValueError(f"a kind that nobody knows: {told['kind']}")
+            return tuple(values.values())
+    raise ValueError(f"a kind that nobody knows: {outline['kind']}")
 
 
-def _simple(value: Any) -> bool:
+def _is_simple(value: Any) -> bool:
     if isinstance(value, bool | int | float | str | bytes | np.generic | None):
         return not (isinstance(value, np.generic) and value.dtype.hasobject)
     if isinstance(value, list | tuple) and len(value) <= MOST:
-        return all(_simple(one) for one in value)
+        return all(_is_simple(entry) for entry in value)
     if isinstance(value, dict) and len(value) <= MOST:
-        return all(_simple(key) and _simple(one) for key, one in value.items())
+        return all(_is_simple(key) and _is_simple(entry) for key, entry in value.items())
     return False
 
 
-def _written(value: Any) -> Any:
+def _json_of(value: Any) -> Any:
     if isinstance(value, np.generic):
-        return {"scalar": value.dtype.str, "bytes_of": plain(value.tobytes())}
+        return {"scalar": value.dtype.str, "bytes_of": json_value(value.tobytes())}
     if isinstance(value, tuple):
-        return {"tuple": [_written(one) for one in value]}
+        return {"tuple": [_json_of(entry) for entry in value]}
     if isinstance(value, list):
-        return [_written(one) for one in value]
+        return [_json_of(entry) for entry in value]
     if isinstance(value, dict):
-        return {"dict": [[_written(key), _written(one)] for key, one in value.items()]}
-    return plain(value)
+        return {"dict": [[_json_of(key), _json_of(entry)] for key, entry in value.items()]}
+    return json_value(value)
 
 
-def _read(told: Any) -> Any:
-    if isinstance(told, list):
-        return [_read(one) for one in told]
-    if isinstance(told, dict):
-        if "scalar" in told:
-            dtype = np.dtype(str(told["scalar"]))
+def _value_of_json(document: Any) -> Any:
+    if isinstance(document, list):
+        return [_value_of_json(entry) for entry in document]
+    if isinstance(document, dict):
+        if "scalar" in document:
+            dtype = np.dtype(str(document["scalar"]))
             if dtype.hasobject:
                 raise ValueError("numbers have no objects in them")
-            return np.frombuffer(given_back(told["bytes_of"]), dtype)[0]
-        if "tuple" in told:
-            return tuple(_read(one) for one in told["tuple"])
-        if "dict" in told:
-            return {_read(key): _read(one) for key, one in told["dict"]}
-    return given_back(told)
+            return np.frombuffer(value_from_json(document["bytes_of"]), dtype)[0]
+        if "tuple" in document:
+            return tuple(_value_of_json(entry) for entry in document["tuple"])
+        if "dict" in document:
+            return {_value_of_json(key): _value_of_json(entry) for key, entry in document["dict"]}
+    return value_from_json(document)

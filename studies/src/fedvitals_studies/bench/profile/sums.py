@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedvitals import lab
-from fedvitals.analysis.timeline import RoundTime, of_clock, timeline
+from fedvitals.analysis.timeline import RoundTime, rounds_of_clock, timeline
 from fedvitals.lab import demo
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Span
@@ -37,7 +37,7 @@ def sums(*, quick: bool = False, tell: Callable[[str], None] = lambda _: None) -
         for name, topology in TOPOLOGIES.items():
             tell(f"parts of a round: {name}")
             times = in_the_lab(topology, store, rounds=3 if quick else 6)
-            rows += [row(name, clock, of_clock(times, clock)) for clock in ("real", "virtual")]
+            rows += [row(name, clock, rounds_of_clock(times, clock)) for clock in ("real", "virtual")]
         tell("parts of a round: the demo's loop")
         with Monitor(store, detectors=(), machine=False, strict=True) as monitor:
             settings = demo.DemoSettings(rounds=2 if quick else 5)

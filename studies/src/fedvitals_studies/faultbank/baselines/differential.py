@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client models asked the same random questions: who answers unlike the others, without any data.
+"""Compare client models on the same random inputs, without any data, to find those that respond differently.
 
-`differential_votes` is the localisation of FedDebug (Gill et al., ICSE 2023), written anew from the paper: for a random
-input, the client without whom the others have most neurons active in common is accused. It always accuses, and must be
-told how many: our yardstick, not our verdict. `differential_scores` is that idea repaired: each client's disagreement
-is measured against the spread of the others', so that «nobody» is an answer, and how many is an outcome.
-Both see much only where clients train long between two rounds: after a few steps, their models answer alike.
-A host's observer calls either in its `updates(round, deltas)`, with `states_of(global model, deltas)`.
+`differential_votes` is the localisation of FedDebug (Gill et al., ICSE 2023), reimplemented from the paper: for a
+random input it accuses the client without whom the others have most neurons active in common. It always accuses a given
+number of clients, so it serves as a baseline only. `differential_scores` measures each client's disagreement against
+the spread of the others', so that nobody may be accused and the number is an outcome. Both detect much only where
+clients train long between two rounds: after a few steps, their models respond alike. A host's observer calls either in
+its `updates(round, deltas)`, with `states_of(global model, deltas)`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedvitals.errors import ConfigError
-from fedvitals.probes.view import undisturbed
+from fedvitals.probes.view import evaluation_without_gradients
 from fedvitals.protocols import Node
 from fedvitals.stats import Array
 
@@ -37,7 +37,7 @@ _DRAWS = 20_000  # of healthy cohorts, behind a limit
 
 
 def states_of(module: nn.Module, deltas: Mapping[Node, Sequence[Tensor]]) -> dict[Node, Tensor]:
-    """Each client's parameters as one vector: the global model's plus what the client changed."""
+    """Return each client's parameters as one vector: the global model's plus the client's change."""
     start = torch.cat([p.detach().reshape(-1).float() for p in module.parameters()])
     return {node: start + torch.cat([d.detach().reshape(-1).float() for d in delta]) for node, delta in deltas.items()}
 
@@ -52,25 +52,25 @@ def differential_votes(
     seed: int = 0,
     culprits: int = 1,
 ) -> dict[Node, int]:
-    """How many of the random inputs accuse each client, when so many culprits are looked for (FedDebug).
+    """Return how many of the random inputs accuse each client, when so many culprits are searched for (FedDebug).
 
-    `states`: the parameters of each client as one vector (buffers may follow; else they are the module's own).
-    `shape`: of a sample. Ties are drawn by lot.
+    `states` are the parameters of each client as one vector (buffers may follow; else they are the module's own).
+    `shape` is that of a sample. Ties are broken at random.
     """
     answers = random_answers(module, states, shape, inputs=inputs, seed=seed)
     return votes_of([*states], elimination_order(answers, culprits, threshold=threshold, seed=seed), culprits)
 
 
 def votes_of(nodes: Sequence[Node], order: Tensor, culprits: int) -> dict[Node, int]:
-    """The votes for a number of culprits, of the order in which each input takes clients out."""
+    """Return the votes for a number of culprits, from the order in which each input eliminates clients."""
     counts = torch.bincount(order[:, :culprits].reshape(-1), minlength=len(nodes))
     return dict(zip(nodes, counts.tolist(), strict=True))
 
 
 def elimination_order(answers: Tensor, most: int, *, threshold: float = 0.003, seed: int = 0) -> Tensor:
-    """[inputs, most]: whom each input takes out first, second, ..., of answers [clients, inputs, neurons].
+    """Return [inputs, most]: whom each input eliminates first, second, ..., from outputs [clients, inputs, neurons].
 
-    A search for fewer culprits is the beginning of a search for more, so that one order answers for every number.
+    A search for fewer culprits is the start of a search for more, so one order serves every number.
     """
     generator = torch.Generator().manual_seed(seed)
     clients, inputs = answers.shape[:2]
@@ -91,7 +91,7 @@ def elimination_order(answers: Tensor, most: int, *, threshold: float = 0.003, s
 
 @dataclass(frozen=True, slots=True)
 class Differential:
-    """How far each client's answers lie from the others', and whether that is more than chance."""
+    """How far each client's outputs are from the others', and whether that is more than chance."""
 
     scores: Mapping[Node, float]  # robust standard deviations of the clients' own disagreement
     limit: float  # what the largest score of a healthy cohort of this size exceeds at the rate asked for
@@ -107,30 +107,31 @@ def differential_scores(
     seed: int = 0,
     false_alarms: float = 0.01,
 ) -> Differential:
-    """Who disagrees with the others' answers more than they do among themselves.
+    """Return which clients disagree with the others more than these do among themselves.
 
-    `false_alarms`: how often, per round, a healthy cohort may have somebody accused, if the logarithms of its clients'
-    disagreements are normal. With fewer than four clients nobody is.
+    `false_alarms` is the rate, per round, at which a client of a healthy cohort may be accused, if the logarithms of
+    its clients' disagreements are normal. With fewer than four clients nobody is accused.
     """
-    return judged([*states], random_answers(module, states, shape, inputs=inputs, seed=seed), false_alarms)
+    return score_answers([*states], random_answers(module, states, shape, inputs=inputs, seed=seed), false_alarms)
 
 
-def judged(nodes: Sequence[Node], answers: Tensor, false_alarms: float = 0.01) -> Differential:
-    """The same of answers [clients, inputs, neurons]."""
+def score_answers(nodes: Sequence[Node], answers: Tensor, false_alarms: float = 0.01) -> Differential:
+    """Return the same from outputs [clients, inputs, neurons]."""
     if len(nodes) < _FEWEST:
         return Differential(dict.fromkeys(nodes, 0.0), math.inf, ())
-    scores = standing_out(np.log(disagreement(answers)))
-    limit = largest_of_healthy(len(nodes), false_alarms)
+    scores = robust_scores(np.log(disagreement(answers)))
+    limit = healthy_limit(len(nodes), false_alarms)
     worst_first = sorted(zip(-scores, nodes, strict=True))
     accused = tuple(node for score, node in worst_first if -score > limit)
     return Differential(dict(zip(nodes, scores.tolist(), strict=True)), limit, accused)
 
 
 def disagreement(answers: Tensor, threshold: float = 0.003) -> Array:
-    """How many neurons a client has against the others: silent where they are active, or active where they are silent.
+    """Return each client's number of neurons that are silent where the others are active, or active where they are
+    silent.
 
-    The more united the others are, the more such a neuron counts: their share to the fourth power, so that a second
-    culprit does not hide the first, as he would if all had to agree. One more is added: the result has a logarithm.
+    A neuron counts more the more united the others are: their share to the fourth power, so that a second culprit does
+    not hide the first. One is added, so that the result has a logarithm.
     """
     flat = answers.reshape(len(answers), -1)
     active = (flat[:, :: max(1, flat.shape[1] // _NEURONS)] > threshold).double()  # of very many, some are enough
@@ -139,8 +140,10 @@ def disagreement(answers: Tensor, threshold: float = 0.003) -> Array:
     return 1.0 + np.asarray(against.sum(1))
 
 
-def standing_out(values: Array) -> Array:
-    """How far each of [..., clients] lies above the median of the *others*, in robust standard deviations of theirs."""
+def robust_scores(values: Array) -> Array:
+    """Return how far each of [..., clients] is above the median of the *others*, in their robust standard
+    deviations.
+    """
     clients = values.shape[-1]
     others = np.stack([np.delete(values, i, axis=-1) for i in range(clients)], axis=-2)
     middle = np.median(others, axis=-1)
@@ -149,8 +152,8 @@ def standing_out(values: Array) -> Array:
 
 
 @cache
-def largest_of_healthy(clients: int, rate: float) -> float:
-    """The score that the largest of a healthy cohort exceeds at this rate, by simulation of normal cohorts.
+def healthy_limit(clients: int, rate: float) -> float:
+    """Return the score that the largest of a healthy cohort exceeds at this rate, by simulation of normal cohorts.
 
     The robust spread of few clients is often far too small, so that their limit is far higher than that of many.
     """
@@ -159,13 +162,15 @@ def largest_of_healthy(clients: int, rate: float) -> float:
     random = np.random.default_rng(0)
     draws = max(200, _DRAWS // clients)
     largest = np.concatenate([
-        standing_out(random.standard_normal((draws // 10, clients))).max(axis=-1) for _ in range(10)
+        robust_scores(random.standard_normal((draws // 10, clients))).max(axis=-1) for _ in range(10)
     ])  # fmt: skip
     return float(np.quantile(largest, 1 - rate))
 
 
 def _random_inputs(module: nn.Module, shape: Sequence[int], inputs: int, generator: torch.Generator) -> Tensor:
-    """As published: each value uniform, by Kaiming's rule for a tensor of a sample's shape. Tokens are drawn evenly."""
+    """Draw inputs as published: uniform, by Kaiming's rule for a tensor of a sample's shape. Tokens are drawn
+    uniformly.
+    """
     words = next((layer.num_embeddings for layer in module.modules() if isinstance(layer, nn.Embedding)), None)
     if words is not None:
         return torch.randint(words, (inputs, *shape), generator=generator)
@@ -176,20 +181,20 @@ def _random_inputs(module: nn.Module, shape: Sequence[int], inputs: int, generat
 def random_answers(
     module: nn.Module, states: Mapping[Node, Tensor], shape: Sequence[int], *, inputs: int = 10, seed: int = 0
 ) -> Tensor:
-    """What each client's neurons answer, [clients, inputs, neurons]: the layers' outputs, cut off at 0."""
+    """Return the outputs of each client's neurons, [clients, inputs, neurons]: the layers' outputs, cut off at 0."""
     x = _random_inputs(module, shape, inputs, torch.Generator().manual_seed(seed))
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    found = []
-    with undisturbed(module), _listening(module) as heard:
+    answers = []
+    with evaluation_without_gradients(module), _recorded_outputs(module) as outputs:
         for flat in states.values():
             functional_call(module, _unflattened(tensors, flat), (x.to(flat.device),))
-            found.append(torch.cat([answer.reshape(len(x), -1) for answer in heard], 1).clamp_min_(0).cpu())
-            heard.clear()
-    return torch.stack(found)
+            answers.append(torch.cat([answer.reshape(len(x), -1) for answer in outputs], 1).clamp_min_(0).cpu())
+            outputs.clear()
+    return torch.stack(answers)
 
 
 @contextmanager
-def _listening(module: nn.Module) -> Iterator[list[Tensor]]:
+def _recorded_outputs(module: nn.Module) -> Iterator[list[Tensor]]:
     heard: list[Tensor] = []
 
     def hear(_: nn.Module, __: object, answer: Tensor | tuple[Tensor, ...]) -> None:
@@ -206,10 +211,10 @@ def _listening(module: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def _unflattened(tensors: Sequence[tuple[str, Tensor]], flat: Tensor) -> dict[str, Tensor]:
-    found, offset = {}, 0
+    tensors_by_name, offset = {}, 0
     for name, like in tensors:
         if offset + like.numel() > len(flat):
             break
-        found[name] = flat[offset : offset + like.numel()].view(like.shape).to(like.dtype)
+        tensors_by_name[name] = flat[offset : offset + like.numel()].view(like.shape).to(like.dtype)
         offset += like.numel()
-    return found
+    return tensors_by_name

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from fedvitals.protocols import Node
 from fedvitals_studies.faultbank.baselines.differential import (
     elimination_order,
-    judged,
     random_answers,
+    score_answers,
     states_of,
     votes_of,
 )
@@ -75,7 +75,7 @@ class UpdateBaselines:
         for culprits in range(1, order.shape[1] + 1):
             votes = votes_of([*states], order, culprits)
             found[f"{FEDDEBUG}.{culprits}"] = {node: float(count) for node, count in votes.items() if count}
-        ours = judged([*states], answers)
+        ours = score_answers([*states], answers)
         found[DIFFERENTIAL] = {node: min(score, BROKEN) for node, score in ours.scores.items()}
         return found
 

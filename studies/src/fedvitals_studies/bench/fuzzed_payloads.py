@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Damaged payloads of the wire format: what a decoder meets on a bad line, or from a sender that means harm."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Iterator, Sequence
+
+
+def fuzzed_payloads(payloads: Sequence[bytes], count: int, seed: int = 20260101) -> Iterator[bytes]:
+    """Damage these payloads, each in its turn, `count` times in all; the same ones for the same seed."""
+    chance = random.Random(seed)  # noqa: S311 - no secrets here
+    for i in range(count):
+        yield _damaged(chance, payloads[i % len(payloads)], chance.choice(payloads))
+
+
+def _damaged(chance: random.Random, payload: bytes, other: bytes) -> bytes:
+    """Random bytes, or a payload with bits flipped, parts cut, doubled, swapped in, or a length that lies."""
+    kind = chance.randrange(7)
+    if kind == 0:
+        return chance.randbytes(chance.randrange(200))
+    if kind == 1:
+        return payload[:8] + chance.randbytes(chance.randrange(300))
+    new = bytearray(payload)
+    a, b = sorted(chance.randrange(len(new) + 1) for _ in range(2))
+    if kind == 2:
+        for _ in range(chance.randrange(1, 9)):
+            new[chance.randrange(8, len(new))] ^= 1 << chance.randrange(8)
+    elif kind == 3:
+        del new[a : min(b, a + 40)]
+    elif kind == 4:
+        new[a:a] = new[a : min(b, a + 40)]
+    elif kind == 5:
+        new[a:b] = other[a:b]
+    else:
+        new[a : a + 5] = chance.choice([b"\xdd", b"\xdb", b"\xc6", b"\xdf"]) + struct.pack(
+            ">I", chance.randrange(2**32)
+        )
+    if kind in (3, 4) and chance.random() < 0.7:  # with a head whose size is right again
+        size = struct.unpack_from("<I", payload, 4)[0] + len(new) - len(payload)
+        new[4:8] = struct.pack("<I", max(0, size))
+    return bytes(new)
