@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plain loop hands to a tape, without a line of its own: the monitor sees its models begin and end.
+"""Feeds a tape from a plain loop: the monitor sees its models begin and end, so the loop needs no line of its own.
 
-Of each round the global model before and after it, of each client its model when it has trained, and before each of
-them where the random generators of this process stand. Tensors are copied here, on the training's thread, because the
-loop goes on to change them; hashing and writing is the tape's own thread.
+Kept are the global model before and after each round, each client's model after its training, and before each of
+them the states of this process's random generators. Tensors are copied on the training thread, because the loop goes
+on to change them; hashing and writing is done by the tape's own thread.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Training:
 
 
 class LoopTape:
-    """Does nothing before `open`, and nothing where the host hands over its states itself."""
+    """Hands a loop's states to a tape. Does nothing before `open`, or where the host hands over its states itself."""
 
     def __init__(self) -> None:
         self._recorder: TapeRecorder | None = None
@@ -58,15 +58,17 @@ class LoopTape:
         self._warned: set[str] = set()
 
     def open(self, recorder: TapeRecorder, tell: Tell) -> None:
+        """Begin to feed `recorder`; `tell` records an event (level, name, message)."""
         self._recorder, self._tell = recorder, tell
 
     def leave_to_host(self) -> None:
-        """It has asked for the tape, and feeds it: the lab, Flower."""
+        """Stop feeding the tape: the host has asked for it and feeds it itself, as the lab and Flower do."""
         self._recorder = self._number = self._model = None
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
     def round_begin(self, number: int, state: Any) -> None:
+        """Hand over the global model before a round; a round without one is not taped."""
         self._number = None
         if self._recorder is None:
             return
@@ -85,6 +87,7 @@ class LoopTape:
         self._notes["failed"] = f"{type(error).__name__}: {error}"[:1000]
 
     def round_end(self, number: int, state: Any, metrics: Mapping[str, float]) -> None:
+        """Hand over the global model after the round, with its metrics."""
         recorder, model = self._recorder, self._model
         opened, self._number, self._model = self._number, None, None
         self._training.clear()
@@ -108,10 +111,12 @@ class LoopTape:
     # -- clients ------------------------------------------------------------------------------------------------------
 
     def client_begin(self, node: Node, model: Any, group: str | None) -> None:
+        """Note that a client begins to train, and the states of the random generators."""
         if self._recorder is not None and self._number is not None:
             self._training[node] = _Training(self._number, model, random_states(), group)
 
     def client_end(self, node: Node, results: Iterable[tuple[str, Any, Any]], outcome: BaseException | None) -> None:
+        """Hand over a client's model after its training, or why it failed."""
         training = self._training.pop(node, None)
         if training is None or self._recorder is None or training.round != self._number:
             return
@@ -129,7 +134,7 @@ class LoopTape:
         self._came.add(node)
         self._recorder.messages(
             self._number,
-            [Message(node, tensors, weight, error is None, training.group, losses=losses, error=error, said=notes)],
+            [Message(node, tensors, weight, error is None, training.group, losses=losses, error=error, notes=notes)],
         )
 
     def sent(self, number: int, updates: Mapping[Node, Any], excluded: Sequence[Node]) -> None:
@@ -138,7 +143,7 @@ class LoopTape:
             return
         self._notes |= {"excluded": [*excluded]} if excluded else {}
         messages = [
-            Message(node, self._named(update), 1.0, node not in excluded, said={"kind": DELTA})
+            Message(node, self._named(update), 1.0, node not in excluded, notes={"kind": DELTA})
             for node, update in updates.items()
             if node not in self._came
         ]
@@ -173,7 +178,7 @@ class LoopTape:
 
 
 def tensors_of(state: Any) -> dict[str, Tensor] | None:
-    """A copy of a module's state, or of tensors by name; None of anything else. What is no tensor is left out."""
+    """Return a copy of a module's state or of tensors by name, without what is no tensor; None for anything else."""
     import torch  # noqa: PLC0415
 
     held = state.state_dict() if hasattr(state, "state_dict") else state
@@ -191,9 +196,9 @@ def tensors_of(state: Any) -> dict[str, Tensor] | None:
 
 
 def random_states() -> dict[str, Any]:
-    """Where the generators of torch, NumPy and Python stand. Looking does not move them.
+    """Return the states of the random generators of torch, NumPy and Python, without changing them.
 
-    As JSON but for bytes, which whoever writes it turns into base64: not on this thread.
+    JSON but for bytes, which the tape's thread turns into base64.
     """
     import torch  # noqa: PLC0415
 
@@ -209,7 +214,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states_by_library: Mapping[str, Any]) -> None:
-    """Put the generators where they stood. StoreError where this is no such thing."""
+    """Set the random generators to what `random_states` returned. StoreError if this cannot be read."""
     import torch  # noqa: PLC0415
 
     try:

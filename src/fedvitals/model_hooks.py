@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on a user's model that cannot hurt it: what fails is let go, what compiles does not see them, copies have none.
-
-A hook runs inside the user's own forward pass, may be copied with the model (an average of weights), pickled with it
-(`torch.save`), or met by `torch.compile` on its way through.
-"""
+"""Hooks on a user's model that cannot harm it: failing ones are removed, compilers and copies do not see them."""
 
 from __future__ import annotations
 

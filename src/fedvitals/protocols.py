@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seams: whatever plugs into fedvitals is one callable, or one small object, of a signature given here.
+"""The interfaces of everything that plugs into fedvitals: probes, schedules, sinks, detectors, corrections, observers.
 
-There is no registry and no base class. A user's own probe, schedule, sink or detector is passed in a list.
+A user's own probe, schedule, sink or detector is passed in a list; there is no registry.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class Message:
     start: str = "model"  # the name of the state that it was trained from
     losses: Any = None  # [steps], of its local batches
     error: str | None = None
-    said: Mapping[str, Any] | None = None  # what else the host wants to be remembered, as JSON
+    notes: Mapping[str, Any] | None = None  # what else the host wants to be remembered, as JSON
 
 
 @runtime_checkable
@@ -211,7 +211,9 @@ class TapeRecorder(Protocol):
         """All that is known before a round: «model», and whatever the server remembers besides."""
         ...
 
-    def messages(self, round_index: int, messages: Sequence[Message]) -> None: ...
+    def messages(self, round_index: int, messages: Sequence[Message]) -> None:
+        """The clients' answers, as they arrived."""
+        ...
 
     def end(
         self,
@@ -219,7 +221,9 @@ class TapeRecorder(Protocol):
         state: Mapping[str, Mapping[str, Any]],
         notes: Mapping[str, Any],
         metrics: Mapping[str, float],
-    ) -> None: ...
+    ) -> None:
+        """All that is known after a round, as in `begin`, and its metrics."""
+        ...
 
     def gate(self, round_index: int) -> None:
         """Between two rounds. The one place that may wait: for a person who debugs, and has asked for it."""
@@ -281,13 +285,17 @@ class Observer(RoundObserver, Protocol):
         group: str | None = None,
         *,
         loss: Callable[..., Any] | None = None,
-    ) -> None: ...
+    ) -> None:
+        """A client begins to train. `group`: its edge, cluster or ring."""
+        ...
 
     def stats(self, node: Node | Sequence[Node], family: str, array: Any) -> None:
         """Statistics that the host computed itself: [layers, columns], or [clients, layers, columns] for many nodes."""
         ...
 
-    def client_end(self, node: Node, outcome: BaseException | None = None) -> None: ...
+    def client_end(self, node: Node, outcome: BaseException | None = None) -> None:
+        """A client has trained; `outcome` is what its training raised."""
+        ...
 
     def prescribed(self, round_index: int) -> Sequence[Action]:
         """Before a round begins: every correction in force in it; what is not named any more is undone.
@@ -313,7 +321,9 @@ class Observer(RoundObserver, Protocol):
         raw_bytes: int | None = None,
         seconds: float | None = None,
         kind: str = "update",
-    ) -> None: ...
+    ) -> None:
+        """A message went from one node to another. `raw_bytes`: its size before compression."""
+        ...
 
     def for_worker(self) -> WorkerObserver:
         """An observer for a child process, where clients train: it can be pickled."""
@@ -407,9 +417,13 @@ class WorkerObserver(Protocol):
         group: str | None = None,
         *,
         loss: Callable[..., Any] | None = None,
-    ) -> None: ...
+    ) -> None:
+        """A client begins to train in this process."""
+        ...
 
-    def client_end(self, node: Node, outcome: BaseException | None = None) -> None: ...
+    def client_end(self, node: Node, outcome: BaseException | None = None) -> None:
+        """A client has trained; `outcome` is what its training raised."""
+        ...
 
     def transfer(
         self,
@@ -419,7 +433,9 @@ class WorkerObserver(Protocol):
         raw_bytes: int | None = None,
         seconds: float | None = None,
         kind: str = "update",
-    ) -> None: ...
+    ) -> None:
+        """A message went from one node to another."""
+        ...
 
     def stack_begin(self, stack: Stack) -> None:
         """Clients begin to train as one batch, in place of `client_begin`."""
@@ -429,9 +445,13 @@ class WorkerObserver(Protocol):
         """Before an optimiser step: [clients, weights] and [clients], valid only now."""
         ...
 
-    def stack_end(self, failed: Mapping[Node, BaseException]) -> None: ...
+    def stack_end(self, failed: Mapping[Node, BaseException]) -> None:
+        """The batch of clients has trained; `failed`: who did not, and why."""
+        ...
 
-    def payload(self) -> bytes: ...
+    def payload(self) -> bytes:
+        """Return what was recorded since the last call, as bytes for `Observer.absorb`."""
+        ...
 
 
 class NullObserver:

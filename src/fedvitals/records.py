@@ -115,6 +115,7 @@ class LayerTable:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The layers' names, in order."""
         return tuple(layer.name for layer in self.layers)
 
 
@@ -254,6 +255,8 @@ class Sketch:
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
+    """A node that a finding accuses: how strongly (`score`), and why."""
+
     node: str
     score: float
     reason: str = ""
@@ -332,7 +335,7 @@ Record = Run | Metric | LayerStats | Span | Transfer | Event | Sketch | Finding 
 
 
 def stamped(record: Record, source: str, sequence: int) -> Record:
-    """The record with its identity: given once, by the outlet, to a record that nobody else has seen yet.
+    """Return the record with its identity, given once by the writer to a record that nobody else has seen yet.
 
     Set in place, against the letter of «immutable»: a copy of each record would double what emitting costs.
     """
@@ -342,6 +345,7 @@ def stamped(record: Record, source: str, sequence: int) -> Record:
 
 
 def run_of(record: Record) -> str:
+    """Return the id of the run that a record belongs to."""
     return record.id if isinstance(record, Run) else record.where.run
 
 

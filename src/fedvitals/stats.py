@@ -60,6 +60,7 @@ def merge_sums(rows: Array) -> Array:
 
 
 def merge_counts(rows: Array) -> Array:
+    """Add up the rows of histograms or counts."""
     return np.asarray(rows.sum(axis=0))
 
 

@@ -90,6 +90,7 @@ class MemorySink(Sink):
         return records
 
     def metrics(self, name: str | None = None, **where: Any) -> list[Metric]:
+        """Return the metrics of a name, or all, at the coordinates that are given."""
         return self.of(Metric, name, **where)
 
     def value(self, name: str, **where: Any) -> float:
@@ -102,6 +103,7 @@ class MemorySink(Sink):
         return _only(self.of(LayerStats, family, **where), family, where)
 
     def events(self, name: str | None = None, **where: Any) -> list[Event]:
+        """Return the events of a name, or all, at the coordinates that are given."""
         return self.of(Event, name, **where)
 
     def names(self) -> set[str]:

@@ -459,7 +459,7 @@ def test_every_observer_serves_workers():
     """A host need not know whether anybody watches."""
     monitor, _ = watched(PROBES)
     with monitor:
-        for observer in (NullObserver(), monitor):
+        for observer in (NullObserver(), monitor.host):
             assert isinstance(observer, Observer)
             worker = pickle.loads(pickle.dumps(observer.for_worker()))
             assert isinstance(worker, WorkerObserver)

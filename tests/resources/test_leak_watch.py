@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 import fedvitals as fv
 from fedvitals.resources import leaks, seen_tensors
 from fedvitals.resources.client_memory import ClientMemory
-from fedvitals.resources.seen_tensors import ClientSights, SeenTensors
+from fedvitals.resources.seen_tensors import ClientTensors, SeenTensors
 from fedvitals.testing import MemorySink
 from support.hooks import hooks_left
 from support.models import make, make_data
@@ -144,7 +144,7 @@ def test_records_are_bounded():
     seen, kept = SeenTensors(), []
     model = nn.Identity()
     for number in range(400):
-        sights = ClientSights(seen, model, (), number)
+        sights = ClientTensors(seen, model, (), number)
         kept += [model(torch.ones(1)) for _ in range(seen_tensors.MOST_FORWARDS - 1)]
         sights.close()
         assert len(seen) <= 2 * seen_tensors.MOST_RECORDS
@@ -159,7 +159,7 @@ def test_records_are_bounded():
 
 def test_nothing_is_kept_alive():
     seen, model = SeenTensors(), make("mlp")
-    sights = ClientSights(seen, model, list(model.parameters()), 1, measure_graph=True)
+    sights = ClientTensors(seen, model, list(model.parameters()), 1, measure_graph=True)
     x = make_data()[0]
     output = model(x)
     sights.close()
@@ -182,7 +182,7 @@ def test_training_is_the_same_with_the_hooks(name):
         optimizer = torch.optim.Adam(model.parameters())
         x, y = make_data()
         sights = (
-            ClientSights(SeenTensors(), model, list(model.parameters()), 1, measure_graph=True) if watched else None
+            ClientTensors(SeenTensors(), model, list(model.parameters()), 1, measure_graph=True) if watched else None
         )
         saved, trace = [], []
         for _ in range(3):

@@ -7,6 +7,7 @@ import contextlib
 import threading
 
 from fedvitals.errors import RecordError
+from fedvitals.protocols import Sink
 from fedvitals.records import Event, Metric, Where
 from fedvitals.transport.queue import Queue
 from support.waiting import PATIENCE
@@ -20,7 +21,7 @@ def error(number: int, node: str = "c1") -> Event:
     return Event(Where("run", 1, node), float(number), "error", "log", f"error {number}")
 
 
-class Keeping:
+class Keeping(Sink):
     """A sink that keeps what it gets, fails with `trouble` while that is set, and refuses what is `poisonous`."""
 
     name = "keeping"

@@ -11,12 +11,12 @@ import time
 import pytest
 
 from fedvitals.transport import http_server
-from fedvitals.transport.http_server import Answer, Server
+from fedvitals.transport.http_server import HttpServer, Response
 from support.waiting import PATIENCE, wait_until
 
 
 def refuse(refused, _request):
-    return Answer(refused.status, str(refused).encode(), "text/plain")
+    return Response(refused.status, str(refused).encode(), "text/plain")
 
 
 @contextlib.contextmanager
@@ -24,9 +24,9 @@ def serving(token=None, **settings):
     """A server that answers with the body it got."""
 
     def answer(request):
-        return Answer(200, request.body, "text/plain")
+        return Response(200, request.body, "text/plain")
 
-    server = Server("127.0.0.1", 0, token, answer, refuse, name="test", body=1000, **settings)
+    server = HttpServer("127.0.0.1", 0, token, answer, refuse, name="test", body=1000, **settings)
     try:
         yield server
     finally:

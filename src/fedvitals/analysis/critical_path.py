@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from fedvitals.analysis.round_shape import RoundShape, shape_of
 from fedvitals.analysis.timeline import NodeTime, RoundTime, by_class
-from fedvitals.resources.node_spans import CLOSE, UNACCOUNTED, Block
+from fedvitals.resources.node_spans import CLOSE, UNACCOUNTED, SpanBlock
 from fedvitals.time_parts import REST, SERVER, WORK
 
 SAME = 0.02  # of a round: the same node's work before a pause this short comes before another's that ended in it
@@ -59,7 +59,7 @@ class _WorkUnit(NamedTuple):
     began: float
     node: str
     group: str | None
-    block: Block
+    block: SpanBlock
 
 
 def without(time: RoundTime, nodes: Collection[str]) -> float:

@@ -17,7 +17,7 @@ from fedvitals.analysis.round_shape import WAITED
 from fedvitals.analysis.timeline import may_report
 from fedvitals.protocols import Sink
 from fedvitals.records import Metric, Record, Span, Where
-from fedvitals.resources.node_spans import CLOSE, held, told_parts
+from fedvitals.resources.node_spans import CLOSE, clamped_parts, recorded_parts
 from fedvitals.time_parts import CLIENT, JOURNEY, REST, ROUND, SERVER, WORK, clock_of
 
 ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
@@ -51,7 +51,7 @@ class _SpanSums:
     def add(self, span: Span) -> None:
         work: dict[str, float] = {}
         rest = 0.0
-        parts = held(told_parts(span), span.seconds)
+        parts = clamped_parts(recorded_parts(span), span.seconds)
         sent_late = "download" in parts and next(iter(parts)) == "queue"  # the server sent to others until then
         for part, seconds in parts.items():
             kind = "download" if sent_late and part == "queue" else WORK.get(part)
@@ -119,7 +119,7 @@ class _RoundSums:
         elif span.name == CLIENT:
             self.clients.add(span)
         elif span.name == SERVER:
-            for part, seconds in held(told_parts(span), span.seconds).items():
+            for part, seconds in clamped_parts(recorded_parts(span), span.seconds).items():
                 if part in WORK:
                     self.server[WORK[part]] = self.server.get(WORK[part], 0.0) + seconds
 

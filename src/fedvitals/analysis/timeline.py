@@ -22,16 +22,16 @@ from fedvitals.resources.node_spans import (
     CLOSE,
     NODES,
     UNACCOUNTED,
-    Block,
-    Stay,
+    NodeSpan,
+    SpanBlock,
     add,
-    apart,
     blocks_of,
     covered,
+    node_span_of,
+    recorded_parts,
     refined,
-    stay_of,
     sums,
-    told_parts,
+    without_overlaps,
 )
 from fedvitals.time_parts import CLIENT, EDGE, JOURNEY, NESTED, REST, ROUND, SERVER, WORK, clock_of
 
@@ -63,26 +63,26 @@ class NodeTime:
     seconds: float  # of the round
     parts: dict[str, float]  # sums to the round
     reported: dict[str, float]  # as told: asynchronous journeys begin before the round in which they end
-    stays: tuple[Stay, ...]
+    stays: tuple[NodeSpan, ...]
     samples: float | None = None
     steps: float | None = None
     failed: bool = False
     waited_for: str | None = None  # as told; see `waiting_for`
 
     @property
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[SpanBlock]:
         """The node's whole round in order, without gaps."""
-        blocks: list[Block] = []
+        blocks: list[SpanBlock] = []
         at = self.began
         before = UNACCOUNTED if self.kind == SERVER else "queue"
         for stay in self.stays:
             if stay.began - at > CLOSE:
-                blocks.append(Block(at, stay.began - at, {before: stay.began - at}, False, 1))
+                blocks.append(SpanBlock(at, stay.began - at, {before: stay.began - at}, False, 1))
             blocks += blocks_of(stay)
             at = max(at, stay.began + stay.seconds)
         left = self.began + self.seconds - at
         if left > CLOSE:
-            blocks.append(Block(at, left, {UNACCOUNTED if self.kind == SERVER else "wait": left}, False, 1))
+            blocks.append(SpanBlock(at, left, {UNACCOUNTED if self.kind == SERVER else "wait": left}, False, 1))
         return blocks
 
     @property
@@ -281,14 +281,14 @@ def _node(node: str, spans: list[Span], began: float, seconds: float, shifted: d
     names = {span.name for span in spans}
     kind = SERVER if SERVER in names else EDGE if EDGE in names else CLIENT
     outer = JOURNEY if JOURNEY in names else kind  # how its whole round is seen; its training lies inside of a journey
-    stays: list[Stay] = []
+    stays: list[NodeSpan] = []
     inner: list[Span] = []
     reported: dict[str, float] = {}
     for span in sorted(spans, key=lambda span: span.at) if len(spans) > 1 else spans:
         if span.name == outer:
-            parts = told_parts(span)
+            parts = recorded_parts(span)
             reported = add(dict(reported), parts) if reported else parts
-            stay, moved = stay_of(span, parts, began, began + seconds)
+            stay, moved = node_span_of(span, parts, began, began + seconds)
             if abs(moved) > abs(shifted.get(node, CLOSE)):
                 shifted[node] = moved
             stays.append(stay)
@@ -296,7 +296,7 @@ def _node(node: str, spans: list[Span], began: float, seconds: float, shifted: d
             inner.append(span)
     if outer == JOURNEY and inner:
         stays = [refined(stay, inner) for stay in stays]
-    stays = apart(stays)
+    stays = without_overlaps(stays)
     numbers = [*inner, *spans]
     return NodeTime(
         node,
@@ -353,7 +353,7 @@ def _with_members(nodes: dict[str, NodeTime]) -> dict[str, NodeTime]:
     return nodes
 
 
-def _with_waiting(stay: Stay, share: float, turns: float) -> Stay:
+def _with_waiting(stay: NodeSpan, share: float, turns: float) -> NodeSpan:
     """Return the stay with shares of its unaccounted time as waiting for members, and for their turns."""
     rest = stay.parts.get(UNACCOUNTED, 0.0)
     own = {part: v for part, v in stay.parts.items() if part != UNACCOUNTED}
@@ -361,7 +361,7 @@ def _with_waiting(stay: Stay, share: float, turns: float) -> Stay:
     return stay._replace(parts={"wait": rest * share, **own} | {part: v for part, v in more.items() if v > CLOSE})
 
 
-def _covered_seconds(stretches: Iterable[tuple[float, float]], stays: Iterable[Stay]) -> float:
+def _covered_seconds(stretches: Iterable[tuple[float, float]], stays: Iterable[NodeSpan]) -> float:
     """Return the seconds of the stays in which at least one of the intervals was in progress."""
     own = list(stretches)
     return sum(covered(own, stay.began, stay.began + stay.seconds) for stay in stays)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Payloads of clients that train in other processes or on other machines, as the parent or the server takes them in."""
+"""Takes in the payloads of clients that train in other processes or on other machines."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 class Arrivals:
-    """Takes payloads home: each record once, and each client into its round. Tells of those that never came."""
+    """Decodes payloads, takes each record once, adds clients to their round. Reports clients that never arrived."""
 
     def __init__(
         self,
@@ -101,6 +101,7 @@ class Arrivals:
         )
 
     def expect(self, nodes: Iterable[AnyName]) -> None:
+        """Note clients whose payload should arrive in this round."""
         self._expected.update(dict.fromkeys(map(node_name, nodes)))
 
     def take(self, payload: bytes, cohort: Cohort | None, sender: Sender | None = None) -> None:

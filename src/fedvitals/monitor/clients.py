@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clients that are training in this process: opened, watched and closed, each on whatever thread it runs.
+"""The clients that train in this process: opened, measured and closed, each on whatever thread it runs.
 
-The same for a monitor and for a worker process; who uses it says what becomes of a client's update and results.
+Used by monitors and by worker processes; the callables passed in decide what becomes of updates and results.
 """
 
 from __future__ import annotations
@@ -207,6 +207,8 @@ class Clients:
         opened.recording = self._captures.begin(node, opened.scope.round, model, report)
 
     def end(self, opened: OpenClient | None, outcome: BaseException | None) -> None:
+        """Close a client that `begin` returned; `outcome` is what its training raised."""
+
         def end(opened: OpenClient) -> None:
             self._open.pop(opened.scope.node or "", None)
             try:
@@ -225,6 +227,7 @@ class Clients:
         self._loop_tape.client_end(opened.scope.node or "", opened.results.metrics, outcome)
 
     def end_of(self, node: AnyName, outcome: BaseException | None = None) -> None:
+        """Close the open client of that name, if there is one."""
         self.end(self._opened(node), outcome)
 
     def _opened(self, node: AnyName) -> OpenClient | None:
@@ -233,6 +236,7 @@ class Clients:
         return None if name is None else self._open.get(name)
 
     def end_all(self) -> None:
+        """Close all clients and the stack."""
         for node in list(self._open):
             self.end_of(node)
         self.end_stack({})
@@ -393,6 +397,7 @@ class Clients:
         return own
 
     def event(self, level: str, name: str, message: str, node: AnyName | None, data: Mapping[str, Any] | None) -> None:
+        """Record an event of a node. ConfigError for an unknown level."""
         if level not in LEVELS:
             raise ConfigError(unknown("level of an event", level, LEVELS))
         self._emission.record.event(self.at(node), level, name, bounded(message), data)

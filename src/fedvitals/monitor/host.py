@@ -82,6 +82,8 @@ class HostObserver:
     # -- the Observer protocol ----------------------------------------------------------------------------------------
 
     def round_begin(self, round_index: int, global_state: Any = None) -> None:
+        """Open a round. `global_state`: the global model, where it is a module."""
+
         def begin() -> None:
             if self._rounds.open is not None:
                 unclosed = self._rounds.open.scope.round
@@ -107,6 +109,7 @@ class HostObserver:
         *,
         loss: Callable[..., Any] | None = None,
     ) -> None:
+        """A client begins to train, in this process; as `Monitor.client`."""
         self._clients.begin(node, model, data, group, loss)
 
     def stats(self, node: Any, family: str, array: Any) -> None:
@@ -114,6 +117,7 @@ class HostObserver:
         self._guard("stats()", lambda: self._rounds.stats(node, family, array))
 
     def client_end(self, node: AnyName, outcome: BaseException | None = None) -> None:
+        """A client has trained; `outcome` is what its training raised."""
         self._clients.end_of(node, outcome)
 
     def updates(self, round_index: int, updates: Mapping[Any, Any]) -> Sequence[Action]:
@@ -171,6 +175,8 @@ class HostObserver:
         seconds: float | None = None,
         kind: str = "update",
     ) -> None:
+        """Record a message between two nodes. `raw_bytes`: its size before compression."""
+
         def emit() -> None:
             ends = self._clients.transfer(sender, receiver, bytes, raw_bytes, seconds, kind)
             if self._rounds.open is not None:
@@ -251,9 +257,11 @@ class HostObserver:
         self._clients.begin_stack(stack)
 
     def stack_step(self, step: int, gradients: Any, losses: Any) -> None:  # noqa: ARG002 - part of the protocol
+        """Before an optimiser step: the clients' gradients, [clients, weights], valid only now."""
         self._clients.step_stack(step, gradients)
 
     def stack_end(self, failed: Mapping[Any, BaseException]) -> None:
+        """The batch of clients has trained; `failed`: who did not, and why."""
         self._clients.end_stack(failed)
 
     def headers(self, node: AnyName) -> dict[str, str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The round that is open: what its clients bring, and what is told of it when it closes."""
+"""The open round: what its clients bring, and what is recorded of it when it closes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedvitals.probes.results import Results
 from fedvitals.protocols import Node
 from fedvitals.records import AnyName, LayerStats, Span, as_round_index, node_name
 from fedvitals.resources.memory import peak_bytes, resident_bytes
-from fedvitals.resources.time_ledger import Ledger, NodeTime
+from fedvitals.resources.time_ledger import Ledger, LedgerSpan
 from fedvitals.scope import Scope
 from fedvitals.stats import Array
 from fedvitals.time_parts import EDGE, JOURNEY, ROUND, SERVER
@@ -189,23 +189,29 @@ class Rounds:
     def _tell_time(self, scope: Scope, ended: float) -> None:
         """The Spans of server, groups and journeys, and of these the seconds that detectors look at."""
         attempt = self._attempts(scope)
-        for node_time in () if self._ledger is None else self._ledger.close(ended):
-            attempt("telling what time went to", partial(self._tell_parts, scope, node_time), node_time.node)
+        for ledger_span in () if self._ledger is None else self._ledger.close(ended):
+            attempt("telling what time went to", partial(self._tell_parts, scope, ledger_span), ledger_span.node)
 
-    def _tell_parts(self, scope: Scope, node_time: NodeTime) -> None:
+    def _tell_parts(self, scope: Scope, ledger_span: LedgerSpan) -> None:
         own = replace(
             scope,
-            node=node_time.node,
-            group=node_time.group,
-            span=node_time.id or new_span_id(),
-            parent=node_time.parent,
+            node=ledger_span.node,
+            group=ledger_span.group,
+            span=ledger_span.id or new_span_id(),
+            parent=ledger_span.parent,
         )
         self._record.span(
-            own, node_time.name, node_time.began, node_time.seconds, {"parts": node_time.parts, **node_time.attributes}
+            own,
+            ledger_span.name,
+            ledger_span.began,
+            ledger_span.seconds,
+            {"parts": ledger_span.parts, **ledger_span.attributes},
         )
-        for part in PART_METRICS.get(node_time.name, ()):
-            if part in node_time.parts:
-                self._record.metric(own if node_time.name == JOURNEY else scope, f"time.{part}", node_time.parts[part])
+        for part in PART_METRICS.get(ledger_span.name, ()):
+            if part in ledger_span.parts:
+                self._record.metric(
+                    own if ledger_span.name == JOURNEY else scope, f"time.{part}", ledger_span.parts[part]
+                )
 
     def stats(self, node: Any, family: str, array: Any) -> None:
         """Statistics that the host computed itself: [layers, columns] of one node, or [clients, ...] of many."""

@@ -99,6 +99,7 @@ class WorkerObserver:
     trained: frozenset[str] = frozenset()  # names of the layers that train, as far as the parent knows
 
     def profiling(self) -> dict[str, Any]:
+        """The settings of the run that the clients of this process need."""
         return {"profile": self.profile, "capture": self.capture}
 
     @contextlib.contextmanager
@@ -132,9 +133,11 @@ class WorkerObserver:
         loss: Callable[..., Any] | None = None,
         round_index: int | None = None,
     ) -> None:
+        """A client begins to train; as `client`, for hosts that cannot use `with`."""
         self._begin(self._worker_run(), node, model, data, group, loss, round_index)
 
     def client_end(self, node: AnyName, outcome: BaseException | None = None) -> None:
+        """A client has trained; `outcome` is what its training raised."""
         self._worker_run().clients.end_of(node, outcome)
 
     def stack_begin(self, stack: Stack, *, round_index: int | None = None) -> None:
@@ -148,6 +151,7 @@ class WorkerObserver:
         self._worker_run().clients.step_stack(step, gradients)
 
     def stack_end(self, failed: Mapping[Any, BaseException]) -> None:
+        """The batch of clients has trained; `failed`: who did not, and why."""
         self._worker_run().clients.end_stack(failed)
 
     def log(self, values: Mapping[str, float] | None = None, /, *, node: AnyName | None = None, **more: float) -> None:
@@ -163,6 +167,7 @@ class WorkerObserver:
         seconds: float | None = None,
         kind: str = "update",
     ) -> None:
+        """Record a message between two nodes, as `HostObserver.transfer`."""
         worker_run = self._worker_run()
         transfer = functools.partial(worker_run.clients.transfer, sender, receiver, bytes, raw_bytes, seconds, kind)
         worker_run.guard("transfer()", transfer)

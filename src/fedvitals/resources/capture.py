@@ -59,6 +59,7 @@ class Captures:
         model: Any,
         report: Callable[[Exception, str], None],
     ) -> Recording | None:
+        """Return a recording of this client, to be closed with it; None where it is not to be recorded."""
         wanted = self._wanted
         if (
             wanted is None

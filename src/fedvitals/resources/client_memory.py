@@ -21,7 +21,7 @@ import torch
 
 from fedvitals.resources.leaks import LeakWatch, in_words
 from fedvitals.resources.memory import heap_bytes, limit_bytes, resident_bytes
-from fedvitals.resources.seen_tensors import ClientSights
+from fedvitals.resources.seen_tensors import ClientTensors
 from fedvitals.resources.tensors import Activations, StepWatch, shares
 
 LOOK_EVERY = 10  # rounds
@@ -39,7 +39,7 @@ class OpenMemory:
     steps: StepWatch
     device: Any = None  # of CUDA, if the model lay there
     heap: int | None = None  # in use as it began; only while the process is suspected of a leak
-    sights: ClientSights | None = None  # the same
+    sights: ClientTensors | None = None  # the same
     closed: bool = False
 
 
@@ -93,6 +93,7 @@ class ClientMemory:
     def begin(
         self, model: Any, parameters: Sequence[Any], node: str = "", round_index: int | None = None
     ) -> OpenMemory:
+        """Begin to watch a client's memory. Returns what `end` and `close` need."""
         device = _cuda_device(parameters)
         if device is not None and not self._open:  # the peak of one that still trains is not ours to forget
             torch.cuda.reset_peak_memory_stats(device)

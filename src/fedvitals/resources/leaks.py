@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from fedvitals.resources.memory import heap_bytes
-from fedvitals.resources.seen_tensors import GRAPHS_MEASURED, ClientSights, Group, Pile, SeenTensors
+from fedvitals.resources.seen_tensors import GRAPHS_MEASURED, ClientTensors, Group, SeenTensors, TensorTotals
 
 CENSUS = "memory.census"
 WARM_UP = 3  # rounds in which allocators, kernels and caches settle
@@ -66,7 +66,7 @@ class LeakWatch:
     def suspected(self) -> bool:
         return self._suspicion is not None
 
-    def watch(self, model: Any, parameters: Sequence[Tensor], round_index: int | None) -> ClientSights | None:
+    def watch(self, model: Any, parameters: Sequence[Tensor], round_index: int | None) -> ClientTensors | None:
         """Hooks that record the tensors of a client that begins; None unless it is a round for that."""
         self._clients += 1
         if self._suspicion is None or self._taken >= MOST or round_index is None:
@@ -80,7 +80,7 @@ class LeakWatch:
             self._recorded.append(round_index)
         every = max(1, self._clients_before // GRAPHS_MEASURED)
         measure_graph = (self._clients + round_index) % every == 0
-        return ClientSights(self._seen, model, parameters, round_index, rounds=stride, measure_graph=measure_graph)
+        return ClientTensors(self._seen, model, parameters, round_index, rounds=stride, measure_graph=measure_graph)
 
     def note(self, round_index: int | None, resident: int) -> dict[str, Any] | None:
         """The data of a census, if it is time for one and the process has grown."""
@@ -152,7 +152,7 @@ def _full_collections() -> int:
     return int(gc.get_stats()[-1]["collections"])
 
 
-def _row(group: Group, pile: Pile) -> dict[str, Any]:
+def _row(group: Group, pile: TensorTotals) -> dict[str, Any]:
     kind, shape, dtype, graph = group
     return {
         "kind": kind,

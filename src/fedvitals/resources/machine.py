@@ -41,11 +41,13 @@ class MachineSampler:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
+        """Start the thread, unless it was started or stopped before, or psutil is missing."""
         if self._thread is None and not self._stop.is_set() and why_not() is None:
             self._thread = threading.Thread(target=self._work, name="fedvitals-machine", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
+        """Stop the thread and wait for it."""
         self._stop.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():

@@ -16,7 +16,7 @@ CLOSE = 1e-5  # seconds: times since the epoch are exact to 2.4e-7, ticks of the
 _TRAINING = ("data", "compute")  # the parts of a journey in which the client trains
 
 
-class Block(NamedTuple):
+class SpanBlock(NamedTuple):
     """A stretch of one part; or of several that took turns, `folded`, of which only the sums are known."""
 
     began: float
@@ -26,7 +26,7 @@ class Block(NamedTuple):
     shared: int  # clients that were trained together in it
 
 
-class Stay(NamedTuple):
+class NodeSpan(NamedTuple):
     """One Span of a node, as far as it lies in the round; parts and what they leave unaccounted sum to its seconds."""
 
     name: str
@@ -38,7 +38,7 @@ class Stay(NamedTuple):
     inner: dict[str, float] | None  # what data and compute consisted of, where that is known only in sums
 
 
-def told_parts(span: Span) -> dict[str, float]:
+def recorded_parts(span: Span) -> dict[str, float]:
     """Its parts; of a client's training or way of which no more is known, one: it computed."""
     try:
         parts = parts_of(span)
@@ -47,7 +47,7 @@ def told_parts(span: Span) -> dict[str, float]:
     return parts or ({"compute": span.seconds} if span.seconds > 0 and span.name in (CLIENT, JOURNEY) else {})
 
 
-def stay_of(span: Span, parts: dict[str, float], began: float, ends: float) -> tuple[Stay, float]:
+def node_span_of(span: Span, parts: dict[str, float], began: float, ends: float) -> tuple[NodeSpan, float]:
     """The Span as far as it lies in the round, and by how much it was moved to be there.
 
     A journey is seen by whom the round belongs to, and may have begun before it: it is cut. A client tells of its
@@ -61,7 +61,7 @@ def stay_of(span: Span, parts: dict[str, float], began: float, ends: float) -> t
         moved = max(began, min(at, ends - seconds)) - at
         at += moved
     folded = span.attributes.get("folded") is True
-    parts = held(parts, seconds)
+    parts = clamped_parts(parts, seconds)
     inner = None
     if folded and span.name == JOURNEY:
         parts, inner = _exchanged(parts)
@@ -73,10 +73,10 @@ def stay_of(span: Span, parts: dict[str, float], began: float, ends: float) -> t
         inner = inner and {part: value * parts.get("compute", 0.0) / whole for part, value in inner.items()}
     stacked = span.attributes.get("stacked")
     shared = stacked if isinstance(stacked, int) and 1 <= stacked <= NODES else 1
-    return Stay(span.name, min(low, ends), max(0.0, high - low), parts, folded, shared, inner), moved
+    return NodeSpan(span.name, min(low, ends), max(0.0, high - low), parts, folded, shared, inner), moved
 
 
-def held(parts: dict[str, float], seconds: float) -> dict[str, float]:
+def clamped_parts(parts: dict[str, float], seconds: float) -> dict[str, float]:
     """Parts that sum to so many seconds: too much is scaled down, too little is unaccounted for."""
     total = sum(parts.values())
     if total > 1e300:  # nobody can say what of that is true
@@ -111,22 +111,22 @@ def _cut(parts: dict[str, float], skip: float, keep: float, seconds: float, *, f
     return parts_held
 
 
-def refined(stay: Stay, inner: list[Span]) -> Stay:
+def refined(stay: NodeSpan, inner: list[Span]) -> NodeSpan:
     """A journey with what the client says of its training, held to the time in which it can have trained."""
     room = sum(stay.parts.get(part, 0.0) for part in _TRAINING)
     parts: dict[str, float] = {}
     for span in inner:
-        add(parts, told_parts(span))
+        add(parts, recorded_parts(span))
     if not room or not any(parts.values()) or stay.inner is not None:
         return stay
-    return stay._replace(inner=held(parts, room))
+    return stay._replace(inner=clamped_parts(parts, room))
 
 
-def apart(stays: list[Stay]) -> list[Stay]:
+def without_overlaps(stays: list[NodeSpan]) -> list[NodeSpan]:
     """In order, and without overlaps: what two Spans of one node tell of the same time counts once."""
     if len(stays) < 2:
         return stays
-    merged: list[Stay] = []
+    merged: list[NodeSpan] = []
     at = -math.inf
     for stay in sorted(stays, key=lambda span: span.began):
         over = at - stay.began
@@ -139,7 +139,7 @@ def apart(stays: list[Stay]) -> list[Stay]:
     return merged
 
 
-def sums(kind: str, stays: list[Stay], began: float, seconds: float) -> dict[str, float]:
+def sums(kind: str, stays: list[NodeSpan], began: float, seconds: float) -> dict[str, float]:
     """Seconds by part; they sum to the round."""
     seconds_by_part: dict[str, float] = {}
     at = began
@@ -165,18 +165,19 @@ def add(parts: dict[str, float], more: Mapping[str, float]) -> dict[str, float]:
     return parts
 
 
-def blocks_of(stay: Stay) -> list[Block]:
+def blocks_of(stay: NodeSpan) -> list[SpanBlock]:
+    """Return what a node's span consists of, in order of time."""
     if stay.folded:
-        return [Block(stay.began, stay.seconds, stay.parts, True, stay.shared)] if stay.seconds > 0 else []
-    blocks: list[Block] = []
+        return [SpanBlock(stay.began, stay.seconds, stay.parts, True, stay.shared)] if stay.seconds > 0 else []
+    blocks: list[SpanBlock] = []
     at, inner = stay.began, stay.inner
     for part, value in stay.parts.items():
         if inner is not None and part in _TRAINING:
             room = sum(stay.parts.get(part, 0.0) for part in _TRAINING)
-            blocks.append(Block(at, room, inner, True, stay.shared))
+            blocks.append(SpanBlock(at, room, inner, True, stay.shared))
             at, inner = at + room, None
         elif (stay.inner is None or part not in _TRAINING) and value > 0:
-            blocks.append(Block(at, value, {part: value}, False, stay.shared))
+            blocks.append(SpanBlock(at, value, {part: value}, False, stay.shared))
             at += value
     return blocks
 

@@ -131,6 +131,7 @@ class StepClock:
         self._rest = max(0.0, at - last - self._after)
 
     def remove(self) -> None:
+        """Take the clock's hooks off the model."""
         self._unhook()
         self._release()
         self._model = None

@@ -56,7 +56,7 @@ class _Gone(weakref.ref[_Mark]):
 
 
 @dataclass(slots=True)
-class Record:
+class TensorRecord:
     """One storage, or one graph, that was alive when it was seen. `weight`: how many like it it stands for."""
 
     group: Group
@@ -73,7 +73,7 @@ class Record:
 
 
 @dataclass(slots=True)
-class Pile:
+class TensorTotals:
     """Living records of one group."""
 
     count: int = 0
@@ -87,15 +87,18 @@ class SeenTensors:
     """The records of one process in one run."""
 
     def __init__(self) -> None:
-        self._storages: dict[int, Record] = {}  # by address, which is not used again while there is a weak reference
-        self._graphs: list[Record] = []
+        self._storages: dict[
+            int, TensorRecord
+        ] = {}  # by address, which is not used again while there is a weak reference
+        self._graphs: list[TensorRecord] = []
         self._lock = threading.RLock()  # a finalizer may close another client on the thread that holds it
         self.random = random.Random(0)  # noqa: S311 - which to drop: every second one might be all of one kind
 
     def __len__(self) -> int:
         return len(self._storages) + len(self._graphs)
 
-    def add(self, records: Iterable[Record]) -> None:
+    def add(self, records: Iterable[TensorRecord]) -> None:
+        """Remember tensors, without keeping them alive."""
         with self._lock:
             for record in records:
                 if record.storage is None:
@@ -106,6 +109,7 @@ class SeenTensors:
                 self.forget_expired()
 
     def clear(self) -> None:
+        """Forget all tensors."""
         with self._lock:
             self._storages, self._graphs = {}, []
 
@@ -118,14 +122,14 @@ class SeenTensors:
                 self._graphs, storages = self._half(self._graphs), self._half(storages)
             self._storages = {record.storage: record for record in storages if record.storage is not None}
 
-    def alive(self, after: int, until: int) -> dict[Group, Pile]:
+    def alive(self, after: int, until: int) -> dict[Group, TensorTotals]:
         """What was seen after one round and until another, and is still alive."""
-        piles: dict[Group, Pile] = {}
+        piles: dict[Group, TensorTotals] = {}
         with self._lock:
             self.forget_expired()
             for record in [*self._graphs, *self._storages.values()]:
                 if after < record.round_index <= until:
-                    pile = piles.setdefault(record.group, Pile())
+                    pile = piles.setdefault(record.group, TensorTotals())
                     pile.count += record.weight
                     pile.bytes += record.weight * record.bytes
                     pile.rounds.add(record.round_index)
@@ -134,14 +138,14 @@ class SeenTensors:
                         pile.held.append(record.held_bytes())
         return piles
 
-    def _half(self, records: list[Record]) -> list[Record]:
+    def _half(self, records: list[TensorRecord]) -> list[TensorRecord]:
         kept = self.random.sample(records, len(records) // 2)
         for record in kept:
             record.weight *= 2
         return kept
 
 
-class ClientSights:
+class ClientTensors:
     """What is seen of one client while it trains; `close` hands the records over, and leaves nothing on the model."""
 
     def __init__(
@@ -158,7 +162,7 @@ class ClientSights:
         self._seen, self._parameters, self._round_index, self._rounds = seen, parameters, round_index, rounds
         self._measure_graph = measure_graph
         self._stride = 1  # one forward pass of so many is recorded
-        self._records: list[list[Record]] = []  # of each of them
+        self._records: list[list[TensorRecord]] = []  # of each of them
         self._handle: Any = None
         if can_be_hooked(model):
             hook = Hook(self._after_forward, self._failed)
@@ -211,7 +215,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return (kind is Tensor or kind is torch.nn.Parameter) and not tensor.is_meta
 
 
-def _storages(kind: str, tensors: Iterable[Tensor]) -> list[Record]:
+def _storages(kind: str, tensors: Iterable[Tensor]) -> list[TensorRecord]:
     records = []
     for tensor in tensors:
         if _is_plain(tensor):
@@ -221,17 +225,17 @@ def _storages(kind: str, tensors: Iterable[Tensor]) -> list[Record]:
             except (RuntimeError, NotImplementedError):  # sparse, or a tensor of torch.func
                 continue
             group = (kind, tensor.shape, tensor.dtype, False)
-            records.append(Record(group, storage.nbytes(), reference.expired, reference.cdata))
+            records.append(TensorRecord(group, storage.nbytes(), reference.expired, reference.cdata))
     return records
 
 
-def _graphs(outputs: Iterable[Tensor]) -> list[Record]:
+def _graphs(outputs: Iterable[Tensor]) -> list[TensorRecord]:
     records = []
     for tensor in outputs:
         node: Any = tensor.grad_fn if _is_plain(tensor) else None
         if node is not None:
             mark = node.metadata.setdefault(MARK, _Mark())
-            records.append(Record(("output", tensor.shape, tensor.dtype, True), 0, _Gone(mark)))
+            records.append(TensorRecord(("output", tensor.shape, tensor.dtype, True), 0, _Gone(mark)))
     return records
 
 

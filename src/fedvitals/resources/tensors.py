@@ -161,6 +161,7 @@ class StepWatch:
             self._forget.append(model.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
     def remove(self) -> None:
+        """Take the hooks off the model."""
         for forget in self._forget:
             forget()
         self._forget.clear()

@@ -21,7 +21,7 @@ NODES = 100_000  # whose clocks are known; a bound against hosts that name every
 
 
 @dataclass(frozen=True, slots=True)
-class NodeTime:
+class LedgerSpan:
     """A Span to be: of a node, from when, for how long, of what."""
 
     node: str
@@ -70,6 +70,7 @@ class Ledger:
         self.begin(None, 0.0)
 
     def begin(self, span: str | None, at: float) -> None:
+        """Begin a round: `span` is the id of its Span, `at` when it began."""
         with self._lock:
             self._round, self._at = span, at
             self._spent: dict[str, dict[str, float]] = {}
@@ -78,6 +79,7 @@ class Ledger:
             self.recorded_edges: set[str] = set()  # whose own Span was written
 
     def spent(self, part: str, seconds: float, node: str) -> None:
+        """Add seconds that a node spent on a part of the round. ConfigError for an unknown part."""
         if part not in WORK and part not in REST:
             raise ConfigError(unknown("part of a round", part, [*WORK, *REST]))
         with self._lock:
@@ -115,7 +117,7 @@ class Ledger:
         exchange = self._exchanges.get(node)
         return None if exchange is None else exchange.span or edge_span(self._round, f"journey/{node}")
 
-    def _server(self, ended: float) -> NodeTime:
+    def _server(self, ended: float) -> LedgerSpan:
         """Unless the host told it, the server waits while a client is under way, or trains in its own process."""
         seconds = max(0.0, ended - self._at)
         parts = dict(self._spent.get("server", {}))
@@ -123,9 +125,9 @@ class Ledger:
             away = [(exchange.sent, exchange.returned) for exchange in self._exchanges.values()]
             away = away or [(client.began, client.ended) for client in self._trained.values()]
             parts = {"wait": min(covered(away), max(0.0, seconds - sum(parts.values()))), **parts}
-        return NodeTime("server", SERVER, self._at, seconds, parts, None, None, self._round, {"folded": True})
+        return LedgerSpan("server", SERVER, self._at, seconds, parts, None, None, self._round, {"folded": True})
 
-    def close(self, ended: float) -> list[NodeTime]:
+    def close(self, ended: float) -> list[LedgerSpan]:
         """The round's Spans: the server's, each group's, each journey."""
         with self._lock:
             spans = [self._server(ended)] if self._spent or self._trained or self._exchanges else []
@@ -138,10 +140,10 @@ class Ledger:
                 began, last = min(m.began for m in members), max(m.ended for m in members)
                 parts = self._spent.get(group, {})
                 own = edge_span(self._round, group)
-                spans.append(NodeTime(group, EDGE, began, max(0.0, last - began), parts, group, own, self._round))
+                spans.append(LedgerSpan(group, EDGE, began, max(0.0, last - began), parts, group, own, self._round))
             return spans
 
-    def _journey(self, node: str, exchange: Exchange, ended: float) -> NodeTime:
+    def _journey(self, node: str, exchange: Exchange, ended: float) -> LedgerSpan:
         offset = self._clocks.get(node, Offset(0.0, 0.0))
         here, away = exchange.received - offset.seconds, exchange.replied - offset.seconds
         own = self._trained.get(node)
@@ -176,4 +178,4 @@ class Ledger:
         attributes = {"clock_offset": offset.seconds, "clock_error": offset.error}
         parent = self._round if group is None else edge_span(self._round, group)
         whole = sum(parts.values())
-        return NodeTime(node, JOURNEY, exchange.sent, whole, parts, group, self.journey(node), parent, attributes)
+        return LedgerSpan(node, JOURNEY, exchange.sent, whole, parts, group, self.journey(node), parent, attributes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose turn it is on a thread on which several clients train: which one trained last, and until when."""
+"""Which client trained last on a thread on which several take turns, and until when."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small HTTP server for whoever may ask: few requests at a time, little patience, and no word in the user's log.
 
-    server = Server("127.0.0.1", 4318, None, answer, refuse, name="fedvitals-otlp")
+    server = HttpServer("127.0.0.1", 4318, None, answer, refuse, name="fedvitals-otlp")
 
 Strangers can reach it. Who it is stands in the headers, and is looked at before a body is read. From the moment that it
 is accepted a connection has a deadline, at which its socket is shut down, whatever it drips until then. When all places
@@ -49,6 +49,8 @@ class Refused(Exception):  # noqa: N818 - an answer, and no error of ours
 
 @dataclass(frozen=True, slots=True)
 class Request:
+    """What a client asked for."""
+
     method: str
     path: str
     headers: email.message.Message
@@ -56,14 +58,16 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Response:
+    """What is sent back."""
+
     status: int
     body: bytes
     kind: str  # its Content-Type
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-class Server:
+class HttpServer:
     """Serves what `answer` gives, on threads of its own, until closed; OSError when the port is taken.
 
     `answer` may raise Refused; `refuse` puts that into words. `body`: bytes of a request that are read, 0 for none.
@@ -76,8 +80,8 @@ class Server:
         host: str,
         port: int,
         token: str | None,
-        answer: Callable[[Request], Answer],
-        refuse: Callable[[Refused, Request], Answer],
+        answer: Callable[[Request], Response],
+        refuse: Callable[[Refused, Request], Response],
         *,
         name: str,
         body: int = 0,
@@ -99,7 +103,7 @@ class Server:
 
 
 @dataclass(eq=False, slots=True)
-class _Place:
+class _Connection:
     """A connection that is served: until when it may take, and whether it has shown that it may stay."""
 
     socket: socket.socket
@@ -117,15 +121,15 @@ class _Server(http.server.ThreadingHTTPServer):
         host: str,
         port: int,
         token: str | None,
-        answer: Callable[[Request], Answer],
-        refuse: Callable[[Refused, Request], Answer],
+        answer: Callable[[Request], Response],
+        refuse: Callable[[Refused, Request], Response],
         body: int,
         at_once: int,
     ) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.token, self.answer, self.refuse, self.body, self._most = token, answer, refuse, body, at_once
         self._lock = threading.Lock()
-        self.places: dict[socket.socket, _Place] = {}  # oldest first
+        self.places: dict[socket.socket, _Connection] = {}  # oldest first
         self._spare = threading.BoundedSemaphore(4 * at_once)  # those whose place was taken need a moment to end
         super().__init__((host, port), _Handler)
 
@@ -175,7 +179,7 @@ class _Server(http.server.ThreadingHTTPServer):
                 _shut(oldest.socket)
             if not self._spare.acquire(blocking=False):
                 return False
-            self.places[request] = _Place(request, time.monotonic() + HEAD_SECONDS)
+            self.places[request] = _Connection(request, time.monotonic() + HEAD_SECONDS)
             return True
 
     def _leave(self, request: socket.socket) -> None:
@@ -190,7 +194,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     timeout = READ_SECONDS
 
     def do_GET(self) -> None:
-        place = self.server.places.get(self.connection) or _Place(self.connection, 0.0)
+        place = self.server.places.get(self.connection) or _Connection(self.connection, 0.0)
         request, is_read = Request(self.command, self.path, self.headers), False
         try:
             self._may()
@@ -239,7 +243,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             size -= len(piece)
         return b"".join(pieces)
 
-    def _reply(self, answer: Answer) -> None:
+    def _reply(self, answer: Response) -> None:
         self.send_response(answer.status)
         more = {"WWW-Authenticate": "Bearer"} if answer.status == 401 else {}
         length = {"Content-Type": answer.kind, "Content-Length": str(len(answer.body))}

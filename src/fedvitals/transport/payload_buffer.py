@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way out of a worker process: records wait here until somebody takes them home as bytes."""
+"""Buffers a worker process's records until they are encoded and sent to the parent process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ROOM = LIMITS.records // 2  # records that wait; nobody may ever take them
 
 
 class PayloadBuffer:
-    """Takes records as an `SinkWriter` does; `take` gives them as one payload.
+    """Takes records as a `SinkWriter` does; `take` returns them as one payload.
 
-    Everything in a worker is a client's, so the privacy level is held against all of it, whoever it names.
+    Everything in a worker is a client's, so the privacy level is applied to all of it, whichever node it names.
     """
 
     def __init__(self, policy: PrivacyPolicy, known: Iterable[str] = ()) -> None:
@@ -36,7 +36,7 @@ class PayloadBuffer:
         self.lost = 0
 
     def emit(self, record: Record, *, clients: int | None = None, stray: bool = False) -> None:  # noqa: ARG002
-        """Never raises. What the privacy level forbids goes no further than the first line."""
+        """Buffer a record, as far as the privacy level allows. Never raises."""
         passed = released(record, self._policy, clients=clients, stray=True)
         with self._lock:
             if isinstance(passed, Run):
@@ -46,14 +46,15 @@ class PayloadBuffer:
             elif passed is not None:
                 self._lose(1)
 
-    def flush(self, timeout: float = 0.0, *, own: bool = False) -> bool:  # noqa: ARG002 - as an outlet's
+    def flush(self, timeout: float = 0.0, *, own: bool = False) -> bool:  # noqa: ARG002 - as a `SinkWriter`'s
+        """Return True: nothing is written from here."""
         return True
 
     def close(self, timeout: float = 0.0) -> None:
         """Nothing is held open."""
 
     def take(self, most: int | None = None) -> bytes:
-        """Everything since the last time, with the layer tables that were not sent before; b"" if there is nothing.
+        """Return everything since the last call as one payload, with the layer tables not sent before; b"" for nothing.
 
         `most`: bytes, if less than a payload may ever have.
         """

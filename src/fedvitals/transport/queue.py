@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between the training thread and one sink: the first only appends, a worker thread does whatever is slow.
-
-Bulk records (metrics, statistics, spans) make room for newer ones when the queue is full. Important ones (findings,
-actions, warnings...) wait, if need be in a file. Whatever is lost is counted by cause.
-"""
+"""The queue between the training thread and one sink: the former only appends, a worker thread writes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a scope and a number to a record: the one place where telemetry about a scope is put into words."""
+"""Makes records of a scope and numbers, and hands them to `emit`."""
 
 from __future__ import annotations
 
@@ -20,23 +20,28 @@ TRACEBACK_CHARACTERS = 8000
 
 
 def where(scope: Scope, step: int | None = None) -> Where:
+    """Return the coordinates of a scope."""
     return Where(scope.run, scope.round, scope.node, step, None, scope.group)
 
 
 class ScopeRecorder:
+    """Emits records about scopes."""
+
     def __init__(self, emit: Callable[[Record], None]) -> None:
         self.emit = emit
 
     def metric(self, scope: Scope, name: str, value: float, step: int | None = None) -> None:
+        """Emit one number."""
         self.emit(Metric(where(scope, step), time.time(), name, value))
 
     def metrics(self, scope: Scope, metrics: Iterable[tuple[str, float, int | None]]) -> None:
-        """Many at once: one moment, and one place for all that are not about a step."""
+        """Emit many numbers (name, value, step) with one time, and one place for all that are not about a step."""
         now, here = time.time(), where(scope)
         for name, value, step in metrics:
             self.emit(Metric(here if step is None else where(scope, step), now, name, value))
 
     def layers(self, scope: Scope, family: str, matrix: Array, table: str, step: int | None = None) -> None:
+        """Emit statistics of layers, [layers, columns]. `table`: the digest of the layer table."""
         self.emit(LayerStats(where(scope, step), time.time(), family, matrix, table))
 
     def sketch(self, scope: Scope, values: tuple[float, ...], version: int) -> None:
@@ -52,10 +57,11 @@ class ScopeRecorder:
         return span
 
     def event(self, scope: Scope, level: str, name: str, message: str, data: Mapping[str, Any] | None = None) -> None:
+        """Emit an event."""
         self.emit(Event(where(scope), time.time(), level, name, message, data or {}))
 
     def exception(self, scope: Scope, name: str, error: BaseException) -> None:
-        """An exception as an event."""
+        """Emit an exception as an event."""
         kind = type(error).__name__
         trace = "".join(traceback.format_exception(error))[-TRACEBACK_CHARACTERS:]
         self.event(scope, "error", name, f"{kind}: {error}"[:1000], {"exception": kind, "traceback": trace})

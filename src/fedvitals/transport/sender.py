@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a machine that may lie can tell: of itself alone, nothing that is the server's, and of the time it was asked."""
+"""What a machine that may lie can report: about itself alone, and only from the time when it was asked."""
 
 from __future__ import annotations
 

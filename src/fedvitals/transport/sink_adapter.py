@@ -44,6 +44,7 @@ class SinkAdapter(Sink):
             self._writer.prepare(folder, families)
 
     def write(self, records: Sequence[Record], /) -> None:
+        """Hand records on."""
         self._writer.write(records)
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way out of the training thread: each record is stamped, held against the privacy level, and queued per sink."""
+"""Takes each record from the training thread: numbers it, applies the privacy policy, and queues it for every sink."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SOURCE = "monitor"  # one process writes a run; what comes from others keeps the
 
 
 class SinkWriter:
-    """Takes records from any thread and hands them to every sink, each behind a queue and a worker of its own.
+    """Takes records from any thread and hands them to every sink, each behind its own queue and worker thread.
 
     `own`: how many of the sinks, the first ones, are ours: the store, the detectors.
     """
@@ -44,9 +44,9 @@ class SinkWriter:
         ]
 
     def emit(self, record: Record, *, clients: int | None = None, stray: bool = False) -> None:
-        """Never waits, never raises. What the privacy level forbids goes no further than the first line.
+        """Number and queue a record, as far as the privacy policy allows. Never waits, never raises.
 
-        `held`: this process writes the store, so it is where the updates come together.
+        This process writes the store, so it is where the updates come together (`held`).
         """
         passed = released(record, self._policy, clients=clients, stray=stray, held=True)
         if passed is None:
@@ -54,17 +54,17 @@ class SinkWriter:
         self._put(self.stamped(passed))
 
     def stamped(self, record: Record) -> Record:
-        """The record with an identity of this outlet."""
+        """Return the record with an identity of this writer."""
         return stamped(record, self._source, next(self._sequence))
 
     def store(self, record: Record) -> None:
-        """For the first sink alone, the store: the others have ended."""
+        """Queue a record for the first sink alone, the store: the others have ended."""
         passed = released(record, self._policy, held=True)
         if passed is not None and self._queues:
             self._queues[0].put(self.stamped(passed))
 
     def admit(self, record: Record) -> None:
-        """A record of another process: held against the level once more, queued with the identity that it has."""
+        """Queue a record of another process with the identity that it has, as far as the privacy policy allows."""
         passed = released(record, self._policy, held=True)
         if passed is not None:
             self._put(passed)
@@ -76,10 +76,11 @@ class SinkWriter:
 
     @property
     def lost(self) -> int:
+        """How many records the sinks have lost so far."""
         return sum(sum(queue.lost.values()) for queue in self._queues)
 
     def flush(self, timeout: float = 30.0, *, own: bool = False) -> bool:
-        """Whether everything emitted before has been written by every sink; or by our own."""
+        """Wait until every sink, or every one of our own, has written what was emitted. Returns whether they have."""
         deadline = time.monotonic() + timeout
         queues = self._queues[: self._own] if own else self._queues
         # A list, so that each queue is flushed even when an earlier one could not be.

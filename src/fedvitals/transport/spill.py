@@ -100,6 +100,7 @@ class Spill:
 
     @property
     def path(self) -> Path:
+        """The file."""
         return self._folder / self._name
 
     def append(self, record: Record) -> None:

@@ -40,7 +40,7 @@ def prescribing(monitor, *actions, since=1):
         keep = Action(Where("r", number), 0.0, "", "checkpoint", None, {"keep": list(range(-1, number))})
         return [keep, *(actions if number >= since else ())]
 
-    monitor.prescribed = prescribed
+    monitor.host.prescribed = prescribed
     monitor.host.refused = lambda refused, why: refusals.append((refused.kind, why))
     return refusals
 

@@ -184,7 +184,7 @@ def observed(probes, train, rounds=1, through_worker=True, **settings):
                     states = train(worker)
                     monitor.host.absorb(worker.payload())
                 else:
-                    states = train(monitor)
+                    states = train(monitor.host)
     return sink, states
 
 

@@ -24,7 +24,7 @@ from fedvitals.errors import ConfigError, RecordError
 from fedvitals.hosts.otlp.decode import DecodedRecords, Decoder
 from fedvitals.records import Record
 from fedvitals.sinks.otel.sink import LOGS, METRICS, TRACES, Signal
-from fedvitals.transport.http_server import LOOPBACK, Answer, Refused, Request, Server
+from fedvitals.transport.http_server import LOOPBACK, HttpServer, Refused, Request, Response
 from fedvitals.transport.logs import bounded
 from fedvitals.transport.otel_names import message
 
@@ -73,7 +73,7 @@ class Receiver:
         self._lock = threading.Lock()
         self._said: set[str] = set()
         try:
-            self._server = Server(
+            self._server = HttpServer(
                 host, port, token, self._answer, _refuse, name="fedvitals-otlp", body=BODY, at_once=AT_ONCE
             )
         except OSError as error:
@@ -92,7 +92,7 @@ class Receiver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _answer(self, request: Request) -> Answer:
+    def _answer(self, request: Request) -> Response:
         kind = _kind(request)
         if request.method != "POST":
             raise Refused(405, "Only POST is answered here.")
@@ -101,7 +101,7 @@ class Receiver:
         if kind not in (PROTOBUF, JSON):
             raise Refused(415, f"Content-Type is {PROTOBUF} or {JSON}, got '{bounded(kind, 80)}'.")
         body = _unpacked(request.body, request.headers.get("Content-Encoding", "").strip().lower())
-        return Answer(200, self._receive(request.path, kind, body), kind)
+        return Response(200, self._receive(request.path, kind, body), kind)
 
     def _receive(self, path: str, kind: str, body: bytes) -> bytes:
         """The answer to a request whose size has been checked."""
@@ -173,10 +173,10 @@ def _kind(request: Request) -> str:
     return request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
 
 
-def _refuse(refused: Refused, request: Request) -> Answer:
+def _refuse(refused: Refused, request: Request) -> Response:
     kind = PROTOBUF if _kind(request) == PROTOBUF else JSON
     later = {"Retry-After": "1"} if refused.status == 503 else {}
-    return Answer(refused.status, _status(refused, kind), kind, later)
+    return Response(refused.status, _status(refused, kind), kind, later)
 
 
 def _status(refused: Refused, kind: str) -> bytes:

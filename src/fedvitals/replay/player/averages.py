@@ -94,7 +94,7 @@ def _averaged_state(
     average: Average, counts: CombineCounts, before: Tensors, messages: Sequence[Message]
 ) -> dict[str, Tensor]:
     weights = [message.weight if message.weight > 0 else 1.0 for message in messages]
-    difference = all((message.said or {}).get("kind") == DELTA for message in messages)
+    difference = all((message.notes or {}).get("kind") == DELTA for message in messages)
     state: dict[str, Tensor] = {}
     for name, old in before.items():
         tensors = [message.tensors[name] for message in messages if message.tensors and name in message.tensors]

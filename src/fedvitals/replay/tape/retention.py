@@ -313,7 +313,7 @@ def reply_entry_of(message: Message, mark: StateDigest | None) -> ClientReply:
         message.start,
         losses,
         message.error,
-        dict(message.said or {}),
+        dict(message.notes or {}),
     )
 
 

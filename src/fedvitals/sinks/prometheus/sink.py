@@ -27,7 +27,7 @@ from fedvitals.errors import ConfigError, MissingExtraError
 from fedvitals.protocols import Sink
 from fedvitals.records import Action, LayerStats, Record, Run, Sketch, Snapshot, Span, Truth
 from fedvitals.sinks.prometheus.state import SIGNS, RunState, Series
-from fedvitals.transport.http_server import LOOPBACK, Answer, Refused, Request, Server
+from fedvitals.transport.http_server import LOOPBACK, HttpServer, Refused, Request, Response
 
 logger = logging.getLogger("fedvitals.telemetry")
 
@@ -210,20 +210,20 @@ class Page:
     def __init__(self, host: str, port: int, token: str | None, render: Render) -> None:
         self._render = render
         name = "fedvitals-prometheus-page"
-        self._server = Server(host, port, token, self._answer, _refuse, name=name, at_once=AT_ONCE)
+        self._server = HttpServer(host, port, token, self._answer, _refuse, name=name, at_once=AT_ONCE)
         self.port, self.url = self._server.port, f"{self._server.url}/metrics"
 
     def close(self) -> None:
         """Stop serving."""
         self._server.close()
 
-    def _answer(self, request: Request) -> Answer:
+    def _answer(self, request: Request) -> Response:
         if request.method not in ("GET", "HEAD"):
             raise Refused(405, "The metrics are read by GET /metrics.")
         if request.path.partition("?")[0] not in ("/metrics", "/"):
             raise Refused(404, "The metrics are at /metrics.")
-        return Answer(200, *self._render(request.headers.get("Accept", "")))
+        return Response(200, *self._render(request.headers.get("Accept", "")))
 
 
-def _refuse(refused: Refused, _request: Request) -> Answer:
-    return Answer(refused.status, f"{refused}\n".encode(), PLAIN)
+def _refuse(refused: Refused, _request: Request) -> Response:
+    return Response(refused.status, f"{refused}\n".encode(), PLAIN)

@@ -38,7 +38,7 @@ from fedvitals.transport.wire.vocabulary import WORDS
 _DATA = msgspec.msgpack.Decoder(dict[str, Any])
 
 
-class Reader:
+class PayloadReader:
     """From a checked head and the bytes behind it to records."""
 
     def __init__(self, head: Head, matrices: memoryview, limits: Limits) -> None:
@@ -50,6 +50,7 @@ class Reader:
         self._data_bytes = 0
 
     def read(self) -> list[Record]:
+        """Return all records, in order."""
         records: list[Record] = []
         at: float | None = None
         source: str | None = None
@@ -173,7 +174,7 @@ _At = tuple[Where, Any]
 _Identity = tuple[str, int]
 
 
-def _layer_stats(r: Reader, e: fields.Layers, at: _At, identity: _Identity) -> Record:
+def _layer_stats(r: PayloadReader, e: fields.Layers, at: _At, identity: _Identity) -> Record:
     """Slot by slot, too; its shape is right, since `matrix` cut it out."""
     family = r.word(e.family)
     record = _NEW_LAYERS(LayerStats)
@@ -183,13 +184,13 @@ def _layer_stats(r: Reader, e: fields.Layers, at: _At, identity: _Identity) -> R
     return record
 
 
-def _finding(r: Reader, e: fields.Findings, at: _At, identity: _Identity) -> Record:
+def _finding(r: PayloadReader, e: fields.Findings, at: _At, identity: _Identity) -> Record:
     suspects = tuple(Suspect(r.word(node), score, reason) for node, score, reason in e.suspects)
     issue, severity = r.word(e.issue), r.word(e.severity)
     return Finding(*at, issue, severity, e.confidence, e.message, r.data(e.evidence), suspects, *identity)
 
 
-def _run_record(r: Reader, e: fields.Runs, at: _At, identity: _Identity) -> Record:
+def _run_record(r: PayloadReader, e: fields.Runs, at: _At, identity: _Identity) -> Record:
     tables = tuple(
         LayerTable(r.word(rows), tuple(Layer(r.word(name), tuple(shape), r.word(kind)) for name, shape, kind in layers))
         for rows, layers in e.tables
@@ -199,7 +200,7 @@ def _run_record(r: Reader, e: fields.Runs, at: _At, identity: _Identity) -> Reco
     return Run(at[0].run, *about, e.started, e.finished, versions, tables, *identity)
 
 
-_READ: dict[type[Entry], Callable[[Reader, Any, _At, _Identity], Record]] = {
+_READ: dict[type[Entry], Callable[[PayloadReader, Any, _At, _Identity], Record]] = {
     fields.Layers: _layer_stats,
     fields.Spans: lambda r, e, at, identity: Span(
         *at,

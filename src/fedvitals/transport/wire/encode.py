@@ -31,7 +31,7 @@ from fedvitals.transport.wire.fields import ANY_SUMS, HOLDS_SUMS, WORD_CHARACTER
 from fedvitals.transport.wire.vocabulary import NUMBER_OF
 
 
-class Writer:
+class PayloadWriter:
     """Gathers parts of a payload; time, source and sequence are left out where they follow from the entry before."""
 
     def __init__(self) -> None:
@@ -160,18 +160,18 @@ def _little(values: Array | npt.NDArray[np.float32]) -> bytes:
     return values.astype("<f4", copy=False).tobytes()
 
 
-def _layers(w: Writer, r: LayerStats) -> tuple[Any, ...]:
+def _layers(w: PayloadWriter, r: LayerStats) -> tuple[Any, ...]:
     w.matrix(r.family, r.matrix)
     return w.word(r.family), w.word(r.table), len(r.matrix)
 
 
-def _run(w: Writer, r: Run) -> tuple[Any, ...]:
+def _run(w: PayloadWriter, r: Run) -> tuple[Any, ...]:
     layers = [(w.word(t.rows), [(w.word(x.name), x.shape, w.word(x.dtype)) for x in t.layers]) for t in r.tables]
     about = (text(r.name), w.word(r.host), None if r.topology is None else text(r.topology), w.data(r.config))
     return *about, r.seed, r.started, r.finished, w.data(r.versions), layers
 
 
-_Fields = Callable[[Writer, Any], tuple[Any, ...]]
+_Fields = Callable[[PayloadWriter, Any], tuple[Any, ...]]
 _WRITE: dict[type[Record], tuple[int, _Fields]] = {
     LayerStats: (1, _layers),
     Span: (

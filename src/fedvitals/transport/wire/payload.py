@@ -18,8 +18,8 @@ import msgspec
 
 from fedvitals.errors import RecordError
 from fedvitals.records import Record
-from fedvitals.transport.wire.decode import Reader
-from fedvitals.transport.wire.encode import Writer
+from fedvitals.transport.wire.decode import PayloadReader
+from fedvitals.transport.wire.encode import PayloadWriter
 from fedvitals.transport.wire.fields import Head, Limits, check_size
 
 MAGIC, VERSION = b"fv", 1
@@ -32,7 +32,7 @@ LIMITS = Limits()
 
 def encode(records: Sequence[Record], limits: Limits = LIMITS) -> bytes:
     """The records as one payload, in their order. Raises RecordError when it would be too large for `decode`."""
-    writer = Writer()
+    writer = PayloadWriter()
     try:
         writer.add(records)
         matrices = writer.finish()
@@ -66,7 +66,7 @@ def decode(payload: bytes, limits: Limits = LIMITS) -> list[Record]:
         raise RecordError(f"The payload is cut off: {len(view)} bytes are left of a head of {size}.")
     try:
         head = view[:size] if written == _PLAIN else _inflated(view[:size], written, limits.head)
-        return Reader(_HEADS.decode(head), view[size:], limits).read()
+        return PayloadReader(_HEADS.decode(head), view[size:], limits).read()
     except RecordError:
         raise
     # Of MessagePack and its checks; of words, places, texts and numbers that are not what they should be.

@@ -123,10 +123,10 @@ class ServerTape:
         if reply.has_error():
             failure = client_failure_of(reply.error, request.phase)  # its class alone: a client's words may quote data
             error, code = str(failure.data["exception"]), failure.data["code"]
-            message = protocols.Message(request.node, None, used=False, error=error, said={"id": key, "code": code})
+            message = protocols.Message(request.node, None, used=False, error=error, notes={"id": key, "code": code})
         elif self._server_rounds.hidden is not None:
             self._tell_hidden(self._server_rounds.hidden)
-            message = protocols.Message(request.node, None, said={"id": key, "hidden": self._server_rounds.hidden})
+            message = protocols.Message(request.node, None, notes={"id": key, "hidden": self._server_rounds.hidden})
         else:
             message = self._update(request, reply, key, instead)
         self._recorder.messages(request.round_index, [message])
@@ -141,7 +141,7 @@ class ServerTape:
         if self._server_rounds.corrections.in_force.of_replies:
             notes["corrected"] = True
         return protocols.Message(
-            request.node, tensors, _weight(reply, self._server_rounds.weight), used=instead is None, said=notes
+            request.node, tensors, _weight(reply, self._server_rounds.weight), used=instead is None, notes=notes
         )
 
     def _request_of(self, node: str) -> Outline | None:
