@@ -181,6 +181,7 @@ def _events(url: str, wanted: int, events: list, ready: threading.Event) -> None
                     return
 
 
+@pytest.mark.thorough
 def test_an_open_page_is_told_which_run_has_changed(store: Path) -> None:
     with serve(store) as url:
         found, ready = [], threading.Event()

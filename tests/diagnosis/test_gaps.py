@@ -152,6 +152,7 @@ def test_pages_and_reports_give_no_all_clear(store, tmp_path):
             assert "Healthy" not in text
 
 
+@pytest.mark.thorough
 def test_records_lost_are_told_in_the_store_and_nobody_gives_an_all_clear(tmp_path, capsys):
     """Lost after the last round: by a sink that has failed all along."""
 
@@ -177,6 +178,7 @@ def test_records_lost_are_told_in_the_store_and_nobody_gives_an_all_clear(tmp_pa
         assert "full: sink failed" in event.message
 
 
+@pytest.mark.thorough
 def test_a_store_that_could_not_be_written_tells_later_what_was_lost(tmp_path, monkeypatch):
     path = tmp_path / "runs.db"
     tiny_run(path, strict=True)

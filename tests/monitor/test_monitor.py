@@ -190,6 +190,7 @@ def test_failing_probe_is_told_once(when, caplog):
         client_round(monitor)
 
 
+@pytest.mark.thorough
 def test_failing_sink_does_not_stop_the_others(caplog):
     """A sink that raises is told once and counted at the end; training and the other sink go on."""
 

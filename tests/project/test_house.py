@@ -110,6 +110,7 @@ def test_import_fedvitals_loads_nothing_but_the_standard_library():
     assert result.stdout.split() == []
 
 
+@pytest.mark.thorough
 def test_modules_load_without_torch():
     result = python(NO_TORCH, *modules())
     assert result.returncode == 0, result.stderr
@@ -198,6 +199,7 @@ def rules(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.thorough
 def test_house_rules_are_kept():
     result = rules()
     assert result.returncode == 0, result.stdout

@@ -119,6 +119,7 @@ def test_clients_take_turns_where_looking_would_cost_too_much_and_are_then_divid
     assert last.attributes["samples"] == 8
 
 
+@pytest.mark.thorough
 def test_long_steps_are_looked_into_in_every_round():
     sink, model = MemorySink(), Slow(forward=NAP)
     with Monitor(None, sinks=[sink], detectors=(), strict=True) as monitor:
@@ -132,6 +133,7 @@ def test_long_steps_are_looked_into_in_every_round():
         assert 0.8 * number * 8 * NAP / 4 <= forward <= whole
 
 
+@pytest.mark.thorough
 def test_what_a_loop_does_besides_is_not_taken_for_loading_where_a_loader_is_known():
     span, parts, _ = parts_when(lambda m: train(m, loader(m), between=6 * NAP), Slow())
     assert parts["data"] < 6 * NAP

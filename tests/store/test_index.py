@@ -39,6 +39,7 @@ def test_an_index_that_is_cut_short_does_not_end_the_training(size, tmp_path):
         assert [*reader.history("r1").rounds()] == [*range(6)]
 
 
+@pytest.mark.thorough
 def test_a_store_that_is_cut_off_is_not_taken_for_a_whole_one(tmp_path):
     """Its log still holds what is missing, for a while: the file alone would be all that remains in the end."""
     store = tmp_path / "runs.db"

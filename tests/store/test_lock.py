@@ -9,6 +9,7 @@ import fedvitals as fv
 from fedvitals.store.lock import note_of, writer_of
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["symbolic link", "hard link", "moved file"])
 @pytest.mark.parametrize("running", [True, False])
 def test_a_foreign_file_in_the_place_of_the_lock_is_not_written(kind, running, tmp_path):
@@ -36,6 +37,7 @@ def test_a_foreign_file_in_the_place_of_the_lock_is_not_written(kind, running, t
     assert (lock if kind == "moved file" else foreign).read_text() == content
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["runs.db", "runs.db.lock"])
 def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(name, tmp_path):
     os.mkfifo(tmp_path / name)

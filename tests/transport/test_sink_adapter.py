@@ -3,6 +3,8 @@
 
 import ast
 
+import pytest
+
 import fedvitals as fv
 from fedvitals.protocols import RecordWriter, Sink
 from fedvitals.records import Metric, Run, Span
@@ -87,6 +89,7 @@ def test_a_monitor_serves_sinks_of_both_kinds(tmp_path):
     assert rich.closed == 1
 
 
+@pytest.mark.thorough
 def test_no_sink_probe_detector_or_observer_is_asked_for_attributes_by_name():
     kinds, found = ("sink", "probe", "detector", "observer"), []
     for path in (ROOT / "src").rglob("*.py"):

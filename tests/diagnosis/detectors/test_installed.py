@@ -72,6 +72,7 @@ def test_names_sets_and_functions_may_be_mixed(installed):
     assert {finding.issue for finding in found} >= {"ACME", "MINE"}
 
 
+@pytest.mark.thorough
 def test_plugin_that_is_not_named_is_not_imported(tmp_path):
     """Nor does it run: in a process that trains with the standard detectors, its module is never loaded."""
     install(tmp_path, "acme_unasked", "raise RuntimeError('imported')", detectors={"acme": "detect"})

@@ -22,6 +22,8 @@ from support.flower.processes import deployed
 from support.flower.without_torch import BROKEN, COPY, NODES, ROUNDS, SCALED
 from support.paths import TESTS
 
+pytestmark = pytest.mark.thorough
+
 PROGRAM = TESTS / "support" / "flower" / "without_torch.py"
 FINITE = NODES - 1  # clients, without the one that sends NaN
 

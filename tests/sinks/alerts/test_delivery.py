@@ -78,6 +78,7 @@ def test_an_outage_is_waited_out(tmp_path, caplog):
     assert [record.message.count("answered") for record in caplog.records] == [1, 1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("word", "seconds"), [("hang", 1.5), ("die", PATIENCE)])
 def test_what_may_have_arrived_is_not_repeated(tmp_path, word, seconds):
     """It is counted, told in the next message, and sent again only where the channel asks for that."""
