@@ -279,7 +279,7 @@ def test_this_repository_is_measured():
     process = shape()
     assert process.returncode == 0, process.stderr
     lines = process.stdout.splitlines()
-    assert lines[-1] == "hops: see docs/architecture.md (traced by tests/test_architecture.py)"
+    assert lines[-1] == "hops: see docs/architecture.md (traced by tests/project/test_architecture.py)"
     (cycles,) = (line.split() for line in lines if line.startswith("  import cycles "))
     assert cycles == ["import", "cycles", "0", "0", "met"]
     assert any(line.startswith("  store ") for line in lines)
