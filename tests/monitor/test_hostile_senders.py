@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One client that lies in its telemetry: it costs its own numbers and is named; nobody else is accused or goes missing.
 
-The server is that of a deployment: it knows who sent a payload, and holds the updates. `test_flower_hostile` does the
+The server is that of a deployment: it knows who sent a payload, and holds the updates. `flower/test_hostile` does the
 same with Flower's own messages.
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flower apps as people write them, none of which knows fedvitals (but one), run in this process on a grid of its own.
 
-`python flower_plain_apps.py [name of an app]...` prints what came out of each, as JSON: the same, watched or not.
+`python plain_apps.py [name of an app]...` prints what came out of each, as JSON: the same, watched or not.
 """
 
 import json
@@ -9,6 +9,7 @@ import random
 import sys
 import types
 import warnings
+from pathlib import Path
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -18,6 +19,8 @@ from flwr.server import ServerAppComponents, ServerConfig
 from flwr.server.strategy import FedAvg as LegacyFedAvg
 from flwr.serverapp import ServerApp
 from flwr.serverapp.strategy import FedAvg
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this file is also run as a program
 
 from support.flower.grid import InProcessGrid, flower_run
 

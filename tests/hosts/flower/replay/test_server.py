@@ -213,7 +213,7 @@ def test_a_strategy_of_ones_own_is_what_it_was_with_its_memory_and_its_random_nu
     assert (random.getstate(), torch.get_rng_state().numpy().tobytes()) == before
     assert strategy.names == ("a", 2)
     assert strategy.seen == dict.fromkeys((100, 101, 102, 103), 2)
-    with pytest.raises(ConfigError, match=r"test_flower_replay.Drifting, .*--app DIR.*--strategy"):
+    with pytest.raises(ConfigError, match=r"test_server.Drifting, .*--app DIR.*--strategy"):
         replay_aggregation(tape, 3)
 
 
