@@ -101,7 +101,7 @@ def test_a_page_shows_hostile_names_as_text(page, site: str, path: str) -> None:
 def test_the_page_of_a_hostile_client_is_reached_by_its_link(page, site: str) -> None:
     ready(page, f"{site}/runs/{SIZE.run}/clients", "clients")
     page.locator("main a[href*='/clients/c']").first.click()
-    page.wait_for_selector("html[data-ready='client']", state="attached")
+    page.wait_for_selector("html[data-ready='client']", state="attached", timeout=120_000)
     _harmless(page)
     assert "<img src=x" in page.locator("main").inner_text()
 

@@ -70,9 +70,9 @@ def test_a_step_that_fails_for_one_client_costs_that_client_alone(owner, name, m
     [
         "fedvitals.probes.cohort.Cohort.receive",
         "fedvitals.probes.cohort.Cohort.close",
-        "fedvitals.probes.updates.Updates._align_exactly",
+        "fedvitals.probes.updates.UpdateTracker._align_exactly",
         "fedvitals.probes.updates._count_duplicates",
-        "fedvitals.probes.updates.Updates.know",
+        "fedvitals.probes.updates.UpdateTracker.know",
         "fedvitals.monitor.arrivals.Arrivals.close_round",
         "fedvitals.resources.time_ledger.Ledger.close",
     ],

@@ -11,7 +11,18 @@ import pytest
 
 from support.paths import ROOT
 
-HELD = ("src", "tests", "docs", "scripts", "examples", "benchmarks", ".ci", "pyproject.toml", "constraints.txt")
+HELD = (
+    "src",
+    "tests",
+    "docs",
+    "scripts",
+    "examples",
+    "studies",
+    ".ci",
+    "pyproject.toml",
+    "constraints.txt",
+    "conftest.py",
+)
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.db", "*.db-*", "*.db.d", ".*_cache", ".hypothesis")
 # Hooks, paths and scripts.
 TESTS = (
@@ -41,7 +52,9 @@ def clone(tmp_path) -> Path:
     for path in (Path(sys.executable).parent, prefix / "lib", prefix / "pyvenv.cfg"):
         if path.exists():
             (environment / path.name).symlink_to(path)
-    stamp = run(folder, "sh", "-c", "pwd -P; cat pyproject.toml constraints.txt | cksum")  # as in scripts/env
+    stamp = run(
+        folder, "sh", "-c", "pwd -P; cat pyproject.toml studies/pyproject.toml constraints.txt | cksum"
+    )  # as in scripts/env
     (environment / ".ready-test").write_text(stamp.stdout, encoding="utf-8")
     return folder
 
@@ -49,7 +62,10 @@ def clone(tmp_path) -> Path:
 def run(clone: Path, *command: str | Path, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command with the code of the clone, in the clone or in another folder."""
     settings = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    settings |= {"PYTHONPATH": str(clone / "src"), "PIP_PYTHON": "/nowhere"}  # nothing is installed from here
+    settings |= {
+        "PYTHONPATH": f"{clone}/src:{clone}/studies/src",
+        "PIP_PYTHON": "/nowhere",
+    }  # nothing is installed from here
     done = subprocess.run(
         command, cwd=folder or clone, env=settings, capture_output=True, text=True, timeout=600, check=False
     )

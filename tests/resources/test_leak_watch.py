@@ -331,15 +331,15 @@ def grow_for_real(rounds=16, growth=6 << 20):
 def test_nobody_enumerates_the_heap_and_only_own_processes_collect_garbage():
     """Of `gc`, a user's process sees only its counters being read.
 
-    Benchmarks (`trials`), commands, the page's server and the lab (as it captures a CUDA graph) own their process.
+    Commands, the dashboard's server and the lab (as it captures a CUDA graph) own their process.
     """
     used = {}
     for file in sorted(SOURCE.rglob("*.py")):
         for name in names_of_gc(ast.parse(file.read_text(encoding="utf-8"))):
             used.setdefault(name, set()).add(file.relative_to(SOURCE).as_posix())
     assert used.pop("get_stats") == {"resources/leaks.py"}
-    users = [path for path in set().union(*used.values()) if not path.startswith(("trials/", "cli/"))]
-    assert set(users) <= {"lab/stacked/cuda_round.py", "dashboard/server.py"}
+    users = [path for path in set().union(*used.values()) if not path.startswith("cli/")]
+    assert set(users) <= {"kernels/cuda/graphs.py", "dashboard/server.py"}
     assert used.keys() <= {"collect", "disable", "enable", "isenabled", "freeze", "set_threshold"}
 
 
