@@ -16,7 +16,8 @@ import torch
 import fedvitals as fv
 from fedvitals.errors import RecordError
 from fedvitals.protocols import NullObserver, Observer, WorkerObserver
-from fedvitals.records import Event, LayerStats, Metric, Sketch, Span, Transfer, Where, stamped
+from fedvitals.measurements import stamped
+from fedvitals.records import Event, LayerStats, Metric, Sketch, Span, Transfer, Where
 from fedvitals.store import open_reader
 from fedvitals.store.read.ask import query
 from fedvitals.transport.payload_buffer import PayloadBuffer

@@ -16,22 +16,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from fedvitals.errors import RecordError
+from fedvitals.measurements import run_of
 from fedvitals.plain_json import as_builtin
 from fedvitals.protocols import RecordWriter
-from fedvitals.records import (
-    Action,
-    Event,
-    Finding,
-    Layer,
-    LayerTable,
-    Record,
-    Run,
-    Snapshot,
-    Suspect,
-    Truth,
-    Where,
-    run_of,
-)
+from fedvitals.records import Action, Event, Finding, Layer, LayerTable, Record, Run, Snapshot, Suspect, Truth, Where
 
 try:
     import fcntl
