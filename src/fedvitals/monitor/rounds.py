@@ -178,13 +178,10 @@ class Rounds:
 
     def _tell_all(self, scope: Scope, measurements: Iterable[tuple[Key, Results]], attempt: Attempt) -> None:
         rows = [*measurements]
-
-        def tell_together() -> bool:
+        try:
             self._emission.results_of_nodes(scope, rows)
-            return True
-
-        if not attempt("telling what was measured", tell_together):
-            for (node, group), results in rows:  # because of somebody: each by itself, so that it costs nobody else
+        except Exception:  # noqa: BLE001 - because of somebody: each by itself, so that it costs nobody else
+            for (node, group), results in rows:
                 own = replace(scope, node=node, group=group)
                 attempt("telling what was measured", partial(self._emission.results, own, results), node)
 

@@ -34,7 +34,6 @@ from fedvitals.records import (
 from fedvitals.stats import FAMILIES, STATISTICS, Array, unpack
 from fedvitals.transport.wire import fields
 from fedvitals.transport.wire.fields import ANY_SUMS, HOLDS_SUMS, Entry, Head, Limits, Place, check_plain, check_size
-from fedvitals.transport.wire.vocabulary import WORDS
 
 _DATA = msgspec.msgpack.Decoder(dict[str, Any])
 
@@ -42,9 +41,9 @@ _DATA = msgspec.msgpack.Decoder(dict[str, Any])
 class PayloadReader:
     """From a checked head and the bytes behind it to records."""
 
-    def __init__(self, head: Head, matrices: memoryview, limits: Limits) -> None:
+    def __init__(self, head: Head, matrices: memoryview, limits: Limits, words: Sequence[str]) -> None:
         self._entries, self._limits = head.entries, limits
-        self.words = (*WORDS, *head.words)
+        self.words = (*words, *head.words)
         self._places = [self._where(place) for place in head.places]
         self._sums, self._others, self._arrays = self._cut(matrices)
         self._sum_row = self._other = 0
@@ -125,7 +124,7 @@ class PayloadReader:
     def end(self) -> None:
         """Raise unless everything behind the head was announced by it."""
         if len(self._arrays):
-            raise RecordError(f"{len(self._arrays)} bytes of a payload belong to nothing.")
+            raise RecordError(f"A payload has {len(self._arrays)} bytes more than are announced.")
 
     def _where(self, place: Place) -> Where:
         maybe = self.maybe
@@ -224,9 +223,11 @@ def _measurements(r: PayloadReader, e: fields.MeasurementsEntry, at: _At, identi
         raise RecordError(f"Measurements in a payload announce {e.values} values, and mark another number of them.")
     values, steps = np.zeros((rows, columns)), None
     values[present] = r.array("<f8", e.values)
-    if e.with_steps:
-        steps = np.full((rows, columns), NO_STEP, np.int64)
-        steps[present] = r.array("<i8", e.values)
+    if e.steps is not None:
+        steps, own = np.full((rows, columns), NO_STEP, np.int64), np.full(e.values, NO_STEP, np.int64)
+        places = r.array("<u4", e.steps)
+        own[places] = r.array("<i8", e.steps)
+        steps[present] = own
     r.check_cells(len(e.sketch_rows) * e.sketch_numbers)
     sketches = r.array("<f8", len(e.sketch_rows) * e.sketch_numbers).reshape(len(e.sketch_rows), e.sketch_numbers)
     layers = tuple(_measured_layers(r, part, rows) for part in e.layers)

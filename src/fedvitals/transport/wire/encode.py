@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedvitals.errors import RecordError
-from fedvitals.measurements import Measurements, Telemetry
+from fedvitals.measurements import NO_STEP, Measurements, Telemetry
 from fedvitals.records import (
     Action,
     Event,
@@ -175,8 +175,10 @@ def _layers(w: PayloadWriter, r: LayerStats) -> tuple[Any, ...]:
 def _measurements(w: PayloadWriter, m: Measurements) -> tuple[Any, ...]:
     w.array(np.packbits(m.present), "u1")
     w.array(m.values[m.present], "<f8")
-    if m.steps is not None:
-        w.array(m.steps[m.present], "<i8")
+    steps = np.zeros(0, np.int64) if m.steps is None else m.steps[m.present]
+    stepped = np.flatnonzero(steps != NO_STEP)
+    w.array(stepped, "<u4")
+    w.array(steps[stepped], "<i8")
     sketches = np.zeros((0, 0)) if m.sketches is None else m.sketches
     w.array(sketches, "<f8")
     layers = []
@@ -186,7 +188,7 @@ def _measurements(w: PayloadWriter, m: Measurements) -> tuple[Any, ...]:
         layers.append((w.word(part.family), w.word(part.table), part.step, part.rows, rows))
     return (
         *([w.maybe(name) for name in texts] for texts in (m.nodes, m.groups)),
-        *([w.word(name) for name in m.names], m.metric_count, m.steps is not None, layers),
+        *([w.word(name) for name in m.names], m.metric_count, None if m.steps is None else len(stepped), layers),
         *(m.sketch_rows, sketches.shape[1], m.sketch_version),
     )
 

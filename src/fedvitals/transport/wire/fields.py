@@ -169,7 +169,7 @@ class MeasuredLayersEntry(Struct, array_like=True, forbid_unknown_fields=True):
 
 class MeasurementsEntry(Struct, array_like=True, forbid_unknown_fields=True, tag=10):
     """Its arrays lie behind the matrices, in the order of the entries: which values there are, as bits; the values;
-    their steps, if any has one; the sketches.
+    of those with a step, the places among the values and the steps; the sketches.
     """
 
     place: Word  # of the round
@@ -180,7 +180,7 @@ class MeasurementsEntry(Struct, array_like=True, forbid_unknown_fields=True, tag
     groups: list[Word | None]
     names: list[Word]
     values: Natural  # how many
-    with_steps: bool
+    steps: Natural | None  # of how many of them the step is told; None: no array of steps at all
     layers: list[MeasuredLayersEntry]
     sketch_rows: list[Word]
     sketch_numbers: Natural  # of each

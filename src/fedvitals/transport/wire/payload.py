@@ -22,13 +22,14 @@ from fedvitals.measurements import Measurements, Telemetry, record_count
 from fedvitals.transport.wire.decode import PayloadReader
 from fedvitals.transport.wire.encode import PayloadWriter
 from fedvitals.transport.wire.fields import Head, Limits, check_size
+from fedvitals.transport.wire.vocabulary import WORDS, WORDS_SINCE_2
 
 MAGIC, VERSION = b"fv", 2
 _START = struct.Struct("<2sBBI")
 _CHECKSUM = struct.Struct("<I")
 _WITHOUT_CHECKSUM = 1  # a version that is still read
 _PLAIN, _DEFLATED = 0, 1
-_SHORT = 1000  # bytes of a head that are not worth the time to deflate
+_SHORT = 800  # bytes of a head that are not worth the time to deflate
 _HEADS = msgspec.msgpack.Decoder(Head)
 LIMITS = Limits()
 
@@ -68,13 +69,14 @@ def decode(payload: bytes, limits: Limits = LIMITS) -> list[Telemetry]:
         raise RecordError(f"The payload has version {version} of the wire format, written by {newer}.")
     check_size("bytes without its matrices", size, limits.head)
     view = memoryview(payload)[_START.size :]
+    words = WORDS if version == _WITHOUT_CHECKSUM else WORDS_SINCE_2
     if version != _WITHOUT_CHECKSUM:
         view = _verified(view)
     if size > len(view):
         raise RecordError(f"The payload is cut off: {len(view)} bytes are left of a head of {size}.")
     try:
         head = view[:size] if written == _PLAIN else _inflated(view[:size], written, limits.head)
-        return PayloadReader(_HEADS.decode(head), view[size:], limits).read()
+        return PayloadReader(_HEADS.decode(head), view[size:], limits, words).read()
     except RecordError:
         raise
     # Of MessagePack and its checks; of words, places, texts and numbers that are not what they should be.
