@@ -20,7 +20,7 @@ from fedvitals.monitor.spine import Spine
 from fedvitals.monitor.workers import INITIAL_BYTES, WorkerObserver
 from fedvitals.probes.cohort import SENDER, WORKER, Cohort
 from fedvitals.probes.presets import Planned, Preset
-from fedvitals.probes.results import Results
+from fedvitals.probes.results import Key, Results, measurements_of
 from fedvitals.protocols import HasName, Node
 from fedvitals.records import (
     AnyName,
@@ -261,9 +261,9 @@ class Arrivals:
                 cohort.count_traffic(record.sender, record.receiver, record.bytes)
             else:
                 _gather(results_by_node, record)
+        self._compare(finished)
         for node, (span, results) in finished.items():
             self._expected.pop(node, None)
-            self._compare(span, results)
             if self._ledger is not None:
                 self._ledger.trained(span)
             if cohort is not None:
@@ -273,16 +273,21 @@ class Arrivals:
                 # A sender's word for it, as far as it can be: the round's cost is not one client's to make up.
                 cohort.cost += cost if sender is None else min(cost, span.seconds) if cost > 0 else 0.0
 
-    def _compare(self, span: Span, results: Results) -> None:
-        """`gradient.change_round`, which a worker cannot know: the client's last round may have been elsewhere."""
-        node = span.where.node or ""
-        norm = next((value for name, value, _ in results.metrics if name == "gradient.norm"), None)
-        if norm is None:
-            return
-        before, self._kit.norms[node] = self._kit.norms.get(node), norm
-        if before:
-            change = abs(norm - before) / before
-            self._emission.emit(Metric(span.where, span.at + span.seconds, "gradient.change_round", change))
+    def _compare(self, finished: Mapping[Node, tuple[Span, Results]]) -> None:
+        """`gradient.change_round`, which a worker cannot know: a client's last round may have been elsewhere."""
+        changes: dict[int | None, list[tuple[Key, Results]]] = {}
+        for node, (span, results) in finished.items():
+            norm = next((value for name, value, _ in results.metrics if name == "gradient.norm"), None)
+            if norm is None:
+                continue
+            before, self._kit.norms[node] = self._kit.norms.get(node), norm
+            if before:
+                change = Results()
+                change.take({"gradient.change_round": abs(norm - before) / before})
+                changes.setdefault(span.where.round, []).append(((node, span.where.group), change))
+        for round_index, rows in changes.items():
+            run, now = self._context.run.id, time.time()
+            self._emission.emit(measurements_of(run, round_index, now, rows, self._context.table_of))
 
     def _sendable(self, preset: Preset) -> Preset:
         """Without the user's own probes that cannot be sent to another process."""

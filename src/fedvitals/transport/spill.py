@@ -34,7 +34,7 @@ KINDS: dict[str, type[Run | Event | Finding | Action | Snapshot | Truth]] = {
 
 
 def to_json(record: Record) -> str:
-    """The record on one line; only for the kinds that are important (see `records.is_important`)."""
+    """The record on one line; only for the kinds that are important (see `measurements.is_important`)."""
     kind = type(record).__name__
     if kind not in KINDS:
         raise RecordError(f"Only {', '.join(KINDS)} can be spilled to a file, got {kind}.")
