@@ -20,7 +20,7 @@ from fedvitals.loop_tape import LoopTape
 from fedvitals.monitor.spine import Spine
 from fedvitals.probes.results import Results
 from fedvitals.protocols import Node, Stack
-from fedvitals.records import AnyName, Span, Transfer, group_name, node_name
+from fedvitals.records import AnyName, Span, Transfer, Where, group_name, node_name
 from fedvitals.resources.capture import OPERATORS, Capture, Captures, Recording
 from fedvitals.resources.memory import resident_bytes
 from fedvitals.resources.turns import turn_over
@@ -408,11 +408,10 @@ class Clients:
     ) -> tuple[Node, Node]:
         """Tell of a message between two nodes; their names as they are recorded."""
         sender, receiver = node_name(sender), node_name(receiver)
-        scope = replace(self._scopes.here(), node=receiver if sender == "server" else sender)
+        here = self._scopes.here()
+        place = Where(here.run, here.round, receiver if sender == "server" else sender, None, None, here.group)
         before = size if raw is None else raw
-        self._emission.emit(
-            Transfer(where(scope), time.time(), sender, receiver, int(size), int(before), seconds, kind)
-        )
+        self._emission.emit(Transfer(place, time.time(), sender, receiver, int(size), int(before), seconds, kind))
         return sender, receiver
 
     def _finish(self, opened: OpenClient, *, failed: bool) -> None:

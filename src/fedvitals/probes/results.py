@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -74,26 +75,30 @@ def _columns(
 ) -> tuple[tuple[str, ...], Array, npt.NDArray[np.bool_], npt.NDArray[np.int64] | None]:
     """Return names, values, presence and steps; a name that a row has more than once gets further columns."""
     columns: dict[tuple[str, int], int] = {}  # name, and which of the row's metrics of that name
-    cells: list[tuple[int, int]] = []
-    numbers: list[float] = []
-    own_steps: list[int] = []
-    seen: dict[tuple[int, str], int] = {}
+    own_columns: dict[tuple[str, ...], list[int]] = {}  # by the names of a row's metrics: most rows have the same
+    metrics: dict[int, list[tuple[str, float, int | None]]] = {}
     for row, results in rows:
-        for name, value, step in results.metrics:
-            times = seen[row, name] = seen.get((row, name), -1) + 1
-            cells.append((row, columns.setdefault((name, times), len(columns))))
-            numbers.append(value)
-            own_steps.append(NO_STEP if step is None else step)
-    values = np.zeros((count, len(columns)))
-    present = np.zeros(values.shape, np.bool_)
-    steps: npt.NDArray[np.int64] | None = None
-    if cells:
-        where = tuple(np.array(cells).T)
-        values[where], present[where] = numbers, True
-        if any(step != NO_STEP for step in own_steps):
-            steps = np.full(values.shape, NO_STEP, np.int64)
-            steps[where] = own_steps
-    return tuple(name for name, _ in columns), values, present, steps
+        metrics[row] = [*metrics[row], *results.metrics] if row in metrics else results.metrics
+    cells: list[tuple[int, list[int], tuple[float, ...], tuple[int | None, ...]]] = []
+    for row, own in metrics.items():
+        if own:
+            names, values, steps = zip(*own, strict=True)
+            if names not in own_columns:
+                seen: Counter[str] = Counter()
+                own_columns[names] = []
+                for name in names:
+                    own_columns[names].append(columns.setdefault((name, seen[name]), len(columns)))
+                    seen[name] += 1
+            cells.append((row, own_columns[names], values, steps))
+    table = np.zeros((count, len(columns)))
+    present = np.zeros(table.shape, np.bool_)
+    stepped: npt.NDArray[np.int64] | None = None
+    for row, places, values, steps in cells:
+        table[row, places], present[row, places] = values, True
+        if any(step is not None for step in steps):
+            stepped = np.full(table.shape, NO_STEP, np.int64) if stepped is None else stepped
+            stepped[row, places] = [NO_STEP if step is None else step for step in steps]
+    return tuple(name for name, _ in columns), table, present, stepped
 
 
 def _layers(rows: Sequence[tuple[int, Results]], table_of: TableOf) -> tuple[MeasuredLayers, ...]:

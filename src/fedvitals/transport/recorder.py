@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from fedvitals.records import Event, LayerStats, Metric, Record, Span, Where
@@ -45,9 +44,9 @@ class ScopeRecorder:
     def span(self, scope: Scope, name: str, at: float, seconds: float, attributes: Mapping[str, Any]) -> Span:
         """Emit the Span of a scope. Returns a copy of it, since what is emitted gets an identity."""
         own = scope.span or new_span_id()
-        span = Span(where(scope), at, name, seconds, scope.trace, own, scope.parent, attributes)
-        self.emit(replace(span))
-        return span
+        fields = (where(scope), at, name, seconds, scope.trace, own, scope.parent, attributes)
+        self.emit(Span(*fields))
+        return Span(*fields)
 
     def event(self, scope: Scope, level: str, name: str, message: str, data: Mapping[str, Any] | None = None) -> None:
         """Emit an event."""
