@@ -282,10 +282,10 @@ def test_findings_and_actions_quote_nobody(everything):
 def test_the_spill_folder_holds_no_more(everything, privacy, tracebacks, tmp_path):
     """What a broken sink could not take lies in a file, behind the same gate."""
     policy = PrivacyPolicy(privacy, tracebacks=tracebacks)
-    outlet = SinkWriter([Keeping(OSError("down"))], policy=policy, spill=tmp_path, strict=False)
+    sink_writer = SinkWriter([Keeping(OSError("down"))], policy=policy, spill=tmp_path, strict=False)
     for record in everything:
-        outlet.emit(record, stray=True)
-    outlet.close(0.05)
+        sink_writer.emit(record, stray=True)
+    sink_writer.close(0.05)
     text = bytes_of(tmp_path).decode()
     if privacy < 3:
         check_words(text, privacy)
