@@ -18,7 +18,9 @@ from fedvitals.store.packing import (
     Entries,
     Numbers,
     Part,
+    block_key,
     block_of,
+    in_blocks,
     over_nodes,
     over_rounds,
     slice_of,
@@ -68,7 +70,7 @@ class MemoryStore(Sink):
         """Keep a batch; RecordError, after keeping the others, if some of its records cannot be kept."""
         check(records)
         with self.lock:
-            statistics: dict[tuple[str, str, str, int, int | None], list[LayerStats]] = {}
+            statistics: list[LayerStats] = []
             errors: list[Exception] = []
             for record in fresh(records, self._delivered):
                 try:
@@ -77,11 +79,11 @@ class MemoryStore(Sink):
                         continue
                     self._write_one(self.memory(record.where.run), record)
                     if isinstance(record, LayerStats):
-                        key = (record.where.run, record.family, record.table, len(record.matrix), record.where.round)
-                        statistics.setdefault(key, []).append(record)
+                        hash(block_key(record))  # fails here, for this record alone, if it cannot be kept
+                        statistics.append(record)
                 except Exception as error:  # noqa: BLE001 - of this record: the others are kept
                     errors.append(error)
-            for same in statistics.values():
+            for _, same in in_blocks(statistics):
                 errors += self._write_blocks(same)
             if self._window is not None:
                 for memory in self._memories.values():

@@ -73,6 +73,38 @@ def joined(parts: Sequence[Entries]) -> Entries:
     return Entries(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
+BlockKey = tuple[str, str, str, int, bool, int | None]
+"""What the records of a block have in common: run, family, layer table, number of layers, whether they are about the
+whole federation and not about nodes, and round."""
+
+
+def block_key(record: LayerStats) -> BlockKey:
+    """Return which block of its batch a record belongs to."""
+    where = record.where
+    # The whole apart from the nodes: its course over all rounds is asked for more than anything else.
+    return where.run, record.family, record.table, len(record.matrix), where.node is None, where.round
+
+
+def in_blocks(records: Iterable[LayerStats]) -> Iterator[tuple[BlockKey, list[LayerStats]]]:
+    """Divide the records of a batch, given in order of arrival, into blocks to be stored one after the other.
+
+    Of two records for the same place, the one that arrived later is in the same block or in a later one. The layers of
+    a family are those of its last block, so that block has the record of the family that arrived last.
+    """
+    blocks: dict[BlockKey, list[LayerStats]] = {}
+    keys: dict[tuple[str, str, int | None, str | None], BlockKey] = {}  # by place, in these blocks
+    for record in records:
+        key, where = block_key(record), record.where
+        place = (where.run, record.family, where.round, where.node)
+        if keys.setdefault(place, key) != key:  # of another layer table than before
+            yield from blocks.items()
+            blocks, keys = {}, {place: key}
+        same = blocks.pop(key, [])
+        same.append(record)
+        blocks[key] = same
+    yield from blocks.items()
+
+
 def block_of(records: Sequence[LayerStats], number: Callable[[str | None], int | None]) -> tuple[Entries, Numbers]:
     """Records of one family and one list of layers as a block."""
     places = [record.where for record in records]

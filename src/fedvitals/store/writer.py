@@ -13,7 +13,7 @@ from fedvitals.records import LayerStats, LayerTable, Record, Run, Truth, run_of
 from fedvitals.store import rows
 from fedvitals.store.deliveries import Delivered
 from fedvitals.store.dialect import Database
-from fedvitals.store.packing import block_of
+from fedvitals.store.packing import block_of, in_blocks
 from fedvitals.store.symbols import Symbols
 from fedvitals.store.upkeep import compaction
 
@@ -132,17 +132,12 @@ class Writer:
 
     def _write_statistics(self, records: Sequence[LayerStats]) -> set[Family]:
         """Blocks for each family and round; what comes back may have enough old rounds to merge."""
-        groups: dict[tuple[Family, int | None], list[LayerStats]] = {}
-        for record in records:
-            where = record.where
-            # The whole apart from the nodes: its course over all rounds is asked for more than anything else.
-            key = (where.run, record.family, record.table, len(record.matrix), where.node is None)
-            groups.setdefault((key, where.round), []).append(record)
         due = set()
-        for (key, round_), same in groups.items():
-            pending = self._pending_of(key)  # before the block is written, or it would be in there twice
-            if pending.add(*self._write_block(key, same, round_)):
-                due.add(key)
+        for key, same in in_blocks(records):
+            family, round_index = key[:-1], key[-1]
+            pending = self._pending_of(family)  # before the block is written, or it would be in there twice
+            if pending.add(*self._write_block(family, same, round_index)):
+                due.add(family)
         return due
 
     def _write_block(self, key: Family, same: list[LayerStats], round_: int | None) -> tuple[int, int | None, int]:
