@@ -74,6 +74,11 @@ def joined(parts: Sequence[Entries]) -> Entries:
     return Entries(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
+BlockKey = tuple[str, str, str, int, bool, int | None]
+"""What the matrices of a block have in common: run, family, layer table, number of layers, whether they are about the
+whole federation and not about nodes, and round."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerMatrices:
     """Matrices of one family, layer table and round, [entries, layers, columns]: of one record, or of measurements.
@@ -95,9 +100,10 @@ class LayerMatrices:
     values: Array
 
     @property
-    def whole(self) -> bool:
-        """Whether they are about the whole federation."""
-        return self.nodes[0] is None
+    def key(self) -> BlockKey:
+        """Return which block of their batch they belong to."""
+        # The whole apart from the nodes: its course over all rounds is asked for more than anything else.
+        return self.run, self.family, self.table, self.values.shape[1], self.nodes[0] is None, self.round
 
 
 def layer_matrices(items: Iterable[Telemetry]) -> Iterator[LayerMatrices]:
@@ -121,6 +127,26 @@ def layer_matrices(items: Iterable[Telemetry]) -> Iterator[LayerMatrices]:
                             *(part.step, None, item.source, [first + i for i in own]),
                             part.matrices if len(own) == len(nodes) else part.matrices[own],
                         )
+
+
+def in_blocks(parts: Iterable[LayerMatrices]) -> Iterator[tuple[BlockKey, list[LayerMatrices]]]:
+    """Divide the matrices of a batch, given in order of arrival, into blocks to be stored one after the other.
+
+    Of two matrices for the same place, the one that arrived later is in the same block or in a later one. The layers of
+    a family are those of its last block, so that block has the matrix of the family that arrived last.
+    """
+    blocks: dict[BlockKey, list[LayerMatrices]] = {}
+    keys: dict[tuple[str, str, int | None, str | None], BlockKey] = {}  # by place, in these blocks
+    for part in parts:
+        key, places = part.key, [(part.run, part.family, part.round, node) for node in part.nodes]
+        if any(keys.get(place, key) != key for place in places):  # of another layer table than before
+            yield from blocks.items()
+            blocks, keys = {}, {}
+        keys.update(dict.fromkeys(places, key))
+        same = blocks.pop(key, [])
+        same.append(part)
+        blocks[key] = same
+    yield from blocks.items()
 
 
 def block_of(parts: Sequence[LayerMatrices], number: Callable[[str | None], int | None]) -> tuple[Entries, Numbers]:

@@ -14,7 +14,7 @@ from fedvitals.records import LayerStats, LayerTable, Metric, Run, Sketch, Truth
 from fedvitals.store import rows
 from fedvitals.store.deliveries import Delivered
 from fedvitals.store.dialect import Database
-from fedvitals.store.packing import LayerMatrices, block_of, layer_matrices
+from fedvitals.store.packing import LayerMatrices, block_of, in_blocks, layer_matrices
 from fedvitals.store.symbols import Symbols
 from fedvitals.store.upkeep import compaction
 
@@ -88,8 +88,8 @@ class Writer:
         by_kind: dict[type, list[Any]] = {}
         for record in new:
             by_kind.setdefault(type(record), []).append(record)
-        runs, statistics = by_kind.pop(Run, []), by_kind.pop(LayerStats, [])
-        measurements: list[Measurements] = by_kind.pop(Measurements, [])
+        runs, measurements = by_kind.pop(Run, []), by_kind.pop(Measurements, [])
+        by_kind.pop(LayerStats, None)
         for run in runs:
             self._write_run(run)
         for measured in measurements:
@@ -98,7 +98,7 @@ class Writer:
         for kind, same in by_kind.items():
             statement, to_rows = self._rows[kind]
             self._database.many(statement, to_rows(same))
-        due |= self._write_statistics([*layer_matrices([*measurements, *statistics])])
+        due |= self._write_statistics(layer_matrices(new))
         # Whoever reads the rounds and nodes of a run must not learn from them what is to be found out.
         self._note_places((place, r.at) for r in new if not isinstance(r, Run | Truth) for place in places_of(r))
         self._delivered.save({(run_of(record), record.source) for record in new})
@@ -135,18 +135,14 @@ class Writer:
             rows.layer_rows(table, self._symbols.number),
         )
 
-    def _write_statistics(self, parts: Sequence[LayerMatrices]) -> set[Family]:
+    def _write_statistics(self, parts: Iterable[LayerMatrices]) -> set[Family]:
         """Blocks for each family and round; what comes back may have enough old rounds to merge."""
-        groups: dict[tuple[Family, int | None], list[LayerMatrices]] = {}
-        for part in parts:
-            # The whole apart from the nodes: its course over all rounds is asked for more than anything else.
-            key = (part.run, part.family, part.table, part.values.shape[1], part.whole)
-            groups.setdefault((key, part.round), []).append(part)
         due = set()
-        for (key, round_), same in groups.items():
-            pending = self._pending_of(key)  # before the block is written, or it would be in there twice
-            if pending.add(*self._write_block(key, same, round_)):
-                due.add(key)
+        for key, same in in_blocks(parts):
+            family, round_index = key[:-1], key[-1]
+            pending = self._pending_of(family)  # before the block is written, or it would be in there twice
+            if pending.add(*self._write_block(family, same, round_index)):
+                due.add(family)
         return due
 
     def _write_block(self, key: Family, same: list[LayerMatrices], round_: int | None) -> tuple[int, int | None, int]:
