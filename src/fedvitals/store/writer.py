@@ -14,7 +14,7 @@ from fedvitals.records import LayerStats, LayerTable, Metric, Run, Sketch, Truth
 from fedvitals.store import rows
 from fedvitals.store.deliveries import Delivered
 from fedvitals.store.dialect import Database
-from fedvitals.store.packing import LayerMatrices, block_of, layer_matrices
+from fedvitals.store.packing import LayerMatrices, block_of, layer_matrices, with_checksum
 from fedvitals.store.symbols import Symbols
 from fedvitals.store.upkeep import compaction
 
@@ -152,7 +152,7 @@ class Writer:
     def _write_block(self, key: Family, same: list[LayerMatrices], round_: int | None) -> tuple[int, int | None, int]:
         arrival = self._next_arrival()
         entries, numbers = block_of(same, self._symbols.number)
-        blob = numbers.astype("<f4", copy=False).tobytes()
+        blob = with_checksum(numbers.astype("<f4", copy=False).tobytes())
         run, family, table, layers, _ = key
         names = [self._symbols.number(name) for name in (run, family, table)]
         first, last = compaction.rounds_of(entries)
