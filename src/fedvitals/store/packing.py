@@ -6,6 +6,8 @@ Entries come last so that one statistic of one layer lies in one piece, over all
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedvitals.errors import StoreError
 from fedvitals.measurements import Measurements, Telemetry
 from fedvitals.records import LayerStats, Where, natural
 from fedvitals.stats import FAMILIES, Array, derive, pack, unpack
@@ -24,6 +27,7 @@ NONE = -(2**63)  # of a round or a step; a symbol that is None is 0, since symbo
 
 # Little endian on every machine: a store may be carried to another.
 _COORDINATES = (("rounds", "<i8"), ("at", "<f8"), ("nodes", "<i4"))
+_CHECKSUM = struct.Struct("<I")
 _DETAILS = (("steps", "<i8"), ("sequences", "<i8"), ("layers", "<i4"), ("groups", "<i4"), ("sources", "<i4"))
 
 
@@ -41,15 +45,36 @@ class Entries:
     sources: npt.NDArray[np.int32]
 
     def coordinates(self) -> bytes:
-        """Return rounds, times and nodes of the entries as bytes."""
-        return b"".join(getattr(self, name).astype(kind).tobytes() for name, kind in _COORDINATES)
+        """Return rounds, times and nodes of the entries as bytes, with a checksum."""
+        return with_checksum(b"".join(getattr(self, name).astype(kind).tobytes() for name, kind in _COORDINATES))
 
     def details(self) -> bytes:
-        """Return the other coordinates of the entries as bytes."""
-        return b"".join(getattr(self, name).astype(kind).tobytes() for name, kind in _DETAILS)
+        """Return the other coordinates of the entries as bytes, with a checksum."""
+        return with_checksum(b"".join(getattr(self, name).astype(kind).tobytes() for name, kind in _DETAILS))
+
+
+def with_checksum(blob: bytes) -> bytes:
+    """Return the bytes with their CRC-32 behind them."""
+    return blob + _CHECKSUM.pack(zlib.crc32(blob))
+
+
+def _verified(blob: bytes, size: int) -> bytes:
+    """Return the bytes without their checksum; StoreError if it is not theirs. `size`: how many they should be.
+
+    What a store of a version before 5 wrote has none.
+    """
+    if len(blob) == size:
+        return blob
+    if len(blob) != size + _CHECKSUM.size or _CHECKSUM.unpack_from(blob, size)[0] != zlib.crc32(blob[:size]):
+        raise StoreError(
+            "A block of layer statistics is damaged: its checksum is not that of its bytes. "
+            "`fedvitals doctor STORE --mend` removes such blocks."
+        )
+    return blob[:size]
 
 
 def _split(blob: bytes, fields: tuple[tuple[str, str], ...], count: int) -> list[Any]:
+    blob = _verified(blob, count * sum(np.dtype(kind).itemsize for _, kind in fields))
     arrays, offset = [], 0
     for _, kind in fields:
         arrays.append(np.frombuffer(blob, kind, count, offset))
@@ -177,7 +202,9 @@ def block_of(parts: Sequence[LayerMatrices], number: Callable[[str | None], int 
 
 def numbers_of(family: str, blob: bytes, count: int) -> Numbers:
     """The numbers of a block or of one of its layers, [layers, columns, entries]."""
-    return np.frombuffer(blob, "<f4").reshape(-1, len(FAMILIES[family].columns), count)
+    columns = len(FAMILIES[family].columns)
+    whole = _verified(blob, len(blob) - len(blob) % (4 * columns * count))
+    return np.frombuffer(whole, "<f4").reshape(-1, columns, count)
 
 
 def matrices(family: str, numbers: Numbers) -> Array:

@@ -15,7 +15,16 @@ import numpy.typing as npt
 
 from fedvitals.stats import Array
 from fedvitals.store.dialect import Database
-from fedvitals.store.packing import NONE, Entries, Whole, coordinates_of, entries_of, joined, numbers_of
+from fedvitals.store.packing import (
+    NONE,
+    Entries,
+    Whole,
+    coordinates_of,
+    entries_of,
+    joined,
+    numbers_of,
+    with_checksum,
+)
 
 NEWEST_ROUNDS = 10  # stay as they came
 CHUNK_ROUNDS = 64  # older ones are merged when there are this many
@@ -123,7 +132,7 @@ def compact(database: Database, family: str, arrivals: list[int]) -> None:
     insert_block(database, (arrivals[-1], *blocks[0][:4], len(entries.at), first, last), entries)
     database.many(
         "INSERT INTO layer_matrix (block, layer, numbers) VALUES (?, ?, ?)",
-        ((arrivals[-1], i, layer.tobytes()) for i, layer in enumerate(numbers)),
+        ((arrivals[-1], i, with_checksum(layer.tobytes())) for i, layer in enumerate(numbers)),
     )
 
 
