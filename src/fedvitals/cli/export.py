@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.cli.options import json_option, opened_run, print_json, store_option
+from fedvitals.cli.screen import number
 from fedvitals.errors import ConfigError, FedvitalsError
 
 if TYPE_CHECKING:
@@ -48,15 +49,14 @@ def command(
     as_json: bool,
 ) -> None:
     """Hand a stored run to another tool. RUN is a run's id, the beginning of one, or a name (its newest run)."""
-    from fedvitals.store import open_reader
     from fedvitals.store.read import queries
 
     if endpoint is not None and form not in ("otel", "mlflow"):
         raise ConfigError(f"--endpoint is for otel and mlflow; --to {form} writes to --out.")
     if out is not None and form == "otel":
         raise ConfigError("--to otel sends to --endpoint and writes nothing; --out cannot be meant.")
-    with open_reader(store) as reader:
-        chosen = queries.get_run(reader, queries.find_run(reader, run))
+    with opened_run(store, run) as (reader, run_id):
+        chosen = queries.get_run(reader, run_id)
         if round_ is not None and round_ not in (rounds := reader.history(chosen.id).rounds()):
             known = f"It has rounds {rounds[0]} to {rounds[-1]}." if rounds else "It has no rounds."
             raise ConfigError(f"Run {chosen.id} has nothing of round {round_}. {known}")
@@ -72,21 +72,14 @@ def command(
     if as_json:
         print_json("export", result)
         return
-    for line in _lines(export):
-        click.echo(line)
+    for file in export.get("files", ()):
+        click.echo(f"{file['rows']:>10}  {file['path']}")
+    click.echo(f"{number(export['count'])} {export['what']} → {export['where']}")
+    click.echo(export["open"])
 
 
 Export = dict[str, Any]
 """`where` the result is, `records` or `rows` in it, and how to `open` it."""
-
-
-def _lines(export: Export) -> Iterator[str]:
-    from fedvitals.cli.screen import number
-
-    if "files" in export:
-        yield from (f"{file['rows']:>10}  {file['path']}" for file in export["files"])
-    yield f"{number(export['count'])} {export['what']} → {export['where']}"
-    yield export["open"]
 
 
 def _label(run: Run) -> str:
@@ -119,14 +112,8 @@ def _perfetto(reader: Reader, run: Run, out: Path | None, round_: int | None, _e
     def of(kind: type[R]) -> Iterator[R]:
         return _counted(records_of_kind(reader, run.id, kind, round_), "records", count)
 
-    pieces = perfetto(
-        run,
-        of(Span),
-        events=of(Event),
-        transfers=of(Transfer),
-        findings=of(Finding),
-        metrics=of(Metric),
-    )
+    about: Any = {"events": of(Event), "transfers": of(Transfer), "findings": of(Finding), "metrics": of(Metric)}
+    pieces = perfetto(run, of(Span), **about)
     with whole(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
         file.writelines(pieces)
     how = "Open it: ui.perfetto.dev, «Open trace file» (it stays on this machine), or chrome://tracing."

@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
+from fedvitals.cli import case_cards, flower_local
 from fedvitals.cli.options import store_option
+from fedvitals.cli.screen import new_console, shown
 from fedvitals.errors import FedvitalsError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -76,7 +78,6 @@ def run(arguments: tuple[str, ...], **settings: Any) -> int:
     On this machine the run gets a SuperLink of its own, which ends with it, and the log is shown as with --stream. For
     a SuperLink elsewhere, see `fedvitals flower superlink`.
     """
-    from fedvitals.cli import flower_local
     from fedvitals.hosts.flower.superlink import superlink as started
     from fedvitals.hosts.flower.superlink import termination_as_exit
 
@@ -186,10 +187,6 @@ def _name_of(arguments: tuple[str, ...]) -> str:
 
 def _closing(store: str, began: float, address: str | None) -> None:
     """Where the run is, what was found in it, and what to look at next."""
-    from rich.console import Console
-
-    from fedvitals.cli import case_cards
-    from fedvitals.cli.screen import shown
     from fedvitals.diagnosis.gaps import incomplete, no_all_clear
     from fedvitals.store import open_reader, store_target
     from fedvitals.store.postgres import address_of
@@ -197,7 +194,7 @@ def _closing(store: str, began: float, address: str | None) -> None:
     from fedvitals.views.gaps import gaps_of
     from fedvitals.views.labels import labels_of
 
-    console = Console(highlight=False)
+    console = new_console()
     where = store_target(store)
     store_shown = address_of(where).shown if isinstance(where, str) else store
     try:

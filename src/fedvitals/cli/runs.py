@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.cli.screen import new_console, new_table, number, seconds, shown, size
 from fedvitals.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
@@ -31,10 +32,6 @@ def command(context: click.Context, store: str | None, as_json: bool) -> None:
 
 
 def _list(store: str | None, as_json: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from fedvitals.cli.screen import number, seconds, shown, size
     from fedvitals.store import open_reader
     from fedvitals.store.read import queries
     from fedvitals.store.tapes import tape_bytes
@@ -52,7 +49,7 @@ def _list(store: str | None, as_json: bool) -> None:
     if not runs:
         click.echo("No runs yet. `fedvitals demo` makes one; the README's ten lines make your own.", err=True)
         return
-    table = Table(box=None, pad_edge=False)
+    table = new_table()
     table.add_column("run", no_wrap=True, min_width=8)
     table.add_column("id", no_wrap=True)
     for title in ("rounds", "clients", "accuracy", "loss", "alerts", "time"):
@@ -70,7 +67,7 @@ def _list(store: str | None, as_json: bool) -> None:
             f"{alerts}{lost}",
             seconds(run.seconds) if run.finished else "open",
         )
-    console = Console(highlight=False)
+    console = new_console()
     console.print(table)
     unjudged = [run for run in runs if missing[run.id]]
     if unjudged:
@@ -139,8 +136,6 @@ def bytes_of(text: str) -> int:
 
 
 def _tell(cleared: Cleared, as_json: bool) -> None:
-    from fedvitals.cli.screen import shown, size
-
     if as_json:
         print_json("runs", cleared)
         return

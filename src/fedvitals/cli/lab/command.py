@@ -19,6 +19,7 @@ import click
 
 from fedvitals.cli.lab.progress import Alarms, EndedRun, Progress, remember
 from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.cli.screen import size
 from fedvitals.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -98,7 +99,6 @@ def command(
 
 
 def _download(experiment: Experiment, folder: str | None) -> None:
-    from fedvitals.cli.screen import size
     from fedvitals.lab.data import datasets
     from fedvitals.lab.description import kind_of
 

@@ -11,6 +11,7 @@ import click
 
 from fedvitals.cli.options import json_option, print_json, store_option
 from fedvitals.cli.replay import flower as replay_flower
+from fedvitals.cli.screen import size
 
 if TYPE_CHECKING:
     from fedvitals.replay.debugger.debugger_output import DebuggerOutput
@@ -102,8 +103,6 @@ def _place(session: Session, number: int | None, node: str | None) -> DebuggerOu
 
 
 def _overview(session: Session, place: DebuggerOutput | None, as_json: bool) -> None:
-    from fedvitals.cli.screen import size
-
     covered = session.overview()
     if not as_json:
         click.echo(str(covered if place is None else place))
