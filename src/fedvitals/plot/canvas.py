@@ -75,6 +75,12 @@ def sheet(
     return figure, grid
 
 
+def panel(height: float) -> tuple[Figure, Any]:
+    """Return a figure of that many inches, and its only axes."""
+    figure, grid = sheet(1, height)
+    return figure, grid[0, 0]
+
+
 def dress(axes: Any) -> None:
     """Set the style of the ticks now, since they may be drawn later in a notebook of another style."""
     axes.tick_params(which="both", colors=INK, labelsize=SMALL, width=0.5, length=3)
@@ -112,6 +118,12 @@ def value_axis(axes: Any, unit: str, which: str = "y") -> None:
     axis.set_major_formatter(lambda value, _: form(value))
 
 
+def legend(axes: Any, *entries: Any, **how: Any) -> None:
+    """Put the legend to the right of the axes."""
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+    axes.legend(*entries, **place, frameon=False, fontsize=SMALL, handlelength=1, **how)
+
+
 def flags(axes: Any, cases: Sequence[Case], *, named: bool = False) -> None:
     """Mark findings on the round axis: a hairline where each began, with the shape of its severity on top."""
     from matplotlib.transforms import blended_transform_factory  # noqa: PLC0415 - an extra
@@ -136,8 +148,7 @@ def flags(axes: Any, cases: Sequence[Case], *, named: bool = False) -> None:
 
 def nothing(what: str, why: str = "") -> Figure:
     """Return a small figure that says what is missing and what would provide it."""
-    figure, grid = sheet(1, 1.1)
-    axes = grid[0, 0]
+    figure, axes = panel(1.1)
     axes.set_axis_off()
     text = f"{what}\n{why}" if why else what
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=HAIRLINE, wrap=True)

@@ -12,14 +12,11 @@ from fedvitals.plot.source import Which, check_sign, opened
 from fedvitals.plot.style import words
 from fedvitals.store import Target
 from fedvitals.views.cases import cases_of
-from fedvitals.views.grid import Grid
 from fedvitals.views.heat import Sort, client_grid
 from fedvitals.views.overview import overview
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from fedvitals.diagnosis.cases import Case
 
 ROWS, COLUMNS = 100, 400
 SIGNED = ("update.cosine_mean", "update.cosine_previous")
@@ -40,11 +37,6 @@ def clients(
         cells = None if sign is None else client_grid(reader, chosen, sign, sort=sort, limit=rows, columns=COLUMNS)
     if cells is None or sign is None or not cells.rows:
         return nothing("No client told anything that could be shown.", "Clients tell in `monitor.client(...)`.")
-    return draw_clients(cells, sign, cases, sort)
-
-
-@drawn
-def draw_clients(cells: Grid, sign: str, cases: list[Case], sort: Sort) -> Figure:
     shown = f"{len(cells.rows)} of {cells.total_rows} clients" if len(cells.rows) < cells.total_rows else ""
     order = {"worst": "worst first", "value": "largest first", "name": "by name"}[sort]
     figure, axes, top = cell_sheet(len(cells.rows), words(sign, 40), ", ".join(w for w in (shown, order) if w))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedvitals.plot.canvas import drawn, flags, head, line, nothing, numbers, round_axis, sheet, value_axis
-from fedvitals.plot.scale import Height, label_ends
+from fedvitals.plot.canvas import drawn, flags, head, line, nothing, numbers, panel, round_axis, value_axis
+from fedvitals.plot.scale import End, Height, end_of, label_ends
 from fedvitals.plot.source import Which, check_sign, opened, suspects
 from fedvitals.plot.style import BLUE, COLOURS, HAIRLINE, axis_unit, words
 from fedvitals.records import AnyName, is_client, node_name
@@ -38,8 +38,7 @@ def cohort(run: Which, sign: str = "loss", *, nodes: Sequence[AnyName] | None = 
     if not matrix.nodes:
         return nothing(f"No client told its {words(sign, 40)}.")
     named = [*map(node_name, nodes)] if nodes is not None else suspects(cases, LINES)
-    figure, grid = sheet(1, 2.6)
-    axes = grid[0, 0]
+    figure, axes = panel(2.6)
     head(axes, words(sign, 30), f"{LEGEND}; {told_by(band(sign, matrix, POINTS), clients)}")
     draw_cohort(axes, sign, matrix, named[:LINES])
     flags(axes, [case for case in cases if case.node is None or case.node in named])
@@ -56,7 +55,7 @@ def draw_cohort(axes: Any, sign: str, matrix: Matrix, named: Sequence[str]) -> N
     )
     height = Height("log" if _is_wide(seen) else "linear", seen)
     draw_band(axes, cohort_band, height)
-    ends = []
+    ends: list[End] = []
     for place, (node, rounds, values) in enumerate(shown):
         colour = COLOURS[(place + 1) % len(COLOURS)]  # the first is the cohort's own
         heights = height.of(np.array(values, float))
@@ -64,9 +63,7 @@ def draw_cohort(axes: Any, sign: str, matrix: Matrix, named: Sequence[str]) -> N
             axes.plot(rounds, heights, "o:", color=colour, linewidth=0.7, markersize=3.5)
         else:
             line(axes, rounds, heights.tolist(), colour)
-        finite = np.flatnonzero(np.isfinite(heights))
-        if finite.size:
-            ends.append((words(node, 16), colour, float(rounds[finite[-1]]), float(heights[finite[-1]])))
+        ends += end_of(words(node, 16), colour, rounds, heights)
     height.dress(axes)
     if height.scale == "linear":
         value_axis(axes, cohort_band.unit)

@@ -11,12 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedvitals.plot.canvas import SMALL, drawn, empty, head, line, nothing, numbers, round_axis, sheet, value_axis
-from fedvitals.plot.scale import Height, label_ends
+from fedvitals.plot.canvas import (
+    SMALL,
+    drawn,
+    dress,
+    empty,
+    head,
+    line,
+    nothing,
+    numbers,
+    round_axis,
+    sheet,
+    value_axis,
+)
+from fedvitals.plot.scale import End, Height, end_of, label_ends
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import COLOURS, words
 from fedvitals.store import Target
-from fedvitals.views.layers import Average, Averages, DepthProfile, LayersPage, layers_page
+from fedvitals.views.layers import Average, Averages, DepthProfile, layers_page
 from fedvitals.views.series import Numbers
 
 if TYPE_CHECKING:
@@ -31,11 +43,6 @@ def gradient_flow(run: Which, *, store: Target = None) -> Figure:
     """Draw the size of the gradient from the first layer to the last, one line a round, and the paper's averages."""
     with opened(run, store) as (reader, chosen):
         page = layers_page(reader, chosen, family="gradient", statistic="rms")
-    return draw_flow(page)
-
-
-@drawn
-def draw_flow(page: LayersPage) -> Figure:
     if not page.profile.lines:
         return nothing("No gradient was measured layer by layer.", *page.missing[:1])
     figure, grid = sheet(2, columns=2, heights=(2.5, 2.0))
@@ -57,8 +64,6 @@ def draw_flow(page: LayersPage) -> Figure:
 
 def _merge(figure: Figure, grid: Any) -> None:
     """One wide panel on top."""
-    from fedvitals.plot.canvas import dress  # noqa: PLC0415
-
     spec = grid[0, 0].get_gridspec()
     below = [grid[1, 0], grid[1, 1]]
     for axes in grid[0]:
@@ -102,15 +107,12 @@ def _averages(axes: Any, averages: Averages | None, of: Callable[[Average], Numb
         return
     shown = averages.layers[:MOST_LINES]
     height = Height(scale, np.concatenate([numbers(of(average)) for average in shown]))
-    ends = []
+    ends: list[End] = []
     for place, average in enumerate(shown):
         colour = COLOURS[place % len(COLOURS)]
         heights = height.of(numbers(of(average)))
         line(axes, averages.rounds, heights.tolist(), colour, linestyle="solid" if place < len(COLOURS) else "dashed")
-        finite = np.flatnonzero(np.isfinite(heights))
-        if finite.size:
-            name = words(average.layer, 14)
-            ends.append((name, colour, float(averages.rounds[finite[-1]]), float(heights[finite[-1]])))
+        ends += end_of(words(average.layer, 14), colour, averages.rounds, heights)
     height.dress(axes)
     if scale == "linear":
         value_axis(axes, "1")

@@ -12,9 +12,9 @@ import numpy as np
 
 from fedvitals.catalog import CATALOG
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.plot.canvas import drawn, flags, head, line, nothing, numbers, round_axis, sheet
+from fedvitals.plot.canvas import drawn, flags, head, line, nothing, numbers, panel, round_axis
 from fedvitals.plot.cohort_band import LEGEND, POINTS, draw_band
-from fedvitals.plot.scale import Height, label_ends
+from fedvitals.plot.scale import End, Height, end_of, label_ends
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import COLOURS, words
 from fedvitals.store import Target
@@ -56,11 +56,10 @@ def gsc(*runs: Which, reading: str = "scale.gsc", store: Target = None) -> Figur
 
 
 def _draw(bands: list[tuple[str, Band]], reading: str, cases: list[Case]) -> Figure:
-    figure, grid = sheet(1, 2.6)
-    axes = grid[0, 0]
+    figure, axes = panel(2.6)
     head(axes, f"{reading} = {READINGS[reading]}", LEGEND if len(bands) == 1 else "median client of each run; 5–95 %")
     height = Height("log", np.concatenate([numbers(v) for _, run_band in bands for v in (run_band.min, run_band.max)]))
-    ends = []
+    ends: list[End] = []
     for place, (name, run_band) in enumerate(bands):
         colour = COLOURS[place % len(COLOURS)]
         middle = height.of(numbers(run_band.median))
@@ -73,9 +72,7 @@ def _draw(bands: list[tuple[str, Band]], reading: str, cases: list[Case]) -> Fig
             )  # fmt: skip
             dashes = "solid" if place < len(COLOURS) else "dashed"
             line(axes, run_band.rounds, middle.tolist(), colour, linestyle=dashes)
-        finite = np.flatnonzero(np.isfinite(middle))
-        if finite.size:
-            ends.append((words(name, 18), colour, float(run_band.rounds[finite[-1]]), float(middle[finite[-1]])))
+        ends += end_of(words(name, 18), colour, run_band.rounds, middle)
     height.dress(axes)
     axes.set_ylabel(reading, labelpad=2)
     if len(bands) > 1:

@@ -13,13 +13,10 @@ from fedvitals.stats import FAMILIES, derive, statistics_of
 from fedvitals.store import Target
 from fedvitals.store.read.layer_history import layer_history
 from fedvitals.views.cases import cases_of
-from fedvitals.views.grid import Grid
 from fedvitals.views.layers import grid_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from fedvitals.diagnosis.cases import Case
 
 COLUMNS = 400
 SIGNED = ("mean", "sum", "min", "max", "cosine_mean", "cosine_previous")
@@ -41,11 +38,7 @@ def layers(run: Which, family: str = "gradient", statistic: str = "", *, store: 
     if not history.rounds:
         return nothing(f"No statistics of the layers' '{family}' were kept.", 'Monitor(probes="deep") keeps most.')
     values = derive(family, history.matrix, statistic)
-    return draw_layers(grid_of(history, values, "", columns=COLUMNS), family, statistic, cases)
-
-
-@drawn
-def draw_layers(grid: Grid, family: str, statistic: str, cases: list[Case]) -> Figure:
+    grid = grid_of(history, values, "", columns=COLUMNS)
     figure, axes, top = cell_sheet(len(grid.rows), f"{family}, {statistic} of each layer", "first layer on top")
     signed = statistic in SIGNED
     shades = shades_of(grid, signed=signed, log=False if signed or statistic in SHARES else None)

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fedvitals.plot.canvas import drawn, flags, head, line, nothing, numbers, round_axis, sheet, value_axis
 from fedvitals.plot.cohort_band import POINTS, draw_band, told_by, told_by_few
-from fedvitals.plot.scale import Floats, Height, label_ends
+from fedvitals.plot.scale import End, Height, end_of, label_ends
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import BLUE, VERMILLION, axis_unit
 from fedvitals.records import is_client
@@ -60,28 +59,23 @@ def _panel(reader: Reader, run: str, name: str, behind: tuple[str, ...]) -> tupl
 def _draw(axes: Any, name: str, own: Series, cohort: Band | None, clients: int) -> None:
     spread = [] if cohort is None else [numbers(cohort.p5), numbers(cohort.p95)]
     height = Height("linear", np.concatenate([numbers(own.values), *spread, np.zeros(1)]))
-    ends, note = [], ""
+    ends: list[End] = []
+    note = ""
     if cohort is not None:
         draw_band(axes, cohort, height, BLUE, clients=clients)
         few, middle = told_by_few(cohort, clients), height.of(numbers(cohort.median))
         alone = bool(few.size and few.all())  # never enough of them for a band
         known = np.flatnonzero(np.isfinite(middle))
         whose = "clients" if known.size and few[known[-1]] else "median client"
-        ends += _end(whose, BLUE, cohort.rounds, middle)
+        ends += end_of(whose, BLUE, cohort.rounds, middle)
         note = f"{'points' if alone else 'band'}: {cohort.name}, told by {told_by(cohort, clients)}"
     if own.rounds:
         heights = height.of(numbers(own.values))
         line(axes, own.rounds, heights.tolist(), VERMILLION, linewidth=1.6)
-        ends += _end(own.of, VERMILLION, own.rounds, heights)
+        ends += end_of(own.of, VERMILLION, own.rounds, heights)
     head(axes, name, note)
     unit = own.unit or ("" if cohort is None else cohort.unit)
     height.dress(axes)
     value_axis(axes, unit)
     axes.set_ylabel(f"{name}{'' if unit == 'share' else axis_unit(unit)}", labelpad=2)
     label_ends(axes, ends)
-
-
-def _end(name: str, colour: str, rounds: Sequence[int], heights: Floats) -> list[tuple[str, str, float, float]]:
-    """Where a line stops, for its name; nothing where there is no line."""
-    finite = np.flatnonzero(np.isfinite(heights))
-    return [(name, colour, float(rounds[finite[-1]]), float(heights[finite[-1]]))] if finite.size else []

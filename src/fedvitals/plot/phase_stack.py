@@ -7,18 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedvitals.plot.canvas import SMALL, drawn, flags, head, nothing, numbers, round_axis, sheet, value_axis
+from fedvitals.plot.canvas import SMALL, drawn, flags, head, legend, nothing, numbers, panel, round_axis, value_axis
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import part_colour
 from fedvitals.store import Target
 from fedvitals.views.cases import cases_of
-from fedvitals.views.phases import Phases
 from fedvitals.views.phases import phases as phases_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from fedvitals.diagnosis.cases import Case
 
 POINTS = 200
 TALL = 4.0  # times the usual round: what is longer is cut off, and told
@@ -32,13 +29,7 @@ def phases(run: Which, *, store: Target = None) -> Figure:
         cases = [case for case in cases_of(reader, chosen) if case.issue_entry.family == "system"]
     if not phases_page.rounds:
         return nothing("No round was timed.", "`monitor.round(...)` times them.")
-    return draw_phases(phases_page, cases)
-
-
-@drawn
-def draw_phases(phases_page: Phases, cases: list[Case]) -> Figure:
-    figure, grid = sheet(1, 2.4)
-    axes = grid[0, 0]
+    figure, axes = panel(2.4)
     below = np.zeros(len(phases_page.rounds))
     widths = [max(1, last - first + 1) * 0.88 for first, last in zip(phases_page.first, phases_page.last, strict=True)]
     middles = [(first + last) / 2 for first, last in zip(phases_page.first, phases_page.last, strict=True)]
@@ -54,9 +45,7 @@ def draw_phases(phases_page: Phases, cases: list[Case]) -> Figure:
             axes.annotate(f"{below[place]:.3g} s", (middles[place], TALL * usual), ha="left", va="top", fontsize=SMALL)
     head(axes, "time of a round, by part of its critical path", f"{phases_page.clock} clock")
     value_axis(axes, "seconds")
-    axes.legend(
-        loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=SMALL, handlelength=1, reverse=True
-    )
+    legend(axes, reverse=True)
     flags(axes, cases)
     round_axis(axes, (phases_page.first[0], phases_page.last[-1]))
     return figure

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedvitals.analysis.traffic import Traffic, traffic_of
-from fedvitals.plot.canvas import SMALL, drawn, head, nothing, round_axis, sheet, value_axis
+from fedvitals.plot.canvas import drawn, head, legend, nothing, panel, round_axis, value_axis
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import GREEN, ORANGE, PURPLE, VERMILLION
 from fedvitals.records import Event, Transfer
@@ -37,32 +37,24 @@ def traffic(run: Which, *, store: Target = None) -> Figure:
 
 @drawn
 def draw_traffic(run_traffic: Traffic) -> Figure:
-    moved = [
-        round_traffic for round_traffic in run_traffic.rounds if round_traffic.bytes or round_traffic.telemetry_bytes
-    ]
+    moved = [own for own in run_traffic.rounds if own.bytes or own.telemetry_bytes]
     if not moved:
         return nothing("No transfer was told.", "`monitor.transfer(...)` tells of them; the lab does by itself.")
-    figure, grid = sheet(1, 2.0)
-    axes = grid[0, 0]
-    rounds = np.array([round_traffic.round for round_traffic in moved])
+    figure, axes = panel(2.0)
+    rounds = np.array([own.round for own in moved])
     below = np.zeros(len(moved))
     for name, colour, values in (
-        ("up", VERMILLION, [round_traffic.up.bytes for round_traffic in moved]),
-        ("down", GREEN, [round_traffic.down.bytes for round_traffic in moved]),
-        ("between edges and server", PURPLE, [round_traffic.between.bytes for round_traffic in moved]),
-        ("telemetry", ORANGE, [round_traffic.telemetry_bytes for round_traffic in moved]),
+        ("up", VERMILLION, [own.up.bytes for own in moved]),
+        ("down", GREEN, [own.down.bytes for own in moved]),
+        ("between edges and server", PURPLE, [own.between.bytes for own in moved]),
+        ("telemetry", ORANGE, [own.telemetry_bytes for own in moved]),
     ):
         if any(values):
             axes.bar(rounds, values, 0.88, below, color=colour, label=name, linewidth=0)
             below += np.array(values, float)
-    head(
-        axes,
-        "bytes of a round",
-        f"{size(run_traffic.bytes)} in all{', without telemetry' if run_traffic.telemetry_bytes else ''}",
-    )
+    without = ", without telemetry" if run_traffic.telemetry_bytes else ""
+    head(axes, "bytes of a round", f"{size(run_traffic.bytes)} in all{without}")
     value_axis(axes, "bytes")
-    axes.legend(
-        loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=SMALL, handlelength=1, reverse=True
-    )
+    legend(axes, reverse=True)
     round_axis(axes, rounds.tolist())
     return figure

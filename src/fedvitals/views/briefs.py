@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from fedvitals.diagnosis.cases import Case
+from fedvitals.plain_json import copied
 from fedvitals.store.marks import Mark, marks
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import case_key
@@ -57,19 +58,14 @@ def since_of(case: Case) -> int | None:
 def brief(case: Case, marked: Marked, labels: Mapping[str, str]) -> Brief:
     """Summarise a case; `labels`: of nodes, see `views.labels`."""
     key = case_key(case)
-    return Brief(
+    return copied(
+        Brief,
+        case,
         key=key,
-        issue=case.issue,
         title=case.issue_entry.title,
         place=place_of(case, labels),
-        node=case.node,
         label=labels.get(case.node or "", ""),
-        layer=case.layer,
-        severity=case.severity,
-        confidence=case.confidence,
         since=since_of(case),
-        last=case.last,
-        still_there=case.still_there,
         course=case.timeline,
         message=case.newest.message,
         acknowledged=key in marked.acknowledged,

@@ -104,6 +104,10 @@ class Matrix:
         low = 0 if first is None else int(np.searchsorted(numbers, first))
         return low, max(low, len(numbers) if last is None else int(np.searchsorted(numbers, last, "right")))
 
+    def sums(self, axis: int) -> Reals:
+        """Return the sum of the finite values of each round (axis 0) or of each row (axis 1)."""
+        return np.asarray(np.where(np.isfinite(self.values), self.values, 0).astype(float).sum(axis=axis))
+
     def band(self) -> Band:
         """Return the extremes and quantiles of each round."""
         return self._once("band", self._band)

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from fedvitals.diagnosis.cases import Case
 from fedvitals.diagnosis.evidence.vital_signs import as_measured
 from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE, RATES, measured_rates
+from fedvitals.plain_json import copied
 from fedvitals.records import Action, Event
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
@@ -172,18 +173,18 @@ class FullFinding(FindingDetails):
 def card(case: Case, marked: Marked, labels: Mapping[str, str]) -> CaseCard:
     """Summarise a case as a card."""
     short = brief(case, marked, labels)
-    return CaseCard(
-        **{part.name: getattr(short, part.name) for part in fields(short)},
+    return copied(
+        CaseCard,
+        short,
+        case,
         family=case.issue_entry.family,
         sentence=clause([case], labels),
         now=case.newest.severity,
         sure=sure(case),
         group=case.newest.where.group,
-        first=case.first,
         rounds=case.rounds[-MOST_ROUNDS:],
         confidences=case.confidences[-MOST_ROUNDS:],
         seen=len(case.rounds),
-        returned=case.returned,
         reason=marked.muted.get(short.key) or None,
     )
 
@@ -248,8 +249,7 @@ def _mentions(line: CaseCard, search: str) -> bool:
 def full_finding(reader: Reader, run: str, key: str) -> FullFinding:
     """Read everything about one case; ConfigError where there is none of that key."""
     finding = finding_details(reader, run, key)
-    parts = {part.name: getattr(finding, part.name) for part in fields(finding)}
-    return FullFinding(**parts, evidence=evidence_of_key(reader, run, key))
+    return copied(FullFinding, finding, evidence=evidence_of_key(reader, run, key))
 
 
 def evidence_of_key(reader: Reader, run: str, key: str) -> Evidence:
@@ -260,15 +260,10 @@ def evidence_of_key(reader: Reader, run: str, key: str) -> Evidence:
 def finding_details(reader: Reader, run: str, key: str) -> FindingDetails:
     """Read one case in full; ConfigError where there is none of that key."""
     case, labels = case_of(reader, run, key), labels_of(reader, run)
-    known = case.issue_entry
-    return FindingDetails(
+    return copied(
+        FindingDetails,
+        case.issue_entry,
         case=card(case, marked(reader, run), labels),
-        symptom=known.symptom,
-        causes=known.causes,
-        remedies=known.remedies,
-        refutation=known.refutation,
-        reference=known.reference,
-        exact=known.exact,
         numbers=tuple(_number(row, case) for row in numbers_of(case)),
         more=tuple((name.replace("_", " "), text_of(value)[:LONGEST]) for name, value in more_of(case)),
         suspects=tuple(
@@ -301,15 +296,8 @@ def _number(row: Mapping[str, Any], case: Case) -> NumberRow:
 
 def _action(action: Action) -> ActionRow:
     rest = {name: value for name, value in action.arguments.items() if name not in ("why", "by", "id")}
-    return ActionRow(
-        kind=action.kind,
-        target=action.target,
-        status=action.status,
-        round=action.where.round,
-        at=action.at,
-        why=str(action.arguments.get("why", ""))[:LONGEST],
-        arguments=text_of(rest)[:LONGEST],
-    )
+    why = str(action.arguments.get("why", ""))[:LONGEST]
+    return copied(ActionRow, action, round=action.where.round, why=why, arguments=text_of(rest)[:LONGEST])
 
 
 def _failed(failure: Event | None) -> Failed | None:

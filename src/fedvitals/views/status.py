@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from fedvitals import __version__
 from fedvitals.catalog import LEVELS, meaning_of, unit_of
-from fedvitals.plain_json import finite
+from fedvitals.plain_json import copied, finite
 from fedvitals.records import Run
 from fedvitals.stats import FAMILIES, statistics_of
 from fedvitals.store.read import queries
@@ -100,29 +100,22 @@ def status_of(reader: Reader, run: str, *, written: bool = False, now: float | N
     last_record = finite(rounds_and_last_record(reader, run)[1])
     times, costs = (series.get((name, None), ([], []))[1] for name in ("time.round", "monitor.cost"))
     level, sent = privacy_level(described), traffic_total(reader, run)
-    return Status(
-        id=run,
-        name=described.name,
+    return copied(
+        Status,
+        described,
+        summary,
         state=state_of(described.finished, last_record, described.started, written=written, now=now),
-        host=described.host,
-        topology=described.topology,
-        seed=described.seed,
         started=finite(described.started),
-        finished=described.finished,
-        seconds=summary.seconds,
         last_record=last_record,
         rounds=len(rounds),
         rounds_planned=planned_rounds(described),
         first_round=rounds[0] if rounds else None,
         last_round=rounds[-1] if rounds else None,
-        clients=summary.clients,
         accuracy=finite(summary.accuracy),
         loss=finite(summary.loss),
         round_seconds=finite(times[-1]) if times else None,
         bytes=None if sent is None else sent.bytes,
         telemetry_bytes=None if sent is None else sent.telemetry,
-        findings=summary.findings,
-        lost=summary.lost,
         cost_percent=percent_of(costs, times),
         privacy=f"{level}: {LEVELS[level]}",
         metrics=tuple(_known(name) for name in queries.metric_names(reader, run)),
@@ -131,8 +124,6 @@ def status_of(reader: Reader, run: str, *, written: bool = False, now: float | N
             for name in queries.layer_families(reader, run)
             if name in FAMILIES
         ),
-        config=described.config,
-        versions=described.versions,
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from fedvitals.catalog import CATALOG, meaning_of, unit_of
 from fedvitals.diagnosis.cases import Case
 from fedvitals.errors import ConfigError
+from fedvitals.plain_json import copied, finite
 from fedvitals.records import FAILURES as FAILED
 from fedvitals.records import Event, natural
 from fedvitals.store.read.events import events_of_node
@@ -176,10 +177,9 @@ def _facts(reader: Reader, run: str, node: str) -> list[Fact]:
             continue
         round_index, value = newest
         cohort = values_of_nodes(reader, run, name, round_index, clients)
-        finite = [v for v in cohort.values() if math.isfinite(v)]
-        middle = float(np.median(finite)) if len(finite) > 1 and CATALOG[name].unit != "class" else None
-        known = value if value is not None and math.isfinite(value) else None
-        facts.append(Fact(name, unit_of(name), meaning_of(name), known, round_index, middle, len(cohort)))
+        known = [v for v in cohort.values() if math.isfinite(v)]
+        middle = float(np.median(known)) if len(known) > 1 and CATALOG[name].unit != "class" else None
+        facts.append(Fact(name, unit_of(name), meaning_of(name), finite(value), round_index, middle, len(cohort)))
     return facts
 
 
@@ -222,11 +222,11 @@ def events_of(reader: Reader, run: str, node: str, names: Sequence[str] = (), li
 def _event(event: Event) -> ClientEvent:
     lines = traceback_of(event)
     kind = event.data.get("exception")
-    return ClientEvent(
-        at=event.at if math.isfinite(event.at) else None,
+    return copied(
+        ClientEvent,
+        event,
+        at=finite(event.at),
         round=event.where.round,
-        level=event.level,
-        name=event.name,
         message=event.message[:MESSAGE],
         exception=str(kind)[:200] if kind is not None else None,
         traceback="\n".join(lines)[-TRACEBACK:] if lines else None,

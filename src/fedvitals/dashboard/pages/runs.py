@@ -7,7 +7,6 @@ and to sort is looked up for the runs of the page only.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,9 +16,11 @@ from typing import Any, Literal, get_args
 
 from fedvitals.dashboard.pages.run_summary import RunFacts, Spark, facts_of
 from fedvitals.diagnosis.issues.table import SEVERITIES
+from fedvitals.plain_json import copied
 from fedvitals.store.marks import Mark, marks
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.read.runs import last_records_of_open_runs, run_heads
+from fedvitals.views.memo import Remembered
 from fedvitals.views.status import RunState, state_of
 from fedvitals.views.verdict import State
 
@@ -111,8 +112,7 @@ class RunList:
     """The list of runs, with what is remembered of each; for several threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._facts: dict[str, tuple[str, RunFacts]] = {}
+        self._facts = Remembered[str, RunFacts](REMEMBERED)
 
     def page(
         self,
@@ -143,44 +143,11 @@ class RunList:
         )
 
     def _row(self, reader: Reader, version: Callable[[str], str], head: _Head) -> RunRow:
-        facts = self._known(reader, version(head.id), head)
+        facts = self._facts.get(head.id, version(head.id), lambda: facts_of(reader, head.id, head.marks))
         end = head.finished if head.finished is not None else facts.last_record
-        return RunRow(
-            id=head.id,
-            name=head.name,
-            host=head.host,
-            topology=head.topology,
-            tags=head.tags,
-            state=head.state,
-            written=head.written,
-            health=facts.verdict.state,
-            headline=facts.verdict.headline,
-            key=facts.verdict.key,
-            findings=facts.findings,
-            rounds=facts.rounds,
-            planned=facts.planned,
-            started=head.started,
-            finished=head.finished,
-            last_record=facts.last_record,
-            seconds=None if end is None or head.started is None else max(0.0, end - head.started),
-            clients=facts.clients,
-            accuracy=facts.accuracy,
-            loss=facts.loss,
-            spark=facts.spark,
-            bytes=facts.bytes,
-        )
-
-    def _known(self, reader: Reader, version: str, head: _Head) -> RunFacts:
-        with self._lock:
-            known = self._facts.get(head.id)
-        if known is not None and known[0] == version:
-            return known[1]
-        facts = facts_of(reader, head.id, head.marks)
-        with self._lock:
-            self._facts[head.id] = version, facts
-            if len(self._facts) > REMEMBERED:
-                del self._facts[next(iter(self._facts))]
-        return facts
+        seconds = None if end is None or head.started is None else max(0.0, end - head.started)
+        # Of both, the last record is that of the facts: a head knows it of runs without an end only.
+        return copied(RunRow, facts, head, facts.verdict, health=facts.verdict.state, state=head.state, seconds=seconds)
 
 
 def _heads(reader: Reader, is_written: Callable[[str, bool], bool], now: float) -> list[_Head]:

@@ -14,18 +14,19 @@ from typing import NamedTuple, TypeVar
 
 from fedvitals.analysis.bottleneck import RunVerdict, judge
 from fedvitals.analysis.critical_path import CriticalPath, critical_path
-from fedvitals.analysis.remedies import Remedy, remedies
+from fedvitals.analysis.remedies import remedies
 from fedvitals.analysis.stragglers import Straggler, stragglers
-from fedvitals.analysis.timeline import RoundTime, main_clock, rounds_of_clock, timeline, waiting_for
-from fedvitals.analysis.what_if import WhatIfRow, what_if
+from fedvitals.analysis.timeline import RoundTime, main_clock, rounds_of_clock, timeline
+from fedvitals.analysis.what_if import what_if
 from fedvitals.errors import ConfigError
+from fedvitals.plain_json import copied
 from fedvitals.records import Span, Transfer
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.read.runs import end_of_run
 from fedvitals.store.read.spans import count_between, count_spans, records_between
 from fedvitals.views.memo import remembered
-from fedvitals.views.profile import ORDER
+from fedvitals.views.profile import seconds_by_part, waited_for
 
 R = TypeVar("R", Span, Transfer)
 SPANS = 4000  # that are read unless somebody asks for more: a third of a second
@@ -215,8 +216,10 @@ def _changes(reader: Reader, asked: _Asked) -> Changes:
         looked.clock,
         looked.window,
         max((row.before for row in rows), default=None),
-        tuple(_change(row) for row in better),
-        tuple(_remedy(remedy) for remedy in remedies(verdict, rows)) if verdict else (),
+        tuple(copied(Gain, row, why="", cut=row.cut[:CUT]) for row in better),
+        tuple(copied(Gain, remedy, cut=(), lost=None, lost_of="") for remedy in remedies(verdict, rows))
+        if verdict
+        else (),
     )
 
 
@@ -279,66 +282,22 @@ def _between(reader: Reader, run: str, kind: type[R], window: Window) -> Sequenc
 
 
 def _spent(parts: Iterable[Mapping[str, float]]) -> tuple[Spent, ...]:
-    """Seconds by part, in the one order of parts."""
-    sums: dict[str, float] = {}
-    for seconds_by_part in parts:
-        for part, seconds in seconds_by_part.items():
-            sums[part] = sums.get(part, 0.0) + seconds
+    sums = seconds_by_part(parts)
     whole = sum(sums.values())
-    order = sorted(sums, key=lambda part: ORDER.index(part) if part in ORDER else len(ORDER))
-    return tuple(Spent(part, sums[part], sums[part] / whole if whole > 0 else 0.0) for part in order)
+    return tuple(Spent(part, seconds, seconds / whole if whole > 0 else 0.0) for part, seconds in sums.items())
 
 
 def _lines(verdict: RunVerdict | None) -> tuple[RoundLine, ...]:
     rounds = [] if verdict is None else sorted(verdict.by_round, key=lambda judged: -judged.seconds)
-    return tuple(RoundLine(judged.round, judged.seconds, judged.kind, judged.text) for judged in rounds)
+    return tuple(copied(RoundLine, judged, headline=judged.text) for judged in rounds)
 
 
 def _slow(straggler: Straggler) -> SlowNode:
-    turns = tuple(SlowTurn(turn.round, turn.seconds, turn.peers, turn.determined) for turn in straggler.history)
-    return SlowNode(
-        straggler.node,
-        straggler.rounds,
-        straggler.determined,
-        straggler.seconds_lost,
-        straggler.part,
-        straggler.typical,
-        straggler.peers,
-        turns,
-    )
-
-
-def _change(row: WhatIfRow) -> Gain:
-    return Gain(
-        row.name, "", row.before, row.after, row.share, row.assumes, row.costs, row.cut[:CUT], row.lost, row.lost_of,
-        row.at_most,
-    )  # fmt: skip
-
-
-def _remedy(remedy: Remedy) -> Gain:
-    return Gain(
-        remedy.name,
-        remedy.why,
-        remedy.before,
-        remedy.after,
-        remedy.share,
-        remedy.assumes,
-        remedy.costs,
-        (),
-        None,
-        "",
-        remedy.at_most,
-    )
+    return copied(SlowNode, straggler, history=tuple(copied(SlowTurn, turn) for turn in straggler.history))
 
 
 def _waited_for(times: Sequence[RoundTime], paths: Sequence[CriticalPath]) -> tuple[WaitedFor, ...]:
-    """For whom clients waited, the most first; not where they take turns, and each waits for all the others."""
-    waited: dict[str, float] = {}
-    for time, path in zip(times, paths, strict=True):
-        whom = {} if path.shape.slots is not None else waiting_for(time)
-        for client in time.clients:
-            if client.node in whom:
-                waited[whom[client.node]] = waited.get(whom[client.node], 0.0) + client.parts["wait"]
+    """For whom clients waited, the most first."""
+    waited = waited_for(times, paths)
     whole = sum(waited.values())
-    order = sorted(waited, key=lambda node: -waited[node])
-    return tuple(WaitedFor(node, waited[node], waited[node] / whole) for node in order if whole > 0)
+    return tuple(WaitedFor(node, seconds, seconds / whole) for node, seconds in waited.items() if whole > 0)

@@ -25,8 +25,7 @@ def this_minute() -> str:
 @router.get("/api/store", response_model=StoreStatus)
 def store(request: Request) -> Response:
     """The store that is shown."""
-    shown = request.app.state.reader_cache.shown
-    return answer(request, None, lambda reader: store_status(reader, shown))
+    return answer(request, None, store_status, request.app.state.reader_cache.shown)
 
 
 @router.get("/api/runs/{run}", response_model=Status)

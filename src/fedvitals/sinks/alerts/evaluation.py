@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from fedvitals.plain_json import copied
 from fedvitals.records import Finding, Metric, Record, natural
 from fedvitals.sinks.alerts.deduplication import CaseDeduplication
 from fedvitals.sinks.alerts.message import FIRING, RESOLVED, Alert, value_text
@@ -332,40 +333,14 @@ class _AlertOrigin:
     metric: str | None = None
 
     def alert(self, kind: str, state: _RuleState, words: str, value: float | None, bound: float | None) -> Alert:
-        return Alert(
-            run=self.run,
-            rule=self.rule.name,
-            place=self.place,
-            onset=self.round if state.open_since is None else state.open_since,
-            kind=kind,
-            severity=state.severity,
-            round=self.round,
-            at=self.at,
-            message=words,
-            node=self.node,
-            group=self.group,
-            layer=self.layer,
-            issue=self.issue,
-            metric=self.metric,
-            value=value,
-            limit=bound,
-        )
+        onset = self.round if state.open_since is None else state.open_since
+        told = {"onset": onset, "kind": kind, "severity": state.severity, "message": words}
+        return copied(Alert, self, rule=self.rule.name, value=value, limit=bound, **told)
 
 
 def _origin_of(run: str, rule: Rule, place: str, number: int, at: float) -> _AlertOrigin:
     """Of a case, whose place tells the rest."""
-    coordinates = json.loads(place)
-    return _AlertOrigin(
-        run,
-        rule,
-        place,
-        number,
-        at,
-        coordinates["node"],
-        coordinates["group"],
-        coordinates["layer"],
-        coordinates["issue"],
-    )
+    return _AlertOrigin(run, rule, place, number, at, **json.loads(place))
 
 
 def _bound(condition: Condition, state: _RuleState, common: float | None) -> float | None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE
+from fedvitals.plain_json import copied
 from fedvitals.store.read.metrics import ValuesByRound
 from fedvitals.views.comparison.chance import Change, change, pairing
 from fedvitals.views.comparison.runs import ComparisonRow, Side, all_settings, compared
@@ -21,19 +22,6 @@ from fedvitals.views.series import Numbers, bucketed
 
 POINTS = 400  # of a line
 LONGEST = 2000  # characters of a setting
-
-
-@dataclass(frozen=True, slots=True)
-class PageSide:
-    """A run, or several repeats of it."""
-
-    letter: str
-    name: str
-    runs: tuple[str, ...]
-    seeds: tuple[int | None, ...]
-    rounds: int
-    clients: int
-    judged: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +107,7 @@ class PageSetting:
 class ComparePage:
     """Everything that the page of a comparison shows."""
 
-    sides: tuple[PageSide, ...]  # the baseline first
+    sides: tuple[Side, ...]  # the baseline first
     words: tuple[str, ...]  # what changed, the weightiest first
     chance: str  # what may be concluded
     pictures: tuple[Picture, ...]
@@ -137,7 +125,7 @@ def compare_page(sides: Sequence[Sequence[Figures]]) -> ComparePage:
     letters = [side.letter for side in comparison.sides]
     virtual = all(f.virtual_seconds for side in sides for f in side)
     return ComparePage(
-        sides=tuple(_side(side) for side in comparison.sides),
+        sides=comparison.sides,
         words=words,
         chance=chance,
         pictures=tuple(p for p in _pictures(sides, letters, virtual=virtual) if any(line.total for line in p.lines)),
@@ -147,7 +135,7 @@ def compare_page(sides: Sequence[Sequence[Figures]]) -> ComparePage:
             if any(getattr(f, name) for f in sides[0]) and any(getattr(f, name) for side in sides[1:] for f in side)
         ),
         rows=tuple(_row(row) for row in comparison.rows),
-        troubles=tuple(PageTrouble(t.issue, _title(t.issue), t.place, t.severity, t.runs) for t in comparison.troubles),
+        troubles=tuple(copied(PageTrouble, t, title=_title(t.issue)) for t in comparison.troubles),
         partings=tuple(
             PageParting(
                 letter,
@@ -161,10 +149,6 @@ def compare_page(sides: Sequence[Sequence[Figures]]) -> ComparePage:
         ),
         settings=_settings(sides),
     )
-
-
-def _side(side: Side) -> PageSide:
-    return PageSide(side.letter, side.name, side.runs, side.seeds, side.rounds, side.clients, side.judged)
 
 
 def _pictures(sides: Sequence[Sequence[Figures]], letters: Sequence[str], *, virtual: bool) -> list[Picture]:
@@ -257,13 +241,8 @@ def _difference(letter: str, changes: dict[int, Change | None]) -> Line:
 
 
 def _row(row: ComparisonRow) -> PageRow:
-    return PageRow(row.topic, row.name, row.unit, row.better, row.values, tuple(map(_change, row.changes)))
-
-
-def _change(change: Change | None) -> PageChange | None:
-    if change is None:
-        return None
-    return PageChange(change.difference, change.relative, change.low, change.high, change.beyond_chance)
+    changes = (None if change is None else copied(PageChange, change) for change in row.changes)
+    return copied(PageRow, row, changes=tuple(changes))
 
 
 def _title(issue: str) -> str:
