@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fedvitals.cli.options import json_option, opened_run, print_json, store_option
+from fedvitals.cli.options import json_option, opened_run, print_json, run_options
 from fedvitals.cli.screen import new_console, shown
 
 if TYPE_CHECKING:
@@ -71,11 +71,9 @@ def test(config: str, channel: str | None, as_json: bool) -> int:
 
 
 @command.command()
-@click.argument("run")
 @_config
 @click.option("--all", "everything", is_flag=True, help=f"Every alert, not the first {ROWS} alone.")
-@store_option
-@json_option
+@run_options
 def check(run: str, config: str, everything: bool, store: str | None, as_json: bool) -> None:
     """List the alerts that a stored run would have sent by these rules, and when; nothing is sent.
 

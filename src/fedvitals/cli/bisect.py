@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fedvitals.cli.options import json_option, opened_run, print_json, store_option
+from fedvitals.cli.options import opened_run, print_json, run_options
 from fedvitals.cli.screen import new_console, new_table, shown
 from fedvitals.errors import MissingExtraError
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 @click.command(
     epilog="Exit code: 0, whether or not culprits were found; 2 for wrong use or a run that cannot be run again."
 )
-@click.argument("run")
 @click.option("--good", type=int, required=True, metavar="ROUND", help="A round in which all was well.")
 @click.option("--bad", type=int, required=True, metavar="ROUND", help="A later one in which it was not.")
 @click.option(
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 @click.option("--until", metavar="CONDITION", help="What must hold again in the bad round: 'accuracy >= 0.8'.")
 @click.option("--data", type=click.Path(file_okay=False), help="Folder of the data set. Default: where it was.")
 @click.option("--workers", type=int, default=1, show_default=True, help="Worker processes.")
-@store_option
-@json_option
+@run_options
 def command(
     run: str,
     good: int,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fedvitals.cli import case_cards
-from fedvitals.cli.options import json_option, opened_run, print_json, store_option
+from fedvitals.cli.options import opened_run, print_json, run_options
 from fedvitals.cli.screen import new_console, shown
 
 if TYPE_CHECKING:
@@ -24,9 +24,7 @@ ROWS = 20  # of each list
     epilog="Exit code: 1 if there is a case of severity warning or critical, or if not all could be judged (a detector "
     "failed, records were lost); 0 if not; 2 for wrong use."
 )
-@click.argument("run")
-@store_option
-@json_option
+@run_options
 def command(run: str, store: str | None, as_json: bool) -> int:
     """Examine a stored run with all detectors of this fedvitals, and compare with the findings that it has.
 

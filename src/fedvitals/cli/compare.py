@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fedvitals.cli.case_cards import COLOURS
-from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.cli.options import print_json, store_options
 from fedvitals.cli.screen import APART, new_console, new_table, number, shown, with_unit
 
 if TYPE_CHECKING:
@@ -25,8 +25,7 @@ TEXT = 60  # characters of a setting, unless --all
 @click.argument("runs", nargs=-1, required=True, metavar="A B [C ...]")
 @click.option("--repeats", is_flag=True, help="Take all runs of each name and configuration, as repeats.")
 @click.option("--all", "everything", is_flag=True, help="Every finding and every setting that differs.")
-@store_option
-@json_option
+@store_options
 def command(runs: tuple[str, ...], repeats: bool, everything: bool, store: str | None, as_json: bool) -> None:
     """Compare runs: what changed from the first to the others, whether that can be chance, where they part, and why.
 

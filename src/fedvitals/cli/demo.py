@@ -13,7 +13,7 @@ from typing import Any, Self
 import click
 
 from fedvitals.cli import case_cards, ui
-from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.cli.options import print_json, store_options
 from fedvitals.cli.screen import new_console, number, seconds, shown, sparkline
 from fedvitals.errors import MissingExtraError
 
@@ -28,8 +28,7 @@ ROWS = 8  # findings that it closes with
 @click.option("--quick", is_flag=True, help="A small version: 8 rounds, 10 clients, unless said otherwise.")
 @click.option("--no-ui", is_flag=True, help="End after the run; without a terminal it does so anyway.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Port of the dashboard.  [default: 8321, or the next free]")
-@store_option
-@json_option
+@store_options
 def command(
     rounds: int | None,
     clients: int | None,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from fedvitals.cli.options import json_option, opened_run, print_json, store_option
+from fedvitals.cli.options import opened_run, print_json, run_options
 from fedvitals.cli.screen import number
 from fedvitals.errors import ConfigError, FedvitalsError
 
@@ -32,13 +32,11 @@ TELL_SECONDS = 2.0
     epilog="perfetto: a trace for ui.perfetto.dev. parquet, arrow, csv: every table (docs/schema.md) as a file. "
     "tensorboard, mlflow, wandb: curves and histograms. otel: spans and metrics, to --endpoint. See docs/exporters.md."
 )
-@click.argument("run")
 @click.option("--to", "form", type=click.Choice(FORMS), required=True, help="What it is for.")
 @click.option("--out", type=click.Path(path_type=Path), help="The file or folder to write; its default is told.")
 @click.option("--round", "round_", type=int, metavar="N", help="This round only.")
 @click.option("--endpoint", metavar="URL", help="Of otel: the receiver. Of mlflow: the tracking server or database.")
-@store_option
-@json_option
+@run_options
 def command(
     run: str,
     form: str,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from fedvitals.cli import case_cards
-from fedvitals.cli.options import json_option, opened_run, print_json, store_option
+from fedvitals.cli.options import opened_run, print_json, run_options
 from fedvitals.cli.screen import new_console, shown
 
 if TYPE_CHECKING:
@@ -26,12 +26,10 @@ WORDS = ("faulty", "different", "not yet decidable", "healthy")
     epilog="Exit code: 1 if there is a case of severity warning or critical, or if not all was judged (a detector "
     "failed, records were lost); 0 if not; 2 for wrong use."
 )
-@click.argument("run")
 @click.option("--round", "number", type=int, help="What was there in one round, as it stood then.")
 @click.option("--node", help="Only what concerns one node, in full.")
 @click.option("--all", "everything", is_flag=True, help="Every case in full: numbers, causes, remedies.")
-@store_option
-@json_option
+@run_options
 def command(run: str, number: int | None, node: str | None, everything: bool, store: str | None, as_json: bool) -> int:
     """List what the detectors found in a run, each trouble once, worst first.
 

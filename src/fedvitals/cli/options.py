@@ -36,6 +36,16 @@ def json_option(function: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, for scripts.")(function)
 
 
+def store_options(function: F) -> F:
+    """Add --store and --json."""
+    return store_option(json_option(function))
+
+
+def run_options(function: F) -> F:
+    """Add the argument RUN, --store and --json."""
+    return click.argument("run")(store_options(function))
+
+
 @contextlib.contextmanager
 def opened_run(store: str | None, run: str) -> Iterator[tuple[Reader, str]]:
     """Yield the store, open for the block, and the id of the run that is meant: an id, its beginning, or a name."""

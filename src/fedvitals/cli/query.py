@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.cli.options import print_json, store_options
 from fedvitals.cli.screen import new_console, new_table, shown
 
 WIDE = 10_000
@@ -19,8 +19,7 @@ WIDE = 10_000
 )
 @click.argument("sql")
 @click.option("--limit", default=1000, show_default=True, help="At most so many rows.")
-@store_option
-@json_option
+@store_options
 def command(sql: str, limit: int, store: str | None, as_json: bool) -> None:
     """Ask a store anything in SQL; nothing can be changed this way."""
     from fedvitals.store import open_reader

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.cli.options import print_json, store_options
 from fedvitals.cli.screen import new_console, new_table, number, seconds, shown, size
 from fedvitals.errors import ConfigError, unknown
 
@@ -21,8 +21,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 
 
 @click.group(invoke_without_command=True)
-@store_option
-@json_option
+@store_options
 @click.pass_context
 def command(context: click.Context, store: str | None, as_json: bool) -> None:
     """List the runs of a store, the newest first. An id begins with the time the run did."""
@@ -85,8 +84,7 @@ def _list(store: str | None, as_json: bool) -> None:
 @command.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN...]")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@store_option
-@json_option
+@store_options
 @click.pass_obj
 def delete(outer: str | None, runs: tuple[str, ...], yes: bool, store: str | None, as_json: bool) -> None:
     """Delete runs with their tapes, and give their space back. A run that is being written is refused.
@@ -109,8 +107,7 @@ def delete(outer: str | None, runs: tuple[str, ...], yes: bool, store: str | Non
 
 @command.command()
 @click.option("--keep-bytes", required=True, metavar="SIZE", help="What the store may take: 500MB, 2GiB, 1000000.")
-@store_option
-@json_option
+@store_options
 @click.pass_obj
 def thin(outer: str | None, keep_bytes: str, store: str | None, as_json: bool) -> None:
     """Make a store fit a budget, the oldest runs first.

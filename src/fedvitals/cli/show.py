@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fedvitals.cli import case_cards
-from fedvitals.cli.options import json_option, opened_run, print_json, store_option
+from fedvitals.cli.options import opened_run, print_json, run_options
 from fedvitals.cli.screen import new_console, new_table, number, seconds, shown, size, sparkline, with_unit
 
 if TYPE_CHECKING:
@@ -31,11 +31,9 @@ COLUMNS = {
 
 
 @click.command()
-@click.argument("run")
 @click.option("--node", help="One node's history instead of the card.")
 @click.option("--all", "everything", is_flag=True, help="Every client and layer, not only those that stand out most.")
-@store_option
-@json_option
+@run_options
 def command(run: str, node: str | None, everything: bool, store: str | None, as_json: bool) -> None:
     """Show a run's vital signs, and the clients and layers that stand out, those first.
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from fedvitals.dashboard.reader_cache import ReaderCache

@@ -19,7 +19,9 @@ from fedvitals.plot.style import HAIRLINE, INK, SEVERITY, words
 from fedvitals.views.units import seconds, size
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Figure  # noqa: PLC0414 - the other modules take it from here
+else:
+    Figure = Any  # for annotations: matplotlib is an extra, and slow to load
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -73,6 +75,18 @@ def sheet(
     for axes in grid.flat:
         dress(axes)
     return figure, grid
+
+
+def wide_sheet(heights: Sequence[float]) -> Figure:
+    """Return a figure with one wide panel above two others; `figure.axes` has them in this order."""
+    figure, grid = sheet(2, columns=2, heights=heights)
+    for axes in grid[0]:
+        axes.remove()
+    dress(figure.add_subplot(grid[0, 0].get_gridspec()[0, :]))
+    for axes in grid[1]:  # so that the wide one is the first
+        figure.delaxes(axes)
+        figure.add_axes(axes)
+    return figure
 
 
 def panel(height: float) -> tuple[Figure, Any]:

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fedvitals.errors import ConfigError
-from fedvitals.plot.canvas import drawn, flags, nothing, round_axis
+from fedvitals.plot.canvas import Figure, drawn, flags, nothing, round_axis
 from fedvitals.plot.cells import cell_sheet, colour_scale, draw_cells, shades_of
 from fedvitals.plot.source import Which, check_sign, opened
 from fedvitals.plot.style import words
@@ -14,9 +12,6 @@ from fedvitals.store import Target
 from fedvitals.views.cases import cases_of
 from fedvitals.views.heat import Sort, client_grid
 from fedvitals.views.overview import overview
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 ROWS, COLUMNS = 100, 400
 SIGNED = ("update.cosine_mean", "update.cosine_previous")

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from fedvitals.plot.canvas import drawn, flags, head, nothing, round_axis, sheet
+from fedvitals.plot.canvas import Figure, drawn, flags, head, nothing, round_axis, sheet
 from fedvitals.plot.cohort_band import draw_cohort
 from fedvitals.plot.source import Which, check_client, opened
 from fedvitals.plot.style import words
@@ -14,9 +12,6 @@ from fedvitals.store import Target
 from fedvitals.store.read import queries
 from fedvitals.views.cases import cases_of, concerns
 from fedvitals.views.matrix import metric_matrices
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SIGNS = (
     "fit.loss_before", "fit.accuracy_before", "loss", "update.norm", "update.cosine_mean", "gradient.norm",

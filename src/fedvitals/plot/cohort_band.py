@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from fedvitals.plot.canvas import drawn, flags, head, line, nothing, numbers, panel, round_axis, value_axis
+from fedvitals.plot.canvas import Figure, drawn, flags, head, line, nothing, numbers, panel, round_axis, value_axis
 from fedvitals.plot.scale import End, Height, end_of, label_ends
 from fedvitals.plot.source import Which, check_sign, opened, suspects
 from fedvitals.plot.style import BLUE, COLOURS, HAIRLINE, axis_unit, words
@@ -18,9 +18,6 @@ from fedvitals.views.cases import cases_of
 from fedvitals.views.cohort import Matrix
 from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.series import Band, band
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 POINTS = 240  # buckets of rounds; each keeps its extremes
 LINES = 6  # on top of the band; more would be spaghetti

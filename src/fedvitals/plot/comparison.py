@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fedvitals.errors import ConfigError
-from fedvitals.plot.canvas import SMALL, drawn, head, line, nothing, numbers, round_axis, sheet, value_axis
+from fedvitals.plot.canvas import SMALL, Figure, drawn, head, line, nothing, numbers, round_axis, sheet, value_axis
 from fedvitals.plot.scale import End, Height, end_of, label_ends
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import COLOURS, HAIRLINE, words
@@ -17,9 +17,6 @@ from fedvitals.store import Target
 from fedvitals.views.comparison.page import ComparePage, Picture, compare_page
 from fedvitals.views.comparison.runs import grouped
 from fedvitals.views.run_figures import Figures, figures_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MOST = 6  # runs on one axis; more would be spaghetti
 TITLE_CHARACTERS = 36  # characters over a panel of half the width

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fedvitals.diagnosis.cases import Case
-from fedvitals.plot.canvas import SMALL, drawn, head, line, nothing, numbers, round_axis, sheet, value_axis
+from fedvitals.plot.canvas import SMALL, Figure, drawn, head, line, nothing, numbers, round_axis, sheet, value_axis
 from fedvitals.plot.cohort_band import draw_band
 from fedvitals.plot.scale import End, Height, end_of, label_ends
 from fedvitals.plot.source import Which, opened
@@ -17,9 +17,6 @@ from fedvitals.plot.style import COLOURS, HAIRLINE, SEVERITY, axis_unit, words
 from fedvitals.store import Target
 from fedvitals.views.cases import case_of, cases_of
 from fedvitals.views.evidence import Evidence, Plot, evidence_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 POINTS = 240
 

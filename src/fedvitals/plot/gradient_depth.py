@@ -7,22 +7,22 @@ The paper (Bogacka et al. 2024) does not say whether its «average gradient per 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fedvitals.plot.canvas import (
     SMALL,
+    Figure,
     drawn,
-    dress,
     empty,
     head,
     line,
     nothing,
     numbers,
     round_axis,
-    sheet,
     value_axis,
+    wide_sheet,
 )
 from fedvitals.plot.scale import End, Height, end_of, label_ends
 from fedvitals.plot.source import Which, opened
@@ -30,9 +30,6 @@ from fedvitals.plot.style import COLOURS, words
 from fedvitals.store import Target
 from fedvitals.views.layers import Average, Averages, DepthProfile, layers_page
 from fedvitals.views.series import Numbers
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NAMED = 24  # layers whose names stand under the axis
 MOST_LINES = 8
@@ -45,34 +42,16 @@ def gradient_flow(run: Which, *, store: Target = None) -> Figure:
         page = layers_page(reader, chosen, family="gradient", statistic="rms")
     if not page.profile.lines:
         return nothing("No gradient was measured layer by layer.", *page.missing[:1])
-    figure, grid = sheet(2, columns=2, heights=(2.5, 2.0))
-    _merge(figure, grid)
-    axes = figure.axes[0]
-    _depth(axes, page.profile)
+    figure = wide_sheet((2.5, 2.0))
+    wide, left, right = figure.axes
+    _depth(wide, page.profile)
     what = "weights only" if page.weights_only else "all layers"
-    head(axes, "gradient through the depth, root mean square", f"light: early rounds, dark: late; {what}")
-    for place, (axes, title, of) in enumerate(
-        (
-            (figure.axes[1], "average gradient, signed mean", lambda average: average.mean),
-            (figure.axes[2], "average gradient, mean magnitude", lambda average: average.magnitude),
-        )
-    ):
-        _averages(axes, page.averages, of, "log" if place else "linear")
-        head(axes, title)
+    head(wide, "gradient through the depth, root mean square", f"light: early rounds, dark: late; {what}")
+    _averages(left, page.averages, lambda average: average.mean, "linear")
+    head(left, "average gradient, signed mean")
+    _averages(right, page.averages, lambda average: average.magnitude, "log")
+    head(right, "average gradient, mean magnitude")
     return figure
-
-
-def _merge(figure: Figure, grid: Any) -> None:
-    """One wide panel on top."""
-    spec = grid[0, 0].get_gridspec()
-    below = [grid[1, 0], grid[1, 1]]
-    for axes in grid[0]:
-        axes.remove()
-    wide = figure.add_subplot(spec[0, :])
-    dress(wide)
-    for axes in below:  # so that the wide one is the first
-        figure.delaxes(axes)
-        figure.add_axes(axes)
 
 
 def _depth(axes: Any, profile: DepthProfile) -> None:

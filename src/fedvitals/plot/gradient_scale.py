@@ -6,13 +6,12 @@ The paper (Bogacka et al. 2024) leaves two readings open; both are stored, and e
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from fedvitals.catalog import CATALOG
+from fedvitals.diagnosis.cases import Case
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.plot.canvas import drawn, flags, head, line, nothing, numbers, panel, round_axis
+from fedvitals.plot.canvas import Figure, drawn, flags, head, line, nothing, numbers, panel, round_axis
 from fedvitals.plot.cohort_band import LEGEND, POINTS, draw_band
 from fedvitals.plot.scale import End, Height, end_of, label_ends
 from fedvitals.plot.source import Which, opened
@@ -22,11 +21,6 @@ from fedvitals.store.read import queries
 from fedvitals.views.cases import cases_of
 from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.series import Band, band
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from fedvitals.diagnosis.cases import Case
 
 READINGS = {
     "scale.gsc": "(1/√n)·‖J‖·‖logits‖/‖input‖",

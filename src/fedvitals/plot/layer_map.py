@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.plot.canvas import drawn, flags, nothing, round_axis
+from fedvitals.plot.canvas import Figure, drawn, flags, nothing, round_axis
 from fedvitals.plot.cells import cell_sheet, colour_scale, draw_cells, shades_of
 from fedvitals.plot.source import Which, opened
 from fedvitals.stats import FAMILIES, derive, statistics_of
@@ -14,9 +12,6 @@ from fedvitals.store import Target
 from fedvitals.store.read.layer_history import layer_history
 from fedvitals.views.cases import cases_of
 from fedvitals.views.layers import grid_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 COLUMNS = 400
 SIGNED = ("mean", "sum", "min", "max", "cosine_mean", "cosine_previous")

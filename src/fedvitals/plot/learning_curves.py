@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from fedvitals.plot.canvas import drawn, flags, head, line, nothing, numbers, round_axis, sheet, value_axis
+from fedvitals.plot.canvas import Figure, drawn, flags, head, line, nothing, numbers, round_axis, sheet, value_axis
 from fedvitals.plot.cohort_band import POINTS, draw_band, told_by, told_by_few
 from fedvitals.plot.scale import End, Height, end_of, label_ends
 from fedvitals.plot.source import Which, opened
@@ -18,9 +18,6 @@ from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import cases_of
 from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.series import Band, Series, band, series
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # Of each panel: the federation's own sign, and what clients may tell that can stand behind it, best first.
 PANELS = {

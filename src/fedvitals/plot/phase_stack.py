@@ -3,19 +3,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from fedvitals.plot.canvas import SMALL, drawn, flags, head, legend, nothing, numbers, panel, round_axis, value_axis
+from fedvitals.plot.canvas import (
+    SMALL,
+    Figure,
+    drawn,
+    flags,
+    head,
+    legend,
+    nothing,
+    numbers,
+    panel,
+    round_axis,
+    value_axis,
+)
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import part_colour
 from fedvitals.store import Target
 from fedvitals.views.cases import cases_of
 from fedvitals.views.phases import phases as phases_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 POINTS = 200
 TALL = 4.0  # times the usual round: what is longer is cut off, and told

@@ -15,19 +15,16 @@ import html
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fedvitals.errors import ConfigError
-from fedvitals.plot.canvas import SMALL, drawn, head, in_style, line, nothing, numbers, panel
+from fedvitals.plot.canvas import SMALL, Figure, drawn, head, in_style, line, nothing, numbers, panel
 from fedvitals.plot.scale import End, end_of, label_ends, tick
 from fedvitals.plot.style import BLUE, COLOURS, HAIRLINE, VERMILLION, words
 from fedvitals.plot.svg import svg_of
 from fedvitals.replay.debugger.debugger_output import SERIES, TABLE, TENSOR, DebuggerOutput, format_cell, printable
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 FILES = ("png", "svg", "pdf", "html")
 BARS = 40  # rows of a table that are drawn

@@ -3,16 +3,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from fedvitals.plot.canvas import SMALL, drawn, head, legend, nothing, panel, value_axis
+from fedvitals.plot.canvas import SMALL, Figure, drawn, head, legend, nothing, panel, value_axis
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import INK, part_colour, words
 from fedvitals.store import Target
 from fedvitals.views.round import RoundPage, lengths_of, round_page
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LANES = 40
 

@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fedvitals.plot.canvas import drawn, head, nothing, panel
+from fedvitals.plot.canvas import Figure, drawn, head, nothing, panel
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import HAIRLINE, INK, NOT_THERE, SEVERITY, words
 from fedvitals.store import Target
 from fedvitals.views.topology import PlacedNode, TopologyPage, topology_page
 from fedvitals.views.units import size
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Place = tuple[float, float]
 NAMED = 40  # nodes with a name each; of more, servers, groups and whoever is ill

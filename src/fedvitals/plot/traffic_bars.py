@@ -3,21 +3,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from fedvitals.analysis.traffic import Traffic, traffic_of
-from fedvitals.plot.canvas import drawn, head, legend, nothing, panel, round_axis, value_axis
+from fedvitals.plot.canvas import Figure, drawn, head, legend, nothing, panel, round_axis, value_axis
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import GREEN, ORANGE, PURPLE, VERMILLION
 from fedvitals.records import Event, Transfer
 from fedvitals.store import Target
 from fedvitals.store.read import queries
 from fedvitals.views.units import size
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @drawn

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import base64
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedvitals.plot.canvas import SMALL, drawn, head, nothing, panel
+from fedvitals.plot.canvas import SMALL, Figure, drawn, head, nothing, panel
 from fedvitals.plot.cells import Shades, cell_sheet, colour_scale
 from fedvitals.plot.source import Which, opened, suspects
 from fedvitals.plot.style import COLOURS, HAIRLINE, SEVERITY, words
@@ -18,9 +17,6 @@ from fedvitals.views.cases import cases_of
 from fedvitals.views.clients import severities
 from fedvitals.views.update_map import Layouts, UpdateMap
 from fedvitals.views.update_map import update_map as map_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 NAMED = 12  # points with names: those with findings, then those furthest out
 MISSING = ("No update was sketched.", "Sketches come from the server's side of `monitor.round(...)`, at any privacy.")

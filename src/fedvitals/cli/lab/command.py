@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fedvitals.cli.lab.progress import Alarms, EndedRun, Progress, remember
-from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.cli.options import print_json, store_options
 from fedvitals.cli.screen import size
 from fedvitals.errors import ConfigError, MissingExtraError
 
@@ -56,8 +56,7 @@ if TYPE_CHECKING:
 @click.option("--tape/--no-tape", default=None, help="Keep what a replay needs, beside the store.  [default: --tape]")
 @click.option("--tape-budget", default="1 GB", show_default=True, metavar="SIZE", help="The most that the tape takes.")
 @click.option("--unwatched", is_flag=True, help="Train without the monitor: nothing is stored.")
-@store_option
-@json_option
+@store_options
 def command(
     experiment: str,
     changes: tuple[str, ...],

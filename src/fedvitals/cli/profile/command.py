@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import click
 
-from fedvitals.cli.options import json_option, opened_run, print_json, store_option
+from fedvitals.cli.options import opened_run, print_json, run_options
 from fedvitals.cli.screen import new_console
 
 ROWS = 6  # of clients and remedies, unless --all
@@ -17,7 +17,6 @@ WIDEST = 200  # columns: beyond, the eye loses the line
 
 
 @click.command()
-@click.argument("run")
 @click.option("--round", "number", type=int, help="Whose waterfall to show. Default: the longest round's.")
 @click.option(
     "--clock", type=click.Choice(["real", "virtual"]), help="Default: the lab's virtual clock where the run has one."
@@ -28,8 +27,7 @@ WIDEST = 200  # columns: beyond, the eye loses the line
               help="Lab runs: run the first N (3) remedies. What do they gain, and cost in accuracy?")  # fmt: skip
 @click.option("--devices", is_flag=True, help="On which devices would the largest client fit, and what would help?")
 @click.option("--all", "everything", is_flag=True, help="Every client, layer and round, not only the first few.")
-@store_option
-@json_option
+@run_options
 def command(
     run: str,
     number: int | None,

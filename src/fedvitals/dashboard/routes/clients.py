@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, HTTPException, Query, Request
-from fastapi.responses import Response
+from fastapi import APIRouter, HTTPException, Query, Request, Response
 
 from fedvitals.dashboard.answers import answer
 from fedvitals.dashboard.pages.client import ClientPage, client_page

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
-from fastapi.responses import Response
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import StringConstraints
 
 from fedvitals.dashboard.answers import answer

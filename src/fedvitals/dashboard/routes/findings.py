@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Body, HTTPException, Path, Query, Request
-from fastapi.responses import Response
+from fastapi import APIRouter, Body, HTTPException, Path, Query, Request, Response
 
 from fedvitals.dashboard.answers import answer, changed
 from fedvitals.dashboard.reader_cache import ReaderCache

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
-from fastapi.responses import Response
+from fastapi import APIRouter, Query, Request, Response
 
 from fedvitals.dashboard.answers import answer
 from fedvitals.dashboard.pages.ridges import Distribution, distribution

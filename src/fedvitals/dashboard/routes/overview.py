@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
-from fastapi.responses import Response
+from fastapi import APIRouter, Query, Request, Response
 
 from fedvitals.dashboard.answers import answer
 from fedvitals.dashboard.routes.parameters import FURTHEST, First, Last, Names, RunPath

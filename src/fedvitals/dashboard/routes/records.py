@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, HTTPException, Query, Request
-from fastapi.responses import Response
+from fastapi import APIRouter, HTTPException, Query, Request, Response
 
 from fedvitals.dashboard.answers import answer
 from fedvitals.dashboard.routes.parameters import RunPath

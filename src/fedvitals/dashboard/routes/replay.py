@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
-from fastapi import APIRouter, Path, Query, Request
-from fastapi.responses import Response
+from fastapi import APIRouter, Path, Query, Request, Response
 
 from fedvitals.dashboard.answers import answer
 from fedvitals.dashboard.pages.replay import ReplayIndex, ReplayRound, replay_index, replay_round

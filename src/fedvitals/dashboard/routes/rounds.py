@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Path, Query, Request
-from fastapi.responses import Response
+from fastapi import APIRouter, Path, Query, Request, Response
 
 from fedvitals.dashboard.answers import answer
 from fedvitals.dashboard.pages.costs import Costs, costs

@@ -7,8 +7,7 @@ import threading
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException, Path, Query, Request
-from fastapi.responses import Response
+from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
 
 from fedvitals.dashboard.answers import Failure, answer, changed
 from fedvitals.dashboard.pages.runs import Order, RunList, RunsAsked, RunsPage, Sort

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import time
 
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi import APIRouter, Request, Response
 
 from fedvitals.dashboard.answers import answer
 from fedvitals.dashboard.presence import is_written
