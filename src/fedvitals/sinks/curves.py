@@ -9,6 +9,7 @@ bounded: of more nodes than that, the spread over all of them is drawn in their 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,8 +101,7 @@ class Curves:
         touched: dict[str, None] = {}
         for record in records:
             if isinstance(record, Run):
-                known = self._runs.setdefault(record.id, _RunCurves())
-                known.layers |= {table.digest: table.names[:LAYERS] for table in record.tables}
+                self._known(record.id).layers |= {table.digest: table.names[:LAYERS] for table in record.tables}
             elif isinstance(record, Metric):
                 touched[record.where.run] = None
                 drawn += self._metric(record)
@@ -209,13 +209,9 @@ def tags_of(run: Run) -> dict[str, str]:
     return {f"fedvitals.{key}": plain(str(value)) for key, value in (facts | versions).items() if value is not None}
 
 
-def link_of(run: Run, store: str | None) -> str:
-    """Return the command that shows the run, as the link from a tracker's page back to it."""
-    where = f" --store '{without_password(store)}'" if store else ""
+def link_of(run: Run, store: str | os.PathLike[str] | None) -> str:
+    """Return the command that shows the run, as the link from a tracker's page back to it; no password is in it."""
+    hidden = re.sub(r"^(\w+://[^:@/?#]*:).+(?=@)", r"\1***", os.fspath(store or ""))
+    address = re.sub(r"([?&](?:ssl)?password=)[^&]+", r"\1***", hidden)
+    where = f" --store '{address}'" if address else ""
     return f"fedvitals run {plain(run.id)} «{plain(run.name)}»: fedvitals show {plain(run.id)}{where}"
-
-
-def without_password(address: str) -> str:
-    """Return the address of a store without its password."""
-    hidden = re.sub(r"^(\w+://[^:@/?#]*:).+(?=@)", r"\1***", address)
-    return re.sub(r"([?&](?:ssl)?password=)[^&]+", r"\1***", hidden)

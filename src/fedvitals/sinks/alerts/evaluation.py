@@ -12,6 +12,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
+import operator
 import statistics
 import time
 from bisect import bisect_left, bisect_right
@@ -25,6 +26,9 @@ from fedvitals.sinks.alerts.deduplication import CaseDeduplication
 from fedvitals.sinks.alerts.message import FIRING, RESOLVED, Alert, value_text
 from fedvitals.sinks.alerts.rules import SEVERITIES, WINDOW, Condition, FindingCondition, Rule
 
+COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
+    ">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le,
+}  # fmt: skip
 ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
 ATTENDANCE = ("steps", "update.norm")  # who has one of these took part, as for `diagnosis.cases`
 QUIET = 5  # rounds with the node but without the trouble, after which it counts as gone; as in `diagnosis.cases`
@@ -106,12 +110,12 @@ class RuleEvaluation:
         if isinstance(record, Metric) and where.round is not None and where.layer is None and not whole_of_a_group:
             self._take(record, where.round, where.node)
 
-    def alerts(self) -> list[Alert]:
-        """Return the alerts that began or ended since the last call, in order."""
-        for number in sorted(number for number in self._findings if number <= self._newest):
+    def alerts(self, *, final: bool = False) -> list[Alert]:
+        """Return the alerts that began or ended since the last call, in order; `final`: nothing more will come."""
+        for number in sorted(number for number in self._findings if final or number <= self._newest):
             for finding in self._findings.pop(number):
                 self._judge_finding(finding, number)
-        self._end_cases(final=False)
+        self._end_cases(final=final)
         alerts, self._pending = self._pending, []
         return alerts
 
@@ -121,12 +125,7 @@ class RuleEvaluation:
             for number in sorted(waiting):
                 self._judge_values(metric, number, waiting[number])
         self._waiting.clear()
-        for number in sorted(self._findings):
-            for finding in self._findings.pop(number):
-                self._judge_finding(finding, number)
-        self._end_cases(final=True)
-        alerts, self._pending = self._pending, []
-        return alerts
+        return self.alerts(final=True)
 
     @property
     def _newest(self) -> int:
@@ -204,7 +203,7 @@ class RuleEvaluation:
             ):
                 state.severity = origin.rule.severity or "warning"
                 words = _words(condition, node, value, bound, state)
-                self._fire(state, origin, words, value, bound)
+                self._tell(FIRING, state, origin, words, value, bound)
             if state.count % WINDOW == 0 and condition.against in ("own", "before"):
                 # It has lasted so long that it is the usual by now.
                 state.past = deque((v for v in state.stretch if math.isfinite(v)), maxlen=WINDOW)
@@ -212,7 +211,7 @@ class RuleEvaluation:
         if state.open_since is not None:
             now = value_text(value, condition.metric)
             words = f"{condition.metric} of {_place(node)} is {now}: no longer «{condition}»"
-            self._resolve(state, origin, words, value, bound)
+            self._tell(RESOLVED, state, origin, words, value, bound)
         state.since, state.last, state.count = None, None, 0
         state.stretch.clear()
         if math.isfinite(value):
@@ -242,7 +241,8 @@ class RuleEvaluation:
                 state.count, state.last = state.count + 1, number
             if state.count >= asked.rounds and state.open_since is None and _after_gap(rule, state, number, finding.at):
                 state.severity = rule.severity or finding.severity
-                self._fire(state, _origin_of(self._run, rule, place, number, finding.at), finding.message)
+                origin = _AlertOrigin(self._run, rule, place, number, finding.at, **json.loads(place))
+                self._tell(FIRING, state, origin, finding.message)
         if len(self._pending) > first:
             self._pending[first] = replace(self._pending[first], others=len(self._pending) - first - 1)
 
@@ -275,11 +275,10 @@ class RuleEvaluation:
 
     def _end_case(self, rule: Rule, state: _RuleState, place: str, over: int) -> None:
         if state.open_since is not None:
-            origin = _origin_of(self._run, rule, place, over, self._completed.get(over, (0.0, 0.0))[0])
-            words = (
-                f"{origin.issue} at {_place(origin.node or origin.group)} has not been seen since round {state.last}"
-            )
-            self._resolve(state, origin, words)
+            at = self._completed.get(over, (0.0, 0.0))[0]
+            origin = _AlertOrigin(self._run, rule, place, over, at, **json.loads(place))
+            where = _place(origin.node or origin.group)
+            self._tell(RESOLVED, state, origin, f"{origin.issue} at {where} has not been seen since round {state.last}")
         state.since, state.last, state.count = None, None, 0
 
     # --- both --------------------------------------------------------------------------------------------------------
@@ -293,28 +292,22 @@ class RuleEvaluation:
             self.left_out += 1
         return state
 
-    def _fire(
+    def _tell(
         self,
+        kind: str,
         state: _RuleState,
         origin: _AlertOrigin,
         words: str,
         value: float | None = None,
         bound: float | None = None,
     ) -> None:
-        state.open_since = origin.round if state.since is None else state.since
-        state.sent_round, state.sent_at = origin.round, origin.at
-        self._pending.append(origin.alert(FIRING, state, words, value, bound))
-
-    def _resolve(
-        self,
-        state: _RuleState,
-        origin: _AlertOrigin,
-        words: str,
-        value: float | None = None,
-        bound: float | None = None,
-    ) -> None:
-        self._pending.append(origin.alert(RESOLVED, state, words, value, bound))
-        state.open_since = None
+        """Queue the alert that a rule began to hold (firing), or that it no longer does (resolved)."""
+        if kind == FIRING:
+            state.open_since = origin.round if state.since is None else state.since
+            state.sent_round, state.sent_at = origin.round, origin.at
+        self._pending.append(origin.alert(kind, state, words, value, bound))
+        if kind == RESOLVED:
+            state.open_since = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,11 +331,6 @@ class _AlertOrigin:
         return copied(Alert, self, rule=self.rule.name, value=value, limit=bound, **told)
 
 
-def _origin_of(run: str, rule: Rule, place: str, number: int, at: float) -> _AlertOrigin:
-    """Of a case, whose place tells the rest."""
-    return _AlertOrigin(run, rule, place, number, at, **json.loads(place))
-
-
 def _bound(condition: Condition, state: _RuleState, common: float | None) -> float | None:
     """What the value is held against; None where there is too little to tell."""
     match condition.against:
@@ -360,18 +348,10 @@ def _bound(condition: Condition, state: _RuleState, common: float | None) -> flo
 
 
 def _breaks(comparison: str, value: float, bound: float) -> bool:
-    match comparison:
-        case ">":
-            return value > bound
-        case ">=":
-            return value >= bound
-        case "<":
-            return value < bound
-        case "<=":
-            return value <= bound
-        case "drops":
-            return value <= bound or math.isclose(value, bound, rel_tol=1e-9)  # 0.8 − 0.77 is not 0.03 in binary
-    return value >= bound or math.isclose(value, bound, rel_tol=1e-9)
+    if comparison in COMPARISONS:
+        return COMPARISONS[comparison](value, bound)
+    further = value <= bound if comparison == "drops" else value >= bound
+    return further or math.isclose(value, bound, rel_tol=1e-9)  # 0.8 − 0.77 is not 0.03 in binary
 
 
 def _words(condition: Condition, node: str | None, value: float, bound: float | None, state: _RuleState) -> str:

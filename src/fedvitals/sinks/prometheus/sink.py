@@ -25,8 +25,9 @@ from typing import Any
 
 from fedvitals.errors import ConfigError, MissingExtraError
 from fedvitals.protocols import Sink
-from fedvitals.records import Action, LayerStats, Record, Run, Sketch, Snapshot, Span, Truth
+from fedvitals.records import Event, Finding, Metric, Record, Run, Transfer
 from fedvitals.sinks.prometheus.state import SIGNS, RunState, Series
+from fedvitals.sinks.spread import all_but
 from fedvitals.transport.http_server import LOOPBACK, HttpServer, Refused, Request, Response
 
 logger = logging.getLogger("fedvitals.telemetry")
@@ -47,7 +48,7 @@ class Prometheus(Sink):
 
     RULES = Path(__file__).with_name("rules.yml")  # alert rules for a Prometheus server
     name = "prometheus"
-    ignores = (Action, LayerStats, Sketch, Snapshot, Span, Truth)
+    ignores = all_but(Event, Finding, Metric, Transfer)
 
     def __init__(
         self,
