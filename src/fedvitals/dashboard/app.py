@@ -22,7 +22,7 @@ from fedvitals.views.run_figures import Figures
 
 COMPARED = 80  # runs whose figures are remembered
 ROUTES = (
-    "status", "records", "runs", "overview", "findings", "clients", "layers", "rounds", "replay", "compare", "live",
+    "status", "records", "runs", "overview", "findings", "clients", "layers", "rounds", "replay", "compare",
 )  # fmt: skip
 
 

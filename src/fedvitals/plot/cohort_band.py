@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One vital sign of all clients over the rounds: the cohort as a band, suspects as lines on top."""
+"""Vital signs of all clients over the rounds: the cohort as a band, with suspects, a client or the whole run on top."""
 
 from __future__ import annotations
 
@@ -8,16 +8,30 @@ from typing import Any
 
 import numpy as np
 
-from fedvitals.plot.canvas import Figure, drawn, flags, head, line, nothing, numbers, panel, round_axis, value_axis
+from fedvitals.plot.canvas import (
+    Figure,
+    drawn,
+    flags,
+    head,
+    line,
+    nothing,
+    numbers,
+    panel,
+    round_axis,
+    sheet,
+    value_axis,
+)
 from fedvitals.plot.scale import End, Height, end_of, label_ends
-from fedvitals.plot.source import Which, check_sign, opened, suspects
-from fedvitals.plot.style import BLUE, COLOURS, HAIRLINE, axis_unit, words
+from fedvitals.plot.source import Which, check_client, check_sign, opened, suspects
+from fedvitals.plot.style import BLUE, COLOURS, HAIRLINE, VERMILLION, axis_unit, words
 from fedvitals.records import AnyName, is_client, node_name
 from fedvitals.store import Target
-from fedvitals.views.cases import cases_of
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
+from fedvitals.views.cases import cases_of, concerns
 from fedvitals.views.cohort import Matrix
 from fedvitals.views.matrix import metric_matrix
-from fedvitals.views.series import Band, band
+from fedvitals.views.series import Band, Series, band, series
 
 POINTS = 240  # buckets of rounds; each keeps its extremes
 LINES = 6  # on top of the band; more would be spaghetti
@@ -118,3 +132,93 @@ def _is_wide(values: np.ndarray[Any, np.dtype[np.float64]]) -> bool:
     finite = values[np.isfinite(values)]
     positive = finite[finite > 0]
     return bool(positive.size and finite.min() >= 0 and positive.max() > 100 * np.median(positive))
+
+
+SIGNS = (
+    "fit.loss_before", "fit.accuracy_before", "loss", "update.norm", "update.cosine_mean", "gradient.norm",
+    "scale.gsc", "time.client",
+)  # fmt: skip
+
+
+@drawn
+def client(run: Which, node: AnyName, *, store: Target = None) -> Figure:
+    """Draw a client's signs as lines over the band of all clients, with the findings about it on the axis."""
+    name = node_name(node)
+    with opened(run, store) as (reader, chosen):
+        check_client(reader, chosen, name)
+        known = set(queries.metric_names(reader, chosen))
+        matrices = {sign: metric_matrix(reader, chosen, sign) for sign in SIGNS if sign in known}
+        cases = [case for case in cases_of(reader, chosen) if concerns(case, name)]
+        rounds = reader.history(chosen).rounds()
+    shown = {sign: matrix for sign, matrix in matrices.items() if name in matrix.nodes}
+    if not shown:
+        return nothing(f"{words(name)} told none of the usual signs.")
+    lines = -(-len(shown) // 2)
+    figure, grid = sheet(lines, 1.7, 2)
+    for axes, (sign, matrix) in zip(grid.flat, shown.items(), strict=False):
+        draw_cohort(axes, sign, matrix, [name])
+        head(axes, sign)
+        flags(axes, cases)
+        round_axis(axes, rounds, label=False)
+    for axes in grid.flat[len(shown) :]:
+        axes.set_axis_off()
+    return figure
+
+
+# Of each panel: the federation's own sign, and what clients may tell that can stand behind it, best first.
+PANELS = {
+    "accuracy": ("accuracy", "local.accuracy", "fit.accuracy_before"),
+    "loss": ("loss", "local.loss", "fit.loss_before"),
+}
+
+
+@drawn
+def learning(run: Which, *, store: Target = None) -> Figure:
+    """Draw accuracy and loss over the rounds, with the clients' spread behind them and findings on the axis."""
+    with opened(run, store) as (reader, chosen):
+        panels = {name: _panel(reader, chosen, name, behind) for name, behind in PANELS.items()}
+        cases, rounds = cases_of(reader, chosen), reader.history(chosen).rounds()
+        clients = sum(is_client(node) for node in reader.history(chosen).nodes())
+    shown = {name: panel for name, panel in panels.items() if panel[0].rounds or panel[1] is not None}
+    if not shown:
+        return nothing("Neither accuracy nor loss was told.", "monitor.log(accuracy=...) does, or data and loss.")
+    figure, grid = sheet(len(shown), 1.9, share_x=True)
+    for place, (axes, (name, (own, cohort))) in enumerate(zip(grid[:, 0], shown.items(), strict=True)):
+        round_axis(axes, rounds, label=place == len(shown) - 1)
+        _draw(axes, name, own, cohort, clients)
+        flags(axes, cases, named=place == 0)
+    return figure
+
+
+def _panel(reader: Reader, run: str, name: str, behind: tuple[str, ...]) -> tuple[Series, Band | None]:
+    own = series(reader, run, name, None, POINTS)
+    for other in behind:
+        matrix = metric_matrix(reader, run, other)
+        if matrix.nodes:
+            return own, band(other, matrix, POINTS)
+    return own, None
+
+
+def _draw(axes: Any, name: str, own: Series, cohort: Band | None, clients: int) -> None:
+    spread = [] if cohort is None else [numbers(cohort.p5), numbers(cohort.p95)]
+    height = Height("linear", np.concatenate([numbers(own.values), *spread, np.zeros(1)]))
+    ends: list[End] = []
+    note = ""
+    if cohort is not None:
+        draw_band(axes, cohort, height, BLUE, clients=clients)
+        few, middle = told_by_few(cohort, clients), height.of(numbers(cohort.median))
+        alone = bool(few.size and few.all())  # never enough of them for a band
+        known = np.flatnonzero(np.isfinite(middle))
+        whose = "clients" if known.size and few[known[-1]] else "median client"
+        ends += end_of(whose, BLUE, cohort.rounds, middle)
+        note = f"{'points' if alone else 'band'}: {cohort.name}, told by {told_by(cohort, clients)}"
+    if own.rounds:
+        heights = height.of(numbers(own.values))
+        line(axes, own.rounds, heights.tolist(), VERMILLION, linewidth=1.6)
+        ends += end_of(own.of, VERMILLION, own.rounds, heights)
+    head(axes, name, note)
+    unit = own.unit or ("" if cohort is None else cohort.unit)
+    height.dress(axes)
+    value_axis(axes, unit)
+    axes.set_ylabel(f"{name}{'' if unit == 'share' else axis_unit(unit)}", labelpad=2)
+    label_ends(axes, ends)

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fedvitals import plot
+from fedvitals.plot.round_stacks import draw_traffic
 from fedvitals.plot.round_waterfall import draw_waterfall
-from fedvitals.plot.traffic_bars import draw_traffic
 from fedvitals.report.markup import Block, Heading, Table, Text, literal
 from fedvitals.report.pictures import Pictures
 from fedvitals.store.read.reader import Reader

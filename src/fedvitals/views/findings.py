@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -232,13 +232,13 @@ def findings_page(reader: Reader, run: str, asked: FindingsAsked) -> Findings:
 
 def _is_there(line: CaseCard, where: str) -> bool:
     """Muted cases are among the muted only, unless all are asked for."""
-    if where == "muted":
-        return line.muted
-    if where == "acknowledged":
-        return line.acknowledged and not line.muted
-    if where in ("open", "past"):
-        return not line.muted and line.still_there == (where == "open")
-    return True
+    heard = not line.muted
+    return {
+        "muted": line.muted,
+        "acknowledged": heard and line.acknowledged,
+        "open": heard and line.still_there,
+        "past": heard and not line.still_there,
+    }.get(where, True)
 
 
 def _mentions(line: CaseCard, search: str) -> bool:
@@ -312,7 +312,7 @@ def trust_of(case: Case) -> Trust:
     rate = measured_rates().get(case.issue)
     if known is None:
         words = "Stated by a detector of your own; nothing was measured of it."
-    elif known.exact or "exact" in _words(case.newest.evidence.get("views")):
+    elif known.exact or _has_exact_view(case):
         words = "An equality test: what it says has happened. There is nothing to be unsure of but its cause."
     elif isinstance(case.newest.evidence.get("evidence"), Mapping):
         words = (
@@ -324,8 +324,9 @@ def trust_of(case: Case) -> Trust:
     return Trust(words, rate, _healthy_rounds() if rate is not None else None)
 
 
-def _words(value: Any) -> Sequence[str]:
-    return [str(item) for item in value] if isinstance(value, list | tuple) else []
+def _has_exact_view(case: Case) -> bool:
+    views = case.newest.evidence.get("views")
+    return isinstance(views, list | tuple) and "exact" in map(str, views)
 
 
 def _healthy_rounds() -> int | None:

@@ -11,17 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedvitals.analysis.bottleneck import judge_round
-from fedvitals.analysis.critical_path import CriticalPath, PathLink, critical_path
+from fedvitals.analysis.critical_path import CriticalPath, critical_path
 from fedvitals.analysis.timeline import NodeTime, RoundTime, main_clock, timeline, waiting_for
-from fedvitals.catalog import meaning_of, unit_of
 from fedvitals.errors import ConfigError
 from fedvitals.records import Span, is_client, natural
 from fedvitals.store.read import queries
 from fedvitals.store.read.metrics import value_of_federation
 from fedvitals.store.read.paging import records_of_kind
 from fedvitals.store.read.reader import Reader
+from fedvitals.views.outline import Known, known_metric
 
-SORTS = ("slowest", "name")
 SLOWEST = 10  # rounds that are named as the slowest
 NAMED = 5  # nodes that a line about waiting names
 CLOCKS = {"real": "time.round", "virtual": "time.round_virtual"}
@@ -116,21 +115,12 @@ class RoundRow:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundColumn:
-    """A metric in the table of a round."""
-
-    name: str
-    unit: str
-    meaning: str
-
-
-@dataclass(frozen=True, slots=True)
 class RoundTable:
     """The metrics of a round, a row for each node."""
 
     run: str
     round: int
-    columns: tuple[RoundColumn, ...]
+    columns: tuple[Known, ...]
     whole: tuple[float | None, ...]  # the federation's own values
     rows: tuple[RoundRow, ...]
     total: int
@@ -250,13 +240,10 @@ def _path_parts(path: CriticalPath, time: RoundTime) -> list[LanePart]:
     for link in path.links:
         at = link.began - time.began
         for part, seconds in link.parts.items() or ((link.part, link.seconds),):
-            parts.append(LanePart(part, at, seconds, True, _whose(link)))
+            whose = link.node if link.shared < 2 else f"{link.node} and {link.shared - 1} more in turns"
+            parts.append(LanePart(part, at, seconds, True, whose))
             at += seconds
     return parts
-
-
-def _whose(link: PathLink) -> str:
-    return link.node if link.shared < 2 else f"{link.node} and {link.shared - 1} more in turns"
 
 
 def _waited(time: RoundTime, whom: Mapping[str, str]) -> tuple[Waited, ...]:
@@ -296,7 +283,7 @@ def round_table(
     return RoundTable(
         run,
         number,
-        tuple(_column(name) for name in wanted),
+        tuple(map(known_metric, wanted)),
         tuple(value_of_federation(reader, run, name, number) for name in wanted),
         tuple(
             RoundRow(node, is_client(node), tuple(values[name].get(node) for name in wanted))
@@ -305,7 +292,3 @@ def round_table(
         len(nodes),
         sort,
     )
-
-
-def _column(name: str) -> RoundColumn:
-    return RoundColumn(name, unit_of(name), meaning_of(name))

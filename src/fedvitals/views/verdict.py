@@ -23,7 +23,7 @@ from fedvitals.store.read import queries
 from fedvitals.store.read.metrics import newest_outcomes, values_in_rounds
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.briefs import since_of
-from fedvitals.views.card import detectors_of
+from fedvitals.views.card import detectors_of, setting_of
 from fedvitals.views.cases import actions_about, case_key, cases_of, culprits
 from fedvitals.views.gaps import gaps_of
 from fedvitals.views.labels import labels_of, named
@@ -294,6 +294,5 @@ def _samples(reader: Reader, run: str, rounds: Sequence[int], clients: Sequence[
 
 def _allowed(run: Run) -> float:
     """How many false alarms per 100 healthy rounds the run's monitor was set to."""
-    ours = run.config.get("fedvitals")
-    allowed = ours.get("false_alarms", ALARMS) if isinstance(ours, Mapping) else ALARMS
+    allowed = setting_of(run, "false_alarms", ALARMS)
     return float(allowed) if isinstance(allowed, int | float) else ALARMS

@@ -12,10 +12,15 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, HTTPException, Query, Request, Response
 
 from fedvitals.dashboard.answers import answer
-from fedvitals.dashboard.pages.client import ClientPage, client_page
+from fedvitals.dashboard.pages.client import (
+    ClientPage,
+    ClientSign,
+    ClientTimes,
+    client_page,
+    client_signs,
+    client_times,
+)
 from fedvitals.dashboard.pages.layer_deviation import ClientLayers, client_layers
-from fedvitals.dashboard.pages.round_times import ClientTimes, client_times
-from fedvitals.dashboard.pages.sign_deviation import ClientSign, client_signs
 from fedvitals.dashboard.reader_cache import ReaderCache
 from fedvitals.dashboard.routes.overview import Points
 from fedvitals.dashboard.routes.parameters import First, Last, RunPath

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
 
 from fedvitals.dashboard.answers import Failure, answer, changed
-from fedvitals.dashboard.pages.runs import Order, RunList, RunsAsked, RunsPage, Sort
-from fedvitals.dashboard.pages.storage import Contents, contents_of
+from fedvitals.dashboard.pages.runs import Contents, Order, RunList, RunsAsked, RunsPage, Sort, contents_of
 from fedvitals.dashboard.presence import writers
 from fedvitals.dashboard.routes.parameters import RunPath
 from fedvitals.dashboard.routes.status import this_minute
