@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from fedvitals.analysis.critical_path import CriticalPath, critical_path, format_seconds
+from fedvitals.analysis.critical_path import CriticalPath, critical_path, format_seconds, without_warm_up
 from fedvitals.analysis.round_shape import CLASSES, RoundShape, Seconds, asynchronous_shape, scaled_work, turns_seconds
 from fedvitals.analysis.sampling import ClientPool, buffered_round_seconds, expected_longest
 from fedvitals.analysis.timeline import RoundTime, asynchronous
-from fedvitals.analysis.warmup import without_warm_up
 from fedvitals.records import Transfer
 from fedvitals.resources.node_spans import CLOSE
 from fedvitals.time_parts import WORK

@@ -11,13 +11,19 @@ from pathlib import Path
 from fedvitals import __version__
 from fedvitals.errors import ConfigError
 from fedvitals.report.comparison import comparison
-from fedvitals.report.cost_part import cost_part
 from fedvitals.report.findings_part import findings_part, verdict_card, what_next
 from fedvitals.report.markup import Block, Card, Heading, Picture, literal, markdown, page, words_of
 from fedvitals.report.pdf import pdf_of
 from fedvitals.report.pictures import Pictures
-from fedvitals.report.signs_part import clients_part, layers_part, learning_part
-from fedvitals.report.trust_part import configuration_part, facts_part, trust_part
+from fedvitals.report.sections import (
+    clients_part,
+    configuration_part,
+    cost_part,
+    facts_part,
+    layers_part,
+    learning_part,
+    trust_part,
+)
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.card import health_card

@@ -20,8 +20,7 @@ from fedvitals.records import is_client, natural
 from fedvitals.store.read.metrics import values_in_round
 from fedvitals.store.read.nodes import clients_by_number
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.briefs import Brief, brief, marked
-from fedvitals.views.cases import case_key, cases_of, culprits, failures_by_client
+from fedvitals.views.cases import Brief, brief, case_key, cases_of, culprits, failures_by_client, marked
 from fedvitals.views.cohort import Matrix
 from fedvitals.views.labels import labels_of
 from fedvitals.views.matrix import metric_matrix

@@ -15,14 +15,17 @@ from fedvitals.plain_json import copied
 from fedvitals.records import Action, Event
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.briefs import Brief, Marked, brief, marked
 from fedvitals.views.cases import (
+    Brief,
+    Marked,
     actions_about,
+    brief,
     case_key,
     case_of,
     cases_of,
     concerns,
     failures_of,
+    marked,
     more_of,
     number_of,
     numbers_of,
@@ -33,8 +36,7 @@ from fedvitals.views.evidence import Evidence, evidence_of
 from fedvitals.views.evidence_signs import COMPARED, meaning_of, sign_of, title_of
 from fedvitals.views.labels import labels_of
 from fedvitals.views.outline import outline_of
-from fedvitals.views.verdict import Verdict, facts_of, judge
-from fedvitals.views.verdict_words import clause, sure
+from fedvitals.views.verdict import Verdict, clause, facts_of, judge, sure
 
 Where = Literal["open", "past", "muted", "acknowledged", "all"]
 LONGEST = 2000  # characters of one piece of evidence

@@ -12,9 +12,8 @@ from fedvitals.plain_json import copied
 from fedvitals.stats import FAMILIES, HISTOGRAM_COLUMNS
 from fedvitals.store.read.metrics import SeriesByNode, count_nodes_that_told, measured_names, series_of
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.briefs import Brief, Marked, brief, since_of
 from fedvitals.views.card import VITAL_SIGNS
-from fedvitals.views.cases import case_key, cases_of
+from fedvitals.views.cases import Brief, Marked, brief, case_key, cases_of, since_of
 from fedvitals.views.outline import OUTCOMES, FamilyKnown, Known, known_families, known_metric, outline_of
 from fedvitals.views.verdict import Verdict, facts_of, judge
 

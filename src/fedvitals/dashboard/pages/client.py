@@ -30,8 +30,7 @@ from fedvitals.store.read.nodes import clients_by_number
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.read.spans import spans_of_node
 from fedvitals.time_parts import REST
-from fedvitals.views.briefs import Brief, brief, marked
-from fedvitals.views.cases import cases_of, concerns, traceback_of
+from fedvitals.views.cases import Brief, brief, cases_of, concerns, marked, traceback_of
 from fedvitals.views.clients import FAR, ClientRow
 from fedvitals.views.labels import named
 from fedvitals.views.profile import ORDER

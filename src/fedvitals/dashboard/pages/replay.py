@@ -21,7 +21,7 @@ from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import case_key, cases_of, text_of
 from fedvitals.views.labels import labels_of
-from fedvitals.views.verdict_words import clause
+from fedvitals.views.verdict import clause
 
 if TYPE_CHECKING:
     from fedvitals.replay.tape.journal import RoundEntry

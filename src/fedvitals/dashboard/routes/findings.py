@@ -14,8 +14,7 @@ from fedvitals.dashboard.routes.parameters import RunPath
 from fedvitals.errors import ConfigError
 from fedvitals.store.marks import clear_mark, set_mark
 from fedvitals.store.read import queries
-from fedvitals.views.briefs import marked
-from fedvitals.views.cases import case_key, case_of
+from fedvitals.views.cases import case_key, case_of, marked
 from fedvitals.views.evidence import Evidence
 from fedvitals.views.findings import (
     FindingDetails,

@@ -22,10 +22,9 @@ from fedvitals.protocols import Sink
 from fedvitals.records import Finding, Metric, Record, run_of
 from fedvitals.sinks.alerts.channels import Channel, Command, DeliveryError, File
 from fedvitals.sinks.alerts.config import check_channels, load, rules_of
-from fedvitals.sinks.alerts.deduplication import CaseDeduplication
 from fedvitals.sinks.alerts.delivery import ChannelDelivery
 from fedvitals.sinks.alerts.email import Email
-from fedvitals.sinks.alerts.evaluation import RuleEvaluation
+from fedvitals.sinks.alerts.evaluation import CaseDeduplication, RuleEvaluation
 from fedvitals.sinks.alerts.message import RESOLVED, Alert, Message
 from fedvitals.sinks.alerts.outbox import open_alerts, path_in
 from fedvitals.sinks.alerts.rules import FindingCondition, Rule, rule, unknown_names
