@@ -152,16 +152,11 @@ def _names(node: NodeTime) -> set[str]:
     return {stay.name for stay in node.stays}
 
 
-def class_of(part: str) -> str:
-    """Return the class of work of a part: «compute», «upload», ..., «waiting», «unaccounted»."""
-    return WORK.get(part) or (WAITING if part in REST else UNACCOUNTED)
-
-
 def by_class(parts: Mapping[str, float]) -> dict[str, float]:
-    """Return seconds by class."""
+    """Return seconds by class of work: «compute», «upload», ..., «waiting», «unaccounted»."""
     seconds_by_class: dict[str, float] = {}
     for part, seconds in parts.items():
-        kind = class_of(part)
+        kind = WORK.get(part) or (WAITING if part in REST else UNACCOUNTED)
         seconds_by_class[kind] = seconds_by_class.get(kind, 0.0) + seconds
     return seconds_by_class
 
@@ -328,11 +323,7 @@ def _with_members(nodes: dict[str, NodeTime]) -> dict[str, NodeTime]:
     Between two members that take turns in one process, the edge waited for the next one's turn.
     """
     members: dict[str, list[tuple[float, float]]] = {}
-    edges = {
-        node: node_time
-        for node, node_time in nodes.items()
-        if node_time.kind == EDGE and node_time.parts.get(UNACCOUNTED, 0.0) > CLOSE
-    }
+    edges = {n: own for n, own in nodes.items() if own.kind == EDGE and own.parts.get(UNACCOUNTED, 0.0) > CLOSE}
     if not edges:
         return nodes
     for node_time in nodes.values():
@@ -396,8 +387,7 @@ def waiting_for(time: RoundTime) -> dict[str, str]:
     waits = {}
     for node, node_time in time.nodes.items():
         if node_time.parts.get("wait", 0.0) > CLOSE:
-            known = node_time.waited_for is not None and (
-                node_time.waited_for in time.nodes or node_time.waited_for == SERVER
-            )
-            waits[node] = node_time.waited_for if known and node_time.waited_for else SERVER if node == last else last
+            whom = node_time.waited_for
+            known = whom in time.nodes or whom == SERVER
+            waits[node] = whom if whom and known else SERVER if node == last else last
     return waits

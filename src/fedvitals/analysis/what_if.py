@@ -131,7 +131,10 @@ def _transfers(seen: _RecordedRounds, latency: float | Mapping[str, float]) -> I
         if way not in ways:
             continue
         fixed = ways[way]
-        after = [_compressed(shape, way, factor, fixed) for shape in seen.shapes]
+        after = []
+        for shape in seen.shapes:
+            stays = np.array([fixed.get(node, 0.0) for node in shape.nodes])
+            after.append(shape.length(scaled_work(shape, {way: stays + (1 - stays) / factor})))
         key = "compress" if way == "upload" else "compress_download"
         yield seen.row(
             {key: factor},
@@ -170,11 +173,6 @@ def _typical(taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
     middle, between = float(np.mean([*means.values()])), float(np.var([*means.values()]))
     own = max(0.0, 1 - float(np.mean(rounds)) / between) if rounds and between > 0 else 1.0
     return {node: middle + own * (mean - middle) for node, mean in means.items()}
-
-
-def _compressed(shape: RoundShape, way: str, factor: float, fixed: Mapping[str, float]) -> float:
-    stays = np.array([fixed.get(node, 0.0) for node in shape.nodes])
-    return shape.length(scaled_work(shape, {way: stays + (1 - stays) / factor}))
 
 
 def latencies(transfers: Iterable[Transfer]) -> dict[str, float]:

@@ -9,7 +9,8 @@ import click
 
 from fedvitals.cli.case_cards import COLOURS
 from fedvitals.cli.options import print_json, store_options
-from fedvitals.cli.screen import APART, new_console, new_table, number, shown, with_unit
+from fedvitals.cli.screen import APART, new_console, new_table, number, shown
+from fedvitals.views.units import compared
 
 if TYPE_CHECKING:
     from fedvitals.views.comparison.chance import Change
@@ -75,7 +76,7 @@ def _letter(letter: str) -> str:
 def _opening(console: Any, comparison: Comparison) -> None:
     """Round time, memory and number of issues, before and after."""
     for row in comparison.opening:
-        courses = " → ".join("not told" if v is None else _value(v, row.unit) for v in row.values)
+        courses = " → ".join("not told" if v is None else compared(v, row.unit) for v in row.values)
         if row.name == "issues":
             courses = " → ".join("not judged" if v is None else f"{v:.3g}" for v in row.values)
         changes = ", ".join(_change(change, row, plain=True) for change in row.changes)
@@ -91,9 +92,9 @@ def _table(comparison: Comparison) -> Any:
             table.add_column(f"from {comparison.sides[0].letter}", justify="right", no_wrap=True)
     topic = ""
     for row in comparison.rows:
-        cells = [_value(row.values[0], row.unit)]
+        cells = [compared(row.values[0], row.unit)]
         for value, change in zip(row.values[1:], row.changes, strict=True):
-            cells += [_value(value, row.unit), _change(change, row)]
+            cells += [compared(value, row.unit), _change(change, row)]
         table.add_row("" if row.topic == topic else f"[bold]{row.topic}[/bold]", row.name, *cells)
         topic = row.topic
     if any(c is not None and c.beyond_chance is not None for row in comparison.rows for c in row.changes):
@@ -101,12 +102,6 @@ def _table(comparison: Comparison) -> Any:
         of = ", seed by seed" if by_seed else ""
         table.caption, table.caption_justify = f"± 95 % interval{of}; * larger than chance explains", "left"
     return table
-
-
-def _value(value: float | None, unit: str) -> str:
-    if value is None and unit == "rounds":
-        return "never"
-    return f"{number(value)} ×" if unit == "times" and value is not None else with_unit(value, unit)
 
 
 def _change(change: Change | None, row: ComparisonRow, *, plain: bool = False) -> str:

@@ -141,8 +141,8 @@ def _tables(form: str) -> Callable[..., Export]:
     return write
 
 
-def _fed(reader: Reader, run: Run, round_: int | None, sink: Sink) -> int:
-    """Feed the run to a sink as a training would have; how many records."""
+def _fed(reader: Reader, run: Run, round_: int | None, sink: Sink) -> Export:
+    """Feed the run to a sink as a training would have; how many records those were."""
     from fedvitals.store.read.paging import records_in_order
 
     count, batch, written = [0], [], 0
@@ -165,7 +165,7 @@ def _fed(reader: Reader, run: Run, round_: int | None, sink: Sink) -> int:
             + (f"It has taken {written} records, and perhaps more." if written else "It has taken nothing so far.")
             + " Mend the cause and export again."
         ) from error
-    return count[0]
+    return {"count": count[0], "what": "records"}
 
 
 def _store_of(reader: Reader) -> str:
@@ -178,9 +178,9 @@ def _tensorboard(reader: Reader, run: Run, out: Path | None, round_: int | None,
     from fedvitals.sinks.tensorboard import TensorBoard
 
     sink = TensorBoard(out or Path("tb"), store=_store_of(reader))
-    count = _fed(reader, run, round_, sink)
+    fed = _fed(reader, run, round_, sink)
     how = f"Open it: tensorboard --logdir {sink.folder}"
-    return {"where": str(sink.folder_of(run.id)), "count": count, "what": "records", "open": how}
+    return {"where": str(sink.folder_of(run.id)), **fed, "open": how}
 
 
 def _mlflow(reader: Reader, run: Run, out: Path | None, round_: int | None, endpoint: str | None) -> Export:
@@ -190,10 +190,10 @@ def _mlflow(reader: Reader, run: Run, out: Path | None, round_: int | None, endp
         raise ConfigError("--to mlflow writes to a database file (--out) or to an address (--endpoint), not to both.")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # this process is ours, and sends nothing unasked
     sink = MLflow(f"sqlite:///{out.absolute()}" if out is not None else endpoint, store=_store_of(reader))
-    count = _fed(reader, run, round_, sink)
+    fed = _fed(reader, run, round_, sink)
     where = sink.uri if sink.uri.startswith(("http:", "https:")) else f"--backend-store-uri {sink.uri}"
     how = f"Open it: {where}" if where == sink.uri else f"Open it: mlflow ui {where}"
-    return {"where": f"{sink.uri} run {sink.run_of(run.id)}", "count": count, "what": "records", "open": how}
+    return {"where": f"{sink.uri} run {sink.run_of(run.id)}", **fed, "open": how}
 
 
 def _wandb(reader: Reader, run: Run, out: Path | None, round_: int | None, _endpoint: str | None) -> Export:
@@ -201,19 +201,19 @@ def _wandb(reader: Reader, run: Run, out: Path | None, round_: int | None, _endp
 
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # as above
     sink = WeightsAndBiases(folder=out or Path(), store=_store_of(reader))
-    count = _fed(reader, run, round_, sink)
+    fed = _fed(reader, run, round_, sink)
     where = sink.folders[run.id]
     how = f"Upload it, if you want: wandb sync {where}. Look at it here: wandb beta leet {where}"
-    return {"where": str(where), "count": count, "what": "records", "open": how}
+    return {"where": str(where), **fed, "open": how}
 
 
 def _otel(reader: Reader, run: Run, _out: Path | None, round_: int | None, endpoint: str | None) -> Export:
     from fedvitals.sinks.otel.sink import OpenTelemetry
 
     sink = OpenTelemetry(endpoint)
-    count = _fed(reader, run, round_, sink)
+    fed = _fed(reader, run, round_, sink)
     how = "Look for the service «fedvitals» in the tool behind it (Jaeger, Grafana Tempo, ...)."
-    return {"where": sink.endpoint, "count": count, "what": "records", "open": how}
+    return {"where": sink.endpoint, **fed, "open": how}
 
 
 _WRITERS: dict[str, Callable[[Any, Any, Path | None, int | None, str | None], Export]] = {

@@ -74,9 +74,9 @@ def answer(
     cache: ReaderCache = request.app.state.reader_cache
     cache.look()
     with cache.reader() as reader:
-        run_id = run if run is None or cache.has_run(run) else find_run(reader, run)
+        run_id = run if run is None or cache.tracker.has_run(run) else find_run(reader, run)
         cache.warming.asked(run_id)
-        version = cache.version(run_id) if about is None else _joint(cache, about(reader))
+        version = cache.tracker.version(run_id) if about is None else _joint(cache, about(reader))
         version += also if isinstance(also, str) else also(run_id or "")
         headers = {"ETag": f'"{version}"', "Cache-Control": "no-cache"}
         if headers["ETag"] in [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]:
@@ -94,7 +94,7 @@ def answer(
 
 
 def _joint(cache: ReaderCache, runs: Sequence[str]) -> str:
-    versions = "\n".join(f"{run} {cache.version(run)}" for run in runs)
+    versions = "\n".join(f"{run} {cache.tracker.version(run)}" for run in runs)
     return hashlib.blake2b(versions.encode("utf-8", "replace"), digest_size=12).hexdigest()
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Mapping
@@ -75,20 +76,10 @@ def layers_part(reader: Reader, run: str, pictures: Pictures) -> list[Block]:
     blocks: list[Block] = [Heading(2, "Layers and gradients")]
     families = queries.layer_families(reader, run)
     if "gradient" in families:
-        blocks.append(
-            pictures.of(
-                "layers",
-                "root mean square of every layer's gradient, layers by rounds",
-                lambda: plot.layers((reader, run)),
-            )
-        )
-        blocks.append(
-            pictures.of(
-                "gradient-flow",
-                "size of the gradient from the first layer to the last",
-                lambda: plot.gradient_flow((reader, run)),
-            )
-        )
+        words = "root mean square of every layer's gradient, layers by rounds"
+        blocks.append(pictures.of("layers", words, lambda: plot.layers((reader, run))))
+        words = "size of the gradient from the first layer to the last"
+        blocks.append(pictures.of("gradient-flow", words, lambda: plot.gradient_flow((reader, run))))
     else:
         blocks.append(Text("No statistics of single layers were kept: they need a model, and privacy level 3."))
     caption = (
@@ -99,13 +90,8 @@ def layers_part(reader: Reader, run: str, pictures: Pictures) -> list[Block]:
     blocks.append(pictures.of("gsc", words, lambda: plot.gsc((reader, run)), caption))
     if "activation.health" in families:
         for statistic, what in (("dead_fraction", "dead"), ("saturated_fraction", "saturated")):
-            blocks.append(
-                pictures.of(
-                    f"units-{what}",
-                    f"share of {what} units, layers by rounds",
-                    lambda statistic=statistic: plot.layers((reader, run), "activation.health", statistic),  # type: ignore[misc]
-                )
-            )
+            draw = functools.partial(plot.layers, (reader, run), "activation.health", statistic)
+            blocks.append(pictures.of(f"units-{what}", f"share of {what} units, layers by rounds", draw))
     return blocks
 
 
@@ -119,26 +105,11 @@ def clients_part(reader: Reader, run: str, pictures: Pictures) -> list[Block]:
     health = ", ".join(f"{count} {name}" for name, count in page.health.items() if count)
     blocks.append(Text(f"{page.total} clients: {health}." if health else f"{page.total} clients."))
     if sign is not None:
-        blocks.append(
-            pictures.of(
-                "clients",
-                f"{literal(sign)} of the clients over the rounds, worst first",
-                lambda: plot.clients((reader, run), sign),
-                "Hatched: took no part, or was not measured. Black: not a number.",
-            )
-        )
-    head = (
-        "client",
-        "open findings",
-        "stands out by",
-        "rounds",
-        "loss",
-        "update",
-        "cosine",
-        "time",
-        "bytes",
-        "failures",
-    )
+        words = f"{literal(sign)} of the clients over the rounds, worst first"
+        caption = "Hatched: took no part, or was not measured. Black: not a number."
+        blocks.append(pictures.of("clients", words, lambda: plot.clients((reader, run), sign), caption))
+    signs = ("loss", "update", "cosine", "time", "bytes", "failures")
+    head = ("client", "open findings", "stands out by", "rounds", *signs)
     rows = [_row(row) for row in page.rows]
     keep = [i for i in range(len(head)) if i < 4 or any(row[i] not in ("–", "0") for row in rows)]
     blocks.append(

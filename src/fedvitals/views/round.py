@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fedvitals.analysis.bottleneck import judge_round
 from fedvitals.analysis.critical_path import CriticalPath, critical_path
 from fedvitals.analysis.timeline import NodeTime, RoundTime, main_clock, timeline, waiting_for
 from fedvitals.errors import ConfigError
+from fedvitals.plain_json import copied
 from fedvitals.records import Span, is_client, natural
 from fedvitals.store.read import queries
 from fedvitals.store.read.metrics import value_of_federation
@@ -75,34 +76,34 @@ class RoundLength:
     seconds: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPage:
-    """Everything that the page of a round shows."""
+    """Everything that the page of a round shows; of a round that was not timed, its neighbours only."""
 
     run: str
     round: int
     clock: str
     clocks: tuple[str, ...]
-    timed: bool  # False: nothing of this round was timed
-    complete: bool  # False: it has no end yet, or it failed
-    seconds: float | None
-    headline: str
-    kind: str | None  # what it is bound by
-    share: float | None
-    shares: Mapping[str, float]  # of the critical path, by kind of work
+    timed: bool = False  # False: nothing of this round was timed
+    complete: bool = False  # False: it has no end yet, or it failed
+    seconds: float | None = None
+    headline: str = "Nothing of this round was timed."
+    kind: str | None = None  # what it is bound by
+    share: float | None = None
+    shares: Mapping[str, float] = field(default_factory=dict)  # of the critical path, by kind of work
     previous: int | None
     next: int | None
     slowest: tuple[RoundLength, ...]  # rounds, the longest first
     place: int | None  # of this round among all, 1 is the longest
     rounds: int
-    path: tuple[LanePart, ...]
-    lanes: tuple[Lane, ...]
-    total: int  # nodes
-    waited: tuple[Waited, ...]
-    folded: bool  # parts of some node are sums, laid out one after the other
-    unaccounted: float | None  # largest share of a node's round that no part explains
-    left_out: int  # Spans that cannot be true
-    in_turns: bool  # clients shared a process, so each waits for all the others
+    path: tuple[LanePart, ...] = ()
+    lanes: tuple[Lane, ...] = ()
+    total: int = 0  # nodes
+    waited: tuple[Waited, ...] = ()
+    folded: bool = False  # parts of some node are sums, laid out one after the other
+    unaccounted: float | None = None  # largest share of a node's round that no part explains
+    left_out: int = 0  # Spans that cannot be true
+    in_turns: bool = False  # clients shared a process, so each waits for all the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,39 +163,27 @@ def round_page(
         "place": longest.index(number) + 1 if number in lengths else None,
         "rounds": len(rounds),
     }
-    return _page(time, around, sort, limit, offset)
-
-
-def _page(time: RoundTime | None, around: Mapping[str, object], sort: str, limit: int, offset: int) -> RoundPage:
-    known: dict[str, object] = {
-        "timed": False, "complete": False, "seconds": None, "headline": "Nothing of this round was timed.",
-        "kind": None, "share": None, "shares": {}, "path": (), "lanes": (), "total": 0, "waited": (), "folded": False,
-        "unaccounted": None, "left_out": 0, "in_turns": False,
-    }  # fmt: skip
-    if time is not None:
-        path = critical_path(time)
-        verdict = judge_round(time, path)
-        turns = path.shape.slots is not None
-        whom = {} if turns else waiting_for(time)
-        nodes = _ordered(time, path, sort)
-        known |= {
-            "timed": True,
-            "complete": time.complete,
-            "seconds": time.seconds,
-            "headline": f"{verdict.text[:1].upper()}{verdict.text[1:]}.",
-            "kind": verdict.kind,
-            "share": verdict.share,
-            "shares": verdict.shares,
-            "path": tuple(_path_parts(path, time)),
-            "lanes": tuple(_lane(node, path, whom) for node in nodes[offset : offset + limit]),
-            "total": len(nodes),
-            "waited": _waited(time, whom),
-            "folded": any(stay.folded for node in nodes for stay in node.stays),
-            "unaccounted": time.unaccounted,
-            "left_out": time.left_out,
-            "in_turns": turns,
-        }
-    return RoundPage(**{**around, **known})  # type: ignore[arg-type]
+    if time is None:
+        return copied(RoundPage, **around)
+    path = critical_path(time)
+    verdict = judge_round(time, path)
+    turns = path.shape.slots is not None
+    whom = {} if turns else waiting_for(time)
+    nodes = _ordered(time, path, sort)
+    return copied(
+        RoundPage,
+        time,
+        verdict,
+        timed=True,
+        headline=f"{verdict.text[:1].upper()}{verdict.text[1:]}.",
+        path=tuple(_path_parts(path, time)),
+        lanes=tuple(_lane(node, path, whom) for node in nodes[offset : offset + limit]),
+        total=len(nodes),
+        waited=_waited(time, whom),
+        folded=any(stay.folded for node in nodes for stay in node.stays),
+        in_turns=turns,
+        **around,
+    )
 
 
 def lengths_of(reader: Reader, run: str, clock: str) -> dict[int, float]:

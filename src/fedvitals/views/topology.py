@@ -44,8 +44,8 @@ class PlacedNode:
     sent: float
     received: float
     present: bool  # in this round
-    count: int  # clients that it stands for
-    members: tuple[str, ...]  # some of them
+    count: int = 1  # clients that it stands for
+    members: tuple[str, ...] = ()  # some of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +199,6 @@ def _nodes(
                 sent=sent.get(node, 0.0),
                 received=received.get(node, 0.0),
                 present=present,
-                count=1,
-                members=(),
             )
         )
     return placed

@@ -8,7 +8,7 @@ the newest rounds, unless others are asked for, and the page says which. For all
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple, TypeVar
 
@@ -117,7 +117,7 @@ class WaitedFor:
     share: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimeCosts:
     """Where the time of some rounds went."""
 
@@ -127,10 +127,10 @@ class TimeCosts:
     window: Window
     timed: bool
     headline: str
-    kind: str | None
-    share: float | None
-    shares: Mapping[str, float]
-    seconds: float | None  # of a round, the mean
+    kind: str | None = None
+    share: float | None = None
+    shares: Mapping[str, float] = field(default_factory=dict)
+    seconds: float | None = None  # of a round, the mean
     path: tuple[Spent, ...]  # the rounds' own length, along their critical paths
     clients: tuple[Spent, ...]  # all clients' time together
     server: tuple[Spent, ...]
@@ -175,17 +175,13 @@ def _time_costs(reader: Reader, asked: _Asked) -> TimeCosts:
     times, paths = looked.times, looked.paths
     verdict = judge(times, paths=paths)
     waited = _waited_for(times, paths)
-    return TimeCosts(
+    return copied(
+        TimeCosts,
+        looked,
+        verdict,
         run=run,
-        clock=looked.clock,
-        clocks=looked.clocks,
-        window=looked.window,
         timed=verdict is not None,
         headline=verdict.text if verdict else "No round of these was timed: there is nothing to say about their time.",
-        kind=verdict.kind if verdict else None,
-        share=verdict.share if verdict else None,
-        shares=verdict.shares if verdict else {},
-        seconds=verdict.seconds if verdict else None,
         path=_spent(link.parts for path in paths for link in path.links),
         clients=_spent(client.parts for time in times for client in time.clients),
         server=_spent(time.server.parts for time in times if time.server is not None),
@@ -194,7 +190,6 @@ def _time_costs(reader: Reader, asked: _Asked) -> TimeCosts:
         waited_for=waited[:NAMED],
         waited=sum(waiting.seconds for waiting in waited),
         unaccounted=median(time.unaccounted for time in times) if times else None,
-        left_open=looked.left_open,
     )
 
 

@@ -120,7 +120,7 @@ def map_of_updates(
 
 def _roster(request: Request, reader: Reader, run: str) -> Roster:
     cache: ReaderCache = request.app.state.reader_cache
-    return cache.rosters.roster(reader, run, cache.version(run))
+    return cache.rosters.roster(reader, run, cache.tracker.version(run))
 
 
 def _of_client(reader: Reader, run: str, work: Callable[..., Any], node: str, *arguments: Any) -> Any:

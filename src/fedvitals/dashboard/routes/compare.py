@@ -42,7 +42,7 @@ def compare(
 
     def figures(reader: Reader, run: str) -> Figures:
         """The figures of a run, until it changes: who adds one to a comparison does not wait for the others again."""
-        read: Figures = known.get(run, cache.version(run), lambda: figures_of(reader, run))
+        read: Figures = known.get(run, cache.tracker.version(run), lambda: figures_of(reader, run))
         return read
 
     def work(reader: Reader) -> ComparePage:

@@ -68,7 +68,7 @@ def runs(
     run_list: RunList = request.app.state.run_list
 
     def work(reader: Reader) -> RunsPage:
-        return run_list.page(reader, cache.version, asked, writers(reader, cache.target))
+        return run_list.page(reader, cache.tracker.version, asked, writers(reader, cache.target))
 
     return answer(request, None, work, also=this_minute())
 
