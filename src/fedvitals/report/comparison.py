@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from fedvitals import plot
 from fedvitals.plot.comparison import draw_comparison
 from fedvitals.report.findings_part import marked, verdict_card
-from fedvitals.report.markup import Block, Heading, Points, Table, Text, literal
-from fedvitals.report.pictures import Pictures
+from fedvitals.report.markup import Block, Heading, Pictures, Points, Table, Text, literal
 from fedvitals.report.settings import settings_part
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader

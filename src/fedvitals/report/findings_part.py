@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from fedvitals.diagnosis.cases import Case
 from fedvitals.plot.finding_evidence import draw_evidence
-from fedvitals.report.markup import Block, Card, Code, Facts, Heading, Points, Table, Text, literal
-from fedvitals.report.pictures import Pictures
+from fedvitals.report.markup import Block, Card, Code, Facts, Heading, Pictures, Points, Table, Text, literal
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import case_key, cases_of
 from fedvitals.views.evidence import Evidence

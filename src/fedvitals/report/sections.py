@@ -12,8 +12,7 @@ from fedvitals import plot
 from fedvitals.diagnosis.gaps import incomplete
 from fedvitals.plot.round_stacks import draw_traffic
 from fedvitals.plot.round_waterfall import draw_waterfall
-from fedvitals.report.markup import Block, Facts, Heading, Points, Table, Text, literal
-from fedvitals.report.pictures import Pictures
+from fedvitals.report.markup import Block, Facts, Heading, Pictures, Points, Table, Text, literal
 from fedvitals.report.settings import flat, readable
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader

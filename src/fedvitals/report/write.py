@@ -13,9 +13,8 @@ from fedvitals.errors import ConfigError
 from fedvitals.report import sections
 from fedvitals.report.comparison import comparison
 from fedvitals.report.findings_part import findings_part, verdict_card, what_next
-from fedvitals.report.markup import Block, Card, Heading, Picture, literal, markdown, page, words_of
+from fedvitals.report.markup import Block, Card, Heading, Picture, Pictures, literal, markdown, page, words_of
 from fedvitals.report.pdf import pdf_of
-from fedvitals.report.pictures import Pictures
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.card import health_card

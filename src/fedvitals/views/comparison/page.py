@@ -130,8 +130,8 @@ def compare_page(sides: Sequence[Sequence[Figures]]) -> ComparePage:
         chance=chance,
         pictures=tuple(p for p in _pictures(sides, letters, virtual=virtual) if any(line.total for line in p.lines)),
         differences=tuple(
-            _differences(name, title, unit, [[getattr(f, name) for f in side] for side in sides], sides, letters)
-            for name, title, unit in (("accuracy", "accuracy", ""), ("loss", "loss", ""))
+            _differences(name, sides, letters)
+            for name in ("accuracy", "loss")
             if any(getattr(f, name) for f in sides[0]) and any(getattr(f, name) for side in sides[1:] for f in side)
         ),
         rows=tuple(_row(row) for row in comparison.rows),
@@ -201,15 +201,9 @@ def _line(letter: str, courses: Sequence[ValuesByRound], middle: Callable[[Seque
     )
 
 
-def _differences(
-    name: str,
-    title: str,
-    unit: str,
-    courses: Sequence[Sequence[ValuesByRound]],
-    sides: Sequence[Sequence[Figures]],
-    letters: Sequence[str],
-) -> Picture:
+def _differences(name: str, sides: Sequence[Sequence[Figures]], letters: Sequence[str]) -> Picture:
     """Each side less the baseline, round by round; with repeats, the interval that chance leaves."""
+    courses: list[list[ValuesByRound]] = [[getattr(f, name) for f in side] for side in sides]
     lines, banded = [], False
     for letter, own, side in zip(letters[1:], courses[1:], sides[1:], strict=True):
         pairs = pairing([f.run.seed for f in sides[0]], [f.run.seed for f in side])
@@ -221,7 +215,7 @@ def _differences(
         banded = banded or any(c is not None and c.low is not None for c in changes.values())
         lines.append(_difference(letter, changes))
     note = "from the baseline" + ("; band: 95 % interval, each round by itself" if banded else "")
-    return Picture(name, f"difference in {title}", unit, "linear", tuple(lines), note)
+    return Picture(name, f"difference in {name}", "", "linear", tuple(lines), note)
 
 
 def _difference(letter: str, changes: dict[int, Change | None]) -> Line:
