@@ -26,6 +26,7 @@ from fedvitals.store.read.metrics import has_metric, newest_outcomes
 from fedvitals.store.read.nodes import count_clients
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.read.runs import (
+    RunHead,
     last_records_of_open_runs,
     rounds_and_last_record,
     run_heads,
@@ -106,15 +107,9 @@ class RunsPage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
+class _Head(RunHead):
     """What is known of every run without looking at its records."""
 
-    id: str
-    name: str
-    host: str
-    topology: str | None
-    started: float | None
-    finished: float | None
     last_record: float | None  # of runs without an end
     written: bool
     state: RunState
@@ -182,8 +177,8 @@ def _heads(reader: Reader, is_written: Callable[[str, bool], bool], now: float) 
             last = run.started if last is None else last
             written = is_written(run.id, (run.started or 0.0) == newest)
         state = state_of(run.finished, last, run.started, written=written, now=now)
-        described = (run.id, run.name, run.host, run.topology, run.started, run.finished)
-        heads.append(_Head(*described, last, written, state, by_run.get(run.id, ())))
+        marks_of_run = by_run.get(run.id, ())
+        heads.append(copied(_Head, run, last_record=last, written=written, state=state, marks=marks_of_run))
     return heads
 
 

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from fedvitals.plain_json import copied
 from fedvitals.records import Finding, Metric, Record, natural
 from fedvitals.sinks.alerts.message import FIRING, RESOLVED, Alert, value_text
 from fedvitals.sinks.alerts.rules import SEVERITIES, WINDOW, Condition, FindingCondition, Rule
@@ -177,13 +176,13 @@ class RuleEvaluation:
                 if state is not None and (state.judged is None or state.judged < number):
                     state.judged = number
                     at, value = values[node]
-                    origin = _AlertOrigin(self._run, rule, place, number, at, node, metric=metric)
-                    self._judge_value(condition, state, origin, value, common)
+                    draft = self._draft(rule, place, number, at, node=node, metric=metric)
+                    self._judge_value(rule, condition, state, draft, value, common)
 
     def _judge_value(
-        self, condition: Condition, state: _RuleState, origin: _AlertOrigin, value: float, common: float | None
+        self, rule: Rule, condition: Condition, state: _RuleState, draft: Alert, value: float, common: float | None
     ) -> None:
-        number, node = origin.round, origin.node
+        number, node = draft.round, draft.node
         bound = _bound(condition, state, common)
         only_nan = state.count > 0 and all(math.isnan(earlier) for earlier in state.stretch)
         if bound is None and not math.isnan(value) and not only_nan:  # too little to compare with
@@ -198,11 +197,11 @@ class RuleEvaluation:
             if (
                 state.count >= condition.rounds
                 and state.open_since is None
-                and _after_gap(origin.rule, state, number, origin.at)
+                and _after_gap(rule, state, number, draft.at)
             ):
-                state.severity = origin.rule.severity or "warning"
+                state.severity = rule.severity or "warning"
                 words = _words(condition, node, value, bound, state)
-                self._tell(FIRING, state, origin, words, value, bound)
+                self._tell(FIRING, state, draft, words, value, bound)
             if state.count % WINDOW == 0 and condition.against in ("own", "before"):
                 # It has lasted so long that it is the usual by now.
                 state.past = deque((v for v in state.stretch if math.isfinite(v)), maxlen=WINDOW)
@@ -210,7 +209,7 @@ class RuleEvaluation:
         if state.open_since is not None:
             now = value_text(value, condition.metric)
             words = f"{condition.metric} of {_place(node)} is {now}: no longer «{condition}»"
-            self._tell(RESOLVED, state, origin, words, value, bound)
+            self._tell(RESOLVED, state, draft, words, value, bound)
         state.since, state.last, state.count = None, None, 0
         state.stretch.clear()
         if math.isfinite(value):
@@ -240,8 +239,8 @@ class RuleEvaluation:
                 state.count, state.last = state.count + 1, number
             if state.count >= asked.rounds and state.open_since is None and _after_gap(rule, state, number, finding.at):
                 state.severity = rule.severity or finding.severity
-                origin = _AlertOrigin(self._run, rule, place, number, finding.at, **json.loads(place))
-                self._tell(FIRING, state, origin, finding.message)
+                draft = self._draft(rule, place, number, finding.at, **json.loads(place))
+                self._tell(FIRING, state, draft, finding.message)
         if len(self._pending) > first:
             self._pending[first] = replace(self._pending[first], others=len(self._pending) - first - 1)
 
@@ -275,9 +274,9 @@ class RuleEvaluation:
     def _end_case(self, rule: Rule, state: _RuleState, place: str, over: int) -> None:
         if state.open_since is not None:
             at = self._completed.get(over, (0.0, 0.0))[0]
-            origin = _AlertOrigin(self._run, rule, place, over, at, **json.loads(place))
-            where = _place(origin.node or origin.group)
-            self._tell(RESOLVED, state, origin, f"{origin.issue} at {where} has not been seen since round {state.last}")
+            draft = self._draft(rule, place, over, at, **json.loads(place))
+            where = _place(draft.node or draft.group)
+            self._tell(RESOLVED, state, draft, f"{draft.issue} at {where} has not been seen since round {state.last}")
         state.since, state.last, state.count = None, None, 0
 
     # --- both --------------------------------------------------------------------------------------------------------
@@ -291,43 +290,28 @@ class RuleEvaluation:
             self.left_out += 1
         return state
 
+    def _draft(self, rule: Rule, place: str, number: int, at: float, **where: str | None) -> Alert:
+        """An alert of a rule at a place, before it is known what is to be said; `where`: node, group, layer, ..."""
+        return Alert(self._run, rule.name, place, number, FIRING, "", number, at, "", **where)  # type: ignore[arg-type]
+
     def _tell(
         self,
         kind: str,
         state: _RuleState,
-        origin: _AlertOrigin,
+        draft: Alert,
         words: str,
         value: float | None = None,
         bound: float | None = None,
     ) -> None:
         """Queue the alert that a rule began to hold (firing), or that it no longer does (resolved)."""
         if kind == FIRING:
-            state.open_since = origin.round if state.since is None else state.since
-            state.sent_round, state.sent_at = origin.round, origin.at
-        self._pending.append(origin.alert(kind, state, words, value, bound))
+            state.open_since = draft.round if state.since is None else state.since
+            state.sent_round, state.sent_at = draft.round, draft.at
+        onset = draft.round if state.open_since is None else state.open_since
+        alert = replace(draft, onset=onset, kind=kind, severity=state.severity, message=words)
+        self._pending.append(replace(alert, value=value, limit=bound))
         if kind == RESOLVED:
             state.open_since = None
-
-
-@dataclass(frozen=True, slots=True)
-class _AlertOrigin:
-    """What is known of an alert before its words."""
-
-    run: str
-    rule: Rule
-    place: str
-    round: int
-    at: float
-    node: str | None = None
-    group: str | None = None
-    layer: str | None = None
-    issue: str | None = None
-    metric: str | None = None
-
-    def alert(self, kind: str, state: _RuleState, words: str, value: float | None, bound: float | None) -> Alert:
-        onset = self.round if state.open_since is None else state.open_since
-        told = {"onset": onset, "kind": kind, "severity": state.severity, "message": words}
-        return copied(Alert, self, rule=self.rule.name, value=value, limit=bound, **told)
 
 
 def _bound(condition: Condition, state: _RuleState, common: float | None) -> float | None:
