@@ -18,21 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fedvitals.records import Span, natural
-from fedvitals.resources.node_spans import (
-    CLOSE,
-    NODES,
-    UNACCOUNTED,
-    NodeSpan,
-    SpanBlock,
-    add,
-    blocks_of,
-    covered,
-    node_span_of,
-    recorded_parts,
-    refined,
-    sums,
-    without_overlaps,
-)
+from fedvitals.resources import node_spans
+from fedvitals.resources.node_spans import CLOSE, NODES, UNACCOUNTED, NodeSpan, SpanBlock
 from fedvitals.time_parts import CLIENT, EDGE, JOURNEY, NESTED, REST, ROUND, SERVER, WORK, clock_of
 
 WAITING = "waiting"  # the class of all parts in which a node waits
@@ -78,7 +65,7 @@ class NodeTime:
         for stay in self.stays:
             if stay.began - at > CLOSE:
                 blocks.append(SpanBlock(at, stay.began - at, {before: stay.began - at}, False, 1))
-            blocks += blocks_of(stay)
+            blocks += node_spans.blocks_of(stay)
             at = max(at, stay.began + stay.seconds)
         left = self.began + self.seconds - at
         if left > CLOSE:
@@ -139,17 +126,14 @@ class RoundTime:
     def overlapping(self) -> bool:
         """Whether clients delivered work begun before the round, as in asynchronous aggregation."""
         before = self.began - 0.05 * self.seconds - CLOSE
-        return any(self.ends - sum(node.reported.values()) < before for node in self.clients if JOURNEY in _names(node))
+        journeys = (node for node in self.clients if any(stay.name == JOURNEY for stay in node.stays))
+        return any(self.ends - sum(node.reported.values()) < before for node in journeys)
 
     @property
     def unaccounted(self) -> float:
         """The largest share of a node's round that no part explains."""
         most = max((node.parts.get(UNACCOUNTED, 0.0) for node in self.nodes.values()), default=0.0)
         return most / self.seconds if self.seconds > 0 else 0.0
-
-
-def _names(node: NodeTime) -> set[str]:
-    return {stay.name for stay in node.stays}
 
 
 def by_class(parts: Mapping[str, float]) -> dict[str, float]:
@@ -281,17 +265,17 @@ def _node(node: str, spans: list[Span], began: float, seconds: float, shifted: d
     reported: dict[str, float] = {}
     for span in sorted(spans, key=lambda span: span.at) if len(spans) > 1 else spans:
         if span.name == outer:
-            parts = recorded_parts(span)
-            reported = add(dict(reported), parts) if reported else parts
-            stay, moved = node_span_of(span, parts, began, began + seconds)
+            parts = node_spans.recorded_parts(span)
+            reported = node_spans.add(dict(reported), parts) if reported else parts
+            stay, moved = node_spans.node_span_of(span, parts, began, began + seconds)
             if abs(moved) > abs(shifted.get(node, CLOSE)):
                 shifted[node] = moved
             stays.append(stay)
         elif span.name == CLIENT:
             inner.append(span)
     if outer == JOURNEY and inner:
-        stays = [refined(stay, inner) for stay in stays]
-    stays = without_overlaps(stays)
+        stays = [node_spans.refined(stay, inner) for stay in stays]
+    stays = node_spans.without_overlaps(stays)
     numbers = [*inner, *spans]
     return NodeTime(
         node,
@@ -299,7 +283,7 @@ def _node(node: str, spans: list[Span], began: float, seconds: float, shifted: d
         next((span.where.group for span in spans if span.where.group is not None), None),
         began,
         seconds,
-        sums(kind, stays, began, seconds),
+        node_spans.sums(kind, stays, began, seconds),
         reported,
         tuple(stays),
         _number(numbers, "samples"),
@@ -337,7 +321,7 @@ def _with_members(nodes: dict[str, NodeTime]) -> dict[str, NodeTime]:
             hull = [(min(began for began, _ in own), max(ended for _, ended in own))]
             turns = min(rest - waited, _covered_seconds(hull, node_time.stays) - waited)
             stays = tuple(_with_waiting(stay, waited / rest, max(0.0, turns) / rest) for stay in node_time.stays)
-            parts = sums(EDGE, list(stays), node_time.began, node_time.seconds)
+            parts = node_spans.sums(EDGE, list(stays), node_time.began, node_time.seconds)
             nodes[node] = NodeTime(
                 node, EDGE, node_time.group, node_time.began, node_time.seconds, parts, node_time.reported, stays
             )
@@ -355,7 +339,7 @@ def _with_waiting(stay: NodeSpan, share: float, turns: float) -> NodeSpan:
 def _covered_seconds(stretches: Iterable[tuple[float, float]], stays: Iterable[NodeSpan]) -> float:
     """Return the seconds of the stays in which at least one of the intervals was in progress."""
     own = list(stretches)
-    return sum(covered(own, stay.began, stay.began + stay.seconds) for stay in stays)
+    return sum(node_spans.covered(own, stay.began, stay.began + stay.seconds) for stay in stays)
 
 
 def span_of_work(node: NodeTime) -> tuple[float, float]:

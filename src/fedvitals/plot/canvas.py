@@ -179,10 +179,15 @@ def line(axes: Any, rounds: Sequence[int], values: Sequence[float | None], colou
     """Draw a series, with a gap where nothing was measured and a dot where a value stands alone."""
     heights = numbers(values)
     axes.plot(rounds, heights, color=colour, **{"linewidth": 1.4, **how})
-    there = np.concatenate([[False], np.isfinite(heights), [False]])
-    alone = there[1:-1] & ~there[:-2] & ~there[2:]
-    if alone.any():
-        axes.plot(np.asarray(rounds)[alone], heights[alone], ".", color=colour, markersize=3.5)
+    lone = alone(heights)
+    if lone.any():
+        axes.plot(np.asarray(rounds)[lone], heights[lone], ".", color=colour, markersize=3.5)
+
+
+def alone(values: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Return which values have no finite neighbour."""
+    there = np.concatenate([[False], np.isfinite(values), [False]])
+    return np.asarray(there[1:-1] & ~there[:-2] & ~there[2:])
 
 
 def numbers(values: Sequence[float | None]) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -15,21 +15,8 @@ import numpy as np
 from fedvitals.catalog import CATALOG
 from fedvitals.diagnosis.cases import Case
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.plot.canvas import (
-    SMALL,
-    Figure,
-    drawn,
-    empty,
-    flags,
-    head,
-    line,
-    nothing,
-    numbers,
-    panel,
-    round_axis,
-    value_axis,
-    wide_sheet,
-)
+from fedvitals.plot import canvas
+from fedvitals.plot.canvas import Figure, drawn
 from fedvitals.plot.cohort_band import LEGEND, POINTS, draw_band
 from fedvitals.plot.scale import End, Height, end_of, label_ends
 from fedvitals.plot.source import Which, opened
@@ -51,16 +38,16 @@ def gradient_flow(run: Which, *, store: Target = None) -> Figure:
     with opened(run, store) as (reader, chosen):
         page = layers_page(reader, chosen, family="gradient", statistic="rms")
     if not page.profile.lines:
-        return nothing("No gradient was measured layer by layer.", *page.missing[:1])
-    figure = wide_sheet((2.5, 2.0))
+        return canvas.nothing("No gradient was measured layer by layer.", *page.missing[:1])
+    figure = canvas.wide_sheet((2.5, 2.0))
     wide, left, right = figure.axes
     _depth(wide, page.profile)
     what = "weights only" if page.weights_only else "all layers"
-    head(wide, "gradient through the depth, root mean square", f"light: early rounds, dark: late; {what}")
+    canvas.head(wide, "gradient through the depth, root mean square", f"light: early rounds, dark: late; {what}")
     _averages(left, page.averages, lambda average: average.mean, "linear")
-    head(left, "average gradient, signed mean")
+    canvas.head(left, "average gradient, signed mean")
     _averages(right, page.averages, lambda average: average.magnitude, "log")
-    head(right, "average gradient, mean magnitude")
+    canvas.head(right, "average gradient, mean magnitude")
     return figure
 
 
@@ -71,15 +58,21 @@ def _depth(axes: Any, profile: DepthProfile) -> None:
     def shades(share: float) -> str:
         return str(to_hex(colormaps["cividis_r"](share)))
 
-    height = Height("log", np.concatenate([numbers(curve.values) for curve in profile.lines]))
+    height = Height("log", np.concatenate([canvas.numbers(curve.values) for curve in profile.lines]))
     across = range(len(profile.layers))
     last = max(1, len(profile.lines) - 1)
     for place, curve in enumerate(profile.lines):
-        line(axes, across, height.of(numbers(curve.values)).tolist(), shades(0.1 + 0.9 * place / last), linewidth=1.1)
+        canvas.line(
+            axes,
+            across,
+            height.of(canvas.numbers(curve.values)).tolist(),
+            shades(0.1 + 0.9 * place / last),
+            linewidth=1.1,
+        )
     height.dress(axes)
     ends = []
     for curve, share in ((profile.lines[0], 0.1), (profile.lines[-1], 1.0)):
-        heights = height.of(numbers(curve.values))
+        heights = height.of(canvas.numbers(curve.values))
         if np.isfinite(heights[-1]):
             ends.append((f"round {curve.round}", shades(share), float(across[-1]), float(heights[-1])))
     label_ends(axes, ends if len(profile.lines) > 1 else ends[:1])
@@ -87,26 +80,28 @@ def _depth(axes: Any, profile: DepthProfile) -> None:
     names = [words(name, 16) for name in profile.layers[::step]]
     many = len(names) > 6
     axes.set_xticks(list(across[::step]), names, usetex=False)
-    axes.tick_params(axis="x", labelsize=SMALL, labelrotation=30 if many else 0)
+    axes.tick_params(axis="x", labelsize=canvas.SMALL, labelrotation=30 if many else 0)
 
 
 def _averages(axes: Any, averages: Averages | None, of: Callable[[Average], Numbers], scale: str) -> None:
     if averages is None:
-        empty(axes, "not measured")
+        canvas.empty(axes, "not measured")
         return
     shown = averages.layers[:MOST_LINES]
-    height = Height(scale, np.concatenate([numbers(of(average)) for average in shown]))
+    height = Height(scale, np.concatenate([canvas.numbers(of(average)) for average in shown]))
     ends: list[End] = []
     for place, average in enumerate(shown):
         colour = COLOURS[place % len(COLOURS)]
-        heights = height.of(numbers(of(average)))
-        line(axes, averages.rounds, heights.tolist(), colour, linestyle="solid" if place < len(COLOURS) else "dashed")
+        heights = height.of(canvas.numbers(of(average)))
+        canvas.line(
+            axes, averages.rounds, heights.tolist(), colour, linestyle="solid" if place < len(COLOURS) else "dashed"
+        )
         ends += end_of(words(average.layer, 14), colour, averages.rounds, heights)
     height.dress(axes)
     if scale == "linear":
-        value_axis(axes, "1")
+        canvas.value_axis(axes, "1")
     label_ends(axes, ends)
-    round_axis(axes, averages.rounds)
+    canvas.round_axis(axes, averages.rounds)
 
 
 READINGS = {
@@ -132,32 +127,36 @@ def gsc(*runs: Which, reading: str = "scale.gsc", store: Target = None) -> Figur
                 bands.append((queries.get_run(reader, chosen).name, band(reading, matrix, POINTS)))
                 cases = cases_of(reader, chosen) if len(runs) == 1 else []
     if not bands:
-        return nothing(f"{reading} was not measured.", f"It needs {CATALOG[reading].needs}.")
+        return canvas.nothing(f"{reading} was not measured.", f"It needs {CATALOG[reading].needs}.")
     return _draw(bands, reading, cases)
 
 
 def _draw(bands: list[tuple[str, Band]], reading: str, cases: list[Case]) -> Figure:
-    figure, axes = panel(2.6)
-    head(axes, f"{reading} = {READINGS[reading]}", LEGEND if len(bands) == 1 else "median client of each run; 5–95 %")
-    height = Height("log", np.concatenate([numbers(v) for _, run_band in bands for v in (run_band.min, run_band.max)]))
+    figure, axes = canvas.panel(2.6)
+    canvas.head(
+        axes, f"{reading} = {READINGS[reading]}", LEGEND if len(bands) == 1 else "median client of each run; 5–95 %"
+    )
+    height = Height(
+        "log", np.concatenate([canvas.numbers(v) for _, run_band in bands for v in (run_band.min, run_band.max)])
+    )
     ends: list[End] = []
     for place, (name, run_band) in enumerate(bands):
         colour = COLOURS[place % len(COLOURS)]
-        middle = height.of(numbers(run_band.median))
+        middle = height.of(canvas.numbers(run_band.median))
         if len(bands) == 1:
             draw_band(axes, run_band, height, colour)
         else:
             axes.fill_between(
-                run_band.rounds, height.of(numbers(run_band.p5)), height.of(numbers(run_band.p95)),
+                run_band.rounds, height.of(canvas.numbers(run_band.p5)), height.of(canvas.numbers(run_band.p95)),
                 color=colour, alpha=0.15, linewidth=0,
             )  # fmt: skip
             dashes = "solid" if place < len(COLOURS) else "dashed"
-            line(axes, run_band.rounds, middle.tolist(), colour, linestyle=dashes)
+            canvas.line(axes, run_band.rounds, middle.tolist(), colour, linestyle=dashes)
         ends += end_of(words(name, 18), colour, run_band.rounds, middle)
     height.dress(axes)
     axes.set_ylabel(reading, labelpad=2)
     if len(bands) > 1:
         label_ends(axes, ends)
-    flags(axes, cases)
-    round_axis(axes, [number for _, run_band in bands for number in run_band.rounds])
+    canvas.flags(axes, cases)
+    canvas.round_axis(axes, [number for _, run_band in bands for number in run_band.rounds])
     return figure

@@ -6,19 +6,8 @@ from __future__ import annotations
 import numpy as np
 
 from fedvitals.analysis.traffic import Traffic, traffic_of
-from fedvitals.plot.canvas import (
-    SMALL,
-    Figure,
-    drawn,
-    flags,
-    head,
-    legend,
-    nothing,
-    numbers,
-    panel,
-    round_axis,
-    value_axis,
-)
+from fedvitals.plot import canvas
+from fedvitals.plot.canvas import Figure, drawn
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import GREEN, ORANGE, PURPLE, VERMILLION, part_colour
 from fedvitals.records import Event, Transfer
@@ -39,13 +28,13 @@ def phases(run: Which, *, store: Target = None) -> Figure:
         phases_page = phases_of(reader, chosen, POINTS)
         cases = [case for case in cases_of(reader, chosen) if case.issue_entry.family == "system"]
     if not phases_page.rounds:
-        return nothing("No round was timed.", "`monitor.round(...)` times them.")
-    figure, axes = panel(2.4)
+        return canvas.nothing("No round was timed.", "`monitor.round(...)` times them.")
+    figure, axes = canvas.panel(2.4)
     below = np.zeros(len(phases_page.rounds))
     widths = [max(1, last - first + 1) * 0.88 for first, last in zip(phases_page.first, phases_page.last, strict=True)]
     middles = [(first + last) / 2 for first, last in zip(phases_page.first, phases_page.last, strict=True)]
     for part in phases_page.parts:
-        values = np.nan_to_num(numbers(part.values))
+        values = np.nan_to_num(canvas.numbers(part.values))
         axes.bar(middles, values, widths, below, color=part_colour(part.name), label=part.name, linewidth=0)
         below += values
     usual = float(np.median(below[below > 0])) if (below > 0).any() else 1.0
@@ -53,12 +42,14 @@ def phases(run: Which, *, store: Target = None) -> Figure:
     if cut.any() and cut.sum() <= max(1, len(below) // 10):
         axes.set_ylim(0, TALL * usual)
         for place in np.flatnonzero(cut):
-            axes.annotate(f"{below[place]:.3g} s", (middles[place], TALL * usual), ha="left", va="top", fontsize=SMALL)
-    head(axes, "time of a round, by part of its critical path", f"{phases_page.clock} clock")
-    value_axis(axes, "seconds")
-    legend(axes, reverse=True)
-    flags(axes, cases)
-    round_axis(axes, (phases_page.first[0], phases_page.last[-1]))
+            axes.annotate(
+                f"{below[place]:.3g} s", (middles[place], TALL * usual), ha="left", va="top", fontsize=canvas.SMALL
+            )
+    canvas.head(axes, "time of a round, by part of its critical path", f"{phases_page.clock} clock")
+    canvas.value_axis(axes, "seconds")
+    canvas.legend(axes, reverse=True)
+    canvas.flags(axes, cases)
+    canvas.round_axis(axes, (phases_page.first[0], phases_page.last[-1]))
     return figure
 
 
@@ -81,8 +72,8 @@ def traffic(run: Which, *, store: Target = None) -> Figure:
 def draw_traffic(run_traffic: Traffic) -> Figure:
     moved = [own for own in run_traffic.rounds if own.bytes or own.telemetry_bytes]
     if not moved:
-        return nothing("No transfer was told.", "`monitor.transfer(...)` tells of them; the lab does by itself.")
-    figure, axes = panel(2.0)
+        return canvas.nothing("No transfer was told.", "`monitor.transfer(...)` tells of them; the lab does by itself.")
+    figure, axes = canvas.panel(2.0)
     rounds = np.array([own.round for own in moved])
     below = np.zeros(len(moved))
     for name, colour, values in (
@@ -95,8 +86,8 @@ def draw_traffic(run_traffic: Traffic) -> Figure:
             axes.bar(rounds, values, 0.88, below, color=colour, label=name, linewidth=0)
             below += np.array(values, float)
     without = ", without telemetry" if run_traffic.telemetry_bytes else ""
-    head(axes, "bytes of a round", f"{size(run_traffic.bytes)} in all{without}")
-    value_axis(axes, "bytes")
-    legend(axes, reverse=True)
-    round_axis(axes, rounds.tolist())
+    canvas.head(axes, "bytes of a round", f"{size(run_traffic.bytes)} in all{without}")
+    canvas.value_axis(axes, "bytes")
+    canvas.legend(axes, reverse=True)
+    canvas.round_axis(axes, rounds.tolist())
     return figure

@@ -251,6 +251,7 @@ def when(at: float | None) -> str:
 
 def facts_part(reader: Reader, run: str, card: HealthCard) -> Facts:
     status = status_of(reader, run)
+    beside = f", and {size(status.telemetry_bytes)} of telemetry" if status.telemetry_bytes else ""
     planned = f" of {status.rounds_planned}" if status.rounds_planned else ""
     shown = [
         ("run", literal(run)),
@@ -259,15 +260,11 @@ def facts_part(reader: Reader, run: str, card: HealthCard) -> Facts:
         ("host, topology", f"{literal(status.host)}, {literal(status.topology or 'not told')}"),
         ("accuracy, loss", f"{with_unit(status.accuracy, 'share')}, {number(status.loss)}"),
         ("a round", seconds(status.round_seconds)),
-        ("bytes", f"{size(status.bytes)}{_beside(status.telemetry_bytes)}"),
+        ("bytes", f"{size(status.bytes)}{beside}"),
         ("records lost", str(status.lost)),
         ("measuring took", "–" if card.cost_percent is None else f"{number(card.cost_percent)} % of the rounds' time"),
     ]
     return Facts(tuple(shown))
-
-
-def _beside(telemetry: int | None) -> str:
-    return f", and {size(telemetry)} of telemetry" if telemetry else ""
 
 
 def configuration_part(card: HealthCard) -> list[Block]:

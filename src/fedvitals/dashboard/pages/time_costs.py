@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 from fedvitals.analysis.bottleneck import RunVerdict, judge
 from fedvitals.analysis.critical_path import CriticalPath, critical_path
 from fedvitals.analysis.remedies import remedies
-from fedvitals.analysis.stragglers import Straggler, stragglers
+from fedvitals.analysis.stragglers import stragglers
 from fedvitals.analysis.timeline import RoundTime, main_clock, rounds_of_clock, timeline
 from fedvitals.analysis.what_if import what_if
 from fedvitals.errors import ConfigError
@@ -186,7 +186,10 @@ def _time_costs(reader: Reader, asked: _Asked) -> TimeCosts:
         clients=_spent(client.parts for time in times for client in time.clients),
         server=_spent(time.server.parts for time in times if time.server is not None),
         rounds=_lines(verdict),
-        stragglers=tuple(_slow(straggler) for straggler in stragglers(times, most=NAMED, paths=paths)),
+        stragglers=tuple(
+            copied(SlowNode, slow, history=tuple(copied(SlowTurn, turn) for turn in slow.history))
+            for slow in stragglers(times, most=NAMED, paths=paths)
+        ),
         waited_for=waited[:NAMED],
         waited=sum(waiting.seconds for waiting in waited),
         unaccounted=median(time.unaccounted for time in times) if times else None,
@@ -285,10 +288,6 @@ def _spent(parts: Iterable[Mapping[str, float]]) -> tuple[Spent, ...]:
 def _lines(verdict: RunVerdict | None) -> tuple[RoundLine, ...]:
     rounds = [] if verdict is None else sorted(verdict.by_round, key=lambda judged: -judged.seconds)
     return tuple(copied(RoundLine, judged, headline=judged.text) for judged in rounds)
-
-
-def _slow(straggler: Straggler) -> SlowNode:
-    return copied(SlowNode, straggler, history=tuple(copied(SlowTurn, turn) for turn in straggler.history))
 
 
 def _waited_for(times: Sequence[RoundTime], paths: Sequence[CriticalPath]) -> tuple[WaitedFor, ...]:

@@ -135,7 +135,10 @@ def compare_page(sides: Sequence[Sequence[Figures]]) -> ComparePage:
             if any(getattr(f, name) for f in sides[0]) and any(getattr(f, name) for side in sides[1:] for f in side)
         ),
         rows=tuple(_row(row) for row in comparison.rows),
-        troubles=tuple(copied(PageTrouble, t, title=_title(t.issue)) for t in comparison.troubles),
+        troubles=tuple(
+            copied(PageTrouble, t, title=ISSUES_BY_CODE[t.issue].title if t.issue in ISSUES_BY_CODE else t.issue)
+            for t in comparison.troubles
+        ),
         partings=tuple(
             PageParting(
                 letter,
@@ -237,11 +240,6 @@ def _difference(letter: str, changes: dict[int, Change | None]) -> Line:
 def _row(row: ComparisonRow) -> PageRow:
     changes = (None if change is None else copied(PageChange, change) for change in row.changes)
     return copied(PageRow, row, changes=tuple(changes))
-
-
-def _title(issue: str) -> str:
-    known = ISSUES_BY_CODE.get(issue)
-    return known.title if known else issue
 
 
 def _settings(sides: Sequence[Sequence[Figures]]) -> tuple[PageSetting, ...]:
