@@ -22,17 +22,11 @@ from fedvitals.plain_json import copied, finite
 from fedvitals.records import Run, is_client
 from fedvitals.store import Target
 from fedvitals.store.marks import Mark, marks
+from fedvitals.store.read import runs as stored_runs
 from fedvitals.store.read.metrics import has_metric, newest_outcomes
 from fedvitals.store.read.nodes import count_clients
 from fedvitals.store.read.reader import Reader
-from fedvitals.store.read.runs import (
-    RunHead,
-    last_records_of_open_runs,
-    rounds_and_last_record,
-    run_heads,
-    run_name,
-    run_settings,
-)
+from fedvitals.store.read.runs import RunHead
 from fedvitals.store.read.storage import count_layer_matrices, count_rows, packed_bytes
 from fedvitals.store.tapes import tape_bytes
 from fedvitals.views.cases import case_key, cases_of
@@ -163,11 +157,11 @@ class RunList:
 
 
 def _heads(reader: Reader, is_written: Callable[[str, bool], bool], now: float) -> list[_Head]:
-    runs = list(run_heads(reader))
+    runs = list(stored_runs.run_heads(reader))
     by_run = {
         run: tuple(same) for run, same in groupby(sorted(marks(reader), key=attrgetter("run")), key=attrgetter("run"))
     }
-    last_records = last_records_of_open_runs(reader)
+    last_records = stored_runs.last_records_of_open_runs(reader)
     newest = max((run.started or 0.0 for run in runs if run.finished is None), default=None)
     heads = []
     for run in runs:
@@ -242,7 +236,7 @@ def contents_of(reader: Reader, run: str, store: Target = None) -> Contents:
     counts = count_rows(reader, run, _ROWS)
     return Contents(
         id=run,
-        name=run_name(reader, run),
+        name=stored_runs.run_name(reader, run),
         rounds=len(reader.history(run).rounds()),
         records=sum(counts.values()) + count_layer_matrices(reader, run),
         bytes=packed_bytes(reader, run) + sum(_ROWS[table] * count for table, count in counts.items()),
@@ -281,8 +275,8 @@ class RunFacts:
 
 def facts_of(reader: Reader, run: str, marks: Sequence[Mark] = ()) -> RunFacts:
     """Read the facts of a run that has these marks."""
-    rounds, last = rounds_and_last_record(reader, run)
-    described, clients = run_settings(reader, run) or Run(run, "", ""), count_clients(reader, run)
+    rounds, last = stored_runs.rounds_and_last_record(reader, run)
+    described, clients = stored_runs.run_settings(reader, run) or Run(run, "", ""), count_clients(reader, run)
     total, outcomes = traffic_total(reader, run), newest_outcomes(reader, run, ("accuracy", "loss"))
     findings, verdict = _judged(reader, described, marks, rounds, clients)
     return RunFacts(

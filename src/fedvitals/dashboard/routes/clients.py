@@ -12,14 +12,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, HTTPException, Query, Request, Response
 
 from fedvitals.dashboard.answers import answer
-from fedvitals.dashboard.pages.client import (
-    ClientPage,
-    ClientSign,
-    ClientTimes,
-    client_page,
-    client_signs,
-    client_times,
-)
+from fedvitals.dashboard.pages import client as client_pages
 from fedvitals.dashboard.pages.layer_deviation import ClientLayers, client_layers
 from fedvitals.dashboard.reader_cache import ReaderCache
 from fedvitals.dashboard.routes.overview import Points
@@ -60,22 +53,22 @@ def clients(
     return answer(request, run, lambda reader, run_id: clients_page(_roster(request, reader, run_id), **wanted))
 
 
-@router.get("/api/runs/{run}/client", response_model=ClientPage)
+@router.get("/api/runs/{run}/client", response_model=client_pages.ClientPage)
 def client(request: Request, run: RunPath, node: Node) -> Response:
     """One client: verdict, findings, facts, failures, events, and its neighbours in the order of trouble."""
 
-    def work(reader: Reader, run_id: str, node: str) -> ClientPage:
-        return client_page(reader, run_id, node, _roster(request, reader, run_id).rows)
+    def work(reader: Reader, run_id: str, node: str) -> client_pages.ClientPage:
+        return client_pages.client_page(reader, run_id, node, _roster(request, reader, run_id).rows)
 
     return answer(request, run, _of_client, work, node)
 
 
-@router.get("/api/runs/{run}/client/signs", response_model=list[ClientSign])
+@router.get("/api/runs/{run}/client/signs", response_model=list[client_pages.ClientSign])
 def signs(
     request: Request, run: RunPath, node: Node, points: Points = 500, first: First = None, last: Last = None
 ) -> Response:
     """Its vital signs over the rounds, the most deviating first."""
-    return answer(request, run, _of_client, client_signs, node, points, first, last)
+    return answer(request, run, _of_client, client_pages.client_signs, node, points, first, last)
 
 
 @router.get("/api/runs/{run}/client/layers", response_model=ClientLayers)
@@ -92,10 +85,10 @@ def layers(
     return answer(request, run, _of_client, client_layers, node, family, statistic, first, last)
 
 
-@router.get("/api/runs/{run}/client/times", response_model=ClientTimes)
+@router.get("/api/runs/{run}/client/times", response_model=client_pages.ClientTimes)
 def times(request: Request, run: RunPath, node: Node, first: First = None, last: Last = None) -> Response:
     """Where its time went, by round."""
-    return answer(request, run, _of_client, client_times, node, first, last)
+    return answer(request, run, _of_client, client_pages.client_times, node, first, last)
 
 
 @router.get("/api/runs/{run}/map", response_model=UpdateMap)

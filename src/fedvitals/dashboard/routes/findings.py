@@ -14,17 +14,9 @@ from fedvitals.dashboard.routes.parameters import RunPath
 from fedvitals.errors import ConfigError
 from fedvitals.store.marks import clear_mark, set_mark
 from fedvitals.store.read import queries
+from fedvitals.views import findings as findings_view
 from fedvitals.views.cases import case_key, case_of, marked
 from fedvitals.views.evidence import Evidence
-from fedvitals.views.findings import (
-    FindingDetails,
-    Findings,
-    FindingsAsked,
-    Where,
-    evidence_of_key,
-    finding_details,
-    findings_page,
-)
 
 router = APIRouter(tags=["findings"])
 KeyPath = Annotated[str, Path(max_length=2000, description="Key of a case, as the list of findings gives it.")]
@@ -49,11 +41,11 @@ class CaseMarks:
     reason: str | None
 
 
-@router.get("/api/runs/{run}/findings", response_model=Findings)
+@router.get("/api/runs/{run}/findings", response_model=findings_view.Findings)
 def findings(
     request: Request,
     run: RunPath,
-    state: Where = "all",
+    state: findings_view.Where = "all",
     severity: Literal["critical", "warning", "note"] | None = None,
     node: Name = None,
     search: Annotated[str, Query(max_length=200)] = "",
@@ -61,20 +53,20 @@ def findings(
     offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
 ) -> Response:
     """Every trouble once, worst first. `search`: words that all must be in its issue, place or message."""
-    asked = FindingsAsked(state, severity, node, search, limit, offset)
-    return answer(request, run, findings_page, asked)
+    asked = findings_view.FindingsAsked(state, severity, node, search, limit, offset)
+    return answer(request, run, findings_view.findings_page, asked)
 
 
 @router.get("/api/runs/{run}/findings/{key:path}/evidence", response_model=Evidence)
 def evidence(request: Request, run: RunPath, key: KeyPath) -> Response:
     """The courses behind one trouble: its suspects over their cohort."""
-    return answer(request, run, evidence_of_key, key)
+    return answer(request, run, findings_view.evidence_of_key, key)
 
 
-@router.get("/api/runs/{run}/findings/{key:path}", response_model=FindingDetails)
+@router.get("/api/runs/{run}/findings/{key:path}", response_model=findings_view.FindingDetails)
 def finding(request: Request, run: RunPath, key: KeyPath) -> Response:
     """One trouble with its numbers, causes, remedies, and what was done about it."""
-    return answer(request, run, finding_details, key)
+    return answer(request, run, findings_view.finding_details, key)
 
 
 @router.put("/api/runs/{run}/findings/{key:path}/acknowledged", response_model=CaseMarks)
