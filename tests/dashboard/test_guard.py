@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from fedvitals.dashboard import guard, tokens
+from fedvitals.dashboard import guard
 from fedvitals.dashboard.app import create_app
 from fedvitals.dashboard.server import Address, bind, is_loopback
 from fedvitals.errors import ConfigError
@@ -148,7 +148,7 @@ def test_the_token_becomes_a_cookie_that_no_script_and_no_other_site_can_use(clo
     assert closed.get("/api/store").json()["runs"] == 1
     closed.cookies.clear()
     assert closed.get("/api/store").status_code == 401
-    assert closed.get("/api/store", headers={"Cookie": f"{tokens.COOKIE}=right"}).status_code == 401
+    assert closed.get("/api/store", headers={"Cookie": f"{guard.COOKIE}=right"}).status_code == 401
 
 
 def test_a_script_may_send_the_token_itself(closed: TestClient) -> None:
@@ -164,7 +164,7 @@ def test_guessing_is_slowed_down_and_then_even_the_right_one_waits(never_asked: 
             return never_asked.get("/api/store", headers={"Authorization": f"Bearer {token}"}).status_code
         return never_asked.post("/api/login", json={"token": token}, headers=WRITE).status_code
 
-    wrong = [attempt(f"guess {i}") for i in range(tokens.TRIES + 1)]
+    wrong = [attempt(f"guess {i}") for i in range(guard.TRIES + 1)]
     assert wrong[0] == 401
     assert wrong[-1] == 429
     assert attempt("right") == 429

@@ -11,8 +11,7 @@ from fedvitals.diagnosis.issues.table import ISSUES
 from fedvitals.records import Action, Finding, Metric, Run, Suspect, Where
 from fedvitals.store import open_reader, open_store
 from fedvitals.views.cases import case_key, case_of, cases_of
-from fedvitals.views.verdict import Facts, judge, verdict_of
-from fedvitals.views.verdict_words import OF_CLIENTS, OF_THE_RUN
+from fedvitals.views.verdict import OF_CLIENTS, OF_THE_RUN, Facts, judge, verdict_of
 from support.conditions import holds_for_each
 
 FACTS = Facts(rounds=40, clients=20, detectors=34, accuracy=0.87)

@@ -73,7 +73,7 @@ def health_card(reader: Reader, run: str) -> Card:
             newest.setdefault(node, {}).update(metrics)
     troubles = [event for level in TROUBLE for event in queries.events(reader, run, level=level)]
     summary = queries.summary_of(reader, run)
-    level = int(_setting(described, "privacy", 3))
+    level = int(setting_of(described, "privacy", 3))
     return Card(
         run=described,
         summary=summary,
@@ -88,15 +88,15 @@ def health_card(reader: Reader, run: str) -> Card:
         absent=_absent(set(queries.metric_names(reader, run)), level),
         cost_percent=cost_percent(history),
         privacy=f"{level}: {LEVELS[level]}",
-        cohort=_setting(described, "cohort", None),
-        tracebacks=_setting(described, "tracebacks", None),
+        cohort=setting_of(described, "cohort", None),
+        tracebacks=setting_of(described, "tracebacks", None),
         labels=labels_of(reader, run),
     )
 
 
 def detectors_of(run: Run) -> int:
     """How many detectors looked at a run while it trained."""
-    return int(_setting(run, "detectors", 0))
+    return int(setting_of(run, "detectors", 0))
 
 
 def vital_sign(history: History, name: str) -> Sign:
@@ -135,6 +135,7 @@ def percent_of(costs: Sequence[float], times: Sequence[float]) -> float | None:
     return 100 * sum(costs) / sum(times) if times and sum(times) > 0 else None
 
 
-def _setting(run: Run, name: str, default: Any) -> Any:
+def setting_of(run: Run, name: str, default: Any) -> Any:
+    """Return a setting of the run's monitor."""
     ours = run.config.get("fedvitals", {})
     return ours.get(name, default) if isinstance(ours, Mapping) else default

@@ -16,8 +16,7 @@ from fedvitals.diagnosis.cases import QUIET_ROUNDS
 from fedvitals.diagnosis.issues.table import ISSUES
 from fedvitals.records import Finding, LayerStats, Metric, Where
 from fedvitals.sinks.alerts import evaluation as alert_evaluation
-from fedvitals.sinks.alerts.deduplication import CaseDeduplication
-from fedvitals.sinks.alerts.evaluation import RuleEvaluation, replay
+from fedvitals.sinks.alerts.evaluation import CaseDeduplication, RuleEvaluation, replay
 from fedvitals.sinks.alerts.rules import rule
 from fedvitals.sinks.alerts.sink import Alerts, File
 from fedvitals.store import open_reader
