@@ -159,9 +159,8 @@ class Ledger:
             parts |= {"upload": exchange.returned - away}
         else:
             start = min(max(0.0, exchange.received - exchange.started), max(0.0, here - exchange.sent))
-            start = (
-                start if exchange.started - offset.seconds >= exchange.sent - SAME else 0.0
-            )  # one that is older was there
+            # A process that is older was there already.
+            start = start if exchange.started - offset.seconds >= exchange.sent - SAME else 0.0
             parts = {
                 "queue": here - exchange.sent - start,
                 "start": start,

@@ -44,11 +44,8 @@ RUN_KINDS = (
 KINDS = ("exclude", *CLIENT_KINDS, *RUN_KINDS, "advise")
 OPT_IN_KINDS = ("stop_client_at_nonfinite",)
 ONE_ROUND_KINDS = ("roll_back", "resample")  # done in one round, not in force for many
-CUMULATIVE_KINDS = (
-    "client_rate",
-    "server_rate",
-    "shorten_local_training",
-)  # factors multiply; others cannot be doubled
+# Factors multiply; others cannot be doubled.
+CUMULATIVE_KINDS = ("client_rate", "server_rate", "shorten_local_training")
 
 PAPERS_CLIPPING = 1.0  # norm of each tensor, as in the study that this project continues
 UPDATE_ROOM = 2.0  # how much longer than the median an update may be
@@ -133,9 +130,8 @@ def trimmed_mean(finding: Finding, history: History) -> Action | None:  # noqa: 
 
 def roll_back(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
     """Restore an earlier model; `CorrectionTrials` decides which one."""
-    return _action(
-        finding, "roll_back"
-    )  # CorrectionTrials adds the round to restore, since it knows the trend of the loss
+    # CorrectionTrials adds the round to restore, since it knows the trend of the loss.
+    return _action(finding, "roll_back")
 
 
 def resample(finding: Finding, history: History) -> Action | None:  # noqa: ARG001

@@ -309,9 +309,8 @@ class CorrectionTrials:
             action = replace(action, arguments={**action.arguments, "restore": best})
         correction = self._start(action, finding, round_index, model_trend, term=0)
         if best is not None:
-            correction.restored = model_trend.loss.get(
-                best
-            )  # from the first model it must learn: staying as good is not enough
+            # From the first model it must learn: staying as good is not enough.
+            correction.restored = model_trend.loss.get(best)
             self._trend_since = round_index
         return [correction.action] if action.kind in ONE_ROUND_KINDS else []
 

@@ -97,9 +97,8 @@ def _nearly_equal_pairs(history: History, round_index: int) -> dict[Pair, float]
         clients_with_trained_updates(history, round_index),
         groups_of(history, round_index),
     )
-    steps = _peer_statistic(
-        history, "step", round_index
-    )  # what several send back is nearer to the server's step than to each other
+    # What several send back is nearer to the server's step than to each other.
+    steps = _peer_statistic(history, "step", round_index)
     alike: dict[float, list[Node]] = {}
     for node, value in values.items():
         if value > COPY and steps.get(node, 0.0) <= value:

@@ -91,9 +91,8 @@ class ServerRounds:
         self._lock = threading.RLock()
         self._pending: dict[str, ClientRequest] = {}  # by the message's id
         self.unanswered: dict[str, ClientRequest] = {}  # given up by the server, and still without an answer
-        self.dead_processes: dict[
-            str, ClientRequest
-        ] = {}  # processes that died, and with whom: see `failures.dead_process`
+        # Processes that died, and with whom: see `failures.dead_process`.
+        self.dead_processes: dict[str, ClientRequest] = {}
         self._phases: dict[str, PhaseParticipation] = {}
         self._worked: list[tuple[float, float]] = []  # stretches in which somebody did something
         self._began = 0.0

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from fedvitals.lab.local import Local
     from fedvitals.lab.network.virtual_clock import Journey
 
-FAULTS: tuple[type[Fault], ...] = (
-    *(*data.FAULTS, *training.FAULTS, *updates.FAULTS, *links.FAULTS, *federation.FAULTS),
-)
+MODULES = (data, training, updates, links, federation)
+FAULTS: tuple[type[Fault], ...] = tuple(fault for module in MODULES for fault in module.FAULTS)
 Faults = Sequence[Fault]
 NAMED = 12  # nodes that a message lists before it gives only the first and the last
 SERVER = "server"

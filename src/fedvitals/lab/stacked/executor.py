@@ -71,9 +71,8 @@ class StackedExecutor:
         self.precision = precision
         self.module = copy.deepcopy(site.module).to(self.device)
         self.kept: dict[Node, tuple[list[Tensor], float]] = {}  # optimisers' states, where the experiment keeps them
-        self.plan: StackPlan = available_plans(self.module, self.device, precision)[
-            0
-        ]  # on CUDA the first try; the quickest later
+        # On CUDA the first try; the quickest later.
+        self.plan: StackPlan = available_plans(self.module, self.device, precision)[0]
         self.samples = StackSamples(site, self.device)
         self.buffer_pool = _cuda_buffer_pool(self) if self.device.type == "cuda" else None
 

@@ -149,9 +149,8 @@ class _Search:
     ) -> None:
         self._player, self._good, self._bad, self._metric = player, good, bad, metric
         self._judged, self._until, self._progress = judged, until, progress
-        self._begins: dict[
-            int, tuple[ServerState, dict[str, Tensor]]
-        ] = {}  # and the clients' optimisers, where they last
+        # The server, and the clients' optimisers where these are kept.
+        self._begins: dict[int, tuple[ServerState, dict[str, Tensor]]] = {}
         self._known: dict[tuple[frozenset[str], int], Metrics] = {}
         recorded = {round_index: _finite(player.tape.entry(round_index).metrics) for round_index in player.tape.rounds}
         at_bad = recorded[bad].get(metric, math.nan)

@@ -146,9 +146,8 @@ class Player:
         if wanted not in self._engines:
             settings = self.tape.setting.told
             device = self._device or str(settings.get("device", "cpu"))
-            name = (
-                "sequential" if settings["engine"] == FLOWER else str(settings["engine"])
-            )  # by the promise of that engine
+            # Flower's nodes train as «sequential» does, to the last bit.
+            name = "sequential" if settings["engine"] == FLOWER else str(settings["engine"])
             precision = "float32" if device == "cpu" else str(settings.get("precision", "float32"))
             self._engines[wanted] = Engine(self.site, name, wanted, device, precision)
         return self._engines[wanted]

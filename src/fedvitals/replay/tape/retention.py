@@ -56,9 +56,8 @@ class TapeWriter:
         self.journal, self.setting, self._tape, self._tell, self._file = journal, setting, tape, tell, file
         self.objects = StateFiles(journal.folder / "objects")
         self._open: _OpenRound | None = None
-        self._recent: OrderedDict[tuple[int, str, str], tuple[StateDigest, Tensors]] = (
-            OrderedDict()
-        )  # not on disk (yet)
+        # By round, kind and name: what is not on disk (yet).
+        self._recent: OrderedDict[tuple[int, str, str], tuple[StateDigest, Tensors]] = OrderedDict()
         self._recent_bytes = 0
         self._uses: dict[str, set[tuple[str, int]]] = defaultdict(set)  # digest → (state or update, round)
         self.flagged: set[int] = set()  # rounds that a finding speaks of
@@ -206,9 +205,8 @@ class TapeWriter:
                 self._uses[mark.digest].add((kind, round_index))
                 node = name if kind == UPDATE else "server"
                 kind_word = kind if kind == UPDATE else KINDS.get(name.partition("/")[0], name)
-                known = (
-                    round_index if self._open is not None else min(round_index, self._last())
-                )  # no round that never was
+                # After the last round there is no other: its end belongs to it.
+                known = round_index if self._open is not None else min(round_index, self._last())
                 self._file(Snapshot(Where(self.setting.run, known, node), time.time(), kind_word, mark.digest, written))
                 return
 
