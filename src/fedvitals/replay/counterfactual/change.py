@@ -16,6 +16,7 @@ from fedvitals.lab import toml
 from fedvitals.lab.description import kind_of
 from fedvitals.lab.experiment import AGGREGATORS, Experiment, kinds_of
 from fedvitals.records import Action, Where
+from fedvitals.replay.player.player import action_of
 from fedvitals.replay.tape.reader import TapeReader
 
 EXAMPLES = (
@@ -199,8 +200,7 @@ def recorded_actions(tape: TapeReader, first: int, round_index: int) -> list[Act
         arguments = dict(action["arguments"])
         if _action_key(action) in gone_back:
             arguments.pop("restore", None)
-        fields = {key: value for key, value in action.items() if key not in ("where", "arguments")}
-        actions.append(Action(Where(**action["where"]), arguments=arguments, **fields))
+        actions.append(action_of({**action, "arguments": arguments}))
     return actions
 
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from fedvitals.errors import ConfigError, StoreError
+from fedvitals.errors import ConfigError
 from fedvitals.lab import experiment as lab_experiment
 from fedvitals.lab.corrections import CorrectionApplier
 from fedvitals.lab.engines.engine import FLOWER, Engine, single_threaded
@@ -27,7 +27,7 @@ from fedvitals.lab.run import prepare_site, run_round
 from fedvitals.lab.tape_recording import OPTIMIZER
 from fedvitals.protocols import Message, NullObserver, WorkerObserver
 from fedvitals.records import Action, Where
-from fedvitals.replay.tape.digests import Tensors, state_digest_of
+from fedvitals.replay.tape.digests import Tensors, bytes_of, state_digest_of, state_digests_of
 from fedvitals.replay.tape.journal import RoundEntry
 from fedvitals.replay.tape.reader import TapeReader
 from fedvitals.replay.tape.retention import finite_or_none, reply_entry_of
@@ -49,13 +49,17 @@ class ReplayedRound:
         """Return a client's message; None if it sent none."""
         return next((message for message in self.messages if message.node == node), None)
 
+    @property
+    def bytes(self) -> int:
+        """Return how many bytes its states and updates hold."""
+        return bytes_of(*self.before.values(), *self.after.values(), *(m.tensors or {} for m in self.messages))
+
     def entry(self) -> RoundEntry:
         """Return the round as the tape would have recorded it."""
         came = [reply_entry_of(m, None if m.tensors is None else state_digest_of(m.tensors)) for m in self.messages]
-        before = {name: state_digest_of(tensors) for name, tensors in self.before.items()}
-        after = {name: state_digest_of(tensors) for name, tensors in self.after.items()}
-        notes = (self.notes, self.after_notes)
-        return RoundEntry(self.number, before, notes[0], tuple(came), after, notes[1], finite_or_none(self.metrics))
+        before, after = state_digests_of(self.before), state_digests_of(self.after)
+        metrics = finite_or_none(self.metrics)
+        return RoundEntry(self.number, before, self.notes, tuple(came), after, self.after_notes, metrics)
 
 
 class PlaybackObserver(NullObserver):
@@ -162,13 +166,7 @@ class Player:
 
     def start(self, round_index: int) -> int:
         """Return the round from whose stored state this round can be run again. Raises StoreError if there is none."""
-        start = self.tape.nearest(round_index)
-        if start is None:
-            raise StoreError(
-                f"Round {round_index} cannot be run again: no whole state before it is on the tape any more. A larger "
-                "budget keeps more: fv.Tape(budget=...)."
-            )
-        return start
+        return self.tape.start_of(round_index, "A larger budget keeps more: fv.Tape(budget=...).")
 
     def stored(self, round_index: int) -> ServerState:
         """Return the stored state before a round; the very first one is created from the seed."""

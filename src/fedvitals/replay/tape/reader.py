@@ -140,6 +140,14 @@ class TapeReader:
             return 0 if self.begins_from_seed and known[:1] == [0] else None
         return self._before_restores(start, round_index)
 
+    def start_of(self, round_index: int, advice: str) -> int:
+        """Return the round that `nearest` gives. Raises StoreError with the advice if there is none."""
+        start = self.nearest(round_index)
+        if start is None:
+            why = "no whole state before it is on the tape any more"
+            raise StoreError(f"Round {round_index} cannot be run again: {why}. {advice}")
+        return start
+
     def coverage(self) -> list[RoundCoverage]:
         """Return for every round how it can be replayed, in one pass; a correction that went back costs a second look.
 
@@ -153,9 +161,7 @@ class TapeReader:
                 entry = self.journal.read(round_index)
             except StoreError as error:
                 since = None
-                coverage.append(
-                    RoundCoverage(round_index, stored=False, since=None, updates=0, answers=0, trouble=str(error))
-                )
+                coverage.append(RoundCoverage(round_index, False, None, 0, 0, trouble=str(error)))
                 continue
             stored = self._stored(entry.state)
             since = entry.round if stored else since
@@ -175,7 +181,8 @@ class TapeReader:
 
         The beginning of the first round is what a proof may start from; a proof of round 0 starts from the seed.
         """
-        before = set() if first == 0 and self.begins_from_seed else self._digests_of_state(first)
+        from_seed = first == 0 and self.begins_from_seed
+        before = set() if from_seed else {mark.digest for mark in self.marks(first).values()}
         within: set[str] = set()
         for round_index in self.rounds:
             if first <= round_index <= last:
@@ -197,9 +204,6 @@ class TapeReader:
                     earlier = self.nearest(int(target) + 1)
                     return start if earlier is None else earlier
         return start
-
-    def _digests_of_state(self, round_index: int) -> set[str]:
-        return {mark.digest for mark in self.marks(round_index).values()}
 
     def marks(self, round_index: int) -> dict[str, StateDigest]:
         """Return the digests of a round's initial state."""
