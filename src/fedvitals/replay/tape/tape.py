@@ -258,3 +258,10 @@ def machine_description() -> dict[str, str]:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "system": platform.system(),
     }
+
+
+def other_machine_notes(recorded: Mapping[str, str]) -> list[str]:
+    """Return a sentence on what was otherwise where something was recorded; [] if nothing was."""
+    here = machine_description()
+    other = [f"{name} {was} (here {here.get(name)})" for name, was in recorded.items() if here.get(name) != was]
+    return [f"It was recorded with {', '.join(other)}: bits may differ."] if other else []
