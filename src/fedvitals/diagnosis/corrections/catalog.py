@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE
+from fedvitals.errors import ConfigError
 from fedvitals.protocols import Correction, History
 from fedvitals.records import Action, Finding
 
@@ -64,6 +65,21 @@ def suspect_of(finding: Finding) -> str | None:
     if finding.where.group is not None:
         return finding.where.group
     return finding.suspects[0].node if len(finding.suspects) == 1 else None
+
+
+def target_of(action: Action, allowed: str) -> str:
+    """Return an action's target. Raises ConfigError, naming what is `allowed`, if it has none."""
+    if action.target is None:
+        raise ConfigError(f"'{action.kind}' needs a target: {allowed}.")
+    return action.target
+
+
+def positive_argument(action: Action, name: str) -> float:
+    """Return a number of an action's arguments. Raises ConfigError unless it is finite and above 0."""
+    value = action.arguments.get(name)
+    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"'{action.kind}' needs '{name}', finite and above 0; got {value!r}.")
+    return float(value)
 
 
 def _action(finding: Finding, kind: str, target: str | None = None, **arguments: Any) -> Action:

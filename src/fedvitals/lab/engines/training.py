@@ -46,10 +46,8 @@ class Replica:
         self.settings = settings
         self.start = [p.detach().clone() for p in self.parameters] if settings.proximal else None
         if self.optimizer is None or self._made_for != settings.optimizer:
-            self.optimizer, self._made_for = (
-                make_optimizer(settings.optimizer, self.parameters, fast=self.fast),
-                settings.optimizer,
-            )
+            self.optimizer = make_optimizer(settings.optimizer, self.parameters, fast=self.fast)
+            self._made_for = settings.optimizer
         self.optimizer.state.clear()
 
     def load(self, state: Tensor) -> None:
@@ -168,9 +166,8 @@ def _train_members(task: Task, replicas: Replicas, watcher: WorkerObserver, out:
     members = [_Member(site, task, node, replicas[i]) for i, node in enumerate(task.nodes)]
     watched = [m for m in members if not fault_table.telemetry_is_lost(site.experiment.faults, task.round, m.node)]
     for m in watched:
-        watcher.client_begin(
-            m.node, m.replica.module, m.replica.optimizer, (m.x, m.y), task.group, loss=F.cross_entropy
-        )
+        model = (m.replica.module, m.replica.optimizer)
+        watcher.client_begin(m.node, *model, (m.x, m.y), task.group, loss=F.cross_entropy)
     last = max(m.steps for m in members) - 1
     for step in range(last + 1):
         for m in members:

@@ -9,6 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from fedvitals.lab.aggregators.averages import scaled_step
 from fedvitals.lab.data.partition import ClassesPerClient
 from fedvitals.lab.description import kind_of, require
 from fedvitals.lab.faults.fault import AtLeastOne, Count, Family, Fault, Positive, RunFault
@@ -62,8 +63,7 @@ class _ServerRate(Fault, frozen=True, kw_only=True):
         require(self.nodes == ("server",), f"nodes of {kind}", self.nodes, '["server"], or left out')
 
     def server(self, before: Tensor, after: Tensor, weights: int) -> Tensor:
-        step = (after[:weights] - before[:weights]) * self.factor
-        return torch.cat((before[:weights] + step, after[weights:]))
+        return scaled_step(before, after, weights, self.factor)
 
 
 class ServerRateTooHigh(_ServerRate, frozen=True):

@@ -253,12 +253,9 @@ class LittleIsEnough(Fault, frozen=True):
             require_within(self, "deviations", 0, above=True)
 
     def collude(
-        self,
-        updates: Sequence[Update],
-        affected: Sequence[Node],
-        past: ModelHistory,
-        stream: torch.Generator,  # noqa: ARG002
+        self, updates: Sequence[Update], affected: Sequence[Node], past: ModelHistory, stream: torch.Generator
     ) -> None:
+        del stream  # nothing is drawn
         honest, struck = _honest(updates, affected), _struck(updates, affected)
         if not honest or not struck:
             return
@@ -289,12 +286,9 @@ class InnerProduct(Fault, frozen=True):
     needs_others: ClassVar[bool] = True
 
     def collude(
-        self,
-        updates: Sequence[Update],
-        affected: Sequence[Node],
-        past: ModelHistory,
-        stream: torch.Generator,  # noqa: ARG002
+        self, updates: Sequence[Update], affected: Sequence[Node], past: ModelHistory, stream: torch.Generator
     ) -> None:
+        del stream  # nothing is drawn
         honest = _honest(updates, affected)
         if honest:
             mean = torch.stack([_change(update, past.weights) for update in honest]).mean(0)

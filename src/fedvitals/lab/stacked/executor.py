@@ -77,14 +77,13 @@ class StackedExecutor:
         self.buffer_pool = _cuda_buffer_pool(self) if self.device.type == "cuda" else None
 
     def train(self, tasks: Sequence[Task], watcher: WorkerObserver, out: Tensor) -> list[Update]:
-        with self._there(), reproducible_precision(self.precision):
-            return self._train(tasks, watcher, out)
-
-    def _train(self, tasks: Sequence[Task], watcher: WorkerObserver, out: Tensor) -> list[Update]:
         observer = None if type(watcher) is NullObserver else watcher
-        stacked_round = (
-            StackedRound(self, tasks) if self.buffer_pool is None else self.buffer_pool.stacked_round(tasks, observer)
-        )
+        with self._there(), reproducible_precision(self.precision):
+            if self.buffer_pool is None:
+                return self._train(StackedRound(self, tasks), observer, out)
+            return self._train(self.buffer_pool.stacked_round(tasks, observer), observer, out)
+
+    def _train(self, stacked_round: StackedRound, observer: WorkerObserver | None, out: Tensor) -> list[Update]:
         if observer is not None:
             observer.stack_begin(stacked_round.stack())
         began = time.perf_counter()
@@ -114,18 +113,16 @@ class StackedExecutor:
         """Make this device the current one, which Triton and captured graphs use."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
+    @torch.no_grad()
     def evaluate(self, job: EvaluationJob) -> tuple[Tensor, Tensor]:
-        with reproducible_precision("float32"), torch.no_grad():
-            return self._evaluate(job)
-
-    def _evaluate(self, job: EvaluationJob) -> tuple[Tensor, Tensor]:
-        parameters = self.layout.views(job.state.to(self.device))
         losses, hits = [], []
         size = TEST_BATCH[self.device.type]
-        for inputs, labels in zip(*(part.split(size) for part in self.samples.evaluation(job)), strict=True):
-            logits = functional_call(self.module, dict(parameters), (inputs,))
-            losses.append(F.cross_entropy(logits, labels, reduction="none"))
-            hits.append(logits.argmax(1) == labels)
+        with reproducible_precision("float32"):
+            parameters = dict(self.layout.views(job.state.to(self.device)))
+            for inputs, labels in zip(*(part.split(size) for part in self.samples.evaluation(job)), strict=True):
+                logits = functional_call(self.module, parameters, (inputs,))
+                losses.append(F.cross_entropy(logits, labels, reduction="none"))
+                hits.append(logits.argmax(1) == labels)
         return torch.cat(losses).cpu(), torch.cat(hits).cpu()
 
 

@@ -126,13 +126,10 @@ class PendingUpdates:
         settings = federation.experiment.network
         assert settings is not None  # noqa: S101 - `check` has seen it
         self.network = settings
-        self.deadline = (
-            math.inf if settings.deadline_seconds is None else virtual_clock.to_ticks(settings.deadline_seconds)
-        )
+        limit = settings.deadline_seconds
+        self.deadline = math.inf if limit is None else virtual_clock.to_ticks(limit)
         saved: list[dict[str, Any]] = federation.server.notes.get(NOTE, [])
-        self.in_progress = [
-            PendingUpdate(entry["began"], Journey(**entry["journey"]), self.deadline) for entry in saved
-        ]
+        self.in_progress = [PendingUpdate(kept["began"], Journey(**kept["journey"]), self.deadline) for kept in saved]
         self.clock = federation.server.clock
         self.line_free: float = federation.server.notes.get(LINE, 0.0)  # when the server has sent what it is sending
         self.given_up: list[PendingUpdate] = []
@@ -200,16 +197,14 @@ class PendingUpdates:
             journey, seconds = update.journey, ends - update.journey.began
             parts = journey_parts(journey, min(seconds, self.deadline), seconds)
             trouble = {} if update.trouble is None else {update.trouble[0].removeprefix("update."): True}
-            record_journey_span(
-                observer, journey, seconds, parts, round_span, "server" if journey.node == last else last, trouble
-            )
+            waited_for = "server" if journey.node == last else last
+            record_journey_span(observer, journey, seconds, parts, round_span, waited_for, trouble)
             if update.trouble is None:
                 observer.log({**time_metrics(journey), **part_metrics(parts)}, node=journey.node)
         for journey in self.absent:
             seconds = ends - journey.began
-            record_journey_span(
-                observer, journey, seconds, journey_parts(journey, seconds, seconds), round_span, None, {}
-            )
+            parts = journey_parts(journey, seconds, seconds)
+            record_journey_span(observer, journey, seconds, parts, round_span, None, {})
         observer.log({"time.round_virtual": ends - began})
         server.clock = ends
 

@@ -21,7 +21,7 @@ from fedvitals.errors import ConfigError
 from fedvitals.lab.corrections import CorrectionApplier
 from fedvitals.lab.engines.engine import single_threaded
 from fedvitals.lab.federation import Federation, ServerState
-from fedvitals.lab.run import run_round
+from fedvitals.lab.run import mean_metrics, run_round
 from fedvitals.protocols import History
 from fedvitals.records import Metric, Run, Where
 from fedvitals.replay.counterfactual.change import WhatIfChange, check_restores
@@ -204,8 +204,7 @@ class _Search:
             with single_threaded():
                 run_round(federation, corrections, round_index, model, evaluate=False)
             if round_index in self._last or self._until is not None:
-                losses, hits = player.engine().evaluate(federation.server.model)
-                metrics[round_index] = {"loss": float(losses.double().mean()), "accuracy": float(hits.double().mean())}
+                metrics[round_index] = mean_metrics(*player.engine().evaluate(federation.server.model))
         return metrics
 
     # -- judgement ----------------------------------------------------------------------------------------------------
