@@ -132,10 +132,8 @@ class CorrectionTrials:
             self._new_findings = {
                 past_round: findings for past_round, findings in self._new_findings.items() if past_round >= round_index
             }
-        once = [
-            *self._review(round_index, model_trend, new_findings),
-            *self._begin_trials(round_index, model_trend, new_findings, history),
-        ]
+        once = self._review(round_index, model_trend, new_findings)
+        once += self._begin_trials(round_index, model_trend, new_findings, history)
         wanted = {a.arguments["restore"] for a in once if "restore" in a.arguments}
         first = {FIRST_MODEL} if model_trend.learnt_nothing else set()
         keep = sorted({round_index - 1, *wanted, *first, *self._checkpoints(model_trend, round_index)})
@@ -181,18 +179,13 @@ class CorrectionTrials:
         make no difference.
         """
         first = together[0]
-        losses = [
-            model_trend.loss[past_round]
-            for past_round in sorted(model_trend.loss)
-            if first.began <= past_round < round_index
-        ]
+        by_round = sorted(model_trend.loss.items())
+        losses = [loss for past_round, loss in by_round if first.began <= past_round < round_index]
         verdict = judge_correction(first.before, losses, correction.restored, raising=correction.raises)
         if verdict == "worse" and model_trend.more_accurate(first.began, round_index):
             verdict = "better"  # a few samples got wrong with great certainty, for many got right
-        rounds, waited = (
-            round_index - together[-1].began,
-            round_index - first.began >= LONGEST_TRIAL * self.policy.watch,
-        )
+        rounds = round_index - together[-1].began
+        waited = round_index - first.began >= LONGEST_TRIAL * self.policy.watch
         broken = verdict == "worse" and (len(losses) >= 2 or log_losses(losses[-1:])[0] == float("inf"))
         if broken:
             return self._undo(correction, round_index, model_trend, "The loss rose under it.")
@@ -214,9 +207,8 @@ class CorrectionTrials:
         if best is not None:
             arguments = {"restore": best, "id": f"{round_index}-{next(self._numbers)}"}
             restoring = replace(correction.action, kind="roll_back", target=None, arguments=arguments)
-            actions = [
-                self._emit_status(restoring, "applied", round_index, why=f"Undoing {correction.action.kind}. {why}")
-            ]
+            undoing = f"Undoing {correction.action.kind}. {why}"
+            actions = [self._emit_status(restoring, "applied", round_index, why=undoing)]
             self._trend_since = round_index
         self._end(correction, round_index, model_trend, why, helped=False)
         return actions
@@ -266,11 +258,9 @@ class CorrectionTrials:
                 return None  # it is being treated already, for this or for another finding
             if self.policy.word(finding.issue, action.kind) != "auto" or action.kind in ("advise", "exclude"):
                 continue
-            if (tried is not None and round_index - tried < FORGOTTEN) or (
-                same and action.kind not in CUMULATIVE_KINDS
-            ):
-                continue
-            return action
+            failed_lately = tried is not None and round_index - tried < FORGOTTEN
+            if not failed_lately and (not same or action.kind in CUMULATIVE_KINDS):
+                return action
         return None
 
     def _try_on_client(

@@ -7,8 +7,10 @@ The `History` of a stored run also knows the rounds after the one that is examin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from fedvitals.protocols import History, Node
 from fedvitals.records import FAILURES, Event
@@ -64,6 +66,12 @@ def value_before(history: History, name: str, node: Node | None, round_index: in
         if value is not None:
             return past_round, value
     return None
+
+
+def median_of_others(values: Mapping[Node, float], left_out: Collection[Node]) -> float | None:
+    """Return the median of a metric over all but these nodes; None if there are no others."""
+    others = [value for node, value in values.items() if node not in left_out]
+    return float(np.median(others)) if others else None
 
 
 def values_up_to(series: tuple[list[int], list[float]], round_index: int) -> list[tuple[int, float]]:

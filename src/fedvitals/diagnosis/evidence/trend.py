@@ -97,10 +97,8 @@ class EvidenceTrend:
             self.altered_since, self.suspected_kinds = {}, {}
         if self.scores is None:
             return
-        altered, unaltered = (
-            clients_with_altered_updates(history, round_index),
-            clients_with_trained_updates(history, round_index),
-        )
+        altered = clients_with_altered_updates(history, round_index)
+        unaltered = clients_with_trained_updates(history, round_index)
         for node in vital_signs.nodes:
             if node in altered:
                 self.altered_since.setdefault(node, round_index)
