@@ -219,7 +219,8 @@ def run_round(
     server.model = after.to(server.model.device)  # a topology of one's own may have gone home with it
     site.layout.load(model, federation.model_on_cpu())
     watch.lap("aggregate")
-    due = _evaluation_due(federation.experiment, round_index)
+    e = federation.experiment
+    due = (round_index + 1) % e.evaluation.every == 0 or round_index + 1 >= e.rounds
     federation.close_clock(evaluated=due)
     watch.lap("measure")
     metrics = _evaluate(federation) if due and evaluate else {}
@@ -228,10 +229,6 @@ def run_round(
     watch.report(observer)
     observer.round_end(round_index, model, metrics)
     return Round(round_index, time.perf_counter() - began, metrics, federation.losses)
-
-
-def _evaluation_due(experiment: Experiment, round_index: int) -> bool:
-    return (round_index + 1) % experiment.evaluation.every == 0 or round_index + 1 >= experiment.rounds
 
 
 def _evaluate(federation: Federation) -> dict[str, float]:

@@ -42,13 +42,9 @@ def misfits(history: History, round_index: int) -> Iterator[Finding]:
         issue = "WRONG_SAMPLE_COUNT" if weight else "SHAPE_OR_DTYPE_MISMATCH"
         why = "it claims a number of samples that is none" if weight else "its shape or type is not the model's"
         text = f"The update of {node} was refused: {why}."
-        since = _first_refused(history, round_index, node)
+        refused = [e.where.round for e in history.events("update.refused") if e.where.node == node]
+        since = min((past_round for past_round in refused if past_round is not None), default=round_index)
         yield finding(issue, round_index, text, confidence=1.0, since=since, node=node)
-
-
-def _first_refused(history: History, round_index: int, node: Node | None) -> int:
-    rounds = [event.where.round for event in history.events("update.refused") if event.where.node == node]
-    return min((past_round for past_round in rounds if past_round is not None), default=round_index)
 
 
 def no_weight(history: History, round_index: int) -> Iterator[Finding]:

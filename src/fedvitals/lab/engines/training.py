@@ -139,6 +139,13 @@ class _Member:
             self.error = error
         self.seconds += time.perf_counter() - began
 
+    def update(self, task: Task, row: Tensor) -> Update:
+        """Return the client's update, whose state is `row`."""
+        update = Update(self.node, row, task.start, len(self.y), task.group, self.losses, self.steps, self.seconds)
+        if self.error is not None:
+            update.fail(self.error)
+        return update
+
 
 class Replicas:
     """The replicas of one process, created on demand: as many as the largest group has members."""
@@ -182,7 +189,7 @@ def _train_members(task: Task, replicas: Replicas, watcher: WorkerObserver, out:
             row.copy_(task.start)
     for m in reversed(watched):
         watcher.client_end(m.node, m.error)
-    return [_update(task, m, row) for m, row in zip(members, out, strict=True)]
+    return [m.update(task, row) for m, row in zip(members, out, strict=True)]
 
 
 def _exchange(task: Task, members: list[_Member], out: Tensor) -> None:
@@ -192,18 +199,3 @@ def _exchange(task: Task, members: list[_Member], out: Tensor) -> None:
     samples = torch.tensor([float(len(m.y)) for m in members])
     for m, row in zip(members, task.exchange(out, samples), strict=True):
         m.replica.load(row)
-
-
-def _update(task: Task, m: _Member, row: Tensor) -> Update:
-    return Update(
-        node=m.node,
-        state=row,
-        start=task.start,
-        samples=len(m.y),
-        group=task.group,
-        losses=m.losses,
-        steps=m.steps,
-        seconds=m.seconds,
-        error=None if m.error is None else f"{type(m.error).__name__}: {m.error}",
-        error_type=None if m.error is None else type(m.error).__name__,
-    )

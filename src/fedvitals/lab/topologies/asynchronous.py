@@ -64,7 +64,8 @@ class Asynchronous(Description, frozen=True):
     def round(self, federation: Federation) -> Tensor:
         server, number = federation.server, federation.round
         server.memory[version_key(number)] = server.model
-        pending = PendingUpdates(federation, self._max_concurrency(federation.experiment))
+        e = federation.experiment
+        pending = PendingUpdates(federation, self.concurrency or max(1, round(e.clients * e.participation)))
         arrived = pending.collect(self.buffer)
         federation.journey_planner.journeys = {update.node: update.journey for update in arrived}
 
@@ -76,9 +77,6 @@ class Asynchronous(Description, frozen=True):
         pending.record_spans(arrived)
         pending.keep()
         return model
-
-    def _max_concurrency(self, experiment: Experiment) -> int:
-        return self.concurrency or max(1, round(experiment.clients * experiment.participation))
 
     def _discounted(self, federation: Federation, late: dict[Node, int], updates: Iterable[Update]) -> Iterator[Update]:
         """Yield the updates as changes of the current model, discounted by their staleness."""
@@ -211,9 +209,8 @@ class PendingUpdates:
     def keep(self) -> None:
         """Keep the clients in training and the models that they received; forget all others."""
         server = self.federation.server
-        server.notes[NOTE] = [
-            {"began": update.began, "journey": dataclasses.asdict(update.journey)} for update in self.in_progress
-        ]
+        kept = ((update.began, dataclasses.asdict(update.journey)) for update in self.in_progress)
+        server.notes[NOTE] = [{"began": began, "journey": journey} for began, journey in kept]
         if self.network.server_bits_per_second is not None:
             server.notes[LINE] = self.line_free
         needed = {version_key(update.began) for update in self.in_progress}
