@@ -55,13 +55,13 @@ def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return ()
 
 
-def shares(model: Any, optimizers: Iterable[Any], seen: Seen | None = None) -> dict[str, int]:
+def shares(model: Any, optimizers: Iterable[Any]) -> dict[str, int]:
     """Bytes of model, buffers, gradients and optimiser state, by name, as they are now.
 
     Gradients that have been set to None since the last step are counted as they will be again: as large as the
     parameters that an optimiser acts on.
     """
-    seen = set() if seen is None else seen
+    seen: Seen = set()
     parameters = list(model.parameters())
     sizes = {"model": storage_bytes(parameters, seen), "buffers": storage_bytes(model.buffers(), seen)}
     gradients = [p.grad for p in parameters if p.grad is not None]

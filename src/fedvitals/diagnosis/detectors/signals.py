@@ -45,9 +45,9 @@ class MetricCurve:
         return self.values[-count:]
 
 
-def metric_curve(history: History, name: str, round_index: int, node: Node | None = None) -> MetricCurve:
+def metric_curve(history: History, name: str, round_index: int) -> MetricCurve:
     """Return a metric's values up to and including a round."""
-    rounds, values = history.series(name, node)
+    rounds, values = history.series(name, None)
     kept = [(past_round, value) for past_round, value in zip(rounds, values, strict=True) if past_round <= round_index]
     kept_values = np.array([value for _, value in kept], dtype=np.float64)
     return MetricCurve(name, tuple(past_round for past_round, _ in kept), kept_values)

@@ -87,11 +87,9 @@ class ClientCalls:
     wrong: tuple[bool, ...]
 
 
-def calls_by_client(
-    history: History, round_index: int, names: Iterable[str], most: int = LOOK_BACK
-) -> dict[Node, ClientCalls]:
+def calls_by_client(history: History, round_index: int, names: Iterable[str]) -> dict[Node, ClientCalls]:
     """Return every client's calls in the newest rounds; a call failed if an event of one of these names reports it."""
-    numbers = rounds_until(history, round_index, most)
+    numbers = rounds_until(history, round_index)
     trouble: dict[int, dict[Node, bool]] = {past_round: {} for past_round in numbers}
     wanted = set(names)
     for event in history.events(None, numbers[0]) if numbers else ():

@@ -65,14 +65,12 @@ def search_folders(folder: str | os.PathLike[str] | None = None) -> list[Path]:
     return [*from_environment, Path.cwd().parent / "shared" / "data", user_cache() / "data"]
 
 
-def missing_dataset_error(
-    name: str, page: str, files: str, looked: Sequence[Path], download: bool = True
-) -> ConfigError:
+def missing_dataset_error(name: str, page: str, files: str, looked: Sequence[Path]) -> ConfigError:
     """Return the error for a missing data set: where it was searched for, where to get it, where to put it."""
-    offer = " or let `fedvitals lab` fetch it with --download," if download else ""
     return ConfigError(
-        f"The data set {name} was not found in {', '.join(map(str, looked))}. Get it from {page},{offer} and put "
-        f"{files} into one of these folders, or into one that you name with --data or {VARIABLE}."
+        f"The data set {name} was not found in {', '.join(map(str, looked))}. Get it from {page}, or let "
+        f"`fedvitals lab` fetch it with --download, and put {files} into one of these folders, or into one that you "
+        f"name with --data or {VARIABLE}."
     )
 
 

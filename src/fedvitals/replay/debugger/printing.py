@@ -82,6 +82,14 @@ def matching_layers(word: str, layers: Iterable[str]) -> list[str]:
     return [word] if word in names else [name for name in names if name.startswith(f"{module}.")]
 
 
+def required_layers(word: str, tensors: Tensors) -> list[str]:
+    """Return the layers that a word matches. Raises ConfigError if there is none."""
+    names = matching_layers(word, tensors)
+    if not names:
+        raise ConfigError(f"There is nothing of '{word}' here. There is: {', '.join(tensors)}.")
+    return names
+
+
 def _tensors(title: str, tensors: Tensors, layer: str | None, note: str = "") -> DebuggerOutput:
     """Show one layer as a tensor, or all of them as a table."""
     if layer is None:
@@ -91,9 +99,7 @@ def _tensors(title: str, tensors: Tensors, layer: str | None, note: str = "") ->
             shape = "×".join(map(str, s.shape))
             rows.append((name, shape, s.norm, s.mean, s.std, s.min, s.max, s.nan, s.inf, s.zeros))
         return table_output(title, LAYER_COLUMNS, rows, note)
-    names = matching_layers(layer, tensors)
-    if not names:
-        raise ConfigError(f"There is nothing of '{layer}' here. There is: {', '.join(tensors)}.")
+    names = required_layers(layer, tensors)
     if len(names) > 1:
         note = " ".join([note, f"Also: {', '.join(names[1:])}."]).strip()
     return tensor_output(f"{title}, {names[0]}", tensors[names[0]], note)

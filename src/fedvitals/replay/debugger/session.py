@@ -28,7 +28,7 @@ from fedvitals.replay.debugger.cached_history import CachedHistory
 from fedvitals.replay.debugger.conditions import RoundCondition, parse
 from fedvitals.replay.debugger.debugger_output import DebuggerOutput, table_output, text_output
 from fedvitals.replay.debugger.exporting import export_file
-from fedvitals.replay.debugger.held_run import HeldRun
+from fedvitals.replay.debugger.live_session import HeldRun
 from fedvitals.replay.debugger.printing import print_words
 from fedvitals.replay.player import proof
 from fedvitals.replay.player.loop_player import LoopPlayer, loop_player

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fedvitals.replay.tape.digests import StateDigest
+from fedvitals.replay.tape.digests import StateDigest, TensorDifference
 from fedvitals.replay.tape.journal import ClientReply, RoundEntry
 from fedvitals.replay.tape.retention import losses_of
 
@@ -27,6 +27,10 @@ class Mismatch:
     replayed: float | str | None = None
     index: tuple[int, ...] | None = None  # of the element whose values these are; None: they are norms, or losses
     loss: tuple[float, float] | None = None  # of that step, recorded and replayed
+
+    def at(self, place: TensorDifference) -> Mismatch:
+        """Return the mismatch with the first element that differs."""
+        return replace(self, layer=place.tensor, index=place.index, recorded=place.recorded, replayed=place.replayed)
 
     def __str__(self) -> str:
         where = [f"round {self.round}"]

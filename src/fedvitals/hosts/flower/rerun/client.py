@@ -238,9 +238,7 @@ def _first_array_mismatch(rerun: Rerun, recorded: Tensors, replayed: Tensors) ->
             return Mismatch(rerun.round, f"reply's array {name}", rerun.node, recorded=shown[0], replayed=shown[1])
         place = first_difference({name: before}, {name: after})
         if place is not None:
-            return Mismatch(
-                rerun.round, "reply", rerun.node, None, name, place.recorded, place.replayed, index=place.index
-            )
+            return Mismatch(rerun.round, "reply", rerun.node).at(place)
     names = [", ".join(tensor) for tensor in (recorded, replayed)]
     what = "order of the reply's arrays"
     return Mismatch(rerun.round, what, rerun.node, recorded=names[0], replayed=names[1])

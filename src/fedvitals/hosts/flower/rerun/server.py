@@ -254,8 +254,7 @@ def _array_mismatch(
         alike = [*before] == names and all(before[n].shape == arrays[n].shape for n in names)
         difference = first_difference(before, arrays) if alike else None
         if difference is not None:
-            values = difference.tensor, difference.recorded, difference.replayed
-            return Mismatch(round_index, "state after", None, None, *values, index=difference.index)
+            return Mismatch(round_index, "state after").at(difference)
     return Mismatch(round_index, "state after", None, None, names[place], recorded.norms[place], replayed.norms[place])
 
 
