@@ -67,8 +67,8 @@ class StackedExecutor:
             )
         if precision not in PRECISIONS:
             raise ConfigError(unknown("precision", precision, PRECISIONS))
-        self.site, self.layout, self.device = site, site.layout, torch.device(device)
-        self.precision = precision
+        self.site, self.layout = site, site.layout
+        self.device, self.precision = torch.device(device), precision
         self.module = copy.deepcopy(site.module).to(self.device)
         self.kept: dict[Node, tuple[list[Tensor], float]] = {}  # optimisers' states, where the experiment keeps them
         # On CUDA the first try; the quickest later.

@@ -79,15 +79,8 @@ def write_request(tasks: Sequence[Task], experiment: str, watcher: WorkerObserve
         fields = {field: getattr(task, field) for field in _Task.__struct_fields__}
         fields |= {"start": names[id(task.start)], "exchange": _name_of(task.exchange)}
         task_fields.append(_Task(**fields))
-    config: dict[str, Any] = {
-        "version": VERSION,
-        "experiment": experiment,
-        "tasks": msgspec.json.encode(task_fields).decode(),
-        "watcher": text,
-        "initial": initial,
-    }
-    states = ArrayRecord({name: arrays[key] for key, name in names.items()})
-    return RecordDict({KEY: ConfigRecord(config), f"{KEY}.states": states})
+    config = {"experiment": experiment, "tasks": msgspec.json.encode(task_fields).decode()}
+    return _message({**config, "watcher": text, "initial": initial}, {name: arrays[key] for key, name in names.items()})
 
 
 def read_request(content: Any) -> TrainRequest:
@@ -113,13 +106,8 @@ def write_reply(updates: Sequence[Update], states: Tensor, payload: bytes) -> An
     """
     update_fields = [_Update(u.node, int(u.samples), u.steps, u.seconds, u.error, u.error_type) for u in updates]
     losses = torch.cat([u.losses.to(torch.float32) for u in updates])
-    config: dict[str, Any] = {
-        "version": VERSION,
-        "updates": msgspec.json.encode(update_fields).decode(),
-        "payload": payload,
-    }
-    arrays = ArrayRecord({"states": Array(states.numpy()), "losses": Array(losses.numpy())})
-    return RecordDict({KEY: ConfigRecord(config), f"{KEY}.states": arrays})
+    config = {"updates": msgspec.json.encode(update_fields).decode(), "payload": payload}
+    return _message(config, {"states": Array(states.numpy()), "losses": Array(losses.numpy())})
 
 
 def read_reply(content: Any, tasks: Sequence[Task], size: int) -> tuple[list[Update], bytes]:
@@ -161,6 +149,11 @@ def _name_of(exchange: Exchange | None) -> str | None:
             f"Known: {', '.join(EXCHANGES)}. Use another engine."
         )
     return None
+
+
+def _message(config: dict[str, Any], arrays: dict[str, Array]) -> RecordDict:
+    """Return the two records of a message, which `_records` reads."""
+    return RecordDict({KEY: ConfigRecord({"version": VERSION, **config}), f"{KEY}.states": ArrayRecord(arrays)})
 
 
 def _records(content: Any) -> tuple[Mapping[str, Any], Mapping[str, Array]]:
