@@ -166,7 +166,7 @@ def _read_official(train: _Tree, test: _Tree, truth: str) -> Arrays:
     groups = [label * 100 + track for label, track, _, _ in labelled]
     tests = sorted((row["Filename"], int(row["ClassId"])) for row in _rows(truth, TRUTH))
     images, test_images = _images(train, [name for *_, name in labelled]), _images(test, [name for name, _ in tests])
-    labels, test_labels = (_numbers([label for label, *_ in labelled]), _numbers([label for _, label in tests]))
+    labels, test_labels = _numbers([label for label, *_ in labelled]), _numbers([label for _, label in tests])
     return _assemble((images, labels, _numbers(groups)), (test_images, test_labels, None))
 
 
