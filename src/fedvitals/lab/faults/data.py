@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.description import require
-from fedvitals.lab.faults.fault import Family, Fault, Index, Positive, Several, Share
+from fedvitals.lab.faults.fault import Fault, Index, Positive, Several, Share
 
 
 def _chance(count: int, rate: float, stream: torch.Generator) -> Tensor:
@@ -29,7 +29,6 @@ class LabelNoise(Fault, frozen=True):
     """An annotator who guesses: a share of the labels is replaced, each by a random other class."""
 
     rate: Share = 0.8
-    family: ClassVar[Family] = "client"
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:
         struck = _chance(len(y), self.rate, stream)
@@ -43,7 +42,6 @@ class LabelFlip(Fault, frozen=True):
     source: Index = 0
     target: Index = 1
     rate: Share = 1.0
-    family: ClassVar[Family] = "client"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,7 +60,6 @@ class MissingClasses(Fault, frozen=True):
     """A client that never sees some classes: its samples of them are removed."""
 
     missing: tuple[int, ...] = (0,)
-    family: ClassVar[Family] = "client"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,7 +85,6 @@ class InputNoise(Fault, frozen=True):
     """A bad sensor: noise on every input, `deviation` times the standard deviation of the client's data."""
 
     deviation: Positive = 1.0
-    family: ClassVar[Family] = "client"
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         noise = torch.randn(x.shape, generator=stream, dtype=x.dtype)
@@ -99,7 +95,6 @@ class InputScale(Fault, frozen=True):
     """Unnormalised inputs, such as pixels from 0 to 255 instead of 0 to 1: every input is multiplied by a factor."""
 
     factor: Positive = 255.0
-    family: ClassVar[Family] = "client"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,7 +111,6 @@ class GroupLeftBehind(Fault, frozen=True):
     """
 
     share: Share = 1.0
-    family: ClassVar[Family] = "aggregation"
     needs_others: ClassVar[bool] = True
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
@@ -132,7 +126,6 @@ class DominantClient(Fault, frozen=True):
     """
 
     factor: Several = 20
-    family: ClassVar[Family] = "aggregation"
     needs_others: ClassVar[bool] = True
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002

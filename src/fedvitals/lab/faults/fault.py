@@ -11,12 +11,13 @@ import difflib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, cast, get_type_hints
 
 import msgspec
 import torch
 from torch import Tensor
 
+from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE
 from fedvitals.errors import ConfigError
 from fedvitals.lab.description import Description, kind_of, require
 from fedvitals.lab.engines.tasks import Node, Update
@@ -48,7 +49,7 @@ class Fault(Description, frozen=True, kw_only=True):
     since: int = 0
     until: int | None = None
 
-    family: ClassVar[Family]
+    family: ClassVar[Family]  # that of its issue unless the class says another
     issue: ClassVar[str]  # the code in `diagnosis.issues.table`, in lower case, that a detector should name; its own
     # kind unless the class says another
     strikes: ClassVar[Literal["clients", "server", "run"]] = "clients"
@@ -60,6 +61,9 @@ class Fault(Description, frozen=True, kw_only=True):
         super().__init_subclass__(**settings)
         if "issue" not in cls.__dict__:
             cls.issue = kind_of(cls.__name__)
+        issue = ISSUES_BY_CODE.get(cls.issue.upper())
+        if "family" not in cls.__dict__ and issue is not None:
+            cls.family = cast("Family", issue.family)
 
     def __post_init__(self) -> None:
         name = kind_of(type(self).__name__)

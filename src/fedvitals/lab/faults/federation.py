@@ -12,7 +12,7 @@ from torch import Tensor
 from fedvitals.lab.aggregators.averages import scaled_step
 from fedvitals.lab.data.partition import ClassesPerClient
 from fedvitals.lab.description import kind_of, require
-from fedvitals.lab.faults.fault import AtLeastOne, Count, Family, Fault, Positive, RunFault
+from fedvitals.lab.faults.fault import AtLeastOne, Count, Fault, Positive, RunFault
 
 if TYPE_CHECKING:
     from fedvitals.lab.experiment import Experiment
@@ -23,7 +23,6 @@ class Overfitting(RunFault, frozen=True):
 
     samples: Count = 16
     epochs: Count = 50
-    family: ClassVar[Family] = "convergence"
 
     def experiment(self, experiment: Experiment) -> Experiment:
         local = msgspec.structs.replace(experiment.local, iterations=None, epochs=self.epochs)
@@ -40,7 +39,6 @@ class ClientDrift(RunFault, frozen=True):
     classes: Count = 2
     iterations: Count = 100
     factor: AtLeastOne = 5.0  # of the learning rate
-    family: ClassVar[Family] = "convergence"
 
     def experiment(self, experiment: Experiment) -> Experiment:
         optimizer = experiment.local.optimizer
@@ -54,7 +52,6 @@ class ClientDrift(RunFault, frozen=True):
 class _ServerRate(Fault, frozen=True, kw_only=True):
     nodes: tuple[str, ...] | str = ("server",)
     factor: Positive = 1.0
-    family: ClassVar[Family] = "convergence"
     strikes: ClassVar[Literal["clients", "server", "run"]] = "server"
 
     def __post_init__(self) -> None:

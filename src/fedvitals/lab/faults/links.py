@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import torch
 
 from fedvitals.lab.engines.tasks import Update
-from fedvitals.lab.faults.fault import AboveOne, Family, Fault, ModelHistory, Positive, Share, require_within
+from fedvitals.lab.faults.fault import AboveOne, Fault, ModelHistory, Positive, Share, require_within
 
 if TYPE_CHECKING:
     from fedvitals.lab.network.virtual_clock import Journey
@@ -24,7 +24,6 @@ class DropOut(Fault, frozen=True):
     """A client that is unavailable, in each round with this probability."""
 
     rate: Share = 1.0
-    family: ClassVar[Family] = "system"
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:
         return dataclasses.replace(journey, available=journey.available and not _happens(self.rate, stream))
@@ -34,7 +33,6 @@ class Straggler(Fault, frozen=True):
     """A slow or busy machine: the client computes `factor` times as long."""
 
     factor: AboveOne = 10.0
-    family: ClassVar[Family] = "system"
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:  # noqa: ARG002
         return dataclasses.replace(journey, compute=journey.compute * self.factor)
@@ -47,7 +45,6 @@ class Timeout(Fault, frozen=True):
     """
 
     seconds: Positive = 3600.0
-    family: ClassVar[Family] = "system"
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:  # noqa: ARG002
         return dataclasses.replace(journey, upload=journey.upload + self.seconds)
@@ -57,7 +54,6 @@ class LostMessage(Fault, frozen=True):
     """A dropped connection: the update never arrives, in each round with this probability."""
 
     rate: Share = 1.0
-    family: ClassVar[Family] = "system"
     issue: ClassVar[str] = "communication_failure"
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:
@@ -73,7 +69,6 @@ class CorruptedMessage(Fault, frozen=True):
     rate: Share = 1.0
     silent: bool = False
     share: Share = 0.001  # of the numbers, when it is silent
-    family: ClassVar[Family] = "system"
     issue: ClassVar[str] = "communication_failure"
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:
@@ -96,7 +91,6 @@ class ClockSkew(Fault, frozen=True):
     """A wrong clock: the client's timestamps are this many seconds late (or early, if negative)."""
 
     seconds: Annotated[float, functools.partial(require_within, low=-1e9, high=1e9)] = 3600.0
-    family: ClassVar[Family] = "system"
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:  # noqa: ARG002
         return dataclasses.replace(journey, clock_offset=journey.clock_offset + self.seconds)
@@ -105,7 +99,6 @@ class ClockSkew(Fault, frozen=True):
 class TelemetryLost(Fault, frozen=True):
     """A firewall that only passes models: the client trains and sends its update, but its telemetry is lost."""
 
-    family: ClassVar[Family] = "system"
     drops_telemetry: ClassVar[bool] = True
 
 

@@ -39,7 +39,6 @@ class WrongLearningRate(Fault, frozen=True):
     """A client with its own configuration: its learning rate is `factor` times that of the others."""
 
     factor: Positive = 10.0
-    family: ClassVar[Family] = "client"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,7 +54,6 @@ class FrozenLayer(Fault, frozen=True):
     """A forgotten `requires_grad = False`: one layer gets no gradient and stays unchanged."""
 
     layer: Layer = 0
-    family: ClassVar[Family] = "client"
 
     def gradient(self, gradients: Mapping[str, Tensor], step: int, stream: torch.Generator) -> None:  # noqa: ARG002
         name = layer_name([*gradients], self.layer)
@@ -90,7 +88,6 @@ class BrokenBatchNorm(Fault, frozen=True):
     """
 
     factor: AboveOne = 1000.0
-    family: ClassVar[Family] = "aggregation"
     issue: ClassVar[str] = "batch_norm_statistics"
 
     def check_tensors(self, names: tuple[str, ...]) -> None:
@@ -116,7 +113,6 @@ class Crash(Fault, frozen=True):
 
     at_step: Index = 0
     message: str = "an error on purpose, made by the lab"
-    family: ClassVar[Family] = "system"
 
     def step(self, step: int) -> None:
         if step == self.at_step:
@@ -131,7 +127,6 @@ class MemoryHog(Fault, frozen=True):
     megabytes: Count = 256
     at_step: Index = 0
     fatal: bool = False
-    family: ClassVar[Family] = "system"
     issue: ClassVar[str] = "out_of_memory"
 
     def step(self, step: int) -> None:
@@ -146,7 +141,6 @@ class DiskFull(Fault, frozen=True):
     """A client that cannot write its checkpoint: no space left on its disk."""
 
     at_step: Index = 0
-    family: ClassVar[Family] = "system"
 
     def step(self, step: int) -> None:
         if step == self.at_step:
@@ -165,7 +159,6 @@ class ExplodingInitialisation(RunFault, frozen=True):
     """A wrong gain in the initialisation: every weight matrix of the initial model is `factor` times too large."""
 
     factor: AboveOne = 10.0
-    family: ClassVar[Family] = "gradient"
     issue: ClassVar[str] = "exploding_gradient"
 
     def initial(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> None:  # noqa: ARG002
@@ -177,7 +170,6 @@ class VanishingInitialisation(RunFault, frozen=True):
     """A wrong gain in the initialisation: every weight matrix of the initial model is scaled by `factor`, below 1."""
 
     factor: Positive = 0.01
-    family: ClassVar[Family] = "gradient"
     issue: ClassVar[str] = "vanishing_gradient"
 
     def __post_init__(self) -> None:
@@ -195,7 +187,6 @@ class _Units(RunFault, frozen=True):
     share: Share = 0.9
     layer: Layer = 0
     strength: Positive = 100.0
-    family: ClassVar[Family] = "gradient"
 
     def check_tensors(self, names: tuple[str, ...]) -> None:
         name, kind = layer_name(names, self.layer), kind_of(type(self).__name__)

@@ -19,7 +19,6 @@ from fedvitals.lab.description import require
 from fedvitals.lab.engines.tasks import Node, Update
 from fedvitals.lab.faults.fault import (
     Count,
-    Family,
     Fault,
     ModelHistory,
     NotNegative,
@@ -55,7 +54,6 @@ class StaleUpdate(Fault, frozen=True):
     """
 
     rounds: Count = 3
-    family: ClassVar[Family] = "client"
 
     @property
     def history_rounds(self) -> int:
@@ -77,7 +75,6 @@ class FreeRider(Fault, frozen=True):
     """
 
     noise: NotNegative = 0.05  # of the step's norm
-    family: ClassVar[Family] = "client"
 
     @property
     def history_rounds(self) -> int:
@@ -97,7 +94,6 @@ class SignFlip(Fault, frozen=True):
     """An attacker: the update with its sign reversed, `strength` times as long."""
 
     strength: Positive = 1.0
-    family: ClassVar[Family] = "client"
     issue: ClassVar[str] = "byzantine"
 
     def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
@@ -108,7 +104,6 @@ class Scaling(Fault, frozen=True):
     """An attacker who wants more influence, or a sum sent as a mean: the update times a factor."""
 
     factor: NotNegative = 10.0
-    family: ClassVar[Family] = "client"
     issue: ClassVar[str] = "byzantine"
 
     def __post_init__(self) -> None:
@@ -126,7 +121,6 @@ class Gaussian(Fault, frozen=True):
 
     strength: Positive = 2.0
     add: bool = False
-    family: ClassVar[Family] = "client"
     issue: ClassVar[str] = "byzantine"
 
     def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:
@@ -139,7 +133,6 @@ class WrongSampleCount(Fault, frozen=True):
     """A client that counts wrongly, or wants more weight: it claims `factor` times its number of samples."""
 
     factor: NotNegative = 20.0
-    family: ClassVar[Family] = "client"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -152,7 +145,6 @@ class WrongSampleCount(Fault, frozen=True):
 class ZeroWeight(RunFault, frozen=True):
     """A data set that was not mounted: every client reports no samples, and nothing can be averaged."""
 
-    family: ClassVar[Family] = "aggregation"
     issue: ClassVar[str] = "zero_total_weight"
 
     def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
@@ -163,7 +155,6 @@ class ShapeMismatch(Fault, frozen=True):
     """A client with another version of the model: its update is `missing` numbers too short."""
 
     missing: Count = 1
-    family: ClassVar[Family] = "aggregation"
     issue: ClassVar[str] = "shape_or_dtype_mismatch"
     applied_last: ClassVar[bool] = True
 
@@ -175,7 +166,6 @@ class DtypeMismatch(Fault, frozen=True):
     """A client that trains in another precision and sends its numbers in it."""
 
     dtype: Literal["float64", "float16", "bfloat16"] = "float64"
-    family: ClassVar[Family] = "aggregation"
     issue: ClassVar[str] = "shape_or_dtype_mismatch"
     applied_last: ClassVar[bool] = True
 
@@ -211,7 +201,6 @@ class Duplicate(Fault, frozen=True):
 
     of: str | None = None
     noise: NotNegative = 0.0  # of the update's norm
-    family: ClassVar[Family] = "client"
     issue: ClassVar[str] = "duplicate_update"
     needs_others: ClassVar[bool] = True
 
@@ -243,7 +232,6 @@ class LittleIsEnough(Fault, frozen=True):
     """
 
     deviations: float | None = None
-    family: ClassVar[Family] = "client"
     issue: ClassVar[str] = "byzantine"
     needs_others: ClassVar[bool] = True
 
@@ -281,7 +269,6 @@ class InnerProduct(Fault, frozen=True):
     """
 
     strength: Positive = 0.5
-    family: ClassVar[Family] = "client"
     issue: ClassVar[str] = "byzantine"
     needs_others: ClassVar[bool] = True
 
