@@ -123,7 +123,7 @@ def show_place(session: Session) -> DebuggerOutput:
         failed = f", {lost} of them without an answer" if lost else ""
         count = sum(finding.where.round == round_index for finding in session.findings_until())
         findings = f", {count} finding{'s' * (count != 1)}" if count else ""
-        kinds = [str(action.get("kind")) for action in entry.notes.get("actions", ())]
+        kinds = [str(action.get("kind")) for action in entry.actions]
         actions = ", ".join(kind for kind in kinds if kind != "checkpoint")
         text = f"  {len(entry.came)} clients{failed}{metrics}{findings}"
         text += f"\n  in force: {actions}" if actions else ""

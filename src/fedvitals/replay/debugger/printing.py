@@ -272,11 +272,5 @@ def state(session: Session, request: PrintRequest) -> DebuggerOutput:
 
 
 NOUNS: Mapping[str, Callable[[Session, PrintRequest], DebuggerOutput]] = {
-    "gradient": gradient,
-    "weight": weight,
-    "update": update,
-    "loss": loss,
-    "metric": metric,
-    "batch": batch,
-    "state": state,
+    function.__name__: function for function in (gradient, weight, update, loss, metric, batch, state)
 }

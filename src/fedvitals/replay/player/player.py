@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -74,7 +74,7 @@ class PlaybackObserver(NullObserver):
     def prescribed(self, round_index: int) -> Sequence[Action]:
         if self._tape is None or round_index not in self._tape.rounds:
             return ()
-        return [action_of(action) for action in self._tape.entry(round_index).notes.get("actions", ())]
+        return [action_of(action) for action in self._tape.entry(round_index).actions]
 
     def updates(self, round_index: int, updates: Mapping[str, Any]) -> Sequence[Action]:
         if self._left_out[0] != round_index:  # asked for each batch of updates, and read once
@@ -249,6 +249,4 @@ def flattened(tensors: Tensors) -> Tensor:
 
 def _without_notes(message: Message) -> Message:
     losses = None if message.losses is None else message.losses.clone()
-    return Message(
-        message.node, message.tensors, message.weight, message.used, message.group, message.start, losses, message.error
-    )
+    return replace(message, losses=losses, notes=None)

@@ -158,9 +158,7 @@ class ReplayStates:
         """Return whether a correction restored an earlier model before this round, so that it does not begin where
         the last ended.
         """
-        if round_index not in self.tape.rounds:
-            return False
-        return any("restore" in a.get("arguments", {}) for a in self.tape.entry(round_index).notes.get("actions", ()))
+        return round_index in self.tape.rounds and self.tape.entry(round_index).goes_back
 
     def _keep(self, played: ReplayedRound) -> None:
         self._played[played.number] = played

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,6 +49,17 @@ class RoundEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     after_notes: dict[str, Any] = {}
     metrics: dict[str, float | None] = {}
     lost: int = 0  # answers that the tape had no room for
+
+    @property
+    def actions(self) -> Sequence[Mapping[str, Any]]:
+        """Return the corrections that were in force, by their recorded fields."""
+        actions: Sequence[Mapping[str, Any]] = self.notes.get("actions", ())
+        return actions
+
+    @property
+    def goes_back(self) -> bool:
+        """Return whether a correction restored an earlier model before this round."""
+        return any("restore" in action.get("arguments", {}) for action in self.actions)
 
     def reply_of(self, node: str) -> ClientReply | None:
         """Return a client's reply; None if it took no part."""

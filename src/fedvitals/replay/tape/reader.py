@@ -165,7 +165,7 @@ class TapeReader:
                 continue
             stored = self._stored(entry.state)
             since = entry.round if stored else since
-            back = back or any("restore" in a.get("arguments", {}) for a in entry.notes.get("actions", ()))
+            back = back or entry.goes_back
             marks = [came.mark for came in entry.came if came.mark is not None]
             here = sum(self.has(mark.digest) for mark in marks)
             start = self.nearest(entry.round) if back else since
@@ -198,7 +198,7 @@ class TapeReader:
     def _before_restores(self, start: int, round_index: int) -> int:
         """Return an earlier start if a later round went back to a state before `start`, which must be passed again."""
         for later in [r for r in self.rounds if start <= r <= round_index]:
-            for action in self.entry(later).notes.get("actions", ()):
+            for action in self.entry(later).actions:
                 target = action.get("arguments", {}).get("restore")
                 if target is not None and later > start and int(target) + 1 < start:
                     earlier = self.nearest(int(target) + 1)

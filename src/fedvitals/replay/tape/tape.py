@@ -117,11 +117,8 @@ class Tape(Sink):
         self._keeper = TapeWriter(journal, setting, self, tell, file)
         self._gate = RoundGate(folder)
         if self._wants_gradients and level < PRIVACY_LEVEL:
-            tell(
-                "warning",
-                "tape.gradients",
-                f"No gradients are kept: they need Monitor(privacy={PRIVACY_LEVEL}), got {level}.",
-            )
+            text = f"No gradients are kept: they need Monitor(privacy={PRIVACY_LEVEL}), got {level}."
+            tell("warning", "tape.gradients", text)
         elif self._wants_gradients:
             self._place.folder, self._place.budget = str(folder), self.budget
         self._thread = threading.Thread(target=self._work, name="fedvitals-tape", daemon=True)
