@@ -246,6 +246,22 @@ def test_sinks_get_records_unless_they_take_measurements():
     same([r for r in sink.records if isinstance(r, Metric)], [*store.records("r", Metric)])
 
 
+def test_a_sink_gets_no_record_of_a_kind_that_it_ignores():
+    class OfMetrics(MemorySink):
+        ignores = (LayerStats, Sketch)
+
+    class OfNeither(MemorySink):
+        ignores = (LayerStats, Sketch, Metric)
+
+    metrics, neither = OfMetrics(), OfNeither()
+    writer = SinkWriter([metrics, neither], policy=PrivacyPolicy(), spill=None, strict=True)
+    writer.emit(measured())
+    writer.close()
+    assert {type(record) for record in metrics.records} == {Metric}
+    assert len(metrics.records) == measured().metric_count
+    assert not neither.records
+
+
 def test_a_full_queue_counts_the_records_that_it_loses():
     class Stuck(MemorySink):
         def write(self, records, /):

@@ -76,9 +76,8 @@ class EvidenceTrend:
     scores: Scores | None = None  # of the last round; None if there were too few clients to compare
     accuracy: float = float("nan")  # of the received model, median over the clients, when it was last known
     limits: dict[str, float] = field(default_factory=dict)
-    altered_since: dict[Node, int] = field(
-        default_factory=dict
-    )  # who sent something else than it trained, and since when
+    # Who sent something else than it trained, and since when.
+    altered_since: dict[Node, int] = field(default_factory=dict)
     kind_chances: dict[Node, dict[str, float]] = field(default_factory=dict)  # of each kind, for all that stand accused
     suspected_kinds: dict[Node, str] = field(default_factory=dict)  # the kind that each of these is accused of
     abstains: bool = False  # whether the last round's updates were transformed, so that nobody is judged by them
@@ -98,10 +97,8 @@ class EvidenceTrend:
             self.altered_since, self.suspected_kinds = {}, {}
         if self.scores is None:
             return
-        altered, unaltered = (
-            clients_with_altered_updates(history, round_index),
-            clients_with_trained_updates(history, round_index),
-        )
+        altered = clients_with_altered_updates(history, round_index)
+        unaltered = clients_with_trained_updates(history, round_index)
         for node in vital_signs.nodes:
             if node in altered:
                 self.altered_since.setdefault(node, round_index)

@@ -66,5 +66,5 @@ def read_watcher(text: str, initial: bytes) -> AnyWatcher:
         raise RecordError(f"The observer that came with a task cannot be read: {error}.") from error
     if len(initial) > INITIAL_BYTES or len(initial) % 4:
         raise RecordError(f"The first model that came with a task has {len(initial)} bytes; {INITIAL_BYTES} may come.")
-    fields = {field: getattr(document, field) for field in document.__struct_fields__}
-    return WorkerObserver(**{**fields, "preset": preset(document.preset), "initial": initial or None})
+    fields = {**msgspec.structs.asdict(document), "preset": preset(document.preset), "initial": initial or None}
+    return WorkerObserver(**fields)
