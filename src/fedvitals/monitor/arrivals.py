@@ -98,6 +98,7 @@ class Arrivals:
             initial=None if initial is None else initial.numpy().tobytes(),
             profile=self._ledger is not None,
             capture=self._capture,
+            turn=kit.turns.hand_out(self._expected),
         )
 
     def expect(self, nodes: Iterable[AnyName]) -> None:
@@ -238,6 +239,7 @@ class Arrivals:
                 _gather(finished[record.where.node][1], record)
         for node, (span, results) in finished.items():
             self._expected.pop(node, None)
+            self._kit.turns.note(node, next((value for name, value, _ in results.metrics if name == "steps"), -1.0))
             self._compare(span, results)
             if self._ledger is not None:
                 self._ledger.trained(span)

@@ -10,6 +10,7 @@ from fedvitals.report.markup import Block, Facts, Heading, Points, Table, Text, 
 from fedvitals.report.settings import flat, readable
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.card import Card as HealthCard
+from fedvitals.views.card import how_often
 from fedvitals.views.comparison.runs import flattened
 from fedvitals.views.labels import named
 from fedvitals.views.profile import Profile
@@ -84,7 +85,7 @@ def trust_part(reader: Reader, run: str, card: HealthCard, profile: Profile) -> 
         if card.detectors
         else "No detector looked at this run while it trained.",
         f"Records lost: {card.summary.lost}." + (" What they said is not in here." if card.summary.lost else ""),
-        f"Measuring took {cost} of the rounds' time.",
+        f"Measuring took {cost} of the rounds' time.{f' {how_often(card)}' if card.measured else ''}",
         f"Privacy level {level}: {allowed}."
         + (f" Sums are of at least {card.cohort} clients." if card.cohort is not None else ""),
     ]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -118,6 +118,14 @@ class StackModel:
             state = self.tensors(slice(client, client + 1))
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 tensor.copy_(state[name][0])
+
+    def of_clients(self, rows: Sequence[int]) -> StackModel:
+        """Return the models of these clients, with their present states."""
+        if len(rows) == self.clients:
+            return self
+        model = self.with_states(self.states.detach()[list(rows)])
+        model.clients = len(rows)
+        return model
 
     def with_states(self, states: Tensor) -> StackModel:
         """Return the same models with other states."""
