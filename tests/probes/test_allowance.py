@@ -70,13 +70,14 @@ def test_without_a_budget_always_and_with_none_never():
 
 @given(st.lists(NAMES, min_size=1, max_size=12, unique=True), st.integers(0, 10**6), st.data())
 def test_some_client_in_each_round(nodes, number, data):
-    """Where it is known who takes part, however few they are and whatever they are called, in whatever order."""
+    """Where it is known who takes part, and unless they are very few, whatever they are called, in whatever order."""
     turns = Turns(preset("standard"))
     turns.begin(number)
     turn = turns.hand_out(data.draw(st.permutations(nodes)))
     for floor_rounds in (FLOOR_ROUNDS, SCALE_ROUNDS):
-        assert any(Allowance(0.001, floor_rounds).due(node, turn, 1e9, 1) for node in nodes)
-    assert turns.hand_out(nodes).stand_ins == ()  # a host that hands out one client at a time
+        due = [node for node in nodes if Allowance(0.001, floor_rounds).due(node, turn, 1e9, 1)]
+        assert due or 2 * len(nodes) < floor_rounds
+    assert turns.hand_out(nodes[1:]) == turn  # who is still expected depends on who was quickest
 
 
 @given(st.permutations([(f"c{i}", 10 + i) for i in range(7)]))
@@ -94,7 +95,7 @@ def test_the_order_in_which_clients_end_means_nothing(ended):
 def test_clients_of_a_round_before_stand_in():
     """In a plain loop nobody tells who takes part: those of the round before are expected again."""
     turns = Turns(preset("standard"))
-    alone = Allowance(0.001)
+    alone = Allowance(0.001, SCALE_ROUNDS)
     measured = []
     for number in range(16):
         turns.begin(number)
@@ -184,7 +185,7 @@ def test_one_step_in_many():
 # -- in a loop --------------------------------------------------------------------------------------------------------
 
 
-def loop(probes="standard", *, wait=lambda step: None, threads=1, rounds=9, clients=5, data=make_data):
+def loop(probes="standard", *, wait=lambda step: None, threads=1, rounds=5, clients=5, data=make_data):
     """What is stored of a plain loop, each round's clients on so many threads."""
     monitor, sink = watched(probes, machine=False)
 
@@ -203,8 +204,8 @@ def loop(probes="standard", *, wait=lambda step: None, threads=1, rounds=9, clie
 
 @pytest.mark.parametrize("probes", ["light", "standard", "deep"])
 def test_a_slow_machine_stores_the_same(probes):
-    quick = loop(probes, rounds=5)
-    slow = loop(probes, rounds=5, wait=lambda step: time.sleep(0.004 if step % 2 else 0.0))
+    quick = loop(probes)
+    slow = loop(probes, wait=lambda step: time.sleep(0.004 if step % 2 else 0.0))
     assert stored(slow) == stored(quick)
     assert slow.metrics("fit.samples")
 
@@ -232,16 +233,16 @@ def test_a_busy_machine_stores_the_same():
 
 
 def test_gradient_scale_in_every_round_and_every_client_in_a_few():
-    sink = loop(rounds=16, clients=3)
+    sink = loop(rounds=16, clients=4)
     measured = {(m.where.round, m.where.node) for m in sink.metrics("scale.images")}
     assert {number for number, _ in measured} == {*range(16)}
     for first in range(0, 16, SCALE_ROUNDS):
         block = {node for number, node in measured if first <= number < first + SCALE_ROUNDS}
-        assert block == {"c0", "c1", "c2"}
+        assert block == {"c0", "c1", "c2", "c3"}
     assert all(m.value <= IMAGES for m in sink.metrics("scale.images"))
     fitted = {(m.where.round, m.where.node) for m in sink.metrics("fit.samples")}
     assert {number for number, _ in fitted} >= {*range(1, 16)}
-    assert len(fitted) < 3 * 16
+    assert len(fitted) < 4 * 16
 
 
 def test_long_training_is_measured_oftener_with_more_samples():
@@ -263,7 +264,7 @@ def test_a_client_without_data_pays_with_its_batches():
         for number in range(4):
             with monitor.round(number), monitor.client("c0", model := make("mlp")):
                 train(model, torch.optim.SGD(model.parameters(), 0.1), make_data(), 3)
-    assert {m.where.round for m in sink.metrics("scale.from_batch")} == {*range(4)}
+    assert len(sink.metrics("scale.from_batch")) == 1
 
 
 def test_how_often_is_shown(tmp_path):
@@ -281,7 +282,7 @@ def test_how_often_is_shown(tmp_path):
         card = health_card(reader, run)
     assert card.client_rounds == 15
     assert 5 <= card.measured["gradient scale"] < 15
-    assert 4 <= card.measured["fit"] < 15
+    assert 1 <= card.measured["fit"] < 15
     assert f"gradient scale in {card.measured['gradient scale']}" in how_often(card)
     assert "nonlinearity" not in card.measured
 

@@ -7,8 +7,9 @@ or on what happened before in the same process: runs with the same seed measure 
 one process or in many.
 
 A measurement that costs more than the client's share of its round is made once in several rounds. Two floors hold
-whatever it costs: each client is measured once in each block of `floor_rounds` rounds, and each round some client is,
-as far as it is known who takes part.
+whatever it costs: each client is measured once in each block of `floor_rounds` rounds; and each round some client is,
+if it is known who takes part and these are at least half as many as the block has rounds, so that this floor at most
+doubles what the first one costs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from fedvitals.protocols import Moment
@@ -34,6 +35,7 @@ CALL = 16  # samples that a forward pass counts in addition, since that of a few
 STEP_SAMPLES = 16  # in a step, where the batch size is not known
 FIRST_SAMPLES = 2048  # at most in a client-round, where the number of steps is not known yet
 FLOOR_ROUNDS = 8  # rounds in which each client is measured once, unless the preset says otherwise
+ALONE = "model"  # the node of a model that is watched without a federation: due in the first round
 UNSTATED = 64  # samples through one forward pass: the work of a probe that does not state its own
 
 _ONE_NUMBER = re.compile(r"\D*(\d{1,20})")
@@ -90,7 +92,7 @@ class Turns:
         before, self._steps = self._steps, {}
         steps = statistics.median_low(before.values()) if before else self.now.steps
         self.now = Turn(round_index, steps)
-        self.now = Turn(round_index, steps, self._stand_ins(before))
+        self.now = replace(self.now, stand_ins=self._stand_ins(before))
         self._handed_out = False
 
     def note(self, node: str, steps: float) -> None:
@@ -101,11 +103,13 @@ class Turns:
     def hand_out(self, expected: Collection[str]) -> Turn:
         """Return the turn for a worker process. expected: the clients that are about to train, if known.
 
-        Only the first call of a round names stand-ins: a host may hand out one client at a time.
+        Only the first call of a round looks at them: later, who is still expected depends on who was quickest. A host
+        that hands out one client at a time is expected to hand out those of the round before.
         """
-        first, self._handed_out = not self._handed_out, True
-        stand_ins = () if not first else self._stand_ins(expected) if expected else self.now.stand_ins
-        return Turn(self.now.round_index, self.now.steps, stand_ins)
+        if not self._handed_out and len(expected) > 1:
+            self.now = replace(self.now, stand_ins=self._stand_ins(expected))
+        self._handed_out = True
+        return self.now
 
     def of(self, node: str | None, round_index: int | None) -> Turn:
         """Return the turn of a client in a round; one without a number counts the client's rounds in this process."""
@@ -119,10 +123,11 @@ class Turns:
 
     def _stand_ins(self, nodes: Iterable[str]) -> tuple[tuple[int, str], ...]:
         ordered = sorted(nodes)
-        if not ordered:
+        blocks = [block for block in self._blocks if 2 * len(ordered) >= block]
+        if not ordered or not blocks:
             return ()
         chosen = ordered[(self.now.round_index or 0) % len(ordered)]
-        return tuple((block, chosen) for block in self._blocks if all(self.now.lag(node, block) for node in ordered))
+        return tuple((block, chosen) for block in blocks if all(self.now.lag(node, block) for node in ordered))
 
 
 @runtime_checkable
@@ -177,6 +182,8 @@ def _place(node: str) -> int:
 
     Numbered clients then take turns evenly.
     """
+    if node == ALONE:
+        return 0
     number = _ONE_NUMBER.fullmatch(node)
     if number:
         return int(number[1])

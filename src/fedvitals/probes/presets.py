@@ -13,7 +13,7 @@
 | nonlinearity, gradient over the whole set | no | no | every fifth round |
 
 What is measured in turns is budgeted in sample-passes (`allowance`), with a floor: each client once in each 8 rounds
-(fit in `light`: 20; gradient scale: 4), and in each round some client.
+(fit in `light`: 20; gradient scale: 4), and in each round some client, if there are at least half as many clients.
 """
 
 from __future__ import annotations
