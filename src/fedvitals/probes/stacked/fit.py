@@ -14,7 +14,7 @@ from torch import Tensor
 from fedvitals.catalog import CATALOG
 from fedvitals.probes.allowance import FIRST_SAMPLES, Turn
 from fedvitals.probes.fit import Fit, confidently_wrong, confusion, is_classifier, per_sample
-from fedvitals.probes.stacked.model import StackModel
+from fedvitals.probes.stacked.model import StackModel, rows_of
 from fedvitals.probes.view import evaluation_without_gradients
 from fedvitals.protocols import Stack
 from fedvitals.stats import Array
@@ -36,7 +36,7 @@ class StackFit(Fit):
         batches: list[Batch] = []
         metrics: dict[str, Array] = {}
         for count, rows in self._due(stack, turn or Turn()).items():
-            x, y = (torch.as_tensor(part)[rows].to(model.states.device) for part in stack.samples(count))
+            x, y = (rows_of(torch.as_tensor(part), rows).to(model.states.device) for part in stack.samples(count))
             if x.shape[1]:
                 batches.append((rows, x, y))
                 fill_rows(metrics, self._received(stack, model.of_clients(rows), x, y), rows, len(stack.nodes))

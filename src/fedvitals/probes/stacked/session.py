@@ -33,7 +33,7 @@ from fedvitals.probes.scale import scale, seed_of
 from fedvitals.probes.session import LABEL_ROUNDS, Report
 from fedvitals.probes.stacked.fit import Batch, StackFit, fill_rows, sample_counts
 from fedvitals.probes.stacked.full_gradient import stacked_full_gradient
-from fedvitals.probes.stacked.model import StackModel
+from fedvitals.probes.stacked.model import StackModel, rows_of
 from fedvitals.probes.stacked.nonlinearity import stacked_nonlinearity
 from fedvitals.probes.stacked.recorder import HostSums, StackHistogram, StackRecorder
 from fedvitals.probes.stacked.scale import stacked_scale
@@ -319,7 +319,7 @@ class StackSession:
         """Measure the gradient scale of the clients in these rows; None: of all."""
         rows = range(self._model.clients) if rows is None else rows
         images = self._fewest() if probe.images == "all" else int(probe.images)
-        x = torch.as_tensor(self._stack.samples(images)[0])[list(rows)].to(self._model.states.device)
+        x = rows_of(torch.as_tensor(self._stack.samples(images)[0]), rows).to(self._model.states.device)
         if x.shape[1]:
             seeds, metrics = self._seeds(), dict[str, Array]()
             own = stacked_scale(probe, self._model.of_clients(rows), x, [seeds[row] for row in rows])
