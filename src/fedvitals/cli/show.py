@@ -72,6 +72,7 @@ def _print(card: Card, everything: bool, store: str | None) -> None:
 
 def _head(console: Any, card: Card, store: str | None) -> None:
     from fedvitals.store.tapes import tape_bytes
+    from fedvitals.views.card import how_often
 
     run, summary = card.run, card.summary
     state = "finished" if run.finished else "open"
@@ -81,6 +82,8 @@ def _head(console: Any, card: Card, store: str | None) -> None:
     )
     cost = "" if card.cost_percent is None else f", measuring took {number(card.cost_percent)} % of the time"
     console.print(f"{summary.rounds} rounds, {summary.clients} clients{cost}; lost: {summary.lost} records")
+    if card.measured:
+        console.print(f"[dim]{how_often(card)}[/dim]")
     level, allowed = card.privacy.split(": ", 1)
     cohort = "" if card.cohort is None else f" Sums are of at least {card.cohort} clients."
     tracebacks = "" if card.tracebacks is None else f" Tracebacks: {'on' if card.tracebacks else 'off'}."

@@ -103,6 +103,7 @@ class Arrivals:
             initial=None if initial is None else initial.numpy().tobytes(),
             profile=self._ledger is not None,
             capture=self._capture,
+            turn=kit.turns.hand_out(self._expected),
         )
 
     def expect(self, nodes: Iterable[AnyName]) -> None:
@@ -264,6 +265,7 @@ class Arrivals:
         self._compare(finished)
         for node, (span, results) in finished.items():
             self._expected.pop(node, None)
+            self._kit.turns.note(node, next((value for name, value, _ in results.metrics if name == "steps"), -1.0))
             if self._ledger is not None:
                 self._ledger.trained(span)
             if cohort is not None:

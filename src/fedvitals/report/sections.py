@@ -17,7 +17,7 @@ from fedvitals.report.settings import flat, readable
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.card import Card as HealthCard
-from fedvitals.views.card import Sign
+from fedvitals.views.card import Sign, how_often
 from fedvitals.views.clients import ClientRow, clients_page, roster
 from fedvitals.views.comparison.runs import flattened
 from fedvitals.views.labels import labels_of, named
@@ -302,7 +302,7 @@ def trust_part(reader: Reader, run: str, card: HealthCard, profile: Profile) -> 
         if card.detectors
         else "No detector looked at this run while it trained.",
         f"Records lost: {card.summary.lost}." + (" What they said is not in here." if card.summary.lost else ""),
-        f"Measuring took {cost} of the rounds' time.",
+        f"Measuring took {cost} of the rounds' time.{f' {how_often(card)}' if card.measured else ''}",
         f"Privacy level {level}: {allowed}."
         + (f" Sums are of at least {card.cohort} clients." if card.cohort is not None else ""),
     ]

@@ -15,6 +15,7 @@ from fedvitals.diagnosis.evidence.outlier_ranking import NEWEST, Outlier, rank_o
 from fedvitals.protocols import History
 from fedvitals.records import Event, Finding, Run, is_client
 from fedvitals.store.read import queries
+from fedvitals.store.read.metrics import count_client_rounds
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.gaps import gaps_of
 from fedvitals.views.labels import labels_of
@@ -28,6 +29,8 @@ VITAL_SIGNS = (
 
 
 TROUBLE = ("warning", "error", "critical")
+# A metric that each measurement of a probe gives once, and what the probe is called: of probes that take turns.
+TAKING_TURNS = {"fit.samples": "fit", "scale.images": "gradient scale", "nonlinearity.nlc": "nonlinearity"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ class Card:
     events: Sequence[Event]  # the newest warnings and errors
     absent: Mapping[str, str]  # metric → what it needs
     cost_percent: float | None  # measuring, of the rounds' time
+    client_rounds: int  # of clients with a model
+    measured: Mapping[str, int]  # probe that takes turns → in how many client-rounds it measured
     privacy: str
     cohort: int | None  # the fewest clients whose sum may be told; None: of a run before there was such a setting
     tracebacks: bool | None
@@ -73,6 +78,7 @@ def health_card(reader: Reader, run: str) -> Card:
             newest.setdefault(node, {}).update(metrics)
     troubles = [event for level in TROUBLE for event in queries.events(reader, run, level=level)]
     summary = queries.summary_of(reader, run)
+    counts = count_client_rounds(reader, run, ("steps", *TAKING_TURNS))
     level = int(setting_of(described, "privacy", 3))
     return Card(
         run=described,
@@ -87,6 +93,8 @@ def health_card(reader: Reader, run: str) -> Card:
         events=sorted(troubles, key=lambda e: e.at),
         absent=_absent(set(queries.metric_names(reader, run)), level),
         cost_percent=cost_percent(history),
+        client_rounds=counts.get("steps", 0),
+        measured={probe: counts[name] for name, probe in TAKING_TURNS.items() if name in counts},
         privacy=f"{level}: {LEVELS[level]}",
         cohort=setting_of(described, "cohort", None),
         tracebacks=setting_of(described, "tracebacks", None),
@@ -122,6 +130,12 @@ def _absent(seen: set[str], level: int) -> dict[str, str]:
             withheld = measure.level > level and not name.startswith("update.")
             groups.setdefault(f"privacy level {measure.level}" if withheld else measure.needs, []).append(name)
     return {", ".join(names): needs for needs, names in groups.items()}
+
+
+def how_often(card: Card) -> str:
+    """Return a sentence that says in how many client-rounds the probes measured that take turns; empty: none did."""
+    counts = ", ".join(f"{probe} in {count}" for probe, count in card.measured.items())
+    return f"Measured of {card.client_rounds} client-rounds: {counts}." if counts else ""
 
 
 def cost_percent(history: History) -> float | None:

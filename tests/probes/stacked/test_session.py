@@ -3,6 +3,7 @@
 
 import copy
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -285,7 +286,7 @@ def test_whoever_rests_is_not_measured(probes):
 
 @pytest.mark.parametrize("probes", ["light", "standard"])
 def test_presets_measure_the_same_names(probes):
-    """The first round, where every allowance is due."""
+    """The first round, in which the first client is due."""
     federation = small()
     twin, _ = observed(probes, federation.alone)
     sink, _ = observed(probes, federation.stacked)
@@ -432,7 +433,7 @@ def test_stack_left_open_does_not_stop_the_next():
 
 def test_what_is_logged_of_a_stacked_client_stands_for_its_loss():
     federation = small()
-    monitor, sink = watched("standard")
+    monitor, sink = watched(replace(preset("standard"), fit_percent=None))
     with monitor, monitor.round(0):
         worker = monitor.host.for_worker()
         assert isinstance(worker, WorkerObserver)

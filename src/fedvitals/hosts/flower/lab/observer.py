@@ -10,6 +10,7 @@ import msgspec
 
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.monitor.workers import INITIAL_BYTES, WorkerObserver
+from fedvitals.probes.allowance import Turn
 from fedvitals.probes.presets import preset
 from fedvitals.protocols import NullObserver
 from fedvitals.protocols import WorkerObserver as AnyWatcher
@@ -34,6 +35,7 @@ class _ObserverFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile: bool
     capture: Capture | None
     trained: frozenset[str]
+    turn: Turn
 
 
 def write_watcher(watcher: AnyWatcher) -> tuple[str, bytes]:
