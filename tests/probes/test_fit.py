@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from fedvitals.probes.fit import FEWEST, MOST, Fit, confusion
 from fedvitals.probes.samples import read, size, spread_indices
 from fedvitals.probes.view import View, evaluation_without_gradients
+from support.conditions import holds_for_each
 from support.models import MODELS, close, make, make_data, train, watched
 
 
@@ -196,7 +197,7 @@ def test_modes_come_back_as_they_were():
     view = View(model, data=make_data(), loss=functional.cross_entropy)
     Fit(None).before(view)
     assert [m.training for m in model] == [True, True, False, True, True, True, True]
-    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), buffers, strict=True))
+    assert holds_for_each(torch.equal(a, b) for a, b in zip(model.buffers(), buffers, strict=True))
 
 
 def test_a_models_own_train_method_is_not_called():
@@ -212,7 +213,7 @@ def test_a_models_own_train_method_is_not_called():
     weight = model[0].weight.clone()
     with evaluation_without_gradients(model):
         assert not any(m.training for m in model.modules())
-    assert all(m.training for m in model.modules())
+    assert holds_for_each(m.training for m in model.modules())
     assert torch.equal(model[0].weight, weight)
 
 

@@ -21,6 +21,7 @@ from fedvitals.store.dialect import SQLITE, Dialect
 from fedvitals.store.read import queries
 from fedvitals.store.sqlite import SqliteStore, maintain_sqlite
 from fedvitals.store.upkeep import compaction
+from support.conditions import holds_for_each
 from support.paths import GOLDEN, ROOT
 from support.store_contract import RUN, metric, stats
 
@@ -310,7 +311,7 @@ def test_many_read_while_one_writes(path, monkeypatch):
         for r in range(80):
             store.write([stats(r, f"c{c}", c, 4 * r + c + 1) for c in range(4)])
         done.set()
-        assert all(watcher.result() > 0 for watcher in watchers)
+        assert holds_for_each(watcher.result() > 0 for watcher in watchers)
     store.close()
     with open_reader(path) as reader:
         assert reader.history("r-1").rounds() == list(range(80))
