@@ -323,6 +323,15 @@ class StoreContract(ABC):
         plain.close()
         store.close()
 
+    def test_compaction_moves_no_record_behind_a_later_one_of_the_same_time(self, store, monkeypatch):
+        """The later one has another layer table, and so is not in the block that the others are merged into."""
+        monkeypatch.setattr(compaction, "CHUNK_ROUNDS", 2)
+        later = stats(0, "c1", 2, 2, table=OTHER, at=0.0)
+        for batch in ([RUN, stats(0, "c1", 1, 1, at=0.0)], [later], [stats(1, "c1", 3, 3)], [stats(20, "c1", 4, 4)]):
+            store.write(batch)
+        _, found = self.history(store).across("gradient", ("l2",), 0)
+        np.testing.assert_allclose(found[0, :, 0], later.get("l2")[::-1], rtol=1e-6)
+
     def answers(self, store):
         history = self.history(store)
         layers = [history.matrix("gradient", "mean", layer) for layer in TABLE.names]
