@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -64,15 +64,20 @@ class Measurements:
     sketch_version: int = 1
     source: str = ""
     sequence: int = 0
+    metric_count: int = field(init=False)  # how many metrics these are
+    _count: int = field(init=False)
 
-    @property
-    def metric_count(self) -> int:
-        """How many metrics these are."""
-        return int(np.count_nonzero(self.present))
+    def __post_init__(self) -> None:
+        metrics = int(np.count_nonzero(self.present))
+        count = metrics + len(self.sketch_rows)
+        for part in self.layers:
+            count += len(part.rows)
+        object.__setattr__(self, "metric_count", metrics)
+        object.__setattr__(self, "_count", count)
 
     def __len__(self) -> int:
         """How many records these are."""
-        return self.metric_count + sum(len(part.rows) for part in self.layers) + len(self.sketch_rows)
+        return self._count
 
     def place(self, row: int, step: int | None = None) -> Where:
         """Return the coordinates of a node."""

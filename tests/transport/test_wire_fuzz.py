@@ -15,7 +15,6 @@ from fedvitals.stats import FAMILIES
 from fedvitals.transport.wire.payload import decode, encode
 from fedvitals_studies.bench.fuzzed_payloads import fuzzed_payloads
 from fedvitals_studies.bench.wire import sound_payloads
-from support.conditions import holds_for_each
 
 
 def fuzz(count: int) -> None:
