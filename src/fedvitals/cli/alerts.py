@@ -92,7 +92,7 @@ def check(run: str, config: str, everything: bool, store: str | None, as_json: b
         _print(alerts, chosen, len(plan.rules), len(alerts) if everything else ROWS)
 
 
-def _replayed(reader: Reader, run: str, rules: Sequence[Rule], channels: Sequence[str]) -> list[Alert]:
+def _replayed(reader: Reader, run: str, rules: Sequence[Rule], channels: Sequence[str] = ("",)) -> list[Alert]:
     """The alerts of a stored run; of its metrics only those are read that a rule asks for."""
     from fedvitals.records import Finding
     from fedvitals.sinks.alerts.evaluation import ATTENDANCE, ROUND_COMPLETE, replay
