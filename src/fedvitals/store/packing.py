@@ -131,25 +131,41 @@ class LayerMatrices:
         return self.run, self.family, self.table, self.values.shape[1], self.nodes[0] is None, self.round
 
 
-def layer_matrices(items: Iterable[Telemetry]) -> Iterator[LayerMatrices]:
+def layer_matrices(batch: Iterable[Telemetry]) -> Iterator[LayerMatrices]:
     """The matrices of layer statistics among records and measurements."""
-    for item in items:
-        if isinstance(item, LayerStats):
-            where, values = item.where, np.asarray(item.matrix)[None]
+    for telemetry in batch:
+        if isinstance(telemetry, LayerStats):
+            where, values = telemetry.where, np.asarray(telemetry.matrix)[None]
             yield LayerMatrices(
-                *(where.run, item.family, item.table, where.round, item.at, (where.node,), (where.group,)),
-                *(where.step, where.layer, item.source, (item.sequence,), values),
+                *(
+                    where.run,
+                    telemetry.family,
+                    telemetry.table,
+                    where.round,
+                    telemetry.at,
+                    (where.node,),
+                    (where.group,),
+                ),
+                *(where.step, where.layer, telemetry.source, (telemetry.sequence,), values),
             )
-        elif isinstance(item, Measurements):
-            for first, part in item.numbered_layers():
-                nodes = [item.nodes[row] for row in part.rows]
+        elif isinstance(telemetry, Measurements):
+            for first, part in telemetry.numbered_layers():
+                nodes = [telemetry.nodes[row] for row in part.rows]
                 for whole in (False, True):
                     own = [i for i, node in enumerate(nodes) if (node is None) == whole]
                     if own:
-                        groups = [item.groups[part.rows[i]] for i in own]
+                        groups = [telemetry.groups[part.rows[i]] for i in own]
                         yield LayerMatrices(
-                            *(item.run, part.family, part.table, item.round, item.at, [nodes[i] for i in own], groups),
-                            *(part.step, None, item.source, [first + i for i in own]),
+                            *(
+                                telemetry.run,
+                                part.family,
+                                part.table,
+                                telemetry.round,
+                                telemetry.at,
+                                [nodes[i] for i in own],
+                                groups,
+                            ),
+                            *(part.step, None, telemetry.source, [first + i for i in own]),
                             part.matrices if len(own) == len(nodes) else part.matrices[own],
                         )
 

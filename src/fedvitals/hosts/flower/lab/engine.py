@@ -153,7 +153,7 @@ class FlowerEngine:
         groups: dict[str | None, str | None] = {node: task.group for task in tasks for node in task.nodes}
         groups[None] = None
         try:
-            places = [place for item in decode(payload) for place in places_of(item)] if payload else []
+            places = [place for sent in decode(payload) for place in places_of(sent)] if payload else []
         except RecordError:
             return True  # the observer that absorbs it reports the error
         strange = next((place.node for place in places if place.node not in groups), None)
