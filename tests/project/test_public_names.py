@@ -83,7 +83,8 @@ def shown_default(default: Any) -> Any:
 
 
 def as_written(annotation: Any) -> Any:
-    """An annotation as it stands in the source, without the quotes that postponed evaluation adds."""
+    """An annotation as it stands in the source, without quotes and without checks."""
+    annotation = getattr(annotation, "__origin__", annotation) if hasattr(annotation, "__metadata__") else annotation
     return Verbatim(annotation) if isinstance(annotation, str) else annotation
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fedvitals as fv
 from fedvitals.resources.memory import heap_bytes, kernel_kills, limit_bytes, peak_bytes, resident_bytes
-from fedvitals.resources.tensors import Activations, saved_bytes, shares, storage_bytes
+from fedvitals.resources.tensors import StepWatch, saved_bytes, shares, storage_bytes
 from fedvitals.testing import MemorySink
 from fedvitals_studies.bench.memory import LiveStorages, seen_and_known, torch_transformer
 from fedvitals_studies.bench.workloads import paper_cnn
@@ -211,15 +211,15 @@ def test_only_a_client_alone_in_its_process_is_said_to_have_grown():
 
 def test_the_backward_watch_goes_however_the_step_ends():
     model = make("mlp")
-    known = Activations()
-    watch = known.watch(model, 0)
+    known = {}
+    watch = StepWatch(known, model, 0)
     model(make_data()[0])
     assert torch.autograd.backward is not BACKWARD
     alone = watch.bytes  # of the model: a loss never came
     watch.remove()
     assert torch.autograd.backward is BACKWARD
     assert alone
-    again = known.watch(model, 0)
+    again = StepWatch(known, model, 0)
     model(make_data()[0])
     assert torch.autograd.backward is BACKWARD  # the shape is known
     assert (again.batch, again.bytes) == (48, alone)

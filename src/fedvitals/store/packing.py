@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedvitals.errors import StoreError
-from fedvitals.measurements import Measurements, Telemetry
+from fedvitals.measurements import MeasuredLayers, Measurements, Telemetry
 from fedvitals.records import LayerStats, Where, natural
 from fedvitals.stats import FAMILIES, Array, derive, pack, unpack
 
@@ -137,37 +137,27 @@ def layer_matrices(batch: Iterable[Telemetry]) -> Iterator[LayerMatrices]:
         if isinstance(telemetry, LayerStats):
             where, values = telemetry.where, np.asarray(telemetry.matrix)[None]
             yield LayerMatrices(
-                *(
-                    where.run,
-                    telemetry.family,
-                    telemetry.table,
-                    where.round,
-                    telemetry.at,
-                    (where.node,),
-                    (where.group,),
-                ),
-                *(where.step, where.layer, telemetry.source, (telemetry.sequence,), values),
+                *(where.run, telemetry.family, telemetry.table, where.round, telemetry.at),
+                *((where.node,), (where.group,), where.step, where.layer),
+                *(telemetry.source, (telemetry.sequence,), values),
             )
         elif isinstance(telemetry, Measurements):
             for first, part in telemetry.numbered_layers():
-                nodes = [telemetry.nodes[row] for row in part.rows]
-                for whole in (False, True):
-                    own = [i for i, node in enumerate(nodes) if (node is None) == whole]
-                    if own:
-                        groups = [telemetry.groups[part.rows[i]] for i in own]
-                        yield LayerMatrices(
-                            *(
-                                telemetry.run,
-                                part.family,
-                                part.table,
-                                telemetry.round,
-                                telemetry.at,
-                                [nodes[i] for i in own],
-                                groups,
-                            ),
-                            *(part.step, None, telemetry.source, [first + i for i in own]),
-                            part.matrices if len(own) == len(nodes) else part.matrices[own],
-                        )
+                yield from _measured_matrices(telemetry, first, part)
+
+
+def _measured_matrices(measured: Measurements, first: int, part: MeasuredLayers) -> Iterator[LayerMatrices]:
+    """One family's matrices in measurements, those about nodes apart from those about the whole federation."""
+    nodes = [measured.nodes[row] for row in part.rows]
+    for whole in (False, True):
+        own = [i for i, node in enumerate(nodes) if (node is None) == whole]
+        if own:
+            yield LayerMatrices(
+                *(measured.run, part.family, part.table, measured.round, measured.at),
+                *([nodes[i] for i in own], [measured.groups[part.rows[i]] for i in own], part.step, None),
+                *(measured.source, [first + i for i in own]),
+                part.matrices if len(own) == len(nodes) else part.matrices[own],
+            )
 
 
 def in_blocks(parts: Iterable[LayerMatrices]) -> Iterator[tuple[BlockKey, list[LayerMatrices]]]:
@@ -214,6 +204,12 @@ def block_of(parts: Sequence[LayerMatrices], number: Callable[[str | None], int 
     with np.errstate(all="ignore"):  # what overflows float32 becomes infinite, which is what it should say
         packed = pack(parts[0].family, stacked)
     return entries, np.ascontiguousarray(packed.transpose(1, 2, 0))
+
+
+def layers_in(family: str, blob: bytes, count: int) -> int:
+    """Return of how many layers a blob has the numbers, by its size; 0 if it does not fit so many entries."""
+    layers, rest = divmod(len(blob), 4 * len(FAMILIES[family].columns) * count)
+    return layers if rest in (0, _CHECKSUM.size) else 0
 
 
 def numbers_of(family: str, blob: bytes, count: int) -> Numbers:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from fedvitals.errors import StoreError
 from fedvitals.stats import FAMILIES, Array
-from fedvitals.store.packing import NONE, Entries, Numbers, entries_of, matrices, numbers_of
+from fedvitals.store.packing import NONE, Entries, Numbers, entries_of, layers_in, matrices, numbers_of
 from fedvitals.store.read.layers import layer_names
 from fedvitals.store.read.reader import Reader
 
@@ -118,9 +118,8 @@ def _numbers(reader: Reader, family: str, blocks: Sequence[_Block]) -> Numbers:
         )
         by_block = {arrival: list(same) for arrival, same in groupby(sorted(rows, key=itemgetter(0, 1)), itemgetter(0))}
         for block in some:
-            size = block.count * len(FAMILIES[family].columns) * 4
             mine = [row[2] for row in by_block.get(block.arrival, ())]
-            if not mine or any(len(blob) % size for blob in mine) or sum(map(len, mine)) != size * block.layers:
+            if sum(layers_in(family, blob, block.count) for blob in mine) != block.layers:
                 raise _ChangedError
             parts.append(np.concatenate([numbers_of(family, blob, block.count)[..., block.places] for blob in mine]))
     return np.concatenate(parts, axis=2)
