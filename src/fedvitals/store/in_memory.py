@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from fedvitals.store.packing import (
     Numbers,
     Part,
     block_of,
+    in_natural_order,
     over_nodes,
     over_rounds,
     slice_of,
@@ -32,11 +34,51 @@ Newest = dict[Node | None, tuple[float, float]]  # node → (at, value)
 Block = tuple[str, Entries, Numbers]  # layer table, and what it holds of one round
 
 
+Placed = tuple[float, int, Event]  # when it happened, its place in the order of arrival, and the event
+
+
+class _EventIndex:
+    """The events of a run by name and by round, oldest first; takes in what has been added to their list since."""
+
+    def __init__(self, events: list[Event]) -> None:
+        self.events = events
+        self._taken = 0
+        self._by_name: dict[str | None, list[Placed]] = {}
+        self._by_round: dict[int, list[Placed]] = {}
+        self._rounds: list[int] = []
+
+    def __call__(self, name: str | None, since: int | None) -> list[Event]:
+        """Return the events of a name (None: of all) and from a round on (None: from the beginning)."""
+        while self._taken < len(self.events):
+            self._add(self.events[self._taken])
+        if since is None:
+            return [event for _, _, event in self._by_name.get(name, ())]
+        recent = [
+            placed
+            for round_index in self._rounds[bisect_left(self._rounds, since) :]
+            for placed in self._by_round[round_index]
+            if name is None or placed[2].name == name
+        ]
+        return [event for _, _, event in sorted(recent)]
+
+    def _add(self, event: Event) -> None:
+        placed = (event.at, self._taken, event)
+        self._taken += 1
+        lists = [self._by_name.setdefault(key, []) for key in (None, event.name)]
+        if event.where.round is not None:
+            if event.where.round not in self._by_round:
+                insort(self._rounds, event.where.round)
+            lists.append(self._by_round.setdefault(event.where.round, []))
+        for same in lists:
+            insort(same, placed)  # at the end, as a rule
+
+
 @dataclass(slots=True)
 class _Memory:
     """What is known of one run."""
 
     rounds: set[int] = field(default_factory=set)
+    changes: dict[int, int] = field(default_factory=dict)  # records that came, by round
     nodes: set[Node] = field(default_factory=set)
     metrics: dict[str, dict[int, Newest]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
@@ -44,6 +86,13 @@ class _Memory:
     of_round: dict[tuple[str, int], list[Block]] = field(default_factory=dict)  # the same, by family and round
     truth: list[Truth] = field(default_factory=list)
     records: dict[type, list[Any]] = field(default_factory=dict)
+    index: _EventIndex | None = None  # of `events`, made when they are asked for
+
+    def indexed_events(self) -> _EventIndex:
+        """Return the index of the events; a new one where these are another list than before."""
+        if self.index is None or self.index.events is not self.events:
+            self.index = _EventIndex(self.events)
+        return self.index
 
 
 class MemoryStore(Sink):
@@ -109,6 +158,7 @@ class MemoryStore(Sink):
             return
         oldest = sorted(memory.rounds)[-window]
         memory.rounds = {number for number in memory.rounds if number >= oldest}
+        memory.changes = {number: count for number, count in memory.changes.items() if number >= oldest}
         for by_round in memory.metrics.values():
             for number in [number for number in by_round if number < oldest]:
                 del by_round[number]
@@ -132,6 +182,7 @@ class MemoryStore(Sink):
             return
         if where.round is not None:
             memory.rounds.add(where.round)
+            memory.changes[where.round] = memory.changes.get(where.round, 0) + 1
         if where.node is not None:
             memory.nodes.add(where.node)
         if self._everything:
@@ -209,7 +260,7 @@ class MemoryHistory:
     def latest(self, name: str, round_index: int) -> Mapping[Node, float]:
         with self._store.lock:
             newest = self._store.memory(self._run).metrics.get(name, {}).get(round_index, {})
-            return {node: newest[node][1] for node in sorted((n for n in newest if n is not None), key=natural)}
+            return {node: newest[node][1] for node in in_natural_order(tuple(n for n in newest if n is not None))}
 
     def series(self, name: str, node: Node | None) -> tuple[list[int], list[float]]:
         with self._store.lock:
@@ -244,10 +295,9 @@ class MemoryHistory:
 
     def events(self, name: str | None = None, since: int | None = None) -> Sequence[Event]:
         with self._store.lock:
-            events = [
-                event
-                for event in self._store.memory(self._run).events
-                if (name is None or event.name == name)
-                and (since is None or (event.where.round is not None and event.where.round >= since))
-            ]
-        return sorted(events, key=lambda event: event.at)
+            return self._store.memory(self._run).indexed_events()(name, since)
+
+    def changes_of(self, round_index: int) -> Hashable:
+        """Return a value that differs once answers about a round may differ: a record of it came, or a layer table."""
+        with self._store.lock:
+            return self._store.memory(self._run).changes.get(round_index, 0), len(self._store.tables)
