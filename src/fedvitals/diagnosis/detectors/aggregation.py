@@ -7,6 +7,7 @@ differences of this cohort: a gap that no healthy partition shows, or a sudden c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from fedvitals.diagnosis.detectors.signals import loss_curve
 from fedvitals.diagnosis.evidence.attendance import SERVER, clients_of, rounds_until, values_up_to
 from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.diagnosis.history_cutoff import shared_while_unchanged
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding, Suspect
 from fedvitals.stats import Array
@@ -151,12 +153,13 @@ def _of_few_classes(history: History, group: Mapping[Node, float], cohort: Itera
     return bool(inside and outside) and float(np.median(inside)) < float(np.median(outside)) - FEWER_CLASSES
 
 
+@shared_while_unchanged()
 def _excess(history: History, round_index: int) -> dict[Node, tuple[float, float]]:
     """Return how much higher than the median each client's loss on the received model is: relatively, and in robust
     deviations.
     """
     losses = {
-        node: value for node, value in history.latest("fit.loss_before", round_index).items() if np.isfinite(value)
+        node: value for node, value in history.latest("fit.loss_before", round_index).items() if math.isfinite(value)
     }
     if len(losses) < FEW_KNOWN:
         return {}

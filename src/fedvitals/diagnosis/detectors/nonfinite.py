@@ -15,6 +15,7 @@ import numpy as np
 
 from fedvitals.diagnosis.evidence.attendance import SERVER, clients_of, groups_of, values_up_to
 from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.diagnosis.history_cutoff import shared_while_unchanged
 from fedvitals.protocols import History, Node
 from fedvitals.records import Finding, Suspect
 
@@ -36,13 +37,13 @@ def nonfinite(history: History, round_index: int) -> Iterator[Finding]:
     """NAN_GRADIENT and NAN_UPDATE of the clients where it began, NAN_WEIGHTS of the global model."""
     began = _poisoned_since(history, round_index)
     origins = _origins(history, began)
-    sent = _nonfinite_values(history, "update", began)
+    sent = _nonfinite_values(history, began, "update")
     tainted = _nonfinite_gradients(history, began)
     senders = {node: count for node, count in sent.items() if node not in tainted}
     yield from _gradient_findings(history, round_index, began, origins)
     if began < round_index:
         yield from _gradient_findings(history, round_index, round_index, _new_origins(history, round_index, origins))
-    still = _nonfinite_values(history, "update", round_index)
+    still = _nonfinite_values(history, round_index, "update")
     for node, count in senders.items():
         if node in still:
             text = f"The update of {node} has {count:.0f} values that are NaN or infinite"
@@ -62,7 +63,8 @@ def _poisoned_since(history: History, round_index: int) -> int:
     return began
 
 
-def _nonfinite_values(history: History, family: str, round_index: int) -> dict[Node, float]:
+@shared_while_unchanged("update", "gradient")
+def _nonfinite_values(history: History, round_index: int, family: str) -> dict[Node, float]:
     """Return the number of non-finite values of each client that has any.
 
     For updates, the server's own count stands beside its sums per layer, because it needs no layer names.
@@ -91,6 +93,7 @@ def _origins(history: History, round_index: int) -> dict[Node, NonfiniteOrigin]:
     return {node: origins[node] for node in placed if node in origins}
 
 
+@shared_while_unchanged()
 def _nonfinite_gradients(history: History, round_index: int) -> dict[Node, float]:
     """Return clients with non-finite gradients, except those whose GradScaler skipped the steps, as it does by
     design.
@@ -199,7 +202,7 @@ def _weight_findings(history: History, round_index: int, began: int, origins: It
         value for number, value in values_up_to(history.series("loss", None), round_index) if number == round_index
     ]
     clients = clients_of(history, round_index)
-    lost = _nonfinite_values(history, "update", round_index)
+    lost = _nonfinite_values(history, round_index, "update")
     if losses and not math.isfinite(losses[0]):
         number = Number("loss", losses[0], of="limit")
         yield _global_finding(round_index, began, "The loss of the global model is NaN or infinite.", number, suspects)

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from fedvitals.diagnosis.history_cutoff import shared, shared_while_unchanged
 from fedvitals.protocols import History, Node
 from fedvitals.stats import Array
 
@@ -48,12 +50,11 @@ class MetricCurve:
 def metric_curve(history: History, name: str, round_index: int, node: Node | None = None) -> MetricCurve:
     """Return a metric's values up to and including a round."""
     rounds, values = history.series(name, node)
-    kept = [(past_round, value) for past_round, value in zip(rounds, values, strict=True) if past_round <= round_index]
-    return MetricCurve(
-        name, tuple(past_round for past_round, _ in kept), np.array([value for _, value in kept], dtype=np.float64)
-    )
+    count = bisect_right(rounds, round_index)
+    return MetricCurve(name, tuple(rounds[:count]), np.array(values[:count], dtype=np.float64))
 
 
+@shared
 def loss_curve(history: History, round_index: int) -> MetricCurve:
     """Return the global model's loss, all values from one source; empty where nobody measures it.
 
@@ -101,6 +102,7 @@ class ClientLossRanges:
 CLIENT_LOSS_RANGES = ClientLossRanges()
 
 
+@shared_while_unchanged()
 def training_clients(history: History, round_index: int) -> list[Node]:
     """Return the clients that trained in this round, without the server and edges, which have statistics of their
     own.
@@ -119,6 +121,11 @@ def client_values(history: History, name: str, round_index: int) -> Array:
 
 def client_median(history: History, name: str, round_index: int) -> float:
     """Return a metric's median over the clients; NaN where nobody reports it."""
+    return _client_median(history, round_index, name)
+
+
+@shared_while_unchanged()
+def _client_median(history: History, round_index: int, name: str) -> float:
     values = client_values(history, name, round_index)
     values = values[~np.isnan(values)]
     return float(np.median(values)) if len(values) else float("nan")
@@ -191,6 +198,7 @@ class LayerProfile:
         return float(np.mean(self.elasticity <= NEXT_TO_NOTHING * np.nanmax(self.elasticity, initial=0.0))) >= 0.5
 
 
+@shared
 def layer_profile(history: History, round_index: int) -> LayerProfile | None:
     """Return the profile of a round; None where layers are not measured (`light`), or nobody trained."""
     nodes, names = training_clients(history, round_index), history.layers("gradient")
@@ -223,11 +231,19 @@ def _mean_entropy(history: History, round_index: int, last: int) -> bool:
     Its gradient is then mean(softmax − one-hot), which is never longer than √2. A sum over the batch, or another loss,
     soon gives longer ones; the first rounds suffice to know the scale.
     """
-    for past_round in {*[n for n in history.rounds() if n <= round_index][:SCALED_BY], round_index}:
-        _, largest = history.across("gradient.steps", ("norm_max",), past_round)
-        if len(largest) and quiet_quantile(largest[:, last, 0], 0.5) > LONGEST_BIAS_GRADIENT:
+    rounds = history.rounds()
+    for past_round in {*rounds[: min(SCALED_BY, bisect_right(rounds, round_index))], round_index}:
+        longest = _longest_gradients(history, past_round)
+        if longest is not None and longest[last] > LONGEST_BIAS_GRADIENT:
             return False
     return True
+
+
+@shared_while_unchanged("gradient.steps")
+def _longest_gradients(history: History, round_index: int) -> Array | None:
+    """Return the median client's longest gradient of a step in each layer; None where steps are not measured."""
+    _, largest = history.across("gradient.steps", ("norm_max",), round_index)
+    return quiet_quantile(largest[:, :, 0], 0.5) if len(largest) else None
 
 
 def chance_level(history: History, round_index: int, classes: int) -> float:
@@ -241,7 +257,8 @@ def chance_level(history: History, round_index: int, classes: int) -> float:
         return float("nan")
     chance = float(np.log(classes))
     counted = any((event.where.round or 0) <= round_index for event in history.events("labels"))
-    rounds = [past_round for past_round in history.rounds() if past_round <= round_index]
+    rounds = history.rounds()
+    rounds = rounds[: bisect_right(rounds, round_index)]
     if counted or any(history.latest("fit.accuracy_before", past_round) for past_round in {*rounds[:3], *rounds[-3:]}):
         return chance
     accuracies = any(len(metric_curve(history, name, round_index)) for name in ACCURACIES)
@@ -271,6 +288,7 @@ class StillUnits:
     onward: float  # share of the next layer's weights that did not move; NaN without a next layer
 
 
+@shared_while_unchanged("update", "gradient")
 def still_units(history: History, round_index: int) -> list[StillUnits]:
     """Return the still units of every layer with a bias except the last. A unit that passes nothing gets no bias
     gradient.
@@ -307,6 +325,7 @@ class ServerStep:
     fit: float  # R²: how well one rate explains all layers
 
 
+@shared_while_unchanged("weight", "update", back=1)
 def server_step(history: History, round_index: int) -> ServerStep | None:
     """Return the server's step, from sums alone: of each layer's weights before and after, and of the clients' changes.
 

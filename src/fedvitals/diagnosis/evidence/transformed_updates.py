@@ -16,6 +16,7 @@ import numpy as np
 
 from fedvitals.diagnosis.evidence.attendance import clients_of, rounds_until
 from fedvitals.diagnosis.evidence.update_mismatch import COHORT_WIDE_SHARE, update_mismatches
+from fedvitals.diagnosis.history_cutoff import shared, shared_while_unchanged
 from fedvitals.protocols import History, Node
 from fedvitals.stats import Array
 
@@ -34,6 +35,7 @@ class Transformation:
     sparse: bool  # recognised by zeros; otherwise by the difference between the received and the trained update
 
 
+@shared
 def transformation(history: History, round_index: int) -> Transformation | None:
     """Return how the updates of this round are transformed; None if most arrive as they were trained, or if nothing is
     known.
@@ -49,6 +51,7 @@ def transformation(history: History, round_index: int) -> Transformation | None:
     return None
 
 
+@shared
 def most_differ(history: History, round_index: int) -> bool:
     """Return whether most of the comparable clients sent something else than they trained, however few they are."""
     return holds_for_most(_over_rounds(history, round_index, _differing))
@@ -73,11 +76,13 @@ def _over_rounds(
     return clients
 
 
+@shared_while_unchanged()
 def _differing(history: History, round_index: int) -> dict[Node, bool]:
     """Return whether each client's update differs from what it trained, for the clients of which both are known."""
     return {node: distance > ROUNDED for node, distance in update_mismatches(history, round_index).items()}
 
 
+@shared_while_unchanged("update", "gradient")
 def _mostly_zeros(history: History, round_index: int) -> dict[Node, bool]:
     """Return whether most values of each client's update are zeros that its gradients do not explain.
 
