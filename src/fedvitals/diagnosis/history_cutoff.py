@@ -87,6 +87,13 @@ def shared_while_unchanged(
     return decorate
 
 
+def state_of(history: History, kind: type[T]) -> T:
+    """Return what a detector keeps of a history from round to round: an object of this class, made when first asked
+    for. Where the history is no `HistoryCutoff`, a new one each time.
+    """
+    return history.state(kind) if isinstance(history, HistoryCutoff) else kind()
+
+
 @dataclass(slots=True)
 class _Answer:
     """An answer, what it rests on (None: on more than can be compared), and when it was last asked for."""
@@ -123,6 +130,7 @@ class HistoryCutoff:
         self._moves = 0
         self._kept: dict[Hashable, Any] = {}  # answers about the whole run
         self._answers: dict[Hashable, _Answer] = {}  # answers about one round, and statistics of it
+        self._states: dict[type, Any] = {}
         self._seen: dict[int, frozenset[Node]] = {}  # nodes present, by round
 
     @property
@@ -174,6 +182,13 @@ class HistoryCutoff:
         if self._changes is None:
             return None
         return (names, *(self._changes.changes_of(round_index) for round_index in rounds))
+
+    def state(self, kind: type[T]) -> T:
+        """Return the object of this class that is kept for all examined rounds."""
+        if kind not in self._states:
+            self._states[kind] = kind()
+        state: T = self._states[kind]
+        return state
 
     def kept_answers(self) -> int:
         """Return how many answers are kept: for tests, which count that they do not grow."""

@@ -133,10 +133,13 @@ def records_of(
     return records
 
 
+_sort_key = functools.lru_cache(maxsize=1 << 14)(natural)  # clients return
+
+
 @functools.lru_cache(maxsize=64)
 def in_natural_order(names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names sorted, c2 before c10. A round asks for the same few sets of names again and again."""
-    return tuple(sorted(names, key=natural))
+    return tuple(sorted(names, key=_sort_key))
 
 
 Part = tuple[Whole, Array, npt.NDArray[np.int32], Array]

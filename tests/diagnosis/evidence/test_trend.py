@@ -69,7 +69,7 @@ def test_they_are_those_of_the_slow_twin(kinds: int) -> None:
 
 def test_a_client_that_was_forgotten_is_no_longer_suspected() -> None:
     store, trend = MemoryStore(), EvidenceTrend(shipped_model(), 1.0, most=12)
-    store.write([Run("r", "r", 0.0, {}, (), source="m", sequence=0)])
+    store.write([Run("r", "r")])
     for number in range(20):
         nodes = ["liar", *(f"c{number}-{i}" for i in range(5))] if number < 3 else [f"c{number}-{i}" for i in range(6)]
         for i, node in enumerate(nodes):

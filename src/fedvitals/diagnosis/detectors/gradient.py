@@ -27,7 +27,7 @@ from fedvitals.diagnosis.detectors.signals import (
     still_units,
     training_clients,
 )
-from fedvitals.diagnosis.evidence.attendance import labels_of
+from fedvitals.diagnosis.evidence.label_counts import label_counts
 from fedvitals.diagnosis.evidence.update_mismatch import COHORT_WIDE_SHARE
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History
@@ -366,7 +366,7 @@ def _blind_guess_loss(history: History, round_index: int) -> float:
     layers = layer_profile(history, round_index)
     if layers is not None:
         return layers.chance
-    labels = {label for histogram in labels_of(history, round_index).values() for label in histogram}
+    labels = {label for histogram in label_counts(history, round_index).histograms.values() for label in histogram}
     return float(np.log(len(labels))) if len(labels) > 1 else float("nan")
 
 

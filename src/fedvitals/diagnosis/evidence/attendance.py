@@ -42,18 +42,6 @@ def groups_of(history: History, round_index: int) -> Mapping[Node, str]:
     return {node: group for group, nodes in members.items() for node in nodes}
 
 
-@shared
-def labels_of(history: History, round_index: int) -> Mapping[Node, Mapping[str, int]]:
-    """Return each client's number of samples per label, as it last reported them; clients report again when they
-    change.
-    """
-    return {
-        event.where.node: event.data["histogram"]
-        for event in history.events("labels")
-        if event.where.node is not None and (event.where.round or 0) <= round_index and event.data.get("histogram")
-    }
-
-
 def events_in(history: History, round_index: int, *names: str) -> list[Event]:
     """Return the events of these names in one round."""
     return [

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The label histograms that clients report, counted once: each round adds only those that are new.
+
+Clients report their labels when they first take part, and again when these change. The histograms of all of them are
+kept as one matrix, which grows with the clients whose reports the history still holds.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fedvitals.diagnosis.history_cutoff import shared, state_of
+from fedvitals.protocols import History, Node
+from fedvitals.records import Event
+from fedvitals.stats import Array
+
+_FEWEST_ROWS = 16
+
+
+class LabelCounts:
+    """Each client's newest histogram: `counts[i]` are the samples of `nodes[i]` for each label of `labels`."""
+
+    def __init__(self) -> None:
+        self.version = 0  # rises with every change
+        self._clear()
+
+    def _clear(self) -> None:
+        self.version += 1
+        self.histograms: dict[Node, Mapping[str, int]] = {}
+        self.labels: list[str] = []
+        self._events: Sequence[Event] = ()
+        self._rows: dict[Node, int] = {}
+        self._columns: dict[str, int] = {}
+        self._counts = np.zeros((0, 0))
+        self._entropies: dict[Node, float] = {}
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The clients, in the order in which they first reported."""
+        return list(self._rows)
+
+    @property
+    def counts(self) -> Array:
+        """Samples, [clients, labels]; 0 for a label that a client does not name."""
+        return self._counts[: len(self._rows), : len(self.labels)]
+
+    def entropy(self, node: Node) -> float:
+        """Return the entropy of a client's labels; NaN if it does not report them."""
+        if node not in self._entropies and node in self.histograms:
+            self._entropies[node] = _entropy(self.histograms[node])
+        return self._entropies.get(node, float("nan"))
+
+    def update(self, events: Sequence[Event]) -> None:
+        """Take in what was reported, as the events of that name: oldest first, and all of them."""
+        before, self._events = self._events, ()
+        if len(before) > len(events) or not all(map(operator.is_, before, events)):  # some were forgotten, or came late
+            self._clear()
+            before = ()
+        for event in events[len(before) :]:
+            self._add(event)
+        self._events = events  # not before all of them could be read
+
+    def _add(self, event: Event) -> None:
+        node, histogram = event.where.node, event.data.get("histogram")
+        if node is None or not histogram:
+            return
+        self.version += 1
+        self.histograms[node] = histogram
+        self._entropies.pop(node, None)
+        row = self._rows.setdefault(node, len(self._rows))
+        for label in histogram:
+            if label not in self._columns:
+                self._columns[label] = len(self.labels)
+                self.labels.append(label)
+        self._reserve()
+        self._counts[row] = 0.0
+        self._counts[row, [self._columns[label] for label in histogram]] = [float(n) for n in histogram.values()]
+
+    def _reserve(self) -> None:
+        """Make room for all clients and labels that are known."""
+        rows, columns = self._counts.shape
+        if len(self._rows) > rows or len(self.labels) > columns:
+            rows = max(_FEWEST_ROWS, 2 * rows) if len(self._rows) > rows else rows
+            counts = np.zeros((rows, max(columns, len(self.labels))))
+            counts[: self._counts.shape[0], :columns] = self._counts
+            self._counts = counts
+
+
+@shared
+def label_counts(history: History, round_index: int) -> LabelCounts:
+    """Return the clients' histograms, as they last reported them up to a round. Nobody may change them."""
+    counts = state_of(history, LabelCounts)
+    counts.update([event for event in history.events("labels") if (event.where.round or 0) <= round_index])
+    return counts
+
+
+def _entropy(histogram: Mapping[str, int]) -> float:
+    shares = np.array([count for count in histogram.values() if count > 0], dtype=np.float64)
+    shares /= max(shares.sum(), 1.0)
+    return float(-(shares * np.log(shares)).sum())

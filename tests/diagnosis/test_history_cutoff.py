@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A history that is cut off answers from what it keeps as it would anew, and what it keeps does not grow."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fedvitals.diagnosis.examine import DETECTORS, DetectorExamination
+from fedvitals.diagnosis.history_cutoff import (
+    CutoffRound,
+    HistoryCutoff,
+    shared,
+    shared_while_unchanged,
+    state_of,
+)
+from fedvitals.errors import ConfigError
+from fedvitals.protocols import History
+from fedvitals.records import Event, Layer, LayerStats, LayerTable, Metric, Run, Where
+from fedvitals.stats import FAMILIES, empty_sums, statistics_of
+from fedvitals.store.in_memory import MemoryStore
+
+TABLE = LayerTable("parameter", tuple(Layer(name, (4, 4), "float32") for name in ("0.weight", "0.bias", "1.weight")))
+
+
+def written(store: MemoryStore, round_index: int, nodes: list[str], chance: np.random.Generator) -> None:
+    """Write what a small round measures."""
+    start = 1000.0 * round_index
+    where = [Where("r", round_index, node) for node in nodes]
+    names = ("update.norm", "weight.drift", "steps", "gradient.norm", "memory.resident", "samples", "update.samples")
+    metrics = [Metric(place, start, name, float(1 + chance.random())) for place in where for name in names]
+    sums = empty_sums(len(nodes), len(TABLE.names)) + chance.random((len(nodes), len(TABLE.names), 9))
+    sums[..., 4:6], sums[..., 7:] = (-1.0, 1.0), 0.0
+    stats = [
+        LayerStats(place, start, family, matrix, TABLE.digest)
+        for family in ("update", "gradient", "weight")
+        for place, matrix in zip(where, sums, strict=True)
+    ]
+    labels = [Event(place, start, "info", "labels", "", {"histogram": {"0": 5, "1": 5}}) for place in where]
+    loss = Metric(Where("r", round_index), start, "loss", float(chance.random()))
+    store.write([*metrics, *stats, *labels, loss])
+
+
+def opened(rounds: int | None = None) -> MemoryStore:
+    store = MemoryStore(rounds=rounds)
+    store.write([Run("r", "r", tables=(TABLE,))])
+    return store
+
+
+def test_answers_are_those_of_the_history_itself() -> None:
+    store, chance, horizon = opened(), np.random.default_rng(1), CutoffRound()
+    live, later = (HistoryCutoff(store.history("r"), horizon, finished=finished) for finished in (False, True))
+    for number in range(6):
+        written(store, number, ["c2", "c10", "c1"], chance)
+    for number in range(6):
+        horizon.move_to(number)
+        for history in (live, later):
+            for past in range(number + 1):
+                for family in ("update", "gradient.steps", "gradient.histogram"):
+                    for statistics in (statistics_of(family)[:3], statistics_of(family)[-2:]):
+                        nodes, values = history.across(family, statistics, past)
+                        expected = store.history("r").across(family, statistics, past)
+                        assert nodes == expected[0]
+                        np.testing.assert_array_equal(values, expected[1])
+                assert history.latest("steps", past) == store.history("r").latest("steps", past)
+                events = [e for e in store.history("r").events(None, past) if (e.where.round or 0) <= number]
+                assert list(history.events(None, past)) == events
+                assert list(history.events("labels", past)) == events
+            assert history.latest("steps", number + 1) == {}
+            assert history.across("update", ("l2",), number + 1)[0] == []
+            assert len(history.events()) == 3 * (number + 1)
+            with pytest.raises(ConfigError, match="statistic"):
+                history.across("update", ("nonsense",), number)
+            with pytest.raises(ConfigError, match="family"):
+                history.across("nonsense", ("l2",), number)
+
+
+def test_records_that_come_late_are_seen() -> None:
+    store, chance, horizon = opened(), np.random.default_rng(1), CutoffRound()
+    history = HistoryCutoff(store.history("r"), horizon)
+
+    @shared_while_unchanged("update")
+    def total(history: History, round_index: int) -> float:
+        return sum(history.latest("steps", round_index).values()) + len(
+            history.across("update", ("l2",), round_index)[0]
+        )
+
+    for number in range(3):
+        written(store, number, ["c1", "c2"], chance)
+    horizon.move_to(1)
+    first = total(history, 1)
+    written(store, 1, ["c3"], chance)
+    assert total(history, 1) == first  # detectors of one round see the same
+    horizon.move_to(2)
+    assert total(history, 1) > first + 1
+    assert list(history.latest("steps", 1)) == ["c1", "c2", "c3"]
+
+
+def test_a_statistic_is_computed_once_a_round_and_again_only_where_its_records_change() -> None:
+    store, chance, horizon = opened(), np.random.default_rng(1), CutoffRound()
+    history, calls = HistoryCutoff(store.history("r"), horizon), list[tuple[str, int, str]]()
+
+    @shared
+    def whole(history: History, round_index: int, name: str) -> str:
+        calls.append(("whole", round_index, name))
+        return name
+
+    @shared_while_unchanged(back=1)
+    def near(history: History, round_index: int, name: str) -> str:
+        calls.append(("near", round_index, name))
+        return name
+
+    for number in range(4):
+        written(store, number, ["c1", "c2"], chance)
+    for number in (2, 3):
+        horizon.move_to(number)
+        for _ in range(3):
+            assert (whole(history, 2, "a"), near(history, 2, "a"), near(history, 2, "b")) == ("a", "a", "b")
+    assert calls == [("whole", 2, "a"), ("near", 2, "a"), ("near", 2, "b"), ("whole", 2, "a")]
+    calls.clear()
+    written(store, 1, ["c3"], chance)
+    horizon.move_to(4)
+    assert near(history, 2, "a") == near(store.history("r"), 2, "a") == "a"  # the latter keeps nothing
+    assert calls == [("near", 2, "a")] * 2
+
+
+def test_state_is_kept_for_a_cutoff_only() -> None:
+    store, horizon = opened(), CutoffRound()
+    history = HistoryCutoff(store.history("r"), horizon)
+    assert state_of(history, list) is state_of(history, list)
+    assert state_of(store.history("r"), list) is not state_of(store.history("r"), list)
+
+
+def test_what_is_kept_does_not_grow_with_the_rounds_nor_with_the_clients() -> None:
+    store, chance = opened(rounds=40), np.random.default_rng(1)
+    examination = DetectorExamination(store.history("r"), DETECTORS, None)
+    sizes = []
+    for number in range(160):
+        written(store, number, [f"c{8 * number + i}" for i in range(8)], chance)  # each is there once
+        list(examination.findings_of(number))
+        sizes.append(examination.history.kept_answers())
+    assert max(sizes[100:]) <= 1.1 * max(sizes[50:100])  # rounds differ in what they ask for
+    assert max(sizes) < 1000
+
+
+def test_every_family_has_its_columns_among_its_statistics() -> None:
+    for family, kind in FAMILIES.items():
+        assert set(kind.columns) <= set(statistics_of(family))
