@@ -32,6 +32,7 @@ class LabelCounts:
         self.histograms: dict[Node, Mapping[str, int]] = {}
         self.labels: list[str] = []
         self._events: Sequence[Event] = ()
+        self._newest: dict[Node, Event] = {}
         self._rows: dict[Node, int] = {}
         self._columns: dict[str, int] = {}
         self._counts = np.zeros((0, 0))
@@ -56,19 +57,34 @@ class LabelCounts:
     def update(self, events: Sequence[Event]) -> None:
         """Take in what was reported, as the events of that name: oldest first, and all of them."""
         before, self._events = self._events, ()
-        if len(before) > len(events) or not all(map(operator.is_, before, events)):  # some were forgotten, or came late
+        gone = next((i for i, event in enumerate(before) if event is events[0]), len(before)) if events else len(before)
+        if len(before) - gone > len(events) or not all(map(operator.is_, before[gone:], events)):  # one came late
             self._clear()
-            before = ()
-        for event in events[len(before) :]:
+            before, gone = (), 0
+        self._forget(before[:gone])
+        for event in events[len(before) - gone :]:
             self._add(event)
         self._events = events  # not before all of them could be read
+
+    def _forget(self, events: Sequence[Event]) -> None:
+        """Drop the clients whose newest reports are no longer among the events."""
+        nodes = {event.where.node for event in events if self._newest.get(event.where.node or "") is event}
+        if not nodes:
+            return
+        self.version += 1
+        kept = [node for node in self._rows if node not in nodes]
+        self._counts = self._counts[[self._rows[node] for node in kept]]
+        self._rows = {node: row for row, node in enumerate(kept)}
+        for by_client in (self.histograms, self._newest, self._entropies):
+            for node in nodes:
+                by_client.pop(node or "", None)
 
     def _add(self, event: Event) -> None:
         node, histogram = event.where.node, event.data.get("histogram")
         if node is None or not histogram:
             return
         self.version += 1
-        self.histograms[node] = histogram
+        self.histograms[node], self._newest[node] = histogram, event
         self._entropies.pop(node, None)
         row = self._rows.setdefault(node, len(self._rows))
         for label in histogram:
