@@ -11,7 +11,6 @@ from fedvitals.diagnosis.history_cutoff import (
     CutoffRound,
     HistoryCutoff,
     shared,
-    shared_while_unchanged,
     state_of,
 )
 from fedvitals.errors import ConfigError
@@ -79,7 +78,7 @@ def test_records_that_come_late_are_seen() -> None:
     store, chance, horizon = opened(), np.random.default_rng(1), CutoffRound()
     history = HistoryCutoff(store.history("r"), horizon)
 
-    @shared_while_unchanged("update")
+    @shared
     def total(history: History, round_index: int) -> float:
         return sum(history.latest("steps", round_index).values()) + len(
             history.across("update", ("l2",), round_index)[0]
@@ -98,30 +97,75 @@ def test_records_that_come_late_are_seen() -> None:
 
 def test_a_statistic_is_computed_once_a_round_and_again_only_where_its_records_change() -> None:
     store, chance, horizon = opened(), np.random.default_rng(1), CutoffRound()
-    history, calls = HistoryCutoff(store.history("r"), horizon), list[tuple[str, int, str]]()
+    history, calls = HistoryCutoff(store.history("r"), horizon), list[tuple[str, str]]()
 
     @shared
-    def whole(history: History, round_index: int, name: str) -> str:
-        calls.append(("whole", round_index, name))
-        return name
+    def over_rounds(history: History, round_index: int, name: str) -> int:
+        calls.append(("over rounds", name))
+        return len(history.series("loss", None)[0])  # which later rounds may change
 
-    @shared_while_unchanged(back=1)
-    def near(history: History, round_index: int, name: str) -> str:
-        calls.append(("near", round_index, name))
-        return name
+    @shared
+    def of_round(history: History, round_index: int, name: str) -> int:
+        calls.append(("of a round", name))
+        return len(history.latest("steps", round_index)) + len(history.across("update", ("l2",), round_index - 1)[0])
 
-    for number in range(4):
-        written(store, number, ["c1", "c2"], chance)
-    for number in (2, 3):
-        horizon.move_to(number)
+    @shared
+    def nested(history: History, round_index: int, name: str) -> int:
+        calls.append(("nested", name))
+        return of_round(history, round_index, name)
+
+    def ask() -> list[tuple[str, str]]:
+        calls.clear()
         for _ in range(3):
-            assert (whole(history, 2, "a"), near(history, 2, "a"), near(history, 2, "b")) == ("a", "a", "b")
-    assert calls == [("whole", 2, "a"), ("near", 2, "a"), ("near", 2, "b"), ("whole", 2, "a")]
-    calls.clear()
-    written(store, 1, ["c3"], chance)
+            over_rounds(history, 2, "a")
+            assert nested(history, 2, "a") == of_round(history, 2, "a") == of_round(history, 2, "b")
+        return [*calls]
+
+    for number in range(8):
+        written(store, number, ["c1", "c2"], chance)
+    everything = [("over rounds", "a"), ("nested", "a"), ("of a round", "a"), ("of a round", "b")]
+    horizon.move_to(2)
+    assert ask() == everything
+    horizon.move_to(3)
+    assert ask() == everything[:1]
+    store.write([Metric(Where("r", 2), 1.0, "bottleneck.upload", 1.0)])  # on which they do not rest
     horizon.move_to(4)
-    assert near(history, 2, "a") == near(store.history("r"), 2, "a") == "a"  # the latter keeps nothing
-    assert calls == [("near", 2, "a")] * 2
+    assert ask() == everything[:1]
+    written(store, 1, ["c3"], chance)
+    horizon.move_to(5)
+    assert ask() == everything
+    store.write([Metric(Where("r", 2, "c1"), 1e9, "steps", 9.0)])  # in place of another value
+    horizon.move_to(6)
+    assert ask() == everything
+    horizon.move_to(7)
+    horizon.move_to(8)
+    history.rounds()
+    assert ask() == everything  # what nobody asked for in two rounds was dropped
+    calls.clear()
+    assert nested(store.history("r"), 2, "a") == nested(store.history("r"), 2, "a") == 5
+    assert calls == [("nested", "a"), ("of a round", "a")] * 2  # nothing is kept of other histories
+
+
+def test_a_statistic_that_fails_leaves_nothing_behind() -> None:
+    store, horizon = opened(), CutoffRound()
+    history = HistoryCutoff(store.history("r"), horizon)
+
+    @shared
+    def failing(history: History, round_index: int) -> float:
+        history.rounds()
+        raise ZeroDivisionError
+
+    @shared
+    def careful(history: History, round_index: int) -> float:
+        with pytest.raises(ZeroDivisionError):
+            failing(history, round_index)
+        return 1.0
+
+    for number in range(2):
+        horizon.move_to(number)
+        assert careful(history, 0) == 1.0
+        with pytest.raises(ZeroDivisionError):
+            failing(history, 0)
 
 
 def test_state_is_kept_for_a_cutoff_only() -> None:

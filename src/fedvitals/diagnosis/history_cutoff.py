@@ -5,10 +5,11 @@ they saw live.
 Live, later rounds may be present already, because records arrive in batches. The cutoff is set here, once, so that no
 detector has to be trusted with it.
 
-Answers are kept for all detectors of a round, and so are statistics that several detectors need (`shared`). Those that
-rest on the records of a few rounds alone (`shared_while_unchanged`) are kept for the next round too: as long as these
-rounds get no further records, and as long as every examined round asks for them again. What is not asked for in two
-examined rounds in a row is dropped, so what is kept does not grow with the length of a run.
+Answers are kept for all detectors of a round, and so are statistics that several detectors need (`shared`). While a
+statistic is computed, it is noted which metrics and layer statistics of which rounds it rests on. If it rests on
+nothing else, it is kept for the next examined round too: as long as nothing is added to these, and as long as every
+examined round asks for it. What is not asked for in two examined rounds in a row is dropped, so what is kept does not
+grow with the length of a run.
 """
 
 from __future__ import annotations
@@ -37,19 +38,20 @@ P = ParamSpec("P")
 
 @runtime_checkable
 class CountsChanges(Protocol):
-    """A history that tells whether a round has got further records."""
+    """A history that tells whether something has been added to what it answered."""
 
-    def changes_of(self, round_index: int) -> Hashable:
-        """Return a value that differs whenever answers about this round may differ."""
+    def changes_of(self, name: str, round_index: int) -> Hashable:
+        """Return a value that differs once the answers about a metric or a family in a round may differ."""
         ...
 
 
 def shared(
     function: Callable[Concatenate[History, int, P], T],
 ) -> Callable[Concatenate[History, int, P], T]:
-    """Compute a statistic of a history and a round once for all detectors that examine a round. Nobody may change it.
+    """Compute a statistic of a history and a round once for all detectors. Nobody may change what it returns.
 
-    Where the history is no `HistoryCutoff`, it is computed in each call. Further arguments are positional and hashable.
+    It must follow from the history and the arguments alone. Where the history is no `HistoryCutoff`, it is computed in
+    each call. Further arguments are positional and hashable.
     """
 
     @functools.wraps(function)
@@ -61,32 +63,6 @@ def shared(
     return once
 
 
-def shared_while_unchanged(
-    *families: str, back: int = 0
-) -> Callable[[Callable[Concatenate[History, int, P], T]], Callable[Concatenate[History, int, P], T]]:
-    """Like `shared`, for a statistic that rests on nothing but the records of this round and of `back` rounds before,
-    and on the names of the layers of `families`: it is kept until one of these changes.
-    """
-
-    def decorate(
-        function: Callable[Concatenate[History, int, P], T],
-    ) -> Callable[Concatenate[History, int, P], T]:
-        @functools.wraps(function)
-        def once(history: History, round_index: int, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            if not isinstance(history, HistoryCutoff):
-                return function(history, round_index, *args, **kwargs)
-            return history.computed(
-                (function, round_index, args),
-                lambda: function(history, round_index, *args, **kwargs),
-                families=families,
-                rounds=range(round_index - back, round_index + 1),
-            )
-
-        return once
-
-    return decorate
-
-
 def state_of(history: History, kind: type[T]) -> T:
     """Return what a detector keeps of a history from round to round: an object of this class, made when first asked
     for. Where the history is no `HistoryCutoff`, a new one each time.
@@ -94,12 +70,17 @@ def state_of(history: History, kind: type[T]) -> T:
     return history.state(kind) if isinstance(history, HistoryCutoff) else kind()
 
 
+Basis = dict[tuple[str, int | None], Hashable]
+"""What an answer rests on: metrics or families of a round (of no round: the names of a family's layers), each with the
+value that differs once it has changed."""
+
+
 @dataclass(slots=True)
 class _Answer:
     """An answer, what it rests on (None: on more than can be compared), and when it was last asked for."""
 
     answer: Any
-    basis: Hashable
+    basis: Basis | None
     move: int
 
 
@@ -130,6 +111,7 @@ class HistoryCutoff:
         self._moves = 0
         self._kept: dict[Hashable, Any] = {}  # answers about the whole run
         self._answers: dict[Hashable, _Answer] = {}  # answers about one round, and statistics of it
+        self._noted: list[Basis | None] = []  # what the statistics that are being computed rest on, the innermost last
         self._states: dict[type, Any] = {}
         self._seen: dict[int, frozenset[Node]] = {}  # nodes present, by round
 
@@ -151,37 +133,52 @@ class HistoryCutoff:
     def _ask(self, key: Hashable, look_up: Callable[[], T]) -> T:
         """Return an answer about the whole run; looked up once, or once for each examined round while it goes on."""
         self._follow()
+        self._note(None)
         if key not in self._kept:
             self._kept[key] = look_up()
         answer: T = self._kept[key]
         return answer
 
-    def computed(
-        self, key: Hashable, look_up: Callable[[], T], families: Sequence[str] = (), rounds: Sequence[int] = ()
-    ) -> T:
-        """Return an answer that rests on the records of `rounds` and on the layers of `families`, if these are given;
-        else it is looked up again for each examined round.
-        """
+    def computed(self, key: Hashable, look_up: Callable[[], T]) -> T:
+        """Return an answer that is kept, or look it up and note what that rests on."""
         self._follow()
         kept = self._answers.get(key)
-        if kept is None or kept.move != self._moves:
-            basis = self._basis(families, rounds) if rounds else None
-            if kept is None or basis is None or kept.basis != basis:
-                kept = self._answers[key] = _Answer(look_up(), basis, self._moves)
-            kept.move = self._moves
-        answer: T = kept.answer
-        return answer
+        if kept is None or (kept.move != self._moves and not self._still_holds(kept.basis)):
+            self._noted.append({})
+            try:
+                answer = look_up()
+            except BaseException:
+                self._noted.pop()
+                self._note(None)  # whoever goes on without it
+                raise
+            kept = self._answers[key] = _Answer(answer, self._noted.pop(), self._moves)
+        kept.move = self._moves
+        self._note(kept.basis)
+        result: T = kept.answer
+        return result
 
-    def _basis(self, families: Sequence[str], rounds: Sequence[int]) -> Hashable:
-        """Return what an answer rests on, to be compared later; None where the history cannot tell."""
-        if rounds[-1] > self._round:
-            return None
-        names = tuple(self.layers(family) for family in families)
-        if self._finished:
-            return names
-        if self._changes is None:
-            return None
-        return (names, *(self._changes.changes_of(round_index) for round_index in rounds))
+    def _note(self, basis: Basis | None) -> None:
+        """Note what the statistic that is being computed rests on; None: on more than can be compared."""
+        if self._noted and self._noted[-1] is not None:
+            if basis is None:
+                self._noted[-1] = None
+            else:
+                self._noted[-1].update(basis)
+
+    def _still_holds(self, basis: Basis | None) -> bool:
+        return basis is not None and all(self._state_of(*part) == state for part, state in basis.items())
+
+    def _state_of(self, name: str, round_index: int | None) -> Hashable:
+        if round_index is None:
+            return self._kept_layers(name)
+        return self._changes.changes_of(name, round_index) if self._changes is not None else None
+
+    def _rests_on(self, name: str, round_index: int | None) -> None:
+        """Note that an answer is about a metric or a family in a round, or about the layers of a family."""
+        if round_index is not None and (round_index > self._round or not (self._finished or self._changes)):
+            self._note(None)
+        elif round_index is None or not self._finished:
+            self._note({(name, round_index): self._state_of(name, round_index)})
 
     def state(self, kind: type[T]) -> T:
         """Return the object of this class that is kept for all examined rounds."""
@@ -224,14 +221,28 @@ class HistoryCutoff:
         return [node for node in self._history.nodes() if node in present]
 
     def layers(self, family: str) -> tuple[str, ...]:
-        return self._ask(("layers", family), lambda: self._history.layers(family))
+        names = self._kept_layers(family)
+        self._note({(family, None): names})
+        return names
+
+    def _kept_layers(self, family: str) -> tuple[str, ...]:
+        self._follow()
+        key = ("layers", family)
+        if key not in self._kept:
+            self._kept[key] = self._history.layers(family)
+        names: tuple[str, ...] = self._kept[key]
+        return names
 
     def latest(self, name: str, round_index: int) -> Mapping[Node, float]:
         if round_index > self._round:
+            self._note(None)
             return {}
-        return self.computed(
-            ("latest", name, round_index), lambda: self._history.latest(name, round_index), rounds=(round_index,)
-        )
+
+        def look_up() -> Mapping[Node, float]:
+            self._rests_on(name, round_index)
+            return self._history.latest(name, round_index)
+
+        return self.computed(("latest", name, round_index), look_up)
 
     def series(self, name: str, node: Node | None) -> tuple[list[int], list[float]]:
         rounds, values = self._ask(("series", name, node), lambda: self._history.series(name, node))
@@ -248,33 +259,38 @@ class HistoryCutoff:
         return rounds, [nodes[i] for i in there], values[:, there]
 
     def across(self, family: str, statistics: Sequence[str], round_index: int) -> tuple[list[Node], Array]:
-        kind, known = FAMILIES.get(family), statistics_of(family) if family in FAMILIES else ()
-        if kind is None or len(kind.columns) > WIDEST_MATRIX or any(name not in known for name in statistics):
-            key = ("across", family, tuple(statistics), round_index)
-            nodes, values = self.computed(
-                key, lambda: self._history.across(family, statistics, round_index), (family,), (round_index,)
-            )
-            return (list(nodes), values.copy()) if round_index <= self._round else ([], values[:0])
         if round_index > self._round:
+            self._note(None)
+            for statistic in statistics:  # an unknown one is an error, whenever it is asked for
+                self._history.across(family, (statistic,), round_index)
             return [], np.empty((0, len(self.layers(family)), len(statistics)))
-        nodes, sums = self.computed(
-            ("sums", family, round_index),
-            lambda: self._history.across(family, kind.columns, round_index),
-            (family,),
-            (round_index,),
-        )
+        known = statistics_of(family) if family in FAMILIES else ()
+        if len(known) > WIDEST_MATRIX or any(name not in known for name in statistics):
+            nodes, values = self._read(family, tuple(statistics), round_index)
+            return list(nodes), values.copy()
+        nodes, sums = self._read(family, FAMILIES[family].columns, round_index)
         values = np.empty((*sums.shape[:2], len(statistics)))
         with np.errstate(all="ignore"):
             for column, statistic in enumerate(statistics):
                 values[..., column] = derive(family, sums, statistic)
         return list(nodes), values
 
+    def _read(self, family: str, statistics: tuple[str, ...], round_index: int) -> tuple[list[Node], Array]:
+        """Return the statistics of a round as the history has them. Nobody may change them."""
+
+        def look_up() -> tuple[list[Node], Array]:
+            self._rests_on(family, None)
+            self._rests_on(family, round_index)
+            return self._history.across(family, statistics, round_index)
+
+        return self.computed(("across", family, statistics, round_index), look_up)
+
     def events(self, name: str | None = None, since: int | None = None) -> Sequence[Event]:
         # An event without a round comes from before the first one.
         if since is None:
             return list(self.computed(("events", name), lambda: self._events_up_to_now(name)))
         if not self._finished:
-            events = self.computed(("events", name, since), lambda: self._history.events(name, since))
+            events = self._ask(("events", name, since), lambda: self._history.events(name, since))
             return [event for event in events if event.where.round is not None and event.where.round <= self._round]
         by_round = self._ask(("events by round", name), lambda: self._events_by_round(name))
         numbered = [pair for n, pairs in by_round.items() if since <= n <= self._round for pair in pairs]

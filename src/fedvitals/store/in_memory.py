@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from fedvitals.errors import RecordError
 from fedvitals.protocols import Node, Sink
 from fedvitals.records import Event, LayerStats, LayerTable, Metric, Record, Run, Truth, natural
-from fedvitals.stats import Array
+from fedvitals.stats import FAMILIES, Array
 from fedvitals.store.deliveries import Intervals, fresh
 from fedvitals.store.packing import (
     Entries,
@@ -78,9 +78,9 @@ class _Memory:
     """What is known of one run."""
 
     rounds: set[int] = field(default_factory=set)
-    changes: dict[int, int] = field(default_factory=dict)  # records that came, by round
     nodes: set[Node] = field(default_factory=set)
     metrics: dict[str, dict[int, Newest]] = field(default_factory=dict)
+    replaced: dict[str, int] = field(default_factory=dict)  # how many values of a metric gave way to newer ones
     events: list[Event] = field(default_factory=list)
     blocks: dict[str, list[Block]] = field(default_factory=dict)
     of_round: dict[tuple[str, int], list[Block]] = field(default_factory=dict)  # the same, by family and round
@@ -93,6 +93,19 @@ class _Memory:
         if self.index is None or self.index.events is not self.events:
             self.index = _EventIndex(self.events)
         return self.index
+
+
+def _keep_value(memory: _Memory, record: Metric, round_index: int) -> None:
+    """Keep a metric's value, unless a newer one is known."""
+    node = record.where.node
+    if node is None and record.where.group is not None:
+        return  # about the whole of one edge or cluster, not of the federation
+    newest = memory.metrics.setdefault(record.name, {}).setdefault(round_index, {})
+    before = newest.get(node)
+    if before is None or record.at >= before[0]:
+        newest[node] = (record.at, record.value)
+    if before is not None:
+        memory.replaced[record.name] = memory.replaced.get(record.name, 0) + 1
 
 
 class MemoryStore(Sink):
@@ -158,7 +171,6 @@ class MemoryStore(Sink):
             return
         oldest = sorted(memory.rounds)[-window]
         memory.rounds = {number for number in memory.rounds if number >= oldest}
-        memory.changes = {number: count for number, count in memory.changes.items() if number >= oldest}
         for by_round in memory.metrics.values():
             for number in [number for number in by_round if number < oldest]:
                 del by_round[number]
@@ -182,7 +194,6 @@ class MemoryStore(Sink):
             return
         if where.round is not None:
             memory.rounds.add(where.round)
-            memory.changes[where.round] = memory.changes.get(where.round, 0) + 1
         if where.node is not None:
             memory.nodes.add(where.node)
         if self._everything:
@@ -190,12 +201,7 @@ class MemoryStore(Sink):
         if isinstance(record, Event):
             memory.events.append(as_stored(record))
         elif isinstance(record, Metric) and where.round is not None and where.layer is None:
-            if where.node is None and where.group is not None:
-                return  # about the whole of one edge or cluster, not of the federation
-            newest = memory.metrics.setdefault(record.name, {}).setdefault(where.round, {})
-            before = newest.get(where.node)
-            if before is None or record.at >= before[0]:
-                newest[where.node] = (record.at, record.value)
+            _keep_value(memory, record, where.round)
 
     def _number(self, text: str | None) -> int | None:
         if text is None:
@@ -297,7 +303,12 @@ class MemoryHistory:
         with self._store.lock:
             return self._store.memory(self._run).indexed_events()(name, since)
 
-    def changes_of(self, round_index: int) -> Hashable:
-        """Return a value that differs once answers about a round may differ: a record of it came, or a layer table."""
+    def changes_of(self, name: str, round_index: int) -> Hashable:
+        """Return a value that differs once answers about a metric or a family of layer statistics in a round may
+        differ.
+        """
         with self._store.lock:
-            return self._store.memory(self._run).changes.get(round_index, 0), len(self._store.tables)
+            memory = self._store.memory(self._run)
+            if name in FAMILIES:
+                return len(memory.of_round.get((name, round_index), ())), len(self._store.tables)
+            return len(memory.metrics.get(name, {}).get(round_index, ())), memory.replaced.get(name, 0)

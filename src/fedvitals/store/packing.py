@@ -222,17 +222,11 @@ def over_nodes(
     if not slices:
         return [], np.empty((0, len(layers), len(statistics)))
     at, nodes = (np.concatenate([getattr(part, name) for part in slices]) for name in ("at", "nodes"))
-    values = np.full((len(at), len(layers), len(statistics)), np.nan)
-    first = 0
-    for same, numbers in _alike(slices):
-        last = first + numbers.shape[2]
-        places = {name: i for i, name in enumerate(same) if i < len(numbers)}
-        known = [i for i, name in enumerate(layers) if name in places]
-        rows = matrices(family, numbers[[places[layers[i]] for i in known]])
-        with np.errstate(all="ignore"):
-            for column, statistic in enumerate(statistics):
-                values[first:last, known, column] = derive(family, rows, statistic)
-        first = last
+    groups = [*_alike(slices)]
+    if len(groups) == 1 and groups[0][0] == layers and len(groups[0][1]) == len(layers):
+        values = _statistics(family, statistics, groups[0][1])
+    else:
+        values = _placed(family, statistics, layers, groups)
     symbols, column = _index(nodes.astype(np.int64))
     labels = names(symbols)
     ordered = in_natural_order(tuple(labels))
@@ -244,6 +238,33 @@ def over_nodes(
     by_node = np.full((len(symbols), *values.shape[1:]), np.nan)
     by_node[owners[order]] = values[order]  # a node that comes twice: its newest
     return list(ordered), by_node
+
+
+def _statistics(family: str, statistics: Sequence[str], numbers: Numbers) -> Array:
+    """The statistics of all layers of a block, [entries × layers × statistics]."""
+    rows = matrices(family, numbers)
+    if tuple(statistics) == FAMILIES[family].columns:
+        return rows
+    values = np.empty((*rows.shape[:2], len(statistics)))
+    with np.errstate(all="ignore"):
+        for column, statistic in enumerate(statistics):
+            values[..., column] = derive(family, rows, statistic)
+    return values
+
+
+def _placed(
+    family: str, statistics: Sequence[str], layers: tuple[str, ...], groups: Sequence[tuple[tuple[str, ...], Numbers]]
+) -> Array:
+    """The same for groups of slices with layers of their own, in the places of `layers`; NaN where one is missing."""
+    values = np.full((sum(numbers.shape[2] for _, numbers in groups), len(layers), len(statistics)), np.nan)
+    first = 0
+    for same, numbers in groups:
+        last = first + numbers.shape[2]
+        places = {name: i for i, name in enumerate(same) if i < len(numbers)}
+        known = [i for i, name in enumerate(layers) if name in places]
+        values[first:last, known] = _statistics(family, statistics, numbers[[places[layers[i]] for i in known]])
+        first = last
+    return values
 
 
 def _alike(slices: Sequence[Slice]) -> Iterator[tuple[tuple[str, ...], Numbers]]:

@@ -15,7 +15,7 @@ import numpy as np
 from fedvitals.diagnosis.detectors.signals import loss_curve
 from fedvitals.diagnosis.evidence.attendance import SERVER, clients_of, rounds_until, values_up_to
 from fedvitals.diagnosis.finding import Number, finding
-from fedvitals.diagnosis.history_cutoff import shared_while_unchanged
+from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding, Suspect
 from fedvitals.stats import Array
@@ -153,7 +153,7 @@ def _of_few_classes(history: History, group: Mapping[Node, float], cohort: Itera
     return bool(inside and outside) and float(np.median(inside)) < float(np.median(outside)) - FEWER_CLASSES
 
 
-@shared_while_unchanged()
+@shared
 def _excess(history: History, round_index: int) -> dict[Node, tuple[float, float]]:
     """Return how much higher than the median each client's loss on the received model is: relatively, and in robust
     deviations.

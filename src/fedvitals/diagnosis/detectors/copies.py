@@ -20,7 +20,7 @@ from fedvitals.diagnosis.evidence.update_mismatch import (
     clients_with_trained_updates,
 )
 from fedvitals.diagnosis.finding import Number, finding
-from fedvitals.diagnosis.history_cutoff import shared, shared_while_unchanged
+from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import History, Node
 from fedvitals.records import Finding, Suspect
 
@@ -194,7 +194,7 @@ def _free_rider_findings(history: History, round_index: int) -> Iterator[Finding
             yield finding("FREE_RIDER", round_index, text, confidence=0.97, node=node, numbers=[number])
 
 
-@shared_while_unchanged("update.peers")
+@shared
 def _peer_statistic(history: History, round_index: int, statistic: str) -> Mapping[Node, float]:
     """Return a statistic of each client's update compared with the others of its round."""
     nodes, values = history.across("update.peers", (statistic,), round_index)

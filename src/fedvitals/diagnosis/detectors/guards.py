@@ -20,7 +20,7 @@ from fedvitals.diagnosis.evidence.attendance import clients_of, events_in, round
 from fedvitals.diagnosis.evidence.transformed_updates import transformation
 from fedvitals.diagnosis.evidence.update_mismatch import clients_with_trained_updates
 from fedvitals.diagnosis.finding import Number, finding
-from fedvitals.diagnosis.history_cutoff import shared_while_unchanged
+from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding
 
@@ -141,7 +141,7 @@ def _frozen_before(history: History, family: str, round_index: int, node: Node, 
     return False
 
 
-@shared_while_unchanged("update", "gradient")
+@shared
 def _zero_layers(history: History, round_index: int, family: str) -> dict[Node, tuple[str, bool]]:
     """Return each client's first layer of zeros that few others share, and whether the rest of its module is not
     zero.

@@ -22,7 +22,7 @@ import numpy as np
 
 from fedvitals.diagnosis.evidence.attendance import rounds_until, values_up_to
 from fedvitals.diagnosis.finding import Number, finding
-from fedvitals.diagnosis.history_cutoff import LOOK_BACK, shared_while_unchanged
+from fedvitals.diagnosis.history_cutoff import LOOK_BACK, shared
 from fedvitals.diagnosis.memory_fit import SHARES, WORDS, largest_share, memory_remedies, predicted_peak, size_words
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Event, Finding
@@ -88,7 +88,7 @@ def _lowest_memory(history: History, numbers: Sequence[int]) -> dict[int, float]
     return {n: low for n, low in lows.items() if low is not None}
 
 
-@shared_while_unchanged()
+@shared
 def _lowest_memory_of(history: History, round_index: int) -> float | None:
     """Return the same for one round; None where no client tells."""
     values = [value for node, value in history.latest("memory.resident", round_index).items() if node]

@@ -15,7 +15,7 @@ import numpy as np
 
 from fedvitals.diagnosis.evidence.attendance import SERVER, clients_of, groups_of, values_up_to
 from fedvitals.diagnosis.finding import Number, finding
-from fedvitals.diagnosis.history_cutoff import shared_while_unchanged
+from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import History, Node
 from fedvitals.records import Finding, Suspect
 
@@ -63,7 +63,7 @@ def _poisoned_since(history: History, round_index: int) -> int:
     return began
 
 
-@shared_while_unchanged("update", "gradient")
+@shared
 def _nonfinite_values(history: History, round_index: int, family: str) -> dict[Node, float]:
     """Return the number of non-finite values of each client that has any.
 
@@ -93,7 +93,7 @@ def _origins(history: History, round_index: int) -> dict[Node, NonfiniteOrigin]:
     return {node: origins[node] for node in placed if node in origins}
 
 
-@shared_while_unchanged()
+@shared
 def _nonfinite_gradients(history: History, round_index: int) -> dict[Node, float]:
     """Return clients with non-finite gradients, except those whose GradScaler skipped the steps, as it does by
     design.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fedvitals.diagnosis.history_cutoff import shared, shared_while_unchanged
+from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import History, Node
 from fedvitals.stats import Array
 
@@ -102,7 +102,7 @@ class ClientLossRanges:
 CLIENT_LOSS_RANGES = ClientLossRanges()
 
 
-@shared_while_unchanged()
+@shared
 def training_clients(history: History, round_index: int) -> list[Node]:
     """Return the clients that trained in this round, without the server and edges, which have statistics of their
     own.
@@ -124,7 +124,7 @@ def client_median(history: History, name: str, round_index: int) -> float:
     return _client_median(history, round_index, name)
 
 
-@shared_while_unchanged()
+@shared
 def _client_median(history: History, round_index: int, name: str) -> float:
     values = client_values(history, name, round_index)
     values = values[~np.isnan(values)]
@@ -239,7 +239,7 @@ def _mean_entropy(history: History, round_index: int, last: int) -> bool:
     return True
 
 
-@shared_while_unchanged("gradient.steps")
+@shared
 def _longest_gradients(history: History, round_index: int) -> Array | None:
     """Return the median client's longest gradient of a step in each layer; None where steps are not measured."""
     _, largest = history.across("gradient.steps", ("norm_max",), round_index)
@@ -288,7 +288,7 @@ class StillUnits:
     onward: float  # share of the next layer's weights that did not move; NaN without a next layer
 
 
-@shared_while_unchanged("update", "gradient")
+@shared
 def still_units(history: History, round_index: int) -> list[StillUnits]:
     """Return the still units of every layer with a bias except the last. A unit that passes nothing gets no bias
     gradient.
@@ -325,7 +325,7 @@ class ServerStep:
     fit: float  # R²: how well one rate explains all layers
 
 
-@shared_while_unchanged("weight", "update", back=1)
+@shared
 def server_step(history: History, round_index: int) -> ServerStep | None:
     """Return the server's step, from sums alone: of each layer's weights before and after, and of the clients' changes.
 

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fedvitals.diagnosis.history_cutoff import shared, shared_while_unchanged
+from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import History, Node
 from fedvitals.records import FAILURES, Event
 
@@ -25,7 +25,7 @@ def rounds_until(history: History, round_index: int, most: int = LOOK_BACK) -> l
     return rounds[: bisect_right(rounds, round_index)][-most:]
 
 
-@shared_while_unchanged()
+@shared
 def clients_of(history: History, round_index: int) -> list[Node]:
     """Return the clients that trained or sent an update in a round; edges, clusters and the server are not clients."""
     sent = history.latest("update.norm", round_index)

@@ -81,10 +81,11 @@ class BoostedTrees:
         and the leaf that is reached is the first that is not ruled out (Lucchese et al., QuickScorer, 2015).
         """
         splits = self._splits
-        values = np.ascontiguousarray(feature_rows.T)[splits.feature]  # [trees, splits, rows]
+        values = np.take(np.ascontiguousarray(feature_rows.T), splits.feature, axis=0)  # [splits, trees, rows]
         goes_right = (values > splits.limit) | (np.isnan(values) & splits.missing_right)
-        possible = np.bitwise_and.reduce(np.where(goes_right, splits.right_leaves, splits.all_leaves), axis=1)
-        first = np.frexp((possible & (~possible + splits.one)).astype(np.float64))[1] - 1  # lowest bit that is set
+        ruled_out = np.bitwise_or.reduce(goes_right * splits.left_leaves, axis=0)
+        reached = ~ruled_out & (ruled_out + splits.one)  # the lowest bit that is not set
+        first = np.frexp(reached.astype(np.float64))[1] - 1
         leaves = np.take_along_axis(splits.leaf_values, first, axis=1)
         return np.asarray(np.ascontiguousarray(leaves.T).sum(axis=1) + self.baseline)
 
@@ -93,31 +94,28 @@ class BoostedTrees:
         trees = [_leaves_below(self.leaf[tree], self.left[tree], self.right[tree]) for tree in range(len(self.feature))]
         most_leaves = max(len(leaves[0]) for leaves in trees)
         kind = next(kind for kind in (np.uint16, np.uint32, np.uint64) if most_leaves <= np.iinfo(kind).bits)
-        every = int(np.iinfo(kind).max)
-        shape = (len(trees), max(1, int((~self.leaf).sum(axis=1).max())), 1)
+        shape = (max(1, int((~self.leaf).sum(axis=1).max())), len(trees), 1)
         feature, limit = np.zeros(shape[:2], np.int64), np.full(shape, np.inf)  # what is left over never says «right»
-        missing_right, right_leaves = np.zeros(shape, np.bool_), np.full(shape, every, kind)
+        missing_right, left_leaves = np.zeros(shape, np.bool_), np.zeros(shape, kind)
         leaf_values = np.zeros((len(trees), most_leaves))
         for tree, below in enumerate(trees):
             leaf_values[tree, : len(below[0])] = self.value[tree, below[0]]
             splits = [node for node in below if not self.leaf[tree, node]]
             for place, node in enumerate(splits):
-                feature[tree, place], limit[tree, place] = self.feature[tree, node], self.limit[tree, node]
-                missing_right[tree, place] = not self.missing_left[tree, node]
-                ruled_out = sum(1 << below[0].index(leaf) for leaf in below[int(self.left[tree, node])])
-                right_leaves[tree, place] = every & ~ruled_out
-        return _Splits(feature, limit, missing_right, right_leaves, kind(every), kind(1), leaf_values)
+                feature[place, tree], limit[place, tree] = self.feature[tree, node], self.limit[tree, node]
+                missing_right[place, tree] = not self.missing_left[tree, node]
+                left_leaves[place, tree] = sum(1 << below[0].index(leaf) for leaf in below[int(self.left[tree, node])])
+        return _Splits(feature, limit, missing_right, left_leaves, kind(1), leaf_values)
 
 
 @dataclass(frozen=True, slots=True)
 class _Splits:
-    """The inner nodes of trees, [trees, splits, 1] each, with leaves as bits, the leftmost lowest."""
+    """The inner nodes of trees, [splits, trees, 1] each, with leaves as bits, the leftmost lowest."""
 
-    feature: npt.NDArray[np.int64]  # [trees, splits]
+    feature: npt.NDArray[np.int64]  # [splits, trees]
     limit: Array
     missing_right: npt.NDArray[np.bool_]
-    right_leaves: npt.NDArray[Any]  # that remain where the answer is «right»
-    all_leaves: Any
+    left_leaves: npt.NDArray[Any]  # that are ruled out where the answer is «right»
     one: Any
     leaf_values: Array  # [trees, leaves]
 

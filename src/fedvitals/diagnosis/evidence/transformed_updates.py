@@ -16,7 +16,7 @@ import numpy as np
 
 from fedvitals.diagnosis.evidence.attendance import clients_of, rounds_until
 from fedvitals.diagnosis.evidence.update_mismatch import COHORT_WIDE_SHARE, update_mismatches
-from fedvitals.diagnosis.history_cutoff import shared, shared_while_unchanged
+from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.diagnosis.medians import column_medians
 from fedvitals.protocols import History, Node
 
@@ -76,13 +76,13 @@ def _over_rounds(
     return clients
 
 
-@shared_while_unchanged()
+@shared
 def _differing(history: History, round_index: int) -> dict[Node, bool]:
     """Return whether each client's update differs from what it trained, for the clients of which both are known."""
     return {node: distance > ROUNDED for node, distance in update_mismatches(history, round_index).items()}
 
 
-@shared_while_unchanged("update", "gradient")
+@shared
 def _mostly_zeros(history: History, round_index: int) -> dict[Node, bool]:
     """Return whether most values of each client's update are zeros that its gradients do not explain.
 
