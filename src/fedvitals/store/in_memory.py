@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from bisect import bisect_left, insort
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 
 from fedvitals.errors import RecordError
 from fedvitals.protocols import Node, Sink
-from fedvitals.records import Event, LayerStats, LayerTable, Metric, Record, Run, Truth, natural
+from fedvitals.records import Event, LayerStats, LayerTable, Metric, Record, Run, Truth, is_client, natural
 from fedvitals.stats import FAMILIES, Array
 from fedvitals.store.deliveries import Intervals, fresh
 from fedvitals.store.packing import (
@@ -34,6 +35,7 @@ Newest = dict[Node | None, tuple[float, float]]  # node → (at, value)
 Block = tuple[str, Entries, Numbers]  # layer table, and what it holds of one round
 
 
+LATE = 64  # rounds by which a value of the run or the server may come late and is still put into a series that is kept
 Placed = tuple[float, int, Event]  # when it happened, its place in the order of arrival, and the event
 
 
@@ -74,6 +76,31 @@ class _EventIndex:
 
 
 @dataclass(slots=True)
+class _Series:
+    """A metric of one node over the rounds, and the rounds of all nodes that were known when it was read."""
+
+    first: int | None = None
+    known: int = 0
+    rounds: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def follow(self, by_round: dict[int, Newest], node: Node | None) -> None:
+        """Read the rounds that are new, and the newest of those before once more; all, once old ones are forgotten."""
+        first = next(iter(by_round), None)
+        if first != self.first or len(by_round) < self.known:
+            self.known, self.rounds, self.values = 0, [], []
+        recent = [*itertools.islice(reversed(by_round), len(by_round) - self.known + LATE)]
+        self.first, self.known = first, len(by_round)
+        start = bisect_left(self.rounds, min(recent, default=0))
+        newest = dict(zip(self.rounds[start:], self.values[start:], strict=True))
+        newest.update(
+            (round_index, by_round[round_index][node][1]) for round_index in recent if node in by_round[round_index]
+        )
+        rounds = sorted(newest)
+        self.rounds[start:], self.values[start:] = rounds, [newest[round_index] for round_index in rounds]
+
+
+@dataclass(slots=True)
 class _Memory:
     """What is known of one run."""
 
@@ -86,6 +113,7 @@ class _Memory:
     of_round: dict[tuple[str, int], list[Block]] = field(default_factory=dict)  # the same, by family and round
     truth: list[Truth] = field(default_factory=list)
     records: dict[type, list[Any]] = field(default_factory=dict)
+    series: dict[tuple[str, Node | None], _Series] = field(default_factory=dict)  # of the run and of the server
     index: _EventIndex | None = None  # of `events`, made when they are asked for
 
     def indexed_events(self) -> _EventIndex:
@@ -270,7 +298,12 @@ class MemoryHistory:
 
     def series(self, name: str, node: Node | None) -> tuple[list[int], list[float]]:
         with self._store.lock:
-            by_round = self._store.memory(self._run).metrics.get(name, {})
+            memory = self._store.memory(self._run)
+            by_round = memory.metrics.get(name, {})
+            if node is None or not is_client(node):
+                series = memory.series.setdefault((name, node), _Series())
+                series.follow(by_round, node)
+                return [*series.rounds], [*series.values]
             rounds = sorted(round_ for round_, newest in by_round.items() if node in newest)
             return rounds, [by_round[round_][node][1] for round_ in rounds]
 

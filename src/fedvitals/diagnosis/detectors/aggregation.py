@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from fedvitals.diagnosis.detectors.signals import loss_curve
-from fedvitals.diagnosis.evidence.attendance import SERVER, clients_of, rounds_until, values_up_to
+from fedvitals.diagnosis.evidence.attendance import SERVER, clients_of, newest_values, rounds_until
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import Detector, History, Node
@@ -49,7 +49,7 @@ WIDE, WIDE_LAYERS = 30.0, 0.5  # times the peers' running variance, in at least 
 
 def weight_explosion(history: History, round_index: int) -> Iterator[Finding]:
     """WEIGHT_EXPLOSION: the norm of the global weights grows by a factor, round after round."""
-    norms = values_up_to(history.series("weight.norm", SERVER), round_index)[-GROWTHS - 1 :]
+    norms = newest_values(history.series("weight.norm", SERVER), round_index, GROWTHS + 1)
     values = np.array([value for _, value in norms])
     if len(values) <= GROWTHS or not (values > 0).all() or not np.isfinite(values).all():
         return

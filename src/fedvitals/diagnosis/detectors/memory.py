@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from fedvitals.diagnosis.evidence.attendance import rounds_until, values_up_to
+from fedvitals.diagnosis.evidence.attendance import newest_values, rounds_until, values_up_to
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.diagnosis.history_cutoff import LOOK_BACK, shared
 from fedvitals.diagnosis.memory_fit import SHARES, WORDS, largest_share, memory_remedies, predicted_peak, size_words
@@ -69,7 +69,7 @@ def leaks(history: History, round_index: int) -> Iterator[Finding]:
         return
     for lows in (
         _lowest_memory(history, numbers),
-        dict(values_up_to(history.series("memory.resident", None), round_index)),
+        dict(newest_values(history.series("memory.resident", None), round_index, WINDOW)),
     ):
         points = [(n, lows[n]) for n in numbers if n in lows]
         grown = memory_growth([n for n, _ in points], [value for _, value in points])

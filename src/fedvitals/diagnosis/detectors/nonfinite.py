@@ -8,12 +8,13 @@ average, and from there to everybody. Only its origin is accused, again in each 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from fedvitals.diagnosis.evidence.attendance import SERVER, clients_of, groups_of, values_up_to
+from fedvitals.diagnosis.evidence.attendance import SERVER, clients_of, groups_of, newest_values
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import History, Node
@@ -56,10 +57,11 @@ def nonfinite(history: History, round_index: int) -> Iterator[Finding]:
 def _poisoned_since(history: History, round_index: int) -> int:
     """Return the round in which the global model that clients received was lost; this round, if it was finite."""
     began = round_index
-    for past_round, count in reversed(values_up_to(history.series("weight.nonfinite", SERVER), round_index - 1)):
-        if not count:
+    rounds, counts = history.series("weight.nonfinite", SERVER)
+    for place in reversed(range(bisect_right(rounds, round_index - 1))):
+        if not counts[place]:
             break
-        began = past_round
+        began = rounds[place]
     return began
 
 
@@ -199,7 +201,7 @@ def _weight_findings(history: History, round_index: int, began: int, origins: It
             yield _global_finding(round_index, began, text, number, suspects)
         return
     losses = [
-        value for number, value in values_up_to(history.series("loss", None), round_index) if number == round_index
+        value for number, value in newest_values(history.series("loss", None), round_index, 1) if number == round_index
     ]
     clients = clients_of(history, round_index)
     lost = _nonfinite_values(history, round_index, "update")

@@ -10,8 +10,10 @@ answers as a live one.
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from bisect import bisect_right
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +30,7 @@ LOSSES = ("loss", "local.loss")  # of the round: on the test set, and on the cli
 ACCURACIES = ("accuracy", "local.accuracy")
 PLAUSIBLE_LOSS = 2.0  # times a blind guess's cross-entropy: more, and it may be another kind of loss
 LONGEST_BIAS_GRADIENT = 2.0**0.5 * 1.01  # of mean cross-entropy, with room for rounding
+LONGEST_GAP = 256  # rounds that are kept although a curve no longer has them
 SCALED_BY = 3  # rounds by which a loss of another scale has shown itself
 
 
@@ -71,9 +74,7 @@ def _of_one_source(history: History, losses: MetricCurve, averaged: MetricCurve)
     hold both under one name. A value within the range of the clients' own losses is taken for their average, unless
     that average has a name of its own in the same round.
     """
-    named = set(averaged.rounds)
-    pairs = zip(losses.rounds, losses.values, strict=True)
-    mixed = np.array([n not in named and CLIENT_LOSS_RANGES.contain(history, n, loss) for n, loss in pairs], dtype=bool)
+    mixed = CLIENT_LOSS_RANGES.contain(history, losses, set(averaged.rounds))
     kept = np.flatnonzero(mixed == mixed[-1]) if len(mixed) else np.arange(0)
     return MetricCurve(losses.name, tuple(losses.rounds[i] for i in kept), losses.values[kept])
 
@@ -86,17 +87,21 @@ class ClientLossRanges:
     def __init__(self) -> None:
         self._ranges: weakref.WeakKeyDictionary[History, dict[int, tuple[float, float]]] = weakref.WeakKeyDictionary()
 
-    def contain(self, history: History, round_index: int, loss: float) -> bool:
-        """Return whether a round's loss can be an average of its clients' losses; False where no client reports its
-        own.
+    def contain(self, history: History, losses: MetricCurve, left_out: Collection[int]) -> npt.NDArray[np.bool_]:
+        """Return for each round whether its loss can be an average of its clients' losses; False where no client
+        reports its own, and for the rounds to leave out.
         """
         ranges = self._ranges.setdefault(history, {})
-        if round_index not in ranges:
-            own = [value for value in history.latest("local.loss", round_index).values() if np.isfinite(value)]
-            room = 1e-5 * max(map(abs, own), default=0.0)
-            ranges[round_index] = (min(own) - room, max(own) + room) if own else (np.inf, -np.inf)
-        lowest, highest = ranges[round_index]
-        return bool(lowest <= loss <= highest)
+        if len(ranges) > len(losses) + LONGEST_GAP:  # rounds that the history no longer shows
+            ranges = self._ranges[history] = {n: ranges[n] for n in losses.rounds if n in ranges}
+        for round_index in losses.rounds:
+            if round_index not in ranges and round_index not in left_out:
+                own = [value for value in history.latest("local.loss", round_index).values() if math.isfinite(value)]
+                room = 1e-5 * max(map(abs, own), default=0.0)
+                ranges[round_index] = (min(own) - room, max(own) + room) if own else (np.inf, -np.inf)
+        nowhere = (np.inf, -np.inf)
+        limits = np.array([nowhere if n in left_out else ranges[n] for n in losses.rounds]).reshape(-1, 2)
+        return np.asarray((limits[:, 0] <= losses.values) & (losses.values <= limits[:, 1]))
 
 
 CLIENT_LOSS_RANGES = ClientLossRanges()
@@ -201,18 +206,13 @@ class LayerProfile:
 @shared
 def layer_profile(history: History, round_index: int) -> LayerProfile | None:
     """Return the profile of a round; None where layers are not measured (`light`), or nobody trained."""
-    nodes, names = training_clients(history, round_index), history.layers("gradient")
-    if not nodes or not names or names != history.layers("weight"):
+    names, medians = history.layers("gradient"), _layer_medians(history, round_index)
+    if medians is None:
         return None
-    gradients = rows_of_nodes(history, "gradient", ("rms",), round_index, nodes)
-    weights = rows_of_nodes(history, "weight", ("rms", "count"), round_index, nodes)
-    if not len(gradients) or not len(weights):
-        return None
-    counts, rms = quiet_quantile(weights[..., 1], 0.5), quiet_quantile(weights[..., 0], 0.5)
+    counts, rms, typical = medians
     places = matrix_layers(names, counts)
     if not places:
         return None
-    typical = quiet_quantile(gradients[..., 0], 0.5)
     elasticity = typical * rms * counts * _width_correction(names, counts)
     bias = bias_of(names[places[-1]])
     last = names.index(bias) if bias in names and bias != names[places[-1]] else None
@@ -223,6 +223,22 @@ def layer_profile(history: History, round_index: int) -> LayerProfile | None:
         else np.nan
     )
     return LayerProfile(tuple(names[i] for i in places), elasticity[places], typical[places] == 0, chance)
+
+
+@shared
+def _layer_medians(history: History, round_index: int) -> tuple[Array, Array, Array] | None:
+    """Return of each layer its number of values and the root mean squares of its weights and gradients, by the median
+    client; None where these are not measured, or nobody trained.
+    """
+    nodes, names = training_clients(history, round_index), history.layers("gradient")
+    if not nodes or not names or names != history.layers("weight"):
+        return None
+    gradients = rows_of_nodes(history, "gradient", ("rms",), round_index, nodes)
+    weights = rows_of_nodes(history, "weight", ("rms", "count"), round_index, nodes)
+    if not len(gradients) or not len(weights):
+        return None
+    medians = quiet_quantile(weights, 0.5)
+    return medians[..., 1], medians[..., 0], quiet_quantile(gradients[..., 0], 0.5)
 
 
 def _mean_entropy(history: History, round_index: int, last: int) -> bool:

@@ -24,6 +24,7 @@ from fedvitals.diagnosis.evidence.attendance import (
     chance_of_failures,
     clients_of,
     events_in,
+    newest_values,
     rounds_until,
     values_up_to,
 )
@@ -315,7 +316,7 @@ def lost_telemetry(history: History, round_index: int) -> Iterator[Finding]:
                 since=_first_round_of(history, round_index, event),
                 node=node,
             )
-    counts = values_up_to(history.series("monitor.lost", None), round_index)
+    counts = newest_values(history.series("monitor.lost", None), round_index, 2)
     before = counts[-2][1] if len(counts) > 1 else 0.0
     named = sum(_records_lost(event) for event in events)
     more = counts[-1][1] - before - named if counts and counts[-1][0] == round_index else 0.0
@@ -338,11 +339,10 @@ def bottleneck(history: History, round_index: int) -> Iterator[Finding]:
     numbers = rounds_until(history, round_index - 1, BOUND_ROUNDS)
     if len(numbers) < BOUND_ROUNDS:
         return
-    shares = {
-        kind: dict(values_up_to(history.series(f"bottleneck.{kind}", None), round_index - 1)) for kind in BOTTLENECKS
-    }
     for kind, words in BOTTLENECKS.items():  # stragglers first: what holds them up is no matter of all
-        kind_shares = [shares[kind].get(number, 0.0) for number in numbers]
+        series = history.series(f"bottleneck.{kind}", None)
+        newest = dict(newest_values(series, round_index - 1, BOUND_ROUNDS))
+        kind_shares = [newest.get(number, 0.0) for number in numbers]
         if min(kind_shares) < BOUND:
             continue
         seconds = dict(zip(*history.series("time.round", None), strict=True))
@@ -350,7 +350,7 @@ def bottleneck(history: History, round_index: int) -> Iterator[Finding]:
         typical = float(np.median([seconds.get(number, 0.0) for number in numbers]))
         if typical < BOUND_SECONDS:
             return
-        since = _bound_since(shares[kind], numbers[0])
+        since = _bound_since(dict(values_up_to(series, round_index - 1)), numbers[0])
         share = float(np.median(kind_shares))
         named = _straggler_words(history, numbers) if kind == "straggler" else ""
         saved = "would be saved without" if kind == "straggler" else "goes to"

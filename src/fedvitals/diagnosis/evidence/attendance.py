@@ -67,6 +67,14 @@ def values_up_to(series: tuple[list[int], list[float]], round_index: int) -> lis
     return [*zip(rounds[:count], values[:count], strict=True)]
 
 
+def newest_values(series: tuple[list[int], list[float]], round_index: int, most: int) -> list[tuple[int, float]]:
+    """Return the last of a metric's (round, value) pairs up to and including a round."""
+    rounds, values = series
+    last = bisect_right(rounds, round_index)
+    first = max(0, last - most)
+    return [*zip(rounds[first:last], values[first:last], strict=True)]
+
+
 @dataclass(frozen=True, slots=True)
 class ClientCalls:
     """The rounds in which a client was asked, and whether each call failed."""
