@@ -194,18 +194,23 @@ class MemoryStore(Sink):
 
     @staticmethod
     def _forget_old(memory: _Memory, window: int) -> None:
-        """Let go of all rounds but the newest; of a quarter more at once, since each time is a walk over everything."""
-        if len(memory.rounds) <= window + window // 4:
+        """Let go of all rounds but the newest; of a few more at once, since events and blocks are walked over."""
+        if len(memory.rounds) <= window + window // 32:
             return
         oldest = sorted(memory.rounds)[-window]
-        memory.rounds = {number for number in memory.rounds if number >= oldest}
-        for by_round in memory.metrics.values():
-            for number in [number for number in by_round if number < oldest]:
-                del by_round[number]
-        memory.events = [event for event in memory.events if event.where.round is None or event.where.round >= oldest]
-        for family, blocks in memory.blocks.items():
-            memory.blocks[family] = [block for block in blocks if block[1].rounds.max() >= oldest]
-        memory.of_round = {place: blocks for place, blocks in memory.of_round.items() if place[1] >= oldest}
+        gone = [number for number in memory.rounds if number < oldest]
+        memory.rounds.difference_update(gone)
+        for number in gone:
+            for by_round in memory.metrics.values():
+                by_round.pop(number, None)
+            for family in memory.blocks:
+                memory.of_round.pop((family, number), None)
+        if any(event.where.round is not None and event.where.round < oldest for event in memory.events):
+            memory.events = [
+                event for event in memory.events if event.where.round is None or event.where.round >= oldest
+            ]
+        for family, blocks in memory.blocks.items():  # the entries of a block are of one round
+            memory.blocks[family] = [block for block in blocks if block[1].rounds[0] >= oldest]
 
     def _write_run(self, run: Run) -> None:
         self.tables.update((table.digest, table) for table in run.tables)
