@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fedvitals.errors import RecordError
+from fedvitals.measurements import is_important, run_of, stamped
 from fedvitals.records import (
     Action,
     Event,
@@ -24,10 +25,7 @@ from fedvitals.records import (
     Transfer,
     Truth,
     Where,
-    is_important,
     matrix_of,
-    run_of,
-    stamped,
 )
 from fedvitals.stats import empty_sums
 

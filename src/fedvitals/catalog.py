@@ -438,16 +438,34 @@ def public_name(name: str) -> str:
     return name if name in HOSTS or name.startswith("user.") else f"user.{name}"
 
 
+SKETCH_LEVEL = 3
+
+
+def level_of_metric(name: str) -> int:
+    """The privacy level from which a metric of one client may leave it."""
+    measure = CATALOG.get(name)
+    return 2 if measure is None else measure.level  # what a user logs is a scalar of one client
+
+
+def is_update_metric(name: str) -> bool:
+    """Whether a metric can be computed from a client's update alone."""
+    return name.startswith("update.")
+
+
+def is_update_family(family: str) -> bool:
+    """Whether a family of layer statistics can be computed from a client's update alone."""
+    return family.partition(".")[0] == "update"
+
+
 def level_of(record: Record) -> int:
     """The privacy level from which a record about one client may leave it; the words in it may need a higher one."""
     match record:
         case Metric(name=name):
-            measure = CATALOG.get(name)
-            return 2 if measure is None else measure.level  # what a user logs is a scalar of one client
+            return level_of_metric(name)
         case LayerStats(family=family):
             return FAMILIES[family].level
         case Sketch() | Event(name="labels"):
-            return 3
+            return SKETCH_LEVEL
         case Snapshot():
             return 4
     return 0
@@ -457,9 +475,9 @@ def from_update(record: Record) -> bool:
     """Whether it can be computed from a client's update alone, by whoever holds that."""
     match record:
         case Metric(name=name):
-            return name.startswith("update.")
+            return is_update_metric(name)
         case LayerStats(family=family):
-            return family.partition(".")[0] == "update"
+            return is_update_family(family)
         case Snapshot(kind=kind):
             return kind == "update"
     return isinstance(record, Sketch)

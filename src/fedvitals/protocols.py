@@ -85,11 +85,13 @@ class Sink(RecordWriter, Protocol):
     """Where records go: the store, an exporter, an alert. It may be slow and it may fail: it never sees training.
 
     Inherit from it: all but `write` have defaults. `name`: for messages; by default the class's. `ignores`: kinds of
-    records that are not handed to it.
+    records that are not handed to it. `takes_measurements`: whether `write` takes `Measurements`, too; else it gets the
+    records that they stand for.
     """
 
     name: str = ""
     ignores: tuple[type, ...] = ()
+    takes_measurements: bool = False
 
     def prepare(self, folder: Path | None = None, families: Mapping[str, str] | None = None) -> None:
         """Called before the first record, with the folder beside the store and each issue's family."""

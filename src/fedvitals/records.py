@@ -334,28 +334,6 @@ FAILURES: Mapping[str, str] = {
 Record = Run | Metric | LayerStats | Span | Transfer | Event | Sketch | Finding | Action | Snapshot | Truth
 
 
-def stamped(record: Record, source: str, sequence: int) -> Record:
-    """Return the record with its identity, given once by the writer to a record that nobody else has seen yet.
-
-    Set in place, against the letter of «immutable»: a copy of each record would double what emitting costs.
-    """
-    object.__setattr__(record, "source", source)
-    object.__setattr__(record, "sequence", sequence)
-    return record
-
-
-def run_of(record: Record) -> str:
-    """Return the id of the run that a record belongs to."""
-    return record.id if isinstance(record, Run) else record.where.run
-
-
-def is_important(record: Record) -> bool:
-    """Whether a full queue must keep it: findings, actions, snapshots, truths, runs, and events from «warning» up."""
-    if isinstance(record, Event):
-        return record.level in ("warning", "error", "critical")
-    return isinstance(record, Run | Finding | Action | Snapshot | Truth)
-
-
 def matrix_of(records: Sequence[LayerStats]) -> Array:
     """The records' matrices merged to one."""
     return merge(records[0].family, [record.matrix for record in records])

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from fedvitals import lab
 from fedvitals.errors import ConfigError
+from fedvitals.measurements import stamped
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.probes.view import View
 from fedvitals.protocols import Detector, NullObserver, Probe, RecordWriter, Sink, name_of
@@ -43,7 +44,6 @@ from fedvitals.records import (
     Transfer,
     Truth,
     Where,
-    stamped,
 )
 from fedvitals.stats import FAMILIES, empty_sums
 from fedvitals.store import MemoryStore

@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from fedvitals.records import Metric, Run, Sketch, Truth, Where, stamped
+from fedvitals.measurements import stamped
+from fedvitals.records import Metric, Run, Sketch, Truth, Where
 from fedvitals.sinks.parquet import write_table
 from fedvitals.store import open_reader, open_store
 from fedvitals.store.read.ask import query

@@ -15,6 +15,7 @@ import torch
 
 import fedvitals as fv
 from fedvitals.kernels import sums
+from fedvitals.measurements import stamped
 from fedvitals.records import (
     Action,
     Event,
@@ -29,7 +30,6 @@ from fedvitals.records import (
     Span,
     Transfer,
     Where,
-    stamped,
 )
 from fedvitals.store import open_reader
 from fedvitals.testing import MemorySink

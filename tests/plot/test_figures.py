@@ -14,9 +14,10 @@ pytest.importorskip("matplotlib", reason="pictures are drawn with matplotlib")
 
 from fedvitals import dashboard, plot
 from fedvitals.errors import ConfigError, FedvitalsError
+from fedvitals.measurements import stamped
 from fedvitals.plot.style import SIGNED
 from fedvitals.plot.svg import for_page, svg_of
-from fedvitals.records import Metric, Run, Where, stamped
+from fedvitals.records import Metric, Run, Where
 from fedvitals.store import open_reader, open_store
 from fedvitals.views.cases import case_key, cases_of
 from support import plotted_runs as pictured

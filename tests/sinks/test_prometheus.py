@@ -16,7 +16,8 @@ import urllib.request
 import pytest
 
 from fedvitals.errors import ConfigError, MissingExtraError
-from fedvitals.records import Finding, Metric, Transfer, Where, stamped
+from fedvitals.measurements import stamped
+from fedvitals.records import Finding, Metric, Transfer, Where
 from fedvitals.testing import check_sink
 from support.exported_runs import RUN, round_of, run_of, small
 from support.sinks import ending_queues

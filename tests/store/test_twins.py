@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedvitals.records import Event, LayerStats, Metric, Where, stamped
+from fedvitals.measurements import stamped
+from fedvitals.records import Event, LayerStats, Metric, Where
 from fedvitals.stats import FAMILIES, pack, unpack
 from fedvitals.store import open_reader, open_store
 from fedvitals.store.in_memory import MemoryStore

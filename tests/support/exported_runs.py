@@ -5,20 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedvitals.records import (
-    Event,
-    Finding,
-    Layer,
-    LayerStats,
-    LayerTable,
-    Metric,
-    Run,
-    Span,
-    Suspect,
-    Transfer,
-    Where,
-    stamped,
-)
+from fedvitals.measurements import stamped
+from fedvitals.records import Event, Finding, Layer, LayerStats, LayerTable, Metric, Run, Span, Suspect, Transfer, Where
 from fedvitals.stats import EXPONENTS, LOWEST_EXPONENT, empty_sums
 
 RUN = "20261115-120000-abc123"

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import fedvitals as fv
-from fedvitals.records import Finding, Layer, LayerStats, LayerTable, Metric, Run, Span, Where, stamped
+from fedvitals.measurements import stamped
+from fedvitals.records import Finding, Layer, LayerStats, LayerTable, Metric, Run, Span, Where
 from fedvitals.stats import COUNT, MAX, MIN, NANS, SUM_MAGNITUDES, SUM_SQUARES, empty_sums
 from fedvitals.testing import MemorySink
 from fedvitals.transport.sender import Sender

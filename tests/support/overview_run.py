@@ -66,9 +66,9 @@ def failed(node, number, run=RUN):
 
 def stamp(records, path, source="test", start=None):
     """Write the records as a monitor would."""
-    import fedvitals.records as words
+    from fedvitals.measurements import stamped
 
     begin = int(np.random.default_rng().integers(1, 2**40)) if start is None else start
     store = open_store(path)
-    store.write([words.stamped(record, source, begin + i) for i, record in enumerate(records)])
+    store.write([stamped(record, source, begin + i) for i, record in enumerate(records)])
     store.close()

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 
+from fedvitals.measurements import stamped
 from fedvitals.records import (
     Event,
     Finding,
@@ -18,7 +19,6 @@ from fedvitals.records import (
     Suspect,
     Transfer,
     Where,
-    stamped,
 )
 from fedvitals.stats import empty_sums
 from fedvitals.store import open_store

@@ -8,8 +8,9 @@ import torch
 
 import fedvitals as fv
 from fedvitals import lab
+from fedvitals.measurements import stamped
 from fedvitals.protocols import Message
-from fedvitals.records import Metric, Record, Run, Where, stamped
+from fedvitals.records import Metric, Record, Run, Where
 from fedvitals.store import open_store, spill_folder
 
 ROUNDS, CLIENTS = 7, 6

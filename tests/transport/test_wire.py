@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from fedvitals.catalog import CATALOG
 from fedvitals.errors import RecordError
+from fedvitals.measurements import Measurements, single_records
 from fedvitals.records import (
     Action,
     Event,
@@ -36,7 +37,7 @@ from fedvitals.stats import FAMILIES, empty_sums, pack, unpack
 from fedvitals.testing import examples_of_records
 from fedvitals.transport.wire.fields import DEPTH
 from fedvitals.transport.wire.payload import LIMITS, MAGIC, VERSION, Limits, decode, encode
-from fedvitals.transport.wire.vocabulary import WORDS
+from fedvitals.transport.wire.vocabulary import WORDS, WORDS_SINCE_2
 from fedvitals_studies.bench.wire import client_round
 
 # -- there and back ---------------------------------------------------------------------------------------------------
@@ -187,9 +188,10 @@ def test_a_metric_that_is_no_number_is_refused_with_words():
 
 def test_words_keep_their_numbers():
     """A change here would mislabel the payloads of another version: raise VERSION instead."""
-    assert VERSION == 1
-    assert len(set(WORDS)) == len(WORDS) < 128  # one byte each
+    assert VERSION == 2
+    assert len(set(WORDS_SINCE_2)) == len(WORDS_SINCE_2) < 128  # one byte each
     assert hashlib.sha256("\n".join(WORDS).encode()).hexdigest()[:16] == "50290635e6fa6077"
+    assert hashlib.sha256("\n".join(WORDS_SINCE_2).encode()).hexdigest()[:16] == "1851a77c660af6c8"
 
 
 def test_names_that_the_format_does_not_know_travel_as_text():
@@ -204,7 +206,8 @@ def test_names_that_the_format_does_not_know_travel_as_text():
 def test_a_client_round_of_the_papers_cnn_takes_less_than_2_kb(first):
     """Also the first one, which tells the label histogram of 43 classes as well."""
     records = client_round(first=first)
-    assert {type(r) for r in records} >= {Metric, LayerStats, Span}
+    assert {type(r) for r in records} >= {Measurements, Span}
+    assert {type(r) for r in single_records(records)} >= {Metric, LayerStats, Span}
     assert len(encode(records)) <= 2000
 
 
@@ -213,7 +216,8 @@ def test_a_client_round_of_the_papers_cnn_takes_less_than_2_kb(first):
 
 def payload_of(head, matrices=b"", written=0):
     raw = head if isinstance(head, bytes) else msgspec.msgpack.encode(head)
-    return struct.pack("<2sBBI", MAGIC, VERSION, written, len(raw)) + raw + matrices
+    body = raw + matrices
+    return struct.pack("<2sBBII", MAGIC, VERSION, written, len(raw), zlib.crc32(body)) + body
 
 
 def refuse(payload, words=".", limits=LIMITS):

@@ -119,7 +119,7 @@ def history_of(rounds, joins=None, nodes=("c1", "c2")):
 
 
 def _numbered(record, sequence):
-    from fedvitals.records import stamped
+    from fedvitals.measurements import stamped
 
     return stamped(record, "test", sequence)
 

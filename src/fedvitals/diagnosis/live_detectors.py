@@ -11,14 +11,17 @@ from typing import Protocol
 from fedvitals.diagnosis.cases import Attendance, Case, cases, record_attendance, severity_rank
 from fedvitals.diagnosis.examine import DetectorExamination, with_run_and_time
 from fedvitals.diagnosis.gaps import incomplete, no_all_clear
-from fedvitals.protocols import Detector, History, Node, RecordWriter, Sink
-from fedvitals.records import Action, Finding, Metric, Record, Run, Truth, Where
+from fedvitals.measurements import Telemetry
+from fedvitals.protocols import Detector, History, Node, Sink
+from fedvitals.records import Action, Finding, Metric, Run, Truth, Where
 
 ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
 
 
-class HistorySink(RecordWriter, Protocol):
+class HistorySink(Protocol):
     """A sink that can also return the history of what was written to it."""
+
+    def write(self, records: Sequence[Telemetry], /) -> None: ...
 
     def history(self, run: str) -> History: ...
 
@@ -30,6 +33,7 @@ class LiveDetectors(Sink):
     """
 
     name = "detectors"
+    takes_measurements = True
     ignores = (Finding, Action, Truth)  # no detector may see these; see `transport.sink_writer`
 
     def __init__(
@@ -44,7 +48,7 @@ class LiveDetectors(Sink):
         self._examination = DetectorExamination(memory.history(run), detectors, on_failure)
         self.attendance: dict[Node | None, list[int]] = {}  # the rounds in which each node took part
 
-    def write(self, records: Sequence[Record], /) -> None:
+    def write(self, records: Sequence[Telemetry], /) -> None:
         """Take in records and examine each completed round. Failures are reported and do not keep detectors from the
         rest.
         """
@@ -79,7 +83,7 @@ def _of_whole_round(where: Where) -> bool:
     return where.round is not None and where.node is None
 
 
-def _measured(record: Record) -> Record:
+def _measured(record: Telemetry) -> Telemetry:
     """Return the record without the run's configuration: it may name injected faults, which detectors must not see."""
     return replace(record, config={}) if isinstance(record, Run) else record
 

@@ -7,17 +7,20 @@ import functools
 import pickle  # only to ask whether a user's probe can go along; nothing is ever loaded from it
 import threading
 import time
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fedvitals.errors import ConfigError, RecordError
+from fedvitals.measurements import Measurements, Telemetry, places_of, single_records
 from fedvitals.monitor.losses import LostRecords
 from fedvitals.monitor.spine import Spine
 from fedvitals.monitor.workers import INITIAL_BYTES, WorkerObserver
 from fedvitals.probes.cohort import SENDER, WORKER, Cohort
 from fedvitals.probes.presets import Planned, Preset
-from fedvitals.probes.results import Results
+from fedvitals.probes.results import Key, Results, measurements_of
 from fedvitals.protocols import HasName, Node
 from fedvitals.records import (
     AnyName,
@@ -53,6 +56,8 @@ from fedvitals.transport.wire.payload import decode
 
 if TYPE_CHECKING:
     from fedvitals.probes.backends import AnyInstruments
+
+LABELS = ("labels", "label.entropy")  # the event and the metric
 
 
 class Arrivals:
@@ -119,33 +124,44 @@ class Arrivals:
             if sender is None or cohort is None:
                 self._emission.admit(new)
             else:
-                self._held.setdefault(sender.node, []).extend(
-                    r for r in new if isinstance(r, LayerStats) or is_claim(r)
-                )
-                self._emission.admit(r for r in new if not (isinstance(r, LayerStats) or is_claim(r)))
-                new = [record for record in new if not is_claim(record)]
+                new = self._hold_claims(single_records(new), sender)
             self._join(new, cohort, sender)
             self._tell_size(new, len(payload))
 
+    def _hold_claims(self, records: list[Record], sender: Sender) -> list[Any]:
+        """Admit what a sender tells, except of layers and of its update: the round's end decides on that.
+
+        Returns the records without what it claims of its update.
+        """
+        held = [record for record in records if isinstance(record, LayerStats) or is_claim(record)]
+        self._held.setdefault(sender.node, []).extend(held)
+        self._emission.admit(r for r in records if not (isinstance(r, LayerStats) or is_claim(r)))
+        return [record for record in records if not is_claim(record)]
+
     def _read(self, payload: bytes, sender: Sender | None) -> list[Any]:
         """The records of a payload that have not come before, in their round; its layer tables are then known."""
-        records: Sequence[Record] = ()
+        records: Sequence[Telemetry] = ()
         try:
             records = decode(payload)
-            if sender is not None:
-                records = [sender.own(record, self._context.run.id) for record in records]
+            if sender is not None:  # each number of one that may lie is looked at by itself
+                records = [sender.own(record, self._context.run.id) for record in single_records(records)]
             tables = tables_of_payload(records, self._context.run.id, self._context.tables)
             self._quota.charge(sender, tables, self._context.tables, self._context.own_tables)
         except RecordError as error:
             self._lost.miss()
-            nodes = dict.fromkeys(r.where.node for r in records if not isinstance(r, Run) and r.where.node is not None)
+            nodes = dict.fromkeys(place.node for r in records for place in places_of(r) if place.node is not None)
             if sender is not None or not nodes:
                 raise
             raise RecordError(f"{error} Its records are of {', '.join(nodes)[:200]}.") from error
         self._emission.layer_tables(tables, own=sender is None)
         node, most = (None, SOURCES) if sender is None else (sender.node, SOURCES_OF_SENDER)
         delivered = self._delivered.setdefault(node, {})
-        new = [self._placed(r) for r in fresh(records, delivered) if not isinstance(r, Run) and not is_empty(r)]
+        new = [
+            self._placed(r)
+            for item in fresh(records, delivered)
+            for r in self._on_one_clock(item)
+            if not isinstance(r, Run) and not is_empty(r)
+        ]
         while len(delivered) > most:
             delivered.pop(next(iter(delivered)))
         return new
@@ -164,7 +180,7 @@ class Arrivals:
             self._emission.record.event(replace(here, node=sender.node), "warning", LOST, text, {"records": gone})
         return [as_seen(record, seen) for record in kept]
 
-    def _tell_size(self, records: Sequence[Record], size: int) -> None:
+    def _tell_size(self, records: Sequence[Telemetry], size: int) -> None:
         """What watching itself has added to the way of each client's message."""
         own = (r for r in records if isinstance(r, Span) and r.name == CLIENT and r.where.node is not None)
         spans = {span.where.node: span for span in own}
@@ -200,9 +216,17 @@ class Arrivals:
         if node not in cohort:
             cohort.add(node, None, Results(), failed=True)
 
-    def _placed(self, record: Record) -> Record:
+    def _on_one_clock(self, item: Telemetry) -> Iterable[Telemetry]:
+        """The item; its single records where it is of several nodes, and the clock of one of these is another."""
+        if not isinstance(item, Measurements) or self._ledger is None or not any(map(self._ledger.ahead, item.nodes)):
+            return (item,)
+        return item.records()
+
+    def _placed(self, record: Telemetry) -> Telemetry:
         """In the round that is open, where the worker did not know it."""
         here = self._scopes.round
+        if isinstance(record, Measurements):
+            return record if here is None or record.round is not None else replace(record, round=here.round)
         if self._ledger is not None:
             record = _by_our_clock(record, self._ledger)
         if isinstance(record, Run) or here is None or record.where.round is not None:
@@ -212,7 +236,7 @@ class Arrivals:
             record = replace(record, parent=here.span if group is None else edge_span(here.span, group))
         return replace(record, where=replace(record.where, round=here.round))
 
-    def _without_known_labels(self, records: list[Record]) -> list[Record]:
+    def _without_known_labels(self, records: list[Telemetry]) -> list[Telemetry]:
         """A process that meets a client for the first time tells its labels; told once by another, that is enough."""
         known: set[Node | None] = set()
         for record in records:
@@ -221,24 +245,25 @@ class Arrivals:
                 if self._labels.get(record.where.node) == histogram:
                     known.add(record.where.node)
                 self._labels[record.where.node] = histogram
-        return [r for r in records if not known or not _about_labels(r, known)]
+        return records if not known else [kept for r in records if (kept := _without_labels(r, known)) is not None]
 
-    def _join(self, records: Sequence[Record], cohort: Cohort | None, sender: Sender | None) -> None:
+    def _join(self, records: Sequence[Telemetry], cohort: Cohort | None, sender: Sender | None) -> None:
         finished: dict[Node, tuple[Span, Results]] = {}
         for record in records:
             if isinstance(record, Span) and record.name == "client" and record.where.node is not None:
                 finished[record.where.node] = (record, Results(tables={}))
+        results_by_node = {node: results for node, (_, results) in finished.items()}
         for record in records:
             if isinstance(record, Event) and record.name == LOST:
                 lost = record.data.get("records")
                 self._lost.miss(lost if isinstance(lost, int) and 0 < lost < 1 << 40 else 1)
             elif isinstance(record, Transfer) and cohort is not None:
                 cohort.count_traffic(record.sender, record.receiver, record.bytes)
-            elif isinstance(record, Metric | LayerStats) and record.where.node in finished:
-                _gather(finished[record.where.node][1], record)
+            else:
+                _gather(results_by_node, record)
+        self._compare(finished)
         for node, (span, results) in finished.items():
             self._expected.pop(node, None)
-            self._compare(span, results)
             if self._ledger is not None:
                 self._ledger.trained(span)
             if cohort is not None:
@@ -248,16 +273,21 @@ class Arrivals:
                 # A sender's word for it, as far as it can be: the round's cost is not one client's to make up.
                 cohort.cost += cost if sender is None else min(cost, span.seconds) if cost > 0 else 0.0
 
-    def _compare(self, span: Span, results: Results) -> None:
-        """`gradient.change_round`, which a worker cannot know: the client's last round may have been elsewhere."""
-        node = span.where.node or ""
-        norm = next((value for name, value, _ in results.metrics if name == "gradient.norm"), None)
-        if norm is None:
-            return
-        before, self._kit.norms[node] = self._kit.norms.get(node), norm
-        if before:
-            change = abs(norm - before) / before
-            self._emission.emit(Metric(span.where, span.at + span.seconds, "gradient.change_round", change))
+    def _compare(self, finished: Mapping[Node, tuple[Span, Results]]) -> None:
+        """`gradient.change_round`, which a worker cannot know: a client's last round may have been elsewhere."""
+        changes: dict[int | None, list[tuple[Key, Results]]] = {}
+        for node, (span, results) in finished.items():
+            norm = next((value for name, value, _ in results.metrics if name == "gradient.norm"), None)
+            if norm is None:
+                continue
+            before, self._kit.norms[node] = self._kit.norms.get(node), norm
+            if before:
+                change = Results()
+                change.take({"gradient.change_round": abs(norm - before) / before})
+                changes.setdefault(span.where.round, []).append(((node, span.where.group), change))
+        for round_index, rows in changes.items():
+            run, now = self._context.run.id, time.time()
+            self._emission.emit(measurements_of(run, round_index, now, rows, self._context.table_of))
 
     def _sendable(self, preset: Preset) -> Preset:
         """Without the user's own probes that cannot be sent to another process."""
@@ -289,15 +319,37 @@ def _goes(planned: Planned) -> bool:
     return True
 
 
-def _about_labels(record: Record, nodes: Container[Node | None]) -> bool:
-    if not isinstance(record, Event | Metric) or record.where.node not in nodes:
-        return False
-    return record.name in ("labels", "label.entropy")
+def _without_labels(record: Telemetry, nodes: Container[Node | None]) -> Telemetry | None:
+    """What is left of it without the labels of these nodes."""
+    if isinstance(record, Measurements):
+        rows = np.array([node in nodes for node in record.nodes], np.bool_)
+        columns = np.array([name in LABELS for name in record.names], np.bool_)
+        return replace(record, present=record.present & ~(rows[:, None] & columns))
+    about_labels = isinstance(record, Event | Metric) and record.where.node in nodes and record.name in LABELS
+    return None if about_labels else record
 
 
-def _gather(results: Results, record: Metric | LayerStats) -> None:
-    if isinstance(record, Metric):
-        results.metrics.append((record.name, record.value, record.where.step))
-    else:
-        results.matrices.append((record.family, record.matrix, record.where.step))
-        results.tables = {**results.tables, FAMILIES[record.family].rows: record.table}
+def _gather(results_by_node: Mapping[Node, Results], item: Telemetry) -> None:
+    """Add what was measured of these nodes to their results."""
+    if isinstance(item, Measurements):
+        _gather_rows(results_by_node, item)
+    elif isinstance(item, Metric | LayerStats) and (results := results_by_node.get(item.where.node or "")) is not None:
+        if isinstance(item, Metric):
+            results.metrics.append((item.name, item.value, item.where.step))
+        else:
+            results.matrices.append((item.family, item.matrix, item.where.step))
+            results.tables = {**results.tables, FAMILIES[item.family].rows: item.table}
+
+
+def _gather_rows(results_by_node: Mapping[Node, Results], measured: Measurements) -> None:
+    own = [results_by_node.get(node or "") for node in measured.nodes]
+    for row, name, value, step in measured.metrics():
+        results = own[row]
+        if results is not None:
+            results.metrics.append((name, value, step))
+    for part in measured.layers:
+        for row, matrix in zip(part.rows, part.matrices, strict=True):
+            results = own[row]
+            if results is not None:
+                results.matrices.append((part.family, matrix, part.step))
+                results.tables = {**results.tables, FAMILIES[part.family].rows: part.table}

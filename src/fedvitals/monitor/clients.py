@@ -20,7 +20,7 @@ from fedvitals.loop_tape import LoopTape
 from fedvitals.monitor.spine import Spine
 from fedvitals.probes.results import Results
 from fedvitals.protocols import Node, Stack
-from fedvitals.records import AnyName, Span, Transfer, group_name, node_name
+from fedvitals.records import AnyName, Span, Transfer, Where, group_name, node_name
 from fedvitals.resources.capture import OPERATORS, Capture, Captures, Recording
 from fedvitals.resources.memory import resident_bytes
 from fedvitals.resources.turns import turn_over
@@ -310,17 +310,18 @@ class Clients:
             memory["memory.resident"] = resident
         self._tell_growth(opened.scope, resident)
         seconds = time.perf_counter() - opened.began
-        for node, group, results in zip(stack.nodes, stack.groups, results_by_client, strict=True):
-            if node in stack.silent:
-                continue
-            parent = opened.scope.parent if group is None else edge_span(opened.scope.parent, group)
-            scope = replace(opened.scope, node=node, group=group, span=new_span_id(), parent=parent)
+        every = zip(stack.nodes, stack.groups, results_by_client, strict=True)
+        present = [((node, group), results) for node, group, results in every if node not in stack.silent]
+        for (node, _), results in present:
             results.tables = opened.tables
             results.take({"time.client": seconds / len(results_by_client), **memory})
             _tell_loss(results, logged=(node, "loss") in opened.logged)
+        self._emission.results_of_nodes(opened.scope, present)
+        for (node, group), results in present:
+            parent = opened.scope.parent if group is None else edge_span(opened.scope.parent, group)
+            scope = replace(opened.scope, node=node, group=group, span=new_span_id(), parent=parent)
             if node in failed:
                 self._guard.exception(scope, "client.failed", failed[node])
-            self._emission.results(scope, results)
             parts = {"parts": {"compute": seconds - cost, "measure": cost}} if self._profile else {}
             attributes = {"failed": node in failed, "stacked": len(results_by_client), **parts}
             self._joined(self._emission.record.span(scope, CLIENT, opened.at, seconds, attributes), results)
@@ -407,11 +408,10 @@ class Clients:
     ) -> tuple[Node, Node]:
         """Tell of a message between two nodes; their names as they are recorded."""
         sender, receiver = node_name(sender), node_name(receiver)
-        scope = replace(self._scopes.here(), node=receiver if sender == "server" else sender)
+        here = self._scopes.here()
+        place = Where(here.run, here.round, receiver if sender == "server" else sender, None, None, here.group)
         before = size if raw is None else raw
-        self._emission.emit(
-            Transfer(where(scope), time.time(), sender, receiver, int(size), int(before), seconds, kind)
-        )
+        self._emission.emit(Transfer(place, time.time(), sender, receiver, int(size), int(before), seconds, kind))
         return sender, receiver
 
     def _finish(self, opened: OpenClient, *, failed: bool) -> None:

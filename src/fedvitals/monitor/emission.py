@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
+from fedvitals.measurements import Telemetry
 from fedvitals.monitor.run_context import RunContext
 from fedvitals.monitor.scopes import ClientThreads
-from fedvitals.probes.results import Results
-from fedvitals.records import LayerTable, Record
+from fedvitals.probes.results import Key, Results, measurements_of
+from fedvitals.records import LayerTable
 from fedvitals.scope import Scope
-from fedvitals.stats import FAMILIES
 from fedvitals.transport.payload_buffer import PayloadBuffer
 from fedvitals.transport.recorder import ScopeRecorder
 from fedvitals.transport.sink_writer import SinkWriter
@@ -35,18 +36,18 @@ class Emission:
         """The run has been opened: records go to this writer from now on."""
         self.writer = writer
 
-    def emit(self, record: Record, clients: int | None = None) -> None:
-        """Hand over a record; the first one opens the run. `clients`: how many a sum speaks for."""
+    def emit(self, record: Telemetry, clients: int | None = None) -> None:
+        """Hand over a record or measurements; the first opens the run. `clients`: how many a sum speaks for."""
         writer = self.writer or self._open_writer()
         if writer is not None:
             writer.emit(record, clients=clients, stray=self._threads.may_be_client())
 
-    def emit_if_open(self, record: Record) -> None:
+    def emit_if_open(self, record: Telemetry) -> None:
         """Hand over a record, unless that would open the run."""
         if self.writer is not None:
             self.emit(record)
 
-    def admit(self, records: Iterable[Record]) -> None:
+    def admit(self, records: Iterable[Telemetry]) -> None:
         """Hand over records of a worker process with the identity that they have."""
         writer = self.writer or self._open_writer()
         if isinstance(writer, SinkWriter):
@@ -54,21 +55,30 @@ class Emission:
                 writer.admit(record)
 
     def results(self, scope: Scope, results: Results) -> None:
-        """Hand over what was measured in a scope, as records."""
-        record = self.record
-        if results.clients is not None:
-            record = ScopeRecorder(functools.partial(self.emit, clients=results.clients))
-        record.metrics(scope, results.metrics)
-        for family, matrix, step in results.matrices:
-            table = self._context.table_of(results, FAMILIES[family].rows, len(matrix))
-            if table is not None:
-                record.layers(scope, family, matrix, table, step)
-        if results.sketch is not None:
-            from fedvitals.kernels.sketch_hash import VERSION  # noqa: PLC0415 - its package imports torch
+        """Hand over what was measured in a scope."""
+        self.results_of_nodes(scope, [((scope.node, scope.group), results)])
 
-            record.sketch(scope, tuple(results.sketch.tolist()), VERSION)
-        for name, message, data in results.remarks:
-            record.event(scope, "info", name, message, data)
+    def results_of_nodes(self, scope: Scope, rows: Sequence[tuple[Key, Results]]) -> None:
+        """Hand over what was measured of several nodes (each with its group) in a round, in their order."""
+        batches: list[list[tuple[Key, Results]]] = [[]]
+        for key, results in rows:
+            if results.clients is None:
+                batches[-1].append((key, results))
+            else:  # a sum over clients, which the privacy policy looks at by itself
+                batches += [(key, results)], []
+        now, table_of = time.time(), self._context.table_of
+        tables = [measurements_of(scope.run, scope.round, now, batch, table_of) for batch in batches]
+        # From here on nothing fails: all of it is handed over, or nothing was.
+        for batch, measurements in zip(batches, tables, strict=True):
+            clients = batch[0][1].clients if batch else None
+            if clients is not None:
+                for record in measurements.records():
+                    self.emit(record, clients=clients)
+            elif len(measurements):
+                self.emit(measurements)
+        for (node, group), results in rows:
+            for name, message, data in results.remarks:
+                self.record.event(replace(scope, node=node, group=group), "info", name, message, data)
 
     def layer_tables(self, tables: Mapping[str, LayerTable], *, own: bool = True) -> None:
         """Record layer tables the first time they are seen.

@@ -22,13 +22,13 @@ from fedvitals.analysis.live import LiveProfile
 from fedvitals.diagnosis.issues.table import ISSUES
 from fedvitals.diagnosis.live_detectors import LiveDetectors
 from fedvitals.errors import ConfigError
+from fedvitals.measurements import Telemetry
 from fedvitals.monitor.emission import Writer
 from fedvitals.monitor.findings import RunFindings
 from fedvitals.monitor.losses import LostRecords
 from fedvitals.monitor.spine import Spine
 from fedvitals.monitor.taping import RunTape
 from fedvitals.protocols import RecordWriter, Sink, TapeRecorder
-from fedvitals.records import Record
 from fedvitals.resources.capture import Capture
 from fedvitals.resources.machine import MachineSampler
 from fedvitals.store import PostgresStore, SqliteStore, open_reader, open_store, spill_folder, store_target
@@ -156,7 +156,7 @@ class Outputs:
         """Open all of them, behind a queue each."""
         self._store = None if self._target is None else open_store(self._target)
         sinks: list[Sink] = [] if self._store is None else [self._store]
-        live: list[Sink] = [LiveProfile(self._emission.emit)] if self._profile else []
+        live: list[LiveProfile | LiveDetectors] = [LiveProfile(self._emission.emit)] if self._profile else []
         detectors = self._findings.open()
         if detectors is not None:
             live.append(detectors)
@@ -203,11 +203,12 @@ class _SinkSequence(Sink):
 
     name = "detectors"
     ignores = LiveDetectors.ignores
+    takes_measurements = True
 
-    def __init__(self, sinks: Sequence[Sink], failed: Callable[[Exception, str], None]) -> None:
+    def __init__(self, sinks: Sequence[LiveProfile | LiveDetectors], failed: Callable[[Exception, str], None]) -> None:
         self._sinks, self._failed = sinks, failed
 
-    def write(self, records: Sequence[Record], /) -> None:
+    def write(self, records: Sequence[Telemetry], /) -> None:
         for sink in self._sinks:
             try:
                 sink.write(records)

@@ -177,9 +177,13 @@ class Rounds:
         return () if self._context.own_table("parameter", len(rows)) else agreeing_claims(claims, rows)
 
     def _tell_all(self, scope: Scope, measurements: Iterable[tuple[Key, Results]], attempt: Attempt) -> None:
-        for (node, group), results in measurements:
-            own = replace(scope, node=node, group=group)
-            attempt("telling what was measured", partial(self._emission.results, own, results), node)
+        rows = [*measurements]
+        try:
+            self._emission.results_of_nodes(scope, rows)
+        except Exception:  # noqa: BLE001 - because of somebody: each by itself, so that it costs nobody else
+            for (node, group), results in rows:
+                own = replace(scope, node=node, group=group)
+                attempt("telling what was measured", partial(self._emission.results, own, results), node)
 
     def _tell_memory(self, scope: Scope) -> None:
         for name, size in (("memory.peak", peak_bytes()), ("memory.resident", resident_bytes())):

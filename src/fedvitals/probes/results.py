@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fedvitals.stats import Array
+import numpy as np
+import numpy.typing as npt
+
+from fedvitals.measurements import NO_STEP, MeasuredLayers, Measurements
+from fedvitals.stats import FAMILIES, Array
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,3 +36,82 @@ class Results:
     def take(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Add metrics, optionally of one step."""
         self.metrics += [(name, float(value), step) for name, value in metrics.items()]
+
+
+Key = tuple[str | None, str | None]  # a node and its group
+TableOf = Callable[[Results, str, int], str | None]  # results, kind of rows, number of layers → digest of a layer table
+
+
+def measurements_of(
+    run: str, round_index: int | None, at: float, rows: Sequence[tuple[Key, Results]], table_of: TableOf
+) -> Measurements:
+    """Return the results of many nodes, each with its group, as one table. Matrices without a layer table are left out.
+
+    What several rows tell of the same node and group comes to stand in one row.
+    """
+    places: dict[Key, int] = {}
+    for key, _ in rows:
+        places.setdefault(key, len(places))
+    names, values, present, steps = _columns([(places[key], results) for key, results in rows], len(places))
+    sketches = [(places[key], results.sketch) for key, results in rows if results.sketch is not None]
+    nodes, groups = zip(*places, strict=True) if places else ((), ())
+    return Measurements(
+        *(run, round_index, at, nodes, groups, names, values, present, steps),
+        layers=_layers([(places[key], results) for key, results in rows], table_of),
+        sketch_rows=tuple(row for row, _ in sketches),
+        sketches=np.stack([np.asarray(sketch, np.float64) for _, sketch in sketches]) if sketches else None,
+        sketch_version=_sketch_version() if sketches else 1,
+    )
+
+
+def _sketch_version() -> int:
+    from fedvitals.kernels.sketch_hash import VERSION  # noqa: PLC0415 - its package imports torch
+
+    return VERSION
+
+
+def _columns(
+    rows: Sequence[tuple[int, Results]], count: int
+) -> tuple[tuple[str, ...], Array, npt.NDArray[np.bool_], npt.NDArray[np.int64] | None]:
+    """Return names, values, presence and steps; a name that a row has more than once gets further columns."""
+    columns: dict[tuple[str, int], int] = {}  # name, and which of the row's metrics of that name
+    own_columns: dict[tuple[str, ...], list[int]] = {}  # by the names of a row's metrics: most rows have the same
+    metrics: dict[int, list[tuple[str, float, int | None]]] = {}
+    for row, results in rows:
+        metrics[row] = [*metrics[row], *results.metrics] if row in metrics else results.metrics
+    cells: list[tuple[int, list[int], tuple[float, ...], tuple[int | None, ...]]] = []
+    for row, own in metrics.items():
+        if own:
+            names, values, steps = zip(*own, strict=True)
+            if names not in own_columns:
+                seen: Counter[str] = Counter()
+                own_columns[names] = []
+                for name in names:
+                    own_columns[names].append(columns.setdefault((name, seen[name]), len(columns)))
+                    seen[name] += 1
+            cells.append((row, own_columns[names], values, steps))
+    table = np.zeros((count, len(columns)))
+    present = np.zeros(table.shape, np.bool_)
+    stepped: npt.NDArray[np.int64] | None = None
+    for row, places, values, steps in cells:
+        table[row, places], present[row, places] = values, True
+        if any(step is not None for step in steps):
+            stepped = np.full(table.shape, NO_STEP, np.int64) if stepped is None else stepped
+            stepped[row, places] = [NO_STEP if step is None else step for step in steps]
+    return tuple(name for name, _ in columns), table, present, stepped
+
+
+def _layers(rows: Sequence[tuple[int, Results]], table_of: TableOf) -> tuple[MeasuredLayers, ...]:
+    """Return the matrices of one family, layer table and step as one array, in the order of their first."""
+    parts: dict[tuple[str, str, int | None, tuple[int, ...]], tuple[list[int], list[Array]]] = {}
+    for row, results in rows:
+        for family, matrix, step in results.matrices:
+            table = table_of(results, FAMILIES[family].rows, len(matrix))
+            if table is not None and len(matrix):
+                own_rows, matrices = parts.setdefault((family, table, step, matrix.shape), ([], []))
+                own_rows.append(row)
+                matrices.append(matrix)
+    return tuple(
+        MeasuredLayers(family, table, step, tuple(own_rows), np.stack(matrices))
+        for (family, table, step, _), (own_rows, matrices) in parts.items()
+    )

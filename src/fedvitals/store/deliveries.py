@@ -6,7 +6,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
-from fedvitals.records import Record, Run, run_of
+from fedvitals.measurements import Measurements, Telemetry, run_of
+from fedvitals.records import Run
 from fedvitals.store.dialect import Database
 from fedvitals.store.symbols import Symbols
 
@@ -46,17 +47,35 @@ class Intervals:
         self.changed[first[i]] = last[i]
         return True
 
+    def add_range(self, first: int, last: int) -> bool | None:
+        """Add consecutive numbers if all are new. Returns whether they were; None, and adds nothing, if only some."""
+        i = bisect_right(self._first, last) - 1  # the last interval that begins at or before the end
+        if i >= 0 and self._last[i] >= first:
+            return False if self._first[i] <= first and last <= self._last[i] else None
+        self.add(first)
+        if last > first:
+            i = bisect_right(self._first, first) - 1
+            start = self._first[i]
+            self._last[i] = last
+            self.changed[start] = last
+            if i + 1 < len(self._first) and self._first[i + 1] == last + 1:  # the next interval begins right after it
+                self.changed[self._first.pop(i + 1)] = None
+                self._last[i] = self._last.pop(i + 1)
+                self.changed[start] = self._last[i]
+        return True
+
     def pairs(self) -> list[tuple[int, int]]:
         """Return the intervals as pairs of first and last number."""
         return list(zip(self._first, self._last, strict=True))
 
 
-def fresh(records: Sequence[Record], intervals: dict[tuple[str, str], Intervals]) -> list[Record]:
+def fresh(records: Sequence[Telemetry], intervals: dict[tuple[str, str], Intervals]) -> list[Telemetry]:
     """The records that have not been here before; `intervals`, by run and source, then know them too.
 
-    A record without a source has no identity and counts as new. So does a Run, which is written over.
+    A record without a source has no identity and counts as new. So does a Run, which is written over. Measurements of
+    which a part has been here come back as the single records that have not.
     """
-    new: list[Record] = []
+    new: list[Telemetry] = []
     for record in records:
         if not record.source:
             new.append(record)
@@ -65,7 +84,13 @@ def fresh(records: Sequence[Record], intervals: dict[tuple[str, str], Intervals]
         here = intervals.get(key)
         if here is None:
             here = intervals[key] = Intervals()
-        if here.add(record.sequence) or isinstance(record, Run):
+        if isinstance(record, Measurements):
+            added = here.add_range(record.sequence, record.sequence + len(record) - 1) if len(record) else False
+            if added:
+                new.append(record)
+            elif added is None:
+                new += [single for single in record.records() if here.add(single.sequence)]
+        elif here.add(record.sequence) or isinstance(record, Run):
             new.append(record)
     return new
 
@@ -78,7 +103,7 @@ class Delivered:
         self._symbols = symbols
         self._intervals: dict[tuple[str, str], Intervals] = {}
 
-    def fresh(self, records: Sequence[Record]) -> list[Record]:
+    def fresh(self, records: Sequence[Telemetry]) -> list[Telemetry]:
         """Return the records that are not stored yet, and note them as stored."""
         for key in {(run_of(record), record.source) for record in records}:
             if key not in self._intervals:

@@ -11,17 +11,22 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import numpy as np
+
 from fedvitals.errors import RecordError
+from fedvitals.measurements import Measurements, Telemetry, single_records
 from fedvitals.protocols import Node, Sink
-from fedvitals.records import Event, LayerStats, LayerTable, Metric, Record, Run, Truth, is_client, natural
+from fedvitals.records import Event, LayerTable, Metric, Run, Truth, is_client, natural
 from fedvitals.stats import FAMILIES, Array
 from fedvitals.store.deliveries import Intervals, fresh
 from fedvitals.store.packing import (
     Entries,
+    LayerMatrices,
     Numbers,
     Part,
     block_of,
     in_natural_order,
+    layer_matrices,
     over_nodes,
     over_rounds,
     slice_of,
@@ -107,7 +112,7 @@ class _Memory:
     rounds: set[int] = field(default_factory=set)
     nodes: set[Node] = field(default_factory=set)
     metrics: dict[str, dict[int, Newest]] = field(default_factory=dict)
-    replaced: dict[str, int] = field(default_factory=dict)  # how many values of a metric gave way to newer ones
+    replaced: dict[str, int] = field(default_factory=dict)  # how often values of a metric gave way to newer ones
     events: list[Event] = field(default_factory=list)
     blocks: dict[str, list[Block]] = field(default_factory=dict)
     of_round: dict[tuple[str, int], list[Block]] = field(default_factory=dict)  # the same, by family and round
@@ -143,6 +148,8 @@ class MemoryStore(Sink):
     than memory is large. With `everything`, it also keeps each record as it came (for tests).
     """
 
+    takes_measurements = True
+
     def __init__(self, *, everything: bool = False, rounds: int | None = None) -> None:
         self.lock = threading.RLock()
         self.runs: dict[str, Run] = {}
@@ -154,21 +161,24 @@ class MemoryStore(Sink):
         self._symbols: dict[str, int] = {}
         self._texts: list[str] = [""]  # symbols count from 1
 
-    def write(self, records: Sequence[Record], /) -> None:
+    def write(self, records: Sequence[Telemetry], /) -> None:
         """Keep a batch; RecordError, after keeping the others, if some of its records cannot be kept."""
         check(records)
         with self.lock:
-            statistics: dict[tuple[str, str, str, int, int | None], list[LayerStats]] = {}
+            statistics: dict[tuple[str, str, str, int, int | None], list[LayerMatrices]] = {}
             errors: list[Exception] = []
-            for record in fresh(records, self._delivered):
+            for record in fresh(single_records(records) if self._everything else records, self._delivered):
                 try:
                     if isinstance(record, Run):
                         self._write_run(record)
                         continue
-                    self._write_one(self.memory(record.where.run), record)
-                    if isinstance(record, LayerStats):
-                        key = (record.where.run, record.family, record.table, len(record.matrix), record.where.round)
-                        statistics.setdefault(key, []).append(record)
+                    if isinstance(record, Measurements):
+                        self._write_measurements(self.memory(record.run), record)
+                    else:
+                        self._write_one(self.memory(record.where.run), record)
+                    for part in layer_matrices([record]):
+                        key = (part.run, part.family, part.table, part.values.shape[1], part.round)
+                        statistics.setdefault(key, []).append(part)
                 except Exception as error:  # noqa: BLE001 - of this record: the others are kept
                     errors.append(error)
             for same in statistics.values():
@@ -179,17 +189,17 @@ class MemoryStore(Sink):
         if errors:
             raise RecordError(f"{len(errors)} of {len(records)} records cannot be kept: {errors[0]}") from errors[0]
 
-    def _write_blocks(self, same: Sequence[LayerStats]) -> list[Exception]:
+    def _write_blocks(self, same: Sequence[LayerMatrices]) -> list[Exception]:
         """Keep matrices of one family and round as one block, or one by one where that fails; what still failed."""
         first = same[0]
         try:
             # Packed as on disk: live detectors must see the very numbers that they will see in the stored run.
-            block, memory = (first.table, *block_of(same, self._number)), self.memory(first.where.run)
+            block, memory = (first.table, *block_of(same, self._number)), self.memory(first.run)
         except Exception as error:  # noqa: BLE001
             return [error] if len(same) == 1 else [failed for record in same for failed in self._write_blocks([record])]
         memory.blocks.setdefault(first.family, []).append(block)
-        if first.where.round is not None:
-            memory.of_round.setdefault((first.family, first.where.round), []).append(block)
+        if first.round is not None:
+            memory.of_round.setdefault((first.family, first.round), []).append(block)
         return []
 
     @staticmethod
@@ -235,6 +245,29 @@ class MemoryStore(Sink):
             memory.events.append(as_stored(record))
         elif isinstance(record, Metric) and where.round is not None and where.layer is None:
             _keep_value(memory, record, where.round)
+
+    @staticmethod
+    def _write_measurements(memory: _Memory, measured: Measurements) -> None:
+        """Keep the newest value of each metric and node, column by column."""
+        places = measured.places()
+        memory.nodes.update(place.node for place in places if place.node is not None)
+        if measured.round is None:
+            return
+        if places:
+            memory.rounds.add(measured.round)
+        # What is about the whole of one edge or cluster is not about the federation.
+        shown = [node is not None or group is None for node, group in zip(measured.nodes, measured.groups, strict=True)]
+        present = measured.present & np.array(shown, np.bool_)[:, None]
+        for column, name in enumerate(measured.names):
+            rows = np.flatnonzero(present[:, column]).tolist()
+            newest = memory.metrics.setdefault(name, {}).setdefault(measured.round, {}) if rows else {}
+            known = len(newest)
+            for row, value in zip(rows, measured.values[rows, column].tolist(), strict=True):
+                before = newest.get(measured.nodes[row])
+                if before is None or measured.at >= before[0]:
+                    newest[measured.nodes[row]] = (measured.at, value)
+            if len(newest) - known < len(rows):
+                memory.replaced[name] = memory.replaced.get(name, 0) + 1
 
     def _number(self, text: str | None) -> int | None:
         if text is None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedvitals.measurements import Measurements, Telemetry
 from fedvitals.records import LayerStats, Where, natural
 from fedvitals.stats import FAMILIES, Array, derive, pack, unpack
 
@@ -74,22 +75,78 @@ def joined(parts: Sequence[Entries]) -> Entries:
     return Entries(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
-def block_of(records: Sequence[LayerStats], number: Callable[[str | None], int | None]) -> tuple[Entries, Numbers]:
-    """Records of one family and one list of layers as a block."""
-    places = [record.where for record in records]
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerMatrices:
+    """Matrices of one family, layer table and round, [entries, layers, columns]: of one record, or of measurements.
+
+    They have consecutive sequence numbers, from `sequence` on; all are about nodes, or all about the whole federation.
+    """
+
+    run: str
+    family: str
+    table: str
+    round: int | None
+    at: float
+    nodes: Sequence[str | None]
+    groups: Sequence[str | None]
+    step: int | None
+    layer: str | None
+    source: str
+    sequences: Sequence[int]
+    values: Array
+
+    @property
+    def whole(self) -> bool:
+        """Whether they are about the whole federation."""
+        return self.nodes[0] is None
+
+
+def layer_matrices(items: Iterable[Telemetry]) -> Iterator[LayerMatrices]:
+    """The matrices of layer statistics among records and measurements."""
+    for item in items:
+        if isinstance(item, LayerStats):
+            where, values = item.where, np.asarray(item.matrix)[None]
+            yield LayerMatrices(
+                *(where.run, item.family, item.table, where.round, item.at, (where.node,), (where.group,)),
+                *(where.step, where.layer, item.source, (item.sequence,), values),
+            )
+        elif isinstance(item, Measurements):
+            for first, part in item.numbered_layers():
+                nodes = [item.nodes[row] for row in part.rows]
+                for whole in (False, True):
+                    own = [i for i, node in enumerate(nodes) if (node is None) == whole]
+                    if own:
+                        groups = [item.groups[part.rows[i]] for i in own]
+                        yield LayerMatrices(
+                            *(item.run, part.family, part.table, item.round, item.at, [nodes[i] for i in own], groups),
+                            *(part.step, None, item.source, [first + i for i in own]),
+                            part.matrices if len(own) == len(nodes) else part.matrices[own],
+                        )
+
+
+def block_of(parts: Sequence[LayerMatrices], number: Callable[[str | None], int | None]) -> tuple[Entries, Numbers]:
+    """Matrices of one family and one list of layers as a block."""
+    counts = [len(part.nodes) for part in parts]
+
+    def each(values: Sequence[Any], kind: type) -> Any:
+        return np.repeat(np.array(values, kind), counts)
+
+    def symbols(names: Iterable[str | None]) -> Any:
+        return np.array([number(name) or 0 for name in names], np.int32)
+
     entries = Entries(
-        np.array([NONE if where.round is None else where.round for where in places], np.int64),
-        np.array([record.at for record in records], np.float64),
-        np.array([number(where.node) or 0 for where in places], np.int32),
-        np.array([NONE if where.step is None else where.step for where in places], np.int64),
-        np.array([record.sequence for record in records], np.int64),
-        np.array([number(where.layer) or 0 for where in places], np.int32),
-        np.array([number(where.group) or 0 for where in places], np.int32),
-        np.array([number(record.source) or 0 for record in records], np.int32),
+        each([NONE if part.round is None else part.round for part in parts], np.int64),
+        each([part.at for part in parts], np.float64),
+        symbols(node for part in parts for node in part.nodes),
+        each([NONE if part.step is None else part.step for part in parts], np.int64),
+        np.array([sequence for part in parts for sequence in part.sequences], np.int64),
+        each([number(part.layer) or 0 for part in parts], np.int32),
+        symbols(group for part in parts for group in part.groups),
+        each([number(part.source) or 0 for part in parts], np.int32),
     )
-    stacked = np.asarray(np.stack([record.matrix for record in records]), np.float64)
+    stacked = np.asarray(np.concatenate([part.values for part in parts]), np.float64)
     with np.errstate(all="ignore"):  # what overflows float32 becomes infinite, which is what it should say
-        packed = pack(records[0].family, stacked)
+        packed = pack(parts[0].family, stacked)
     return entries, np.ascontiguousarray(packed.transpose(1, 2, 0))
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from fedvitals.errors import ConfigError, MissingExtraError, StoreError
+from fedvitals.measurements import Telemetry, run_of
 from fedvitals.protocols import Sink
-from fedvitals.records import Record, run_of
 from fedvitals.store import ddl
 from fedvitals.store.dialect import Database, Dialect, lock_number
 from fedvitals.store.read.reader import Reader
@@ -211,6 +211,8 @@ class PostgresStore(Sink):
     is tried again on a new one; that it may have arrived after all does no harm, since records have an identity.
     """
 
+    takes_measurements = True
+
     def __init__(self, url: str) -> None:
         self.address = address_of(url)
         self._turn = threading.Lock()
@@ -222,7 +224,7 @@ class PostgresStore(Sink):
     def __repr__(self) -> str:
         return f"PostgresStore({self.address.shown!r})"
 
-    def write(self, records: Sequence[Record], /) -> None:
+    def write(self, records: Sequence[Telemetry], /) -> None:
         """Store a batch in one transaction."""
         if not records:
             return
@@ -235,7 +237,7 @@ class PostgresStore(Sink):
                     raise
                 self._write(records)
 
-    def _write(self, records: Sequence[Record]) -> None:
+    def _write(self, records: Sequence[Telemetry]) -> None:
         check(records)
         writer, database = self._open()
         for run in {run_of(record) for record in records} - self._present:

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from operator import attrgetter
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 
 from fedvitals import plain_json
 from fedvitals.errors import RecordError
+from fedvitals.measurements import NO_STEP, Measurements, Telemetry, sketch_digest
 from fedvitals.records import (
     Action,
     Event,
@@ -21,7 +23,6 @@ from fedvitals.records import (
     Layer,
     LayerTable,
     Metric,
-    Record,
     Run,
     Sketch,
     Snapshot,
@@ -126,6 +127,41 @@ def to_rows(kind: type, number: Callable[[str | None], int | None]) -> Callable[
         return [*zip(*(convert(column) for convert, column in zip(plan, columns_of_records, strict=True)), strict=True)]
 
     return rows
+
+
+def measured_rows(measured: Measurements, number: Callable[[str | None], int | None]) -> Iterator[Row]:
+    """The rows of the table `metric` for measurements; without an object for each."""
+    texts = (measured.nodes, measured.groups, measured.names)
+    nodes, groups, names = ([number(text) for text in column] for column in texts)
+    row, column = (index.tolist() for index in np.nonzero(measured.present))
+    values = measured.values[measured.present]
+    steps: Iterable[int | None] = itertools.repeat(None)
+    if measured.steps is not None:
+        steps = [None if step == NO_STEP else step for step in measured.steps[measured.present].tolist()]
+    return zip(
+        itertools.repeat(number(measured.run)),
+        itertools.repeat(_whole(measured.round)),
+        map(nodes.__getitem__, row),
+        steps,
+        itertools.repeat(None),  # of no single layer
+        map(groups.__getitem__, row),
+        itertools.repeat(_real(measured.at)),
+        map(names.__getitem__, column),
+        _reals(values.tolist()),
+        itertools.repeat(number(measured.source)),
+        range(measured.sequence, measured.sequence + len(row)),
+    )  # fmt: skip
+
+
+def sketch_rows(measured: Measurements, number: Callable[[str | None], int | None]) -> Iterator[Row]:
+    """The rows of the table `sketch` for measurements."""
+    first = measured.sequence + len(measured) - len(measured.sketch_rows)
+    for i, row in enumerate(measured.sketch_rows):
+        assert measured.sketches is not None  # noqa: S101 - there are rows of it
+        values, node, group = measured.sketches[i], number(measured.nodes[row]), number(measured.groups[row])
+        place = (number(measured.run), _whole(measured.round), node, None, None, group, _real(measured.at))
+        identity = (number(measured.source), first + i, measured.sketch_version)
+        yield (*place, _floats(values), sketch_digest(values), *identity)
 
 
 def insert(kind: type) -> str:
@@ -241,5 +277,5 @@ def as_stored(event: Event) -> Event:
 def check(records: Sequence[Any]) -> None:
     """RecordError for a batch with something else in it, before any of it is stored."""
     for thing in records:
-        if not isinstance(thing, Record):
+        if not isinstance(thing, Telemetry):
             raise RecordError(f"A store takes records (see fedvitals.records), got {type(thing).__name__}.")

@@ -18,8 +18,9 @@ from types import MappingProxyType
 from typing import Self
 
 from fedvitals.errors import StoreError, StoreLostError
+from fedvitals.measurements import Telemetry, record_count
 from fedvitals.protocols import Sink
-from fedvitals.records import Event, Metric, Record, Run, Where
+from fedvitals.records import Event, Metric, Run, Where
 from fedvitals.store import ddl
 from fedvitals.store.dialect import SQLITE, Database
 from fedvitals.store.identity import (
@@ -168,6 +169,8 @@ class SqliteStore(Sink):
     file of its own beside it, `path` says which, and the new file is left alone.
     """
 
+    takes_measurements = True
+
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._wanted = self.path
@@ -182,7 +185,7 @@ class SqliteStore(Sink):
         self._stored = 0  # records, in the file that is open
         self._runs: dict[str, Run] = {}  # as last described
 
-    def write(self, records: Sequence[Record], /) -> None:
+    def write(self, records: Sequence[Telemetry], /) -> None:
         """Store a batch. StoreLostError, once, when the file was overwritten, and with it what it held."""
         if not records:
             return
@@ -195,7 +198,7 @@ class SqliteStore(Sink):
                 if self._database is None or self._condition() is Condition.SAME:
                     raise
                 self._open().write(records)  # into the file that takes the place of the one that was exchanged
-            self._stored += len(records)
+            self._stored += sum(map(record_count, records))
             self._runs |= {record.id: record for record in records if isinstance(record, Run)}
             self._remember()
 

@@ -9,11 +9,12 @@ from functools import partial
 from typing import Any
 
 from fedvitals.errors import RecordError
-from fedvitals.records import LayerStats, LayerTable, Record, Run, Truth, run_of
+from fedvitals.measurements import Measurements, Telemetry, places_of, run_of
+from fedvitals.records import LayerStats, LayerTable, Metric, Run, Sketch, Truth, Where
 from fedvitals.store import rows
 from fedvitals.store.deliveries import Delivered
 from fedvitals.store.dialect import Database
-from fedvitals.store.packing import block_of
+from fedvitals.store.packing import LayerMatrices, block_of, layer_matrices
 from fedvitals.store.symbols import Symbols
 from fedvitals.store.upkeep import compaction
 
@@ -51,7 +52,7 @@ class Writer:
         self._pending: dict[Family, compaction.Pending] = {}
         self._arrival: int | None = None
 
-    def write(self, records: Sequence[Record]) -> None:
+    def write(self, records: Sequence[Telemetry]) -> None:
         """Store what is new of the batch, all or nothing."""
         rows.check(records)
         due: set[Family] = set()
@@ -82,20 +83,24 @@ class Writer:
             self._database.rollback()
             raise
 
-    def _ingest(self, records: Sequence[Record], due: set[Family]) -> None:
+    def _ingest(self, records: Sequence[Telemetry], due: set[Family]) -> None:
         new = self._delivered.fresh(records)
         by_kind: dict[type, list[Any]] = {}
         for record in new:
             by_kind.setdefault(type(record), []).append(record)
         runs, statistics = by_kind.pop(Run, []), by_kind.pop(LayerStats, [])
+        measurements: list[Measurements] = by_kind.pop(Measurements, [])
         for run in runs:
             self._write_run(run)
+        for measured in measurements:
+            self._database.many(self._rows[Metric][0], rows.measured_rows(measured, self._symbols.number))
+            self._database.many(self._rows[Sketch][0], rows.sketch_rows(measured, self._symbols.number))
         for kind, same in by_kind.items():
             statement, to_rows = self._rows[kind]
             self._database.many(statement, to_rows(same))
-        due |= self._write_statistics(statistics)
+        due |= self._write_statistics([*layer_matrices([*measurements, *statistics])])
         # Whoever reads the rounds and nodes of a run must not learn from them what is to be found out.
-        self._note_places([record for record in new if not isinstance(record, Run | Truth)])
+        self._note_places((place, r.at) for r in new if not isinstance(r, Run | Truth) for place in places_of(r))
         self._delivered.save({(run_of(record), record.source) for record in new})
         self._symbols.save()
 
@@ -130,14 +135,13 @@ class Writer:
             rows.layer_rows(table, self._symbols.number),
         )
 
-    def _write_statistics(self, records: Sequence[LayerStats]) -> set[Family]:
+    def _write_statistics(self, parts: Sequence[LayerMatrices]) -> set[Family]:
         """Blocks for each family and round; what comes back may have enough old rounds to merge."""
-        groups: dict[tuple[Family, int | None], list[LayerStats]] = {}
-        for record in records:
-            where = record.where
+        groups: dict[tuple[Family, int | None], list[LayerMatrices]] = {}
+        for part in parts:
             # The whole apart from the nodes: its course over all rounds is asked for more than anything else.
-            key = (where.run, record.family, record.table, len(record.matrix), where.node is None)
-            groups.setdefault((key, where.round), []).append(record)
+            key = (part.run, part.family, part.table, part.values.shape[1], part.whole)
+            groups.setdefault((key, part.round), []).append(part)
         due = set()
         for (key, round_), same in groups.items():
             pending = self._pending_of(key)  # before the block is written, or it would be in there twice
@@ -145,14 +149,14 @@ class Writer:
                 due.add(key)
         return due
 
-    def _write_block(self, key: Family, same: list[LayerStats], round_: int | None) -> tuple[int, int | None, int]:
+    def _write_block(self, key: Family, same: list[LayerMatrices], round_: int | None) -> tuple[int, int | None, int]:
         arrival = self._next_arrival()
         entries, numbers = block_of(same, self._symbols.number)
         blob = numbers.astype("<f4", copy=False).tobytes()
         run, family, table, layers, _ = key
         names = [self._symbols.number(name) for name in (run, family, table)]
         first, last = compaction.rounds_of(entries)
-        compaction.insert_block(self._database, (arrival, *names, layers, len(same), first, last), entries)
+        compaction.insert_block(self._database, (arrival, *names, layers, len(entries.at), first, last), entries)
         self._database.execute("INSERT INTO layer_matrix (block, layer, numbers) VALUES (?, -1, ?)", (arrival, blob))
         return arrival, round_, len(blob)
 
@@ -171,12 +175,11 @@ class Writer:
             pending = self._pending[key] = compaction.load_pending(self._database, (*names, key[3], int(key[4])))
         return pending
 
-    def _note_places(self, records: Sequence[Any]) -> None:
+    def _note_places(self, places: Iterable[tuple[Where, float]]) -> None:
         """Keep `run_round` and `run_node`: what rounds and nodes there are must not need a walk over all records."""
         spans: dict[tuple[str, int], tuple[float, float]] = {}
         nodes: set[tuple[str, str | None]] = set()
-        for record in records:
-            where, at = record.where, record.at
+        for where, at in places:
             if where.node is not None:
                 nodes.add((where.run, where.node))
             if where.round is not None:

@@ -4,13 +4,22 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import time
 from collections.abc import Iterable, Sequence
 
 from fedvitals.errors import RecordError
-from fedvitals.records import Event, LayerTable, Record, Run, Where, is_important, stamped
+from fedvitals.measurements import (
+    Measurements,
+    Telemetry,
+    is_important,
+    record_count,
+    single_records,
+    stamped,
+)
+from fedvitals.records import Event, LayerTable, Record, Run, Where
 from fedvitals.transport.privacy import PrivacyPolicy, released
 from fedvitals.transport.wire.payload import LIMITS, encode
 
@@ -29,22 +38,24 @@ class PayloadBuffer:
         self.known = set(known)  # layer tables that need not be sent
         self._policy = policy
         self._lock = threading.RLock()
-        self._records: list[Record] = []
+        self._records: list[Telemetry] = []
+        self._count = 0  # records that these are
         self._run: Run | None = None
         self._sequence = 0
         self._untold = 0
         self.lost = 0
 
-    def emit(self, record: Record, *, clients: int | None = None, stray: bool = False) -> None:  # noqa: ARG002
+    def emit(self, record: Telemetry, *, clients: int | None = None, stray: bool = False) -> None:  # noqa: ARG002
         """Buffer a record, as far as the privacy level allows. Never raises."""
         passed = released(record, self._policy, clients=clients, stray=True)
         with self._lock:
             if isinstance(passed, Run):
                 self._run = passed
-            elif passed is not None and (len(self._records) < ROOM or is_important(passed)):
+            elif passed is not None and (self._count < ROOM or is_important(passed)):
                 self._records.append(passed)
+                self._count += record_count(passed)
             elif passed is not None:
-                self._lose(1)
+                self._lose(record_count(passed))
 
     def flush(self, timeout: float = 0.0, *, own: bool = False) -> bool:  # noqa: ARG002 - as a `SinkWriter`'s
         """Return True: nothing is written from here."""
@@ -59,7 +70,7 @@ class PayloadBuffer:
         `most`: bytes, if less than a payload may ever have.
         """
         with self._lock:
-            records, self._records = self._records, []
+            records, self._records, self._count = self._records, [], 0
             tables = self._new_tables()
             about = [Run(self._run.id, self._run.name, tables=tables)] if self._run is not None and tables else []
             if not (records or about or self._untold):
@@ -71,9 +82,12 @@ class PayloadBuffer:
     def _new_tables(self) -> tuple[LayerTable, ...]:
         return () if self._run is None else tuple(t for t in self._run.tables if t.digest not in self.known)
 
-    def _fitting(self, records: list[Record], most: int | None) -> bytes:
+    def _fitting(self, telemetry: list[Telemetry], most: int | None) -> bytes:
         """As many as one payload may hold: single steps go first, then what is oldest; findings and errors last."""
-        for keep in (_all, _whole_rounds, *[_newer_half] * 20, _important, *[_latest] * 20):
+        with contextlib.suppress(RecordError):
+            return self._encoded(telemetry, most)
+        records = single_records(telemetry)
+        for keep in (_whole_rounds, *[_newer_half] * 20, _important, *[_latest] * 20):
             kept = keep(records)
             self._lose(len(records) - len(kept))
             records = kept
@@ -81,18 +95,19 @@ class PayloadBuffer:
                 return self._encoded(records, most)
         return self._encoded([], None)
 
-    def _encoded(self, records: Sequence[Record], most: int | None) -> bytes:
+    def _encoded(self, records: Sequence[Telemetry], most: int | None) -> bytes:
         """With the loss so far told at the end. Sequences are spent only on what is sent."""
         sent = [*records]
         if self._untold and self._run is not None:
-            rounds = [r.where.round for r in records if not isinstance(r, Run) and r.where.round is not None]
+            rounds = [number for number in map(_round_of, records) if number is not None]
             place = Where(self._run.id, rounds[-1] if rounds else None)
             text = f"{self._untold} records of a worker found no room."
             sent.append(Event(place, time.time(), "warning", LOST, text, {"records": self._untold}))
-        payload = encode([stamped(record, self.source, i) for i, record in enumerate(sent, self._sequence)])
+        numbers = itertools.accumulate(map(record_count, sent), initial=self._sequence)
+        payload = encode([stamped(record, self.source, i) for record, i in zip(sent, numbers, strict=False)])
         if most is not None and len(payload) > most:
             raise RecordError(f"{len(payload)} bytes, where {most} may go.")
-        self._sequence += len(sent)
+        self._sequence += sum(map(record_count, sent))
         self._untold = 0
         return payload
 
@@ -101,8 +116,10 @@ class PayloadBuffer:
         self._untold += count
 
 
-def _all(records: list[Record]) -> list[Record]:
-    return records
+def _round_of(item: Telemetry) -> int | None:
+    if isinstance(item, Measurements):
+        return item.round
+    return None if isinstance(item, Run) else item.where.round
 
 
 def _whole_rounds(records: list[Record]) -> list[Record]:

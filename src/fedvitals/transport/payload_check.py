@@ -11,13 +11,14 @@ from collections.abc import Collection, Mapping, Sequence
 
 from fedvitals.catalog import CATALOG, HOSTS, from_update
 from fedvitals.errors import RecordError
+from fedvitals.measurements import Measurements, Telemetry, is_important, run_of
 from fedvitals.protocols import Node
-from fedvitals.records import LayerStats, LayerTable, Metric, Record, Run, Span, Transfer, is_important, run_of
-from fedvitals.time_parts import CLIENT, of_the_whole
+from fedvitals.records import LayerStats, LayerTable, Metric, Record, Run, Span, Transfer
+from fedvitals.time_parts import CLIENT, ROUND_SECONDS, of_the_whole
 from fedvitals.transport.sender import OF_CLIENTS, Sender
 from fedvitals.transport.sink_writer import SOURCE
 
-OF_WORKERS = (*OF_CLIENTS, Run, Transfer)  # what a worker process of our own may send
+OF_WORKERS = (*OF_CLIENTS, Run, Transfer, Measurements)  # what a worker process of our own may send
 
 # What one layer table may hold: far more than any model has, and little enough that a sum or a product of sizes fits
 # into 64 bits and into a float without rounding.
@@ -48,7 +49,7 @@ BULK_OF_PAYLOAD, IMPORTANT_OF_PAYLOAD = (
 )  # records of a sender; a sink's queue has room for 5 and 20 times that
 
 
-def tables_of_payload(records: Sequence[Record], run: str, known: Mapping[str, LayerTable]) -> dict[str, LayerTable]:
+def tables_of_payload(records: Sequence[Telemetry], run: str, known: Mapping[str, LayerTable]) -> dict[str, LayerTable]:
     """Return the layer tables that a payload brings, by digest.
 
     Raises a RecordError unless all records are of this run, of kinds that a worker may send, and about layers that are
@@ -62,19 +63,42 @@ def tables_of_payload(records: Sequence[Record], run: str, known: Mapping[str, L
             raise RecordError(f"A payload has records of source '{record.source}', which is no worker's.")
         if not isinstance(record, OF_WORKERS):
             raise RecordError(f"A payload has a {type(record).__name__}, which is not a worker's to tell.")
-        if isinstance(record, Span | Metric) and of_the_whole(record):
-            described = f"{type(record).__name__} '{record.name[:80]}'"
-            raise RecordError(f"A payload has the {described} of the whole round, which is not a worker's to tell.")
         if isinstance(record, Run):
             for table in record.tables:
                 check_table(table)
                 tables[table.digest] = table
         elif isinstance(record, LayerStats):
-            described_by = tables.get(record.table) or known.get(record.table)
-            if described_by is None or len(described_by.layers) != len(record.matrix):
-                rows = f"{len(record.matrix)} layers of table '{record.table[:80]}'"
-                raise RecordError(f"A payload has statistics of {rows}, which no run record tells of.")
+            _check_described(record.table, len(record.matrix), tables, known)
+        elif isinstance(record, Measurements):
+            _check_measurements(record, tables, known)
+        elif isinstance(record, Span | Metric):
+            _check_of_client(record)
     return tables
+
+
+def _check_measurements(
+    measured: Measurements, brought: Mapping[str, LayerTable], known: Mapping[str, LayerTable]
+) -> None:
+    for part in measured.layers:
+        _check_described(part.table, part.matrices.shape[1], brought, known)
+    if None in measured.nodes or ROUND_SECONDS in measured.names:
+        for row, name, _, _ in measured.metrics():
+            _check_of_client(Metric(measured.place(row), measured.at, name, 0.0))
+
+
+def _check_of_client(record: Span | Metric) -> None:
+    if of_the_whole(record):
+        described = f"{type(record).__name__} '{record.name[:80]}'"
+        raise RecordError(f"A payload has the {described} of the whole round, which is not a worker's to tell.")
+
+
+def _check_described(
+    table: str, layers: int, brought: Mapping[str, LayerTable], known: Mapping[str, LayerTable]
+) -> None:
+    described_by = brought.get(table) or known.get(table)
+    if described_by is None or len(described_by.layers) != layers:
+        rows = f"{layers} layers of table '{table[:80]}'"
+        raise RecordError(f"A payload has statistics of {rows}, which no run record tells of.")
 
 
 def check_table(table: LayerTable) -> None:
@@ -176,6 +200,6 @@ def is_claim(record: Record) -> bool:
     return from_update(record) and not (isinstance(record, Metric) and record.name in HOSTS)
 
 
-def is_empty(record: Record) -> bool:
+def is_empty(record: Telemetry) -> bool:
     """Whether it is statistics of no layer at all, which say nothing and which no store could give back."""
     return isinstance(record, LayerStats) and not len(record.matrix)

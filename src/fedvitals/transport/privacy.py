@@ -20,8 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from fedvitals.catalog import from_update, level_of
+from fedvitals.catalog import (
+    SKETCH_LEVEL,
+    from_update,
+    is_update_family,
+    is_update_metric,
+    level_of,
+    level_of_metric,
+)
 from fedvitals.errors import ConfigError
+from fedvitals.measurements import Measurements, Telemetry
 from fedvitals.records import Action, Event, Finding, LayerStats, Metric, Record, Run, Sketch, Span, Transfer, Truth
 from fedvitals.stats import (
     COUNT,
@@ -108,14 +116,20 @@ def described_policy(policy: PrivacyPolicy) -> dict[str, Any]:
 
 
 def released(
-    record: Record, policy: PrivacyPolicy, *, clients: int | None = None, stray: bool = False, held: bool = False
-) -> Record | None:
+    record: Telemetry, policy: PrivacyPolicy, *, clients: int | None = None, stray: bool = False, held: bool = False
+) -> Telemetry | None:
     """The record, a copy with less in it, or None: as much of it as may leave.
 
     `clients`: how many a sum speaks for (None: it is no sum). `stray`: it says «server», but a client's code may have
     made it. `held`: whoever takes the record holds the clients' updates themselves. What a server computes from updates
     that it was sent anyway is not telemetry, and keeping it from the store would protect nobody.
     """
+    if isinstance(record, Measurements):
+        return _measurements(record, policy, stray=stray, held=held)
+    return _record(record, policy, clients=clients, stray=stray, held=held)
+
+
+def _record(record: Record, policy: PrivacyPolicy, *, clients: int | None, stray: bool, held: bool) -> Record | None:
     # Findings and actions come of what has passed already, and what a lab did to its clients is not a client's.
     if (policy.level >= WORDS and type(record) in OPEN) or isinstance(record, FREE):
         return record
@@ -130,6 +144,34 @@ def released(
     if clients is not None:
         return _adding(record) if policy.level >= SUMS and clients >= policy.cohort else None
     return None if about_client else record
+
+
+def _measurements(table: Measurements, policy: PrivacyPolicy, *, stray: bool, held: bool) -> Measurements | None:
+    """The values, matrices and sketches that may leave, column by column."""
+    if policy.level >= WORDS:
+        return table
+
+    def may_leave(level: int, *, of_update: bool) -> bool:
+        return policy.level >= level or (held and not policy.hides and of_update)
+
+    free = np.array([not stray and node in SERVER for node in table.nodes], np.bool_)
+    columns = [may_leave(level_of_metric(name), of_update=is_update_metric(name)) for name in table.names]
+    layers = []
+    for part in table.layers:
+        leaves = may_leave(FAMILIES[part.family].level, of_update=is_update_family(part.family))
+        kept = [i for i, row in enumerate(part.rows) if leaves or free[row]]
+        if kept:
+            layers.append(replace(part, rows=tuple(part.rows[i] for i in kept), matrices=part.matrices[kept]))
+    leaves = may_leave(SKETCH_LEVEL, of_update=True)
+    kept = [i for i, row in enumerate(table.sketch_rows) if leaves or free[row]]
+    passed = replace(
+        table,
+        present=table.present & (np.array(columns, np.bool_)[None] | free[:, None]),
+        layers=tuple(layers),
+        sketch_rows=tuple(table.sketch_rows[i] for i in kept),
+        sketches=table.sketches[kept] if kept and table.sketches is not None else None,
+    )
+    return passed if len(passed) else None
 
 
 def _event(record: Event, policy: PrivacyPolicy, *, about_client: bool) -> Event | None:

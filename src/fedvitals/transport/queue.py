@@ -14,14 +14,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fedvitals.errors import FedvitalsError, RecordError, StoreLostError
+from fedvitals.measurements import Measurements, Telemetry, is_important, record_count, single_records
 from fedvitals.protocols import RecordWriter
-from fedvitals.records import LayerStats, Metric, Record, Sketch, Span, Transfer, is_important
+from fedvitals.records import LayerStats, Metric, Record, Sketch, Span, Transfer
 from fedvitals.transport.sink_adapter import as_sink
 from fedvitals.transport.spill import Spill
 
 logger = logging.getLogger("fedvitals.telemetry")
 
-BATCH = 2000  # records in one call of the sink
+BATCH = 2000  # records in one call of the sink, or a little more: measurements stay together
 POLL_SECONDS = 0.25  # a worker woken by each record would fight training for the interpreter's lock, and commit more
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0  # seconds between attempts at a failing sink, doubling
 PATIENCE = 5  # failures in a row after which a flush stops waiting: training must not stand still at each round's end
@@ -29,6 +30,11 @@ CAUSES_REPORTED = 100  # a sink whose messages all differ must not fill the user
 
 # Spares the longer question in `is_important` for nearly all records.
 ALWAYS_BULK = frozenset({Metric, LayerStats, Span, Transfer, Sketch})
+
+
+def _room(count: int) -> int:
+    """Return the room for so many records, in units of a single one: as arrays, twenty take no more than that."""
+    return 1 if count == 1 else -(-count // 20)
 
 
 class Queue:
@@ -69,13 +75,15 @@ class Queue:
         # Re-entrant, since a signal handler or a finaliser may log, and so put, in the midst of a put.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._bulk: deque[Record] = deque()
+        self._bulk: deque[Telemetry] = deque()
         self._important: deque[Record] = deque()
+        self._bulk_room = 0  # that the waiting bulk takes, see `_room`
+        self._bulk_records = 0  # that it stands for
         # How many records of each class have left the waiting line: bulk, important.
         self._heads = [0, 0]
         # The heads before the batch that the worker holds, and the batch: None when it holds none.
         self._held_from: list[int] | None = None
-        self._held: list[Record] = []
+        self._held: list[Telemetry] = []
         self._lost: dict[str, int] = {}
         self._error: BaseException | None = None  # of a loss, to be raised by a strict flush
         self._outage: BaseException | None = None  # what the sink fails with at present
@@ -100,22 +108,19 @@ class Queue:
     def pending(self) -> int:
         """How many records wait for the sink, those in the spill file included."""
         with self._lock:
-            return len(self._bulk) + len(self._important) + self._spilled + len(self._held)
+            return self._ready + sum(map(record_count, self._held))
 
-    def put(self, record: Record) -> None:
-        """Take one record, without waiting or raising."""
+    @property
+    def _ready(self) -> int:
+        return self._bulk_records + len(self._important) + self._spilled
+
+    def put(self, record: Telemetry) -> None:
+        """Take a record or measurements, without waiting or raising."""
         with self._lock:
             if self._refused:
-                self._lose(self._refused)
-            elif type(record) in ALWAYS_BULK or not is_important(record):
-                waiting = self._bulk
-                if len(waiting) >= self._bulk_limit:
-                    waiting.popleft()
-                    self._heads[0] += 1
-                    self._lose("queue full")
-                waiting.append(record)
-                if len(waiting) == BATCH:
-                    self._changed.notify_all()
+                self._lose(self._refused, count=record_count(record))
+            elif isinstance(record, Measurements) or type(record) in ALWAYS_BULK or not is_important(record):
+                self._put_bulk(record)
             else:
                 self._put_important(record)
             if self._thread is None:
@@ -162,6 +167,24 @@ class Queue:
     @property
     def _spilled(self) -> int:
         return self._spill.waiting if self._spill is not None else 0
+
+    def _put_bulk(self, record: Telemetry) -> None:
+        count, waiting = record_count(record), self._bulk_records
+        while self._bulk and self._bulk_room + _room(count) > self._bulk_limit:
+            self._lose("queue full", count=record_count(self._pop_bulk()))
+            self._heads[0] += 1
+        self._bulk.append(record)
+        self._bulk_records += count
+        self._bulk_room += _room(count)
+        if waiting < BATCH <= self._bulk_records:
+            self._changed.notify_all()
+
+    def _pop_bulk(self) -> Telemetry:
+        record = self._bulk.popleft()
+        count = record_count(record)
+        self._bulk_records -= count
+        self._bulk_room -= _room(count)
+        return record
 
     def _put_important(self, record: Record) -> None:
         # While older records wait in the file, newer ones have to queue up behind them.
@@ -250,11 +273,13 @@ class Queue:
             self._held, self._held_from = [], None
             self._important.clear()
             self._bulk.clear()
-            lost = len(left)
+            self._bulk_records = self._bulk_room = 0
+            lost = sum(map(record_count, left))
             if self._spill is not None:
-                for record in filter(is_important, left):
-                    self._spill_over(self._spill, record)
-                    lost -= 1
+                for record in left:
+                    if not isinstance(record, Measurements) and is_important(record):
+                        self._spill_over(self._spill, record)
+                        lost -= 1
                 self._spill.close(keep=self._spilled > 0)
             if lost:
                 self._lose("sink failed", self._outage, lost)
@@ -279,10 +304,10 @@ class Queue:
         """Wait for records and hold the next batch of them; False when there is to be no next."""
         with self._lock:
             while not self._stopping:
-                ready = len(self._bulk) + len(self._important) + self._spilled
+                ready = self._ready
                 if ready == 0 or (ready < BATCH and not self._flushing):
                     self._changed.wait(POLL_SECONDS)
-                    ready = len(self._bulk) + len(self._important) + self._spilled
+                    ready = self._ready
                 if ready and not self._stopping:
                     break
             else:
@@ -292,10 +317,13 @@ class Queue:
             spilled = 0 if self._important else min(self._spilled, BATCH)
             important = [self._important.popleft() for _ in range(min(len(self._important), BATCH))]
             room = BATCH - len(important) - spilled
-            bulk = [self._bulk.popleft() for _ in range(min(len(self._bulk), room))]
+            bulk: list[Telemetry] = []
+            while self._bulk and room > 0:
+                bulk.append(self._pop_bulk())
+                room -= record_count(bulk[-1])
             self._heads[0] += len(bulk)
             self._heads[1] += len(important) + spilled
-            self._held, self._held_from = important + bulk, before
+            self._held, self._held_from = [*important, *bulk], before
             if not spilled or self._spill is None:
                 return True
             self._spill.waiting -= spilled
@@ -311,13 +339,13 @@ class Queue:
         except Exception as problem:  # noqa: BLE001 - whatever the disk says, the rest is to be written
             error = problem
         with self._lock:
-            self._held = records + self._held
+            self._held = [*records, *self._held]
             if len(records) < count:
                 self._lose("spill failed", error, count - len(records))
 
     def _deliver(self) -> None:
         """Write the held batch; retry while the sink fails, and leave out single records that it refuses."""
-        parts = [self._held]
+        parts = [self._held if self._sink.takes_measurements else [*single_records(self._held)]]
         delay = FIRST_DELAY
         while parts:
             part = parts[0]
@@ -326,9 +354,11 @@ class Queue:
                 if self._stopping:
                     return
             try:
-                self._sink.write(part)
+                self._sink.write(part)  # type: ignore[arg-type]  # no measurements, unless it takes them
             except RecordError as error:
-                if len(part) == 1:
+                if isinstance(part[0], Measurements) and len(part) == 1:
+                    parts[:1] = [[*part[0].records()]]  # so that one refused number costs no other
+                elif len(part) == 1:
                     with self._lock:
                         self._lose("bad record", error)
                     parts.pop(0)

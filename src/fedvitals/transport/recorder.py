@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
-from fedvitals.records import Event, LayerStats, Metric, Record, Sketch, Span, Where
+from fedvitals.records import Event, LayerStats, Metric, Record, Span, Where
 from fedvitals.scope import Scope
 from fedvitals.stats import Array
 from fedvitals.transport.timing import new_span_id
@@ -44,17 +41,12 @@ class ScopeRecorder:
         """Emit statistics of layers, [layers, columns]. `table`: the digest of the layer table."""
         self.emit(LayerStats(where(scope, step), time.time(), family, matrix, table))
 
-    def sketch(self, scope: Scope, values: tuple[float, ...], version: int) -> None:
-        """With a digest: the same update gives the same sums to the last bit, so equal digests are equal updates."""
-        digest = hashlib.blake2b(struct.pack(f"{len(values)}d", *values), digest_size=8).hexdigest()
-        self.emit(Sketch(where(scope), time.time(), values, digest, version))
-
     def span(self, scope: Scope, name: str, at: float, seconds: float, attributes: Mapping[str, Any]) -> Span:
         """Emit the Span of a scope. Returns a copy of it, since what is emitted gets an identity."""
         own = scope.span or new_span_id()
-        span = Span(where(scope), at, name, seconds, scope.trace, own, scope.parent, attributes)
-        self.emit(replace(span))
-        return span
+        fields = (where(scope), at, name, seconds, scope.trace, own, scope.parent, attributes)
+        self.emit(Span(*fields))
+        return Span(*fields)
 
     def event(self, scope: Scope, level: str, name: str, message: str, data: Mapping[str, Any] | None = None) -> None:
         """Emit an event."""

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from fedvitals.errors import RecordError
+from fedvitals.measurements import run_of
 from fedvitals.protocols import Node
-from fedvitals.records import Event, LayerStats, Metric, Record, Run, Sketch, Span, node_name, run_of
+from fedvitals.records import Event, LayerStats, Metric, Record, Run, Sketch, Span, node_name
 from fedvitals.transport.payload_buffer import LOST
 from fedvitals.transport.wire.payload import LIMITS
 

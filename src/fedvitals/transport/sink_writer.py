@@ -6,11 +6,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from fedvitals.measurements import Item, Measurements, Telemetry, record_count, stamped
 from fedvitals.protocols import RecordWriter, Sink
-from fedvitals.records import Record, stamped
+from fedvitals.records import LayerStats, Metric, Record, Sketch
 from fedvitals.transport.privacy import PrivacyPolicy, released
 from fedvitals.transport.queue import Queue
 from fedvitals.transport.sink_adapter import as_sink
@@ -38,12 +40,12 @@ class SinkWriter:
         whole = [as_sink(sink) for sink in sinks]
         self._sequence = itertools.count()
         # What a sink makes itself need not come back to it, least of all while it closes and takes nothing more.
-        self._ignored: list[tuple[type, ...]] = [sink.ignores for sink in whole]
+        self._ignored: list[tuple[type, ...]] = [_with_measurements(sink.ignores) for sink in whole]
         self._queues = [
             Queue(sink, spill=spill if first else None, strict=strict) for sink, first in _with_first(whole)
         ]
 
-    def emit(self, record: Record, *, clients: int | None = None, stray: bool = False) -> None:
+    def emit(self, record: Telemetry, *, clients: int | None = None, stray: bool = False) -> None:
         """Number and queue a record, as far as the privacy policy allows. Never waits, never raises.
 
         This process writes the store, so it is where the updates come together (`held`).
@@ -53,9 +55,12 @@ class SinkWriter:
             return
         self._put(self.stamped(passed))
 
-    def stamped(self, record: Record) -> Record:
-        """Return the record with an identity of this writer."""
-        return stamped(record, self._source, next(self._sequence))
+    def stamped(self, item: Item) -> Item:
+        """Return the item with an identity of this writer, with as many sequence numbers as it stands for records."""
+        count = record_count(item)
+        # Drawn in one call into C: neither another thread nor a signal handler that logs can come in between.
+        (last,) = deque(itertools.islice(self._sequence, count), maxlen=1)
+        return stamped(item, self._source, last - count + 1)
 
     def store(self, record: Record) -> None:
         """Queue a record for the first sink alone, the store: the others have ended."""
@@ -63,13 +68,13 @@ class SinkWriter:
         if passed is not None and self._queues:
             self._queues[0].put(self.stamped(passed))
 
-    def admit(self, record: Record) -> None:
+    def admit(self, record: Telemetry) -> None:
         """Queue a record of another process with the identity that it has, as far as the privacy policy allows."""
         passed = released(record, self._policy, held=True)
         if passed is not None:
             self._put(passed)
 
-    def _put(self, record: Record) -> None:
+    def _put(self, record: Telemetry) -> None:
         for queue, ignored in zip(self._queues, self._ignored, strict=True):
             if not isinstance(record, ignored):
                 queue.put(record)
@@ -108,3 +113,8 @@ class SinkWriter:
 def _with_first(sinks: Sequence[Sink]) -> list[tuple[Sink, bool]]:
     """Only the first sink, the store, spills: what it could not take comes back into it from its own folder."""
     return [(sink, index == 0) for index, sink in enumerate(sinks)]
+
+
+def _with_measurements(ignored: tuple[type, ...]) -> tuple[type, ...]:
+    """Add measurements to the ignored kinds where all that they stand for is ignored."""
+    return (*ignored, Measurements) if {Metric, LayerStats, Sketch} <= {*ignored} else ignored

@@ -16,22 +16,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from fedvitals.errors import RecordError
+from fedvitals.measurements import run_of
 from fedvitals.plain_json import as_builtin
 from fedvitals.protocols import RecordWriter
-from fedvitals.records import (
-    Action,
-    Event,
-    Finding,
-    Layer,
-    LayerTable,
-    Record,
-    Run,
-    Snapshot,
-    Suspect,
-    Truth,
-    Where,
-    run_of,
-)
+from fedvitals.records import Action, Event, Finding, Layer, LayerTable, Record, Run, Snapshot, Suspect, Truth, Where
 
 try:
     import fcntl
@@ -46,7 +34,7 @@ KINDS: dict[str, type[Run | Event | Finding | Action | Snapshot | Truth]] = {
 
 
 def to_json(record: Record) -> str:
-    """The record on one line; only for the kinds that are important (see `records.is_important`)."""
+    """The record on one line; only for the kinds that are important (see `measurements.is_important`)."""
     kind = type(record).__name__
     if kind not in KINDS:
         raise RecordError(f"Only {', '.join(KINDS)} can be spilled to a file, got {kind}.")

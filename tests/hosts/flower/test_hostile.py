@@ -15,7 +15,8 @@ from flwr.serverapp.strategy import FedAvg
 from fedvitals.hosts import flower
 from fedvitals.hosts.flower import replies
 from fedvitals.hosts.flower.server_rounds import ServerRounds
-from fedvitals.records import Event, Finding, Layer, LayerStats, LayerTable, Metric, Run, Where, stamped
+from fedvitals.measurements import stamped
+from fedvitals.records import Event, Finding, Layer, LayerStats, LayerTable, Metric, Run, Where
 from fedvitals.stats import COUNT, NANS, SUM_MAGNITUDES, SUM_SQUARES, empty_sums
 from fedvitals.transport.payload_check import NAMES_OF_SENDER
 from fedvitals.transport.wire.payload import decode, encode

@@ -18,6 +18,7 @@ from fedvitals.hosts.flower.lab.engine import FlowerEngine
 from fedvitals.hosts.flower.lab.observer import read_watcher, write_watcher
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.engines.tasks import Task
+from fedvitals.measurements import single_records
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.monitor.workers import WorkerObserver
 from fedvitals.protocols import NullObserver
@@ -280,7 +281,7 @@ def test_telemetry_of_others_is_refused_and_the_round_goes_on():
 
 def test_telemetry_that_moves_a_client_to_another_group_is_refused():
     def move(node, reply):
-        sent = decode(reply.content[messages.KEY]["payload"])
+        sent = single_records(decode(reply.content[messages.KEY]["payload"]))
         moved = [r if isinstance(r, Run) else dataclasses.replace(r, where=in_group(r.where, "c0")) for r in sent]
         return answered(reply, payload=encode(moved)) if node == 900 else reply
 

@@ -13,6 +13,7 @@ import fedvitals as fv
 from fedvitals.catalog import level_of
 from fedvitals.errors import ConfigError
 from fedvitals.hosts.flower.reply_envelope import KEY, LARGEST_PAYLOAD, REPLY_SHARE, SMALLEST_BUDGET, telemetry_budget
+from fedvitals.measurements import single_records
 from fedvitals.records import Event, Finding, LayerStats, Metric, Run, Sketch, Span
 from fedvitals.transport.wire.payload import decode
 from support.flower.federation import LAYERS, RUNS, client_app, federate, is_round, model, node_of, training, watched
@@ -29,7 +30,7 @@ def letters(app, strategy=None, monitor=None, **more):
         if is_round(request, 1) and reply.has_content():
             ours = reply.content[KEY]
             rest = sum(record.count_bytes() for key, record in reply.content.items() if key != KEY)
-            sent.append((decode(ours["payload"]), ours.count_bytes(), rest))
+            sent.append((single_records(decode(ours["payload"])), ours.count_bytes(), rest))
         return reply
 
     federate(strategy or FedAvg(), app, monitor, rounds=1, fate=fate, run_id=next(RUNS), **more)

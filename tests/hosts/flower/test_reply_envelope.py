@@ -14,6 +14,7 @@ import fedvitals as fv
 from fedvitals.errors import RecordError
 from fedvitals.hosts.flower import reply_envelope
 from fedvitals.hosts.flower.reply_envelope import EMPTY_PAYLOAD, FIELDS, KEY, LARGEST_PAYLOAD, VERSION
+from fedvitals.measurements import stamped
 from fedvitals.records import (
     Action,
     Event,
@@ -27,7 +28,6 @@ from fedvitals.records import (
     Suspect,
     Transfer,
     Where,
-    stamped,
 )
 from fedvitals.stats import empty_sums
 from fedvitals.store import open_reader

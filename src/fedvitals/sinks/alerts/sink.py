@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedvitals.errors import ConfigError
+from fedvitals.measurements import run_of
 from fedvitals.protocols import Sink
 from fedvitals.records import (
     Action,
@@ -31,7 +32,6 @@ from fedvitals.records import (
     Span,
     Transfer,
     Truth,
-    run_of,
 )
 from fedvitals.sinks.alerts.channels import Channel, Command, DeliveryError, File
 from fedvitals.sinks.alerts.config import check_channels, load, rules_of

@@ -6,13 +6,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from fedvitals.errors import RecordError
+from fedvitals.measurements import NO_STEP, MeasuredLayers, Measurements, Telemetry, record_count
 from fedvitals.records import (
     Action,
     Event,
@@ -33,7 +34,6 @@ from fedvitals.records import (
 from fedvitals.stats import FAMILIES, STATISTICS, Array, unpack
 from fedvitals.transport.wire import fields
 from fedvitals.transport.wire.fields import ANY_SUMS, HOLDS_SUMS, Entry, Head, Limits, Place, check_plain, check_size
-from fedvitals.transport.wire.vocabulary import WORDS
 
 _DATA = msgspec.msgpack.Decoder(dict[str, Any])
 
@@ -41,17 +41,18 @@ _DATA = msgspec.msgpack.Decoder(dict[str, Any])
 class PayloadReader:
     """From a checked head and the bytes behind it to records."""
 
-    def __init__(self, head: Head, matrices: memoryview, limits: Limits) -> None:
+    def __init__(self, head: Head, matrices: memoryview, limits: Limits, words: Sequence[str]) -> None:
         self._entries, self._limits = head.entries, limits
-        self.words = (*WORDS, *head.words)
+        self.words = (*words, *head.words)
         self._places = [self._where(place) for place in head.places]
-        self._sums, self._others = self._cut(matrices)
+        self._sums, self._others, self._arrays = self._cut(matrices)
         self._sum_row = self._other = 0
         self._data_bytes = 0
 
-    def read(self) -> list[Record]:
-        """Return all records, in order."""
-        records: list[Record] = []
+    def read(self) -> list[Telemetry]:
+        """Return everything, in order."""
+        records: list[Telemetry] = []
+        count = 0
         at: float | None = None
         source: str | None = None
         sequence: int | None = None
@@ -63,16 +64,19 @@ class PayloadReader:
                 raise RecordError("The first entry of a payload lacks its time, source or sequence.")
             place = self._places[entry.place]
             if type(entry) is fields.Metrics:
-                check_size("records", len(records) + len(entry.names), self._limits.records)
+                count += len(entry.names)
+                check_size("records", count, self._limits.records)
                 places = self._moved(entry) if entry.moves else itertools.repeat(place, len(entry.names))
                 records += _metrics(entry, self.words, places, at, source, sequence)
                 sequence += len(entry.names)
             else:
-                check_size("records", len(records) + 1, self._limits.records)
                 records.append(_READ[type(entry)](self, entry, (place, at), (source, sequence)))
-                sequence += 1
+                sequence += record_count(records[-1])
+                count += record_count(records[-1])
+                check_size("records", count, self._limits.records)
             if sequence > 2**63:
                 raise RecordError(f"A sequence of {sequence} in a payload: no source counts that far.")
+        self.end()
         return records
 
     def _moved(self, entry: fields.Metrics) -> list[Where]:
@@ -106,6 +110,22 @@ class PayloadReader:
         self._other += rows * columns
         return self._others[self._other - rows * columns : self._other].reshape(rows, columns)
 
+    def array(self, kind: str, count: int) -> Any:
+        """Return the next numbers of the arrays behind the matrices."""
+        size = count * np.dtype(kind).itemsize
+        if size > len(self._arrays):
+            raise RecordError(f"Arrays of a payload are cut off: {len(self._arrays)} of {size} bytes are left.")
+        part, self._arrays = self._arrays[:size], self._arrays[size:]
+        return np.frombuffer(part, kind)
+
+    def check_cells(self, cells: int) -> None:
+        check_size("cells in a table of measurements", cells, self._limits.cells)
+
+    def end(self) -> None:
+        """Raise unless everything behind the head was announced by it."""
+        if len(self._arrays):
+            raise RecordError(f"A payload has {len(self._arrays)} bytes more than are announced.")
+
     def _where(self, place: Place) -> Where:
         maybe = self.maybe
         where = Where(
@@ -115,27 +135,35 @@ class PayloadReader:
             raise RecordError("A record in a payload belongs to no run.")
         return where
 
-    def _cut(self, matrices: memoryview) -> tuple[Array, Array]:
-        """The nine sums of all layers, and all other numbers; their bytes must be as many as the entries say."""
-        sums = others = 0
+    def _announced(self) -> Iterator[tuple[str, int]]:
+        """The matrices that the entries tell of: family, and rows."""
         for entry in self._entries:
             if type(entry) is fields.Layers:
-                family = self.words[entry.family]
-                if family not in FAMILIES:
-                    raise RecordError(f"Unknown family '{family[:80]}' in a payload. Known: {', '.join(FAMILIES)}.")
-                if HOLDS_SUMS[family]:
-                    sums += entry.rows
-                else:
-                    others += entry.rows * len(FAMILIES[family].columns)
-        if not len(matrices) and not sums and not others:
-            return _NO_SUMS, _NOTHING
+                yield self.words[entry.family], entry.rows
+            elif type(entry) is fields.MeasurementsEntry:
+                for part in entry.layers:
+                    yield self.words[part.family], part.layers * len(part.rows)
+
+    def _cut(self, matrices: memoryview) -> tuple[Array, Array, memoryview]:
+        """The nine sums of all layers, all other numbers, and what lies behind; as many bytes as the entries say."""
+        sums = others = 0
+        for family, rows in self._announced():
+            if family not in FAMILIES:
+                raise RecordError(f"Unknown family '{family[:80]}' in a payload. Known: {', '.join(FAMILIES)}.")
+            if HOLDS_SUMS[family]:
+                sums += rows
+            else:
+                others += rows * len(FAMILIES[family].columns)
+        if not sums and not others:
+            return _NO_SUMS, _NOTHING, matrices
         width = len(STATISTICS)
-        if 4 * (sums * width + others) != len(matrices):
-            raise RecordError(f"Matrices of {4 * (sums * width + others)} bytes announced, got {len(matrices)}.")
-        numbers = np.frombuffer(matrices, "<f4")
+        size = 4 * (sums * width + others)
+        if size > len(matrices):
+            raise RecordError(f"Matrices of {size} bytes announced, got {len(matrices)}.")
+        numbers = np.frombuffer(matrices[:size], "<f4")
         with np.errstate(all="ignore"):
             unpacked = unpack(ANY_SUMS, numbers[: sums * width].reshape(sums, width))
-            return unpacked, numbers[sums * width :].astype(np.float64)
+            return unpacked, numbers[sums * width :].astype(np.float64), matrices[size:]
 
 
 _NO_SUMS, _NOTHING = np.zeros((0, len(STATISTICS))), np.zeros(0)
@@ -184,6 +212,43 @@ def _layer_stats(r: PayloadReader, e: fields.Layers, at: _At, identity: _Identit
     return record
 
 
+def _measurements(r: PayloadReader, e: fields.MeasurementsEntry, at: _At, identity: _Identity) -> Telemetry:
+    rows, columns = len(e.nodes), len(e.names)
+    r.check_cells(rows * columns)
+    if len(e.groups) != rows:
+        raise RecordError(f"Measurements of {rows} nodes in a payload name {len(e.groups)} groups.")
+    bits = np.unpackbits(r.array("u1", -(-rows * columns // 8)), count=rows * columns)
+    present = bits.astype(np.bool_).reshape(rows, columns)
+    if np.count_nonzero(present) != e.values:
+        raise RecordError(f"Measurements in a payload announce {e.values} values, and mark another number of them.")
+    values, steps = np.zeros((rows, columns)), None
+    values[present] = r.array("<f8", e.values)
+    if e.steps is not None:
+        steps, own = np.full((rows, columns), NO_STEP, np.int64), np.full(e.values, NO_STEP, np.int64)
+        places = r.array("<u4", e.steps)
+        own[places] = r.array("<i8", e.steps)
+        steps[present] = own
+    r.check_cells(len(e.sketch_rows) * e.sketch_numbers)
+    sketches = r.array("<f8", len(e.sketch_rows) * e.sketch_numbers).reshape(len(e.sketch_rows), e.sketch_numbers)
+    layers = tuple(_measured_layers(r, part, rows) for part in e.layers)
+    if max(e.sketch_rows, default=0) >= max(rows, 1) or at[0].node is not None:
+        raise RecordError("Measurements in a payload are of a node that it does not name.")
+    return Measurements(
+        *(at[0].run, at[0].round, at[1], tuple(map(r.maybe, e.nodes)), tuple(map(r.maybe, e.groups))),
+        *(tuple(map(r.word, e.names)), values, present, steps, layers),
+        *(tuple(e.sketch_rows), sketches if e.sketch_rows else None, e.sketch_version, *identity),
+    )
+
+
+def _measured_layers(r: PayloadReader, part: fields.MeasuredLayersEntry, rows: int) -> MeasuredLayers:
+    if max(part.rows, default=0) >= max(rows, 1):
+        raise RecordError("Statistics of layers in a payload are of a node that it does not name.")
+    family = r.word(part.family)
+    matrices = r.matrix(family, part.layers * len(part.rows))
+    shape = (len(part.rows), part.layers, len(FAMILIES[family].columns))
+    return MeasuredLayers(family, r.word(part.table), part.step, tuple(part.rows), matrices.reshape(shape))
+
+
 def _finding(r: PayloadReader, e: fields.Findings, at: _At, identity: _Identity) -> Record:
     suspects = tuple(Suspect(r.word(node), score, reason) for node, score, reason in e.suspects)
     issue, severity = r.word(e.issue), r.word(e.severity)
@@ -200,7 +265,7 @@ def _run_record(r: PayloadReader, e: fields.Runs, at: _At, identity: _Identity) 
     return Run(at[0].run, *about, e.started, e.finished, versions, tables, *identity)
 
 
-_READ: dict[type[Entry], Callable[[PayloadReader, Any, _At, _Identity], Record]] = {
+_READ: dict[type[Entry], Callable[[PayloadReader, Any, _At, _Identity], Telemetry]] = {
     fields.Layers: _layer_stats,
     fields.Spans: lambda r, e, at, identity: Span(
         *at,
@@ -227,4 +292,5 @@ _READ: dict[type[Entry], Callable[[PayloadReader, Any, _At, _Identity], Record]]
     ),
     fields.Snapshots: lambda r, e, at, identity: Snapshot(*at, r.word(e.kind), r.word(e.digest), e.bytes, *identity),
     fields.Runs: _run_record,
+    fields.MeasurementsEntry: _measurements,
 }

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fedvitals.errors import RecordError
+from fedvitals.measurements import NO_STEP, Measurements, Telemetry
 from fedvitals.records import (
     Action,
     Event,
     Finding,
     LayerStats,
     Metric,
-    Record,
     Run,
     Sketch,
     Snapshot,
@@ -43,13 +43,14 @@ class PayloadWriter:
         self._place_of: dict[Where, int] = {}
         self._sums: list[Array] = []
         self._others: list[Array] = []
+        self._arrays: list[bytes] = []
         self._same: dict[int, int] = {}
         self._kept: list[Where] = []  # so that no other object gets the identity of one
         self._at: float | None = None
         self._source: str | None = None
         self._next = -1
 
-    def add(self, records: Iterable[Record]) -> None:
+    def add(self, records: Iterable[Telemetry]) -> None:
         """One after the other. Most are metrics that differ from the last in name and value only: these are fast."""
         known = self._numbers.get
         names: list[int] = []  # of the entry of metrics that may still grow
@@ -84,7 +85,7 @@ class PayloadWriter:
             self.entries[-1] = (*self.entries[-1], names, moves, struct.pack(f"<{len(values)}d", *values))
             self._next += len(names) - 1
 
-    def _add_other(self, record: Record) -> None:
+    def _add_other(self, record: Telemetry) -> None:
         known = _WRITE.get(type(record))
         if known is None:
             # A Truth is told by the process that writes the store, never by a worker.
@@ -92,6 +93,9 @@ class PayloadWriter:
         tag, rest = known
         if isinstance(record, Run):
             header = self._header(record, Where(record.id), self._at)
+        elif isinstance(record, Measurements):
+            header = self._header(record, Where(record.run, record.round), record.at)
+            self._next += len(record) - 1
         else:
             header = self._header(record, record.where, record.at)
         self.entries.append((tag, *header, *rest(self, record)))
@@ -104,7 +108,7 @@ class PayloadWriter:
                 parts.append(_little(pack(ANY_SUMS, np.concatenate(self._sums))))
             if self._others:
                 parts.append(_little(np.concatenate(self._others)))
-        return parts
+        return parts + self._arrays
 
     def word(self, value: str) -> int:
         number = self._numbers.get(value)
@@ -127,7 +131,10 @@ class PayloadWriter:
         else:
             self._others.append(matrix.reshape(-1))
 
-    def _header(self, record: Record, where: Where, at: float | None) -> tuple[Any, ...]:
+    def array(self, values: npt.NDArray[Any], kind: str) -> None:
+        self._arrays.append(values.astype(kind, copy=False).tobytes())
+
+    def _header(self, record: Telemetry, where: Where, at: float | None) -> tuple[Any, ...]:
         place = self._placed(where)
         source = sequence = None
         if record.source != self._source:
@@ -165,6 +172,27 @@ def _layers(w: PayloadWriter, r: LayerStats) -> tuple[Any, ...]:
     return w.word(r.family), w.word(r.table), len(r.matrix)
 
 
+def _measurements(w: PayloadWriter, m: Measurements) -> tuple[Any, ...]:
+    w.array(np.packbits(m.present), "u1")
+    w.array(m.values[m.present], "<f8")
+    steps = np.zeros(0, np.int64) if m.steps is None else m.steps[m.present]
+    stepped = np.flatnonzero(steps != NO_STEP)
+    w.array(stepped, "<u4")
+    w.array(steps[stepped], "<i8")
+    sketches = np.zeros((0, 0)) if m.sketches is None else m.sketches
+    w.array(sketches, "<f8")
+    layers = []
+    for part in m.layers:
+        count, rows, columns = part.matrices.shape
+        w.matrix(part.family, part.matrices.reshape(count * rows, columns))
+        layers.append((w.word(part.family), w.word(part.table), part.step, part.rows, rows))
+    return (
+        *([w.maybe(name) for name in texts] for texts in (m.nodes, m.groups)),
+        *([w.word(name) for name in m.names], m.metric_count, None if m.steps is None else len(stepped), layers),
+        *(m.sketch_rows, sketches.shape[1], m.sketch_version),
+    )
+
+
 def _run(w: PayloadWriter, r: Run) -> tuple[Any, ...]:
     layers = [(w.word(t.rows), [(w.word(x.name), x.shape, w.word(x.dtype)) for x in t.layers]) for t in r.tables]
     about = (text(r.name), w.word(r.host), None if r.topology is None else text(r.topology), w.data(r.config))
@@ -172,7 +200,7 @@ def _run(w: PayloadWriter, r: Run) -> tuple[Any, ...]:
 
 
 _Fields = Callable[[PayloadWriter, Any], tuple[Any, ...]]
-_WRITE: dict[type[Record], tuple[int, _Fields]] = {
+_WRITE: dict[type[Telemetry], tuple[int, _Fields]] = {
     LayerStats: (1, _layers),
     Span: (
         2,
@@ -200,4 +228,5 @@ _WRITE: dict[type[Record], tuple[int, _Fields]] = {
     ),
     Snapshot: (8, lambda w, r: (w.word(r.kind), w.word(r.digest), r.bytes)),
     Run: (9, _run),
+    Measurements: (10, _measurements),
 }

@@ -159,7 +159,37 @@ class Runs(Struct, array_like=True, forbid_unknown_fields=True, tag=9):
     tables: list[tuple[Word, list[tuple[Word, list[Natural], Word]]]]
 
 
-Entry = Metrics | Layers | Spans | Transfers | Events | Sketches | Findings | Actions | Snapshots | Runs
+class MeasuredLayersEntry(Struct, array_like=True, forbid_unknown_fields=True):
+    family: Word
+    table: Word
+    step: Whole | None
+    rows: list[Word]  # places among the entry's nodes
+    layers: Natural
+
+
+class MeasurementsEntry(Struct, array_like=True, forbid_unknown_fields=True, tag=10):
+    """Its arrays lie behind the matrices, in the order of the entries: which values there are, as bits; the values;
+    of those with a step, the places among the values and the steps; the sketches.
+    """
+
+    place: Word  # of the round
+    at: float | None
+    source: Word | None
+    sequence: Natural | None
+    nodes: list[Word | None]
+    groups: list[Word | None]
+    names: list[Word]
+    values: Natural  # how many
+    steps: Natural | None  # of how many of them the step is told; None: no array of steps at all
+    layers: list[MeasuredLayersEntry]
+    sketch_rows: list[Word]
+    sketch_numbers: Natural  # of each
+    sketch_version: Natural
+
+
+Entry = (
+    Metrics | Layers | Spans | Transfers | Events | Sketches | Findings | Actions | Snapshots | Runs | MeasurementsEntry
+)
 
 
 class Head(Struct, array_like=True, forbid_unknown_fields=True):
@@ -176,6 +206,7 @@ class Limits:
     head: int = 512 << 10  # bytes of everything but the matrices
     data: int = 256 << 10  # bytes of all free-form data together
     records: int = 100_000
+    cells: int = 1_000_000  # nodes × names of measurements, present or not
 
 
 def check_size(what: str, size: int, limit: int) -> None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records as bytes, for the way from a client or a worker process to whoever writes the store.
 
-    payload = b"fv" · version · how the head is written · its size · head · matrices
+    payload = b"fv" · version · how the head is written · its size · checksum · head · matrices · arrays
 
-The head is MessagePack (`wire_fields`), deflated where it is long; the matrices are float32 as `stats.pack` makes them.
+The head is MessagePack (`fields`), deflated where it is long; the matrices are float32 as `stats.pack` makes them; the
+arrays are those of measurements. The checksum is the CRC-32 of all that follows it; version 1 has none, and no arrays.
 What is read comes from another machine: every number, size, shape and name is checked, nothing is executed, and what
 does not hold is a RecordError. Matrices come back within 1e-6, everything else as it was.
 """
@@ -17,21 +18,24 @@ from collections.abc import Sequence
 import msgspec
 
 from fedvitals.errors import RecordError
-from fedvitals.records import Record
+from fedvitals.measurements import Measurements, Telemetry, record_count
 from fedvitals.transport.wire.decode import PayloadReader
 from fedvitals.transport.wire.encode import PayloadWriter
 from fedvitals.transport.wire.fields import Head, Limits, check_size
+from fedvitals.transport.wire.vocabulary import WORDS, WORDS_SINCE_2
 
-MAGIC, VERSION = b"fv", 1
+MAGIC, VERSION = b"fv", 2
 _START = struct.Struct("<2sBBI")
+_CHECKSUM = struct.Struct("<I")
+_WITHOUT_CHECKSUM = 1  # a version that is still read
 _PLAIN, _DEFLATED = 0, 1
-_SHORT = 1000  # bytes of a head that are not worth the time to deflate
+_SHORT = 800  # bytes of a head that are not worth the time to deflate
 _HEADS = msgspec.msgpack.Decoder(Head)
 LIMITS = Limits()
 
 
-def encode(records: Sequence[Record], limits: Limits = LIMITS) -> bytes:
-    """The records as one payload, in their order. Raises RecordError when it would be too large for `decode`."""
+def encode(records: Sequence[Telemetry], limits: Limits = LIMITS) -> bytes:
+    """Return records and measurements as one payload. RecordError when it would be too large for `decode`."""
     writer = PayloadWriter()
     try:
         writer.add(records)
@@ -42,31 +46,37 @@ def encode(records: Sequence[Record], limits: Limits = LIMITS) -> bytes:
     check_size("bytes without its matrices", len(head), limits.head)
     written = _PLAIN if len(head) <= _SHORT else _DEFLATED
     head = head if written == _PLAIN else zlib.compress(head)
-    payload = b"".join((_START.pack(MAGIC, VERSION, written, len(head)), head, *matrices))
+    body = b"".join((head, *matrices))
+    payload = b"".join((_START.pack(MAGIC, VERSION, written, len(head)), _CHECKSUM.pack(zlib.crc32(body)), body))
     check_size("bytes", len(payload), limits.bytes)
     check_size("bytes of free-form data", writer.data_bytes, limits.data)
-    check_size("records", len(records), limits.records)
+    check_size("records", sum(map(record_count, records)), limits.records)
+    tables = (record.present.size for record in records if isinstance(record, Measurements))
+    check_size("cells in a table of measurements", max(tables, default=0), limits.cells)
     return payload
 
 
-def decode(payload: bytes, limits: Limits = LIMITS) -> list[Record]:
-    """The records of a payload. Whatever the bytes are: records, or a RecordError, in bounded time and memory."""
+def decode(payload: bytes, limits: Limits = LIMITS) -> list[Telemetry]:
+    """Return what a payload holds. RecordError for anything else; either in bounded time and memory."""
     if not isinstance(payload, bytes | bytearray | memoryview):
         raise RecordError(f"A payload is bytes, got {type(payload).__name__}.")
     check_size("bytes", len(payload), limits.bytes)
     if len(payload) < _START.size or payload[:2] != MAGIC:
         raise RecordError(f"Not a payload of fedvitals: {len(payload)} bytes that begin with {bytes(payload[:8])!r}.")
     _, version, written, size = _START.unpack_from(payload)
-    if version != VERSION:
+    if version not in (VERSION, _WITHOUT_CHECKSUM):
         newer = "a newer fedvitals; update this side" if version > VERSION else "no released fedvitals"
         raise RecordError(f"The payload has version {version} of the wire format, written by {newer}.")
     check_size("bytes without its matrices", size, limits.head)
     view = memoryview(payload)[_START.size :]
+    words = WORDS if version == _WITHOUT_CHECKSUM else WORDS_SINCE_2
+    if version != _WITHOUT_CHECKSUM:
+        view = _verified(view)
     if size > len(view):
         raise RecordError(f"The payload is cut off: {len(view)} bytes are left of a head of {size}.")
     try:
         head = view[:size] if written == _PLAIN else _inflated(view[:size], written, limits.head)
-        return PayloadReader(_HEADS.decode(head), view[size:], limits).read()
+        return PayloadReader(_HEADS.decode(head), view[size:], limits, words).read()
     except RecordError:
         raise
     # Of MessagePack and its checks; of words, places, texts and numbers that are not what they should be.
@@ -81,6 +91,13 @@ def decode(payload: bytes, limits: Limits = LIMITS) -> list[Record]:
     ) as error:
         reason = f"{type(error).__name__}: {error}"[:200]
         raise RecordError(f"A payload of {len(payload)} bytes cannot be read ({reason}).") from error
+
+
+def _verified(view: memoryview) -> memoryview:
+    """Return what the checksum at the beginning is about; RecordError if it is not what was written."""
+    if len(view) < _CHECKSUM.size or zlib.crc32(view[_CHECKSUM.size :]) != _CHECKSUM.unpack_from(view)[0]:
+        raise RecordError(f"A payload is damaged: the checksum of its {len(view)} bytes is not the one it came with.")
+    return view[_CHECKSUM.size :]
 
 
 def _inflated(head: memoryview, written: int, limit: int) -> bytes:

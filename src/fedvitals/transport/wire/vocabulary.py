@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words that version 1 of the wire format sends as numbers: those that nearly every payload holds.
+"""The words that the wire format sends as numbers: those that nearly every payload holds.
 
 Part of the format: a word keeps its place for ever, or a payload of yesterday would be read wrong. Nothing has to be
 added when the catalogue grows: what does not stand here travels as text.
@@ -25,4 +25,12 @@ WORDS: tuple[str, ...] = (
     "memory.resident", "memory.peak", "traffic.sent", "traffic.received", "monitor.cost", "monitor.lost",
 )  # fmt: skip
 
-NUMBER_OF: dict[str, int] = {word: number for number, word in enumerate(WORDS)}
+WORDS_SINCE_2: tuple[str, ...] = (
+    *WORDS,
+    "fit.confused_label", "fit.confused_guess", "fit.confident_wrong", "throughput.samples", "memory.growth",
+    "memory.model", "memory.buffers", "memory.gradients", "memory.optimizer", "memory.activations", "memory.telemetry",
+    "memory.tensors", "memory.batch", "memory.limit", "update.peers", "time.critical",
+)  # fmt: skip
+"""Those of version 2; version 1 has `WORDS`."""
+
+NUMBER_OF: dict[str, int] = {word: number for number, word in enumerate(WORDS_SINCE_2)}

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import random
 import struct
+import zlib
 from collections.abc import Iterator, Sequence
+
+_CHECKSUM_AT, _BODY = 8, 12  # where these begin in a payload
 
 
 def fuzzed_payloads(payloads: Sequence[bytes], count: int, seed: int = 20260101) -> Iterator[bytes]:
@@ -21,12 +24,13 @@ def _damaged(chance: random.Random, payload: bytes, other: bytes) -> bytes:
     if kind == 0:
         return chance.randbytes(chance.randrange(200))
     if kind == 1:
-        return payload[:8] + chance.randbytes(chance.randrange(300))
+        body = chance.randbytes(chance.randrange(300))
+        return payload[:_CHECKSUM_AT] + struct.pack("<I", zlib.crc32(body)) + body
     new = bytearray(payload)
     a, b = sorted(chance.randrange(len(new) + 1) for _ in range(2))
     if kind == 2:
         for _ in range(chance.randrange(1, 9)):
-            new[chance.randrange(8, len(new))] ^= 1 << chance.randrange(8)
+            new[chance.randrange(_BODY, len(new))] ^= 1 << chance.randrange(8)
     elif kind == 3:
         del new[a : min(b, a + 40)]
     elif kind == 4:
@@ -40,4 +44,6 @@ def _damaged(chance: random.Random, payload: bytes, other: bytes) -> bytes:
     if kind in (3, 4) and chance.random() < 0.7:  # with a head whose size is right again
         size = struct.unpack_from("<I", payload, 4)[0] + len(new) - len(payload)
         new[4:8] = struct.pack("<I", max(0, size))
+    if chance.random() < 0.9:  # as one writes it who means harm
+        new[_CHECKSUM_AT:_BODY] = struct.pack("<I", zlib.crc32(new[_BODY:]))
     return bytes(new)

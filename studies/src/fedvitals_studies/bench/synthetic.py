@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from fedvitals.measurements import stamped
 from fedvitals.protocols import Sink
 from fedvitals.records import (
     Event,
@@ -33,7 +34,6 @@ from fedvitals.records import (
     Suspect,
     Transfer,
     Where,
-    stamped,
 )
 from fedvitals.stats import EXPONENTS, LOWEST_EXPONENT, Array, empty_sums
 from fedvitals.time_parts import CLIENT, JOURNEY, ROUND, SERVER

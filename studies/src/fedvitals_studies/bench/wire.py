@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import time
 from collections.abc import Callable
@@ -14,15 +15,16 @@ import torch
 from torch.nn import functional
 
 from fedvitals.errors import RecordError
+from fedvitals.measurements import Telemetry, record_count, stamped
 from fedvitals.monitor.monitor import Monitor
-from fedvitals.records import Record, Run, stamped
+from fedvitals.records import Run
 from fedvitals.testing import examples_of_records
 from fedvitals.transport.wire.payload import decode, encode
 from fedvitals_studies.bench.fuzzed_payloads import fuzzed_payloads
 from fedvitals_studies.bench.workloads import WORKLOADS, step
 
 
-def client_round(*, first: bool = False, probes: str = "standard") -> list[Record]:
+def client_round(*, first: bool = False, probes: str = "standard") -> list[Telemetry]:
     """The records of one client-round of the paper's CNN, 20 steps, as a worker sends them.
 
     Layer tables are named by their digest. `first`: of round 0, in which a client tells its label histogram, too.
@@ -41,8 +43,9 @@ def client_round(*, first: bool = False, probes: str = "standard") -> list[Recor
                     for i in range(20):
                         step(model, optimizer, x[16 * (i % 10) :][:16], y[16 * (i % 10) :][:16])
                 payload = worker.payload()
-    here = [record for record in decode(payload) if not isinstance(record, Run)]
-    return [stamped(record, "worker-12345-0a1b2c3d", 1000 + i) for i, record in enumerate(here)]
+    here = [item for item in decode(payload) if not isinstance(item, Run)]
+    numbers = itertools.accumulate(map(record_count, here), initial=1000)
+    return [stamped(item, "worker-12345-0a1b2c3d", number) for item, number in zip(here, numbers, strict=False)]
 
 
 def sound_payloads() -> list[bytes]:

@@ -23,8 +23,8 @@ from fedvitals.lab.engines.engine import FLOWER, Engine
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.engines.tasks import Task, Update
 from fedvitals.lab.experiment import Experiment, read
+from fedvitals.measurements import places_of
 from fedvitals.protocols import Observer
-from fedvitals.records import Run
 from fedvitals.transport.wire.payload import decode
 
 NODE_WAIT_SECONDS = 120.0  # seconds until the nodes are there
@@ -159,7 +159,7 @@ class FlowerEngine:
         groups: dict[str | None, str | None] = {node: task.group for task in tasks for node in task.nodes}
         groups[None] = None
         try:
-            places = [r.where for r in decode(payload) if not isinstance(r, Run)] if payload else []
+            places = [place for item in decode(payload) for place in places_of(item)] if payload else []
         except RecordError:
             return True  # the observer that absorbs it reports the error
         strange = next((place.node for place in places if place.node not in groups), None)

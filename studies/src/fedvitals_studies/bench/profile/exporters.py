@@ -14,8 +14,9 @@ from torch import Tensor
 
 from fedvitals.catalog import CATALOG
 from fedvitals.hosts.otlp.receiver import Receiver
+from fedvitals.measurements import stamped
 from fedvitals.monitor.monitor import Monitor
-from fedvitals.records import Metric, Record, Run, Span, Where, stamped
+from fedvitals.records import Metric, Record, Run, Span, Where
 from fedvitals.sinks.otel.sink import OpenTelemetry
 from fedvitals.sinks.prometheus.sink import Prometheus
 from fedvitals.time_parts import ROUND

@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedvitals.records import Metric, Where, stamped
+from fedvitals.measurements import stamped
+from fedvitals.records import Metric, Where
 from fedvitals.store.schema import VERSION
 from fedvitals.store.sqlite import SqliteStore
 from fedvitals_studies.bench import synthetic

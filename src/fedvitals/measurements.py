@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measurements: what many clients measured in a round as arrays, the form in which numbers travel inside fedvitals."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from fedvitals.records import (
+    Action,
+    Event,
+    Finding,
+    LayerStats,
+    Metric,
+    Record,
+    Run,
+    Sketch,
+    Snapshot,
+    Truth,
+    Where,
+)
+from fedvitals.stats import Array
+
+NO_STEP = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MeasuredLayers:
+    """Matrices of one family, [rows, layers, columns]; `rows` are indices into the nodes of their `Measurements`."""
+
+    family: str
+    table: str  # digest of the LayerTable
+    step: int | None
+    rows: tuple[int, ...]
+    matrices: Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Measurements:
+    """What one or many nodes measured in a round, as arrays: the form in which numbers travel inside fedvitals.
+
+    It stands for the records that `records()` makes of it, numbered from `sequence` on: the metrics node by node, then
+    the matrices, then the sketches. `values` is [nodes, names], valid where `present`: NaN is a value, absent is not.
+    A name may stand in several columns, for several steps. `steps` has the shape of `values`; None: no value has one.
+    """
+
+    run: str
+    round: int | None
+    at: float
+    nodes: tuple[str | None, ...]
+    groups: tuple[str | None, ...]
+    names: tuple[str, ...]
+    values: Array
+    present: npt.NDArray[np.bool_]
+    steps: npt.NDArray[np.int64] | None = None
+    layers: tuple[MeasuredLayers, ...] = ()
+    sketch_rows: tuple[int, ...] = ()
+    sketches: Array | None = None  # [sketch_rows, numbers]
+    sketch_version: int = 1
+    source: str = ""
+    sequence: int = 0
+
+    @property
+    def metric_count(self) -> int:
+        """How many metrics these are."""
+        return int(np.count_nonzero(self.present))
+
+    def __len__(self) -> int:
+        """How many records these are."""
+        return self.metric_count + sum(len(part.rows) for part in self.layers) + len(self.sketch_rows)
+
+    def place(self, row: int, step: int | None = None) -> Where:
+        """Return the coordinates of a node."""
+        return Where(self.run, self.round, self.nodes[row], step, None, self.groups[row])
+
+    def places(self) -> list[Where]:
+        """Return the coordinates of the nodes that something was measured of."""
+        rows = {*np.flatnonzero(self.present.any(axis=1)).tolist(), *self.sketch_rows}
+        rows.update(row for part in self.layers for row in part.rows)
+        return [self.place(row) for row in sorted(rows)]
+
+    def metrics(self) -> Iterator[tuple[int, str, float, int | None]]:
+        """Every metric: row of its node, name, value, step; node by node."""
+        values, steps, names = self.values.tolist(), None if self.steps is None else self.steps.tolist(), self.names
+        for row, column in zip(*(index.tolist() for index in np.nonzero(self.present)), strict=True):
+            step = NO_STEP if steps is None else steps[row][column]
+            yield row, names[column], values[row][column], None if step == NO_STEP else step
+
+    def numbered_layers(self) -> Iterator[tuple[int, MeasuredLayers]]:
+        """The matrices of each family with the sequence number of their first."""
+        sequence = self.sequence + self.metric_count
+        for part in self.layers:
+            yield sequence, part
+            sequence += len(part.rows)
+
+    def numbered_sketches(self) -> Iterator[Sketch]:
+        """The sketches, as records."""
+        sequence = self.sequence + len(self) - len(self.sketch_rows)
+        for i, row in enumerate(self.sketch_rows):
+            assert self.sketches is not None  # noqa: S101 - there are rows of it
+            values = tuple(self.sketches[i].tolist())
+            digest, version = sketch_digest(self.sketches[i]), self.sketch_version
+            yield Sketch(self.place(row), self.at, values, digest, version, self.source, sequence + i)
+
+    def records(self) -> Iterator[Record]:
+        """The same as single records, for whoever wants these."""
+        wholes = [self.place(row) for row in range(len(self.nodes))]
+        for sequence, (row, name, value, step) in enumerate(self.metrics(), self.sequence):
+            where = wholes[row] if step is None else self.place(row, step)
+            yield Metric(where, self.at, name, value, self.source, sequence)
+        for sequence, part in self.numbered_layers():
+            for i, row in enumerate(part.rows):
+                where = wholes[row] if part.step is None else self.place(row, part.step)
+                identity = (self.source, sequence + i)
+                yield LayerStats(where, self.at, part.family, part.matrices[i], part.table, *identity)
+        yield from self.numbered_sketches()
+
+
+def sketch_digest(values: Array) -> str:
+    """Return the digest of a sketch: the same update gives the same sums to the last bit, so equal digests are equal
+    updates.
+    """
+    return hashlib.blake2b(np.ascontiguousarray(values, "<f8").tobytes(), digest_size=8).hexdigest()
+
+
+Telemetry = Record | Measurements
+"""Whatever travels from a monitor to its sinks. Sinks that do not say that they take measurements get records."""
+
+
+def single_records(telemetry: Iterable[Telemetry]) -> list[Record]:
+    """All as single records, in order."""
+    records: list[Record] = []
+    for item in telemetry:
+        if isinstance(item, Measurements):
+            records += item.records()
+        else:
+            records.append(item)
+    return records
+
+
+def record_count(item: Telemetry) -> int:
+    """For how many records it stands."""
+    return len(item) if isinstance(item, Measurements) else 1
+
+
+Item = TypeVar("Item", bound=Telemetry)
+
+
+def stamped(item: Item, source: str, sequence: int) -> Item:
+    """Return the item with its identity, given once by the writer to something that nobody else has seen yet.
+
+    Set in place, against the letter of «immutable»: a copy of each record would double what emitting costs.
+    """
+    object.__setattr__(item, "source", source)
+    object.__setattr__(item, "sequence", sequence)
+    return item
+
+
+def run_of(item: Telemetry) -> str:
+    """Return the id of the run that a record or measurements belong to."""
+    if isinstance(item, Measurements):
+        return item.run
+    return item.id if isinstance(item, Run) else item.where.run
+
+
+def is_important(record: Telemetry) -> bool:
+    """Whether a full queue must keep it: findings, actions, snapshots, truths, runs, and events from «warning» up."""
+    if isinstance(record, Event):
+        return record.level in ("warning", "error", "critical")
+    return isinstance(record, Run | Finding | Action | Snapshot | Truth)
+
+
+def places_of(item: Telemetry) -> list[Where]:
+    """Return the coordinates of everything that it tells of; steps apart. None of a Run."""
+    if isinstance(item, Measurements):
+        return item.places()
+    return [] if isinstance(item, Run) else [item.where]

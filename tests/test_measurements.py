@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measurements stand for single records: every way through fedvitals gives the same for both."""
+
+import dataclasses
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedvitals.errors import RecordError
+from fedvitals.measurements import (
+    NO_STEP,
+    Measurements,
+    places_of,
+    record_count,
+    single_records,
+    stamped,
+)
+from fedvitals.probes.results import Results, measurements_of
+from fedvitals.records import Layer, LayerStats, LayerTable, Metric, Run, Sketch
+from fedvitals.stats import STATISTICS
+from fedvitals.store import MemoryStore, SqliteStore, open_reader
+from fedvitals.store.deliveries import Intervals
+from fedvitals.testing import MemorySink
+from fedvitals.transport.privacy import PrivacyPolicy, released
+from fedvitals.transport.queue import Queue
+from fedvitals.transport.sink_writer import SinkWriter
+from fedvitals.transport.wire.payload import LIMITS, Limits, decode, encode
+
+TABLE = LayerTable("parameter", (Layer("a", (2, 2), "float32"), Layer("b", (3,), "float32")))
+RUN = Run("r", "r", tables=(TABLE,), source="s", sequence=0)
+
+
+def same(left, right):
+    """Records that are equal, NaN included; matrices to the float32 of wire and store."""
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        assert type(a) is type(b)
+        for field in dataclasses.fields(a):
+            x, y = getattr(a, field.name), getattr(b, field.name)
+            if field.name in ("matrix", "values", "value"):
+                np.testing.assert_allclose(x, y, rtol=1e-6, equal_nan=True)
+            else:
+                assert x == y, field.name
+
+
+def sums(rng):
+    """The nine sums of two layers of five values each."""
+    values = rng.normal(size=(2, 5))
+    rows = [values.sum(1), (values**2).sum(1), np.abs(values).sum(1), values.min(1), values.max(1)]
+    made = np.stack([np.full(2, 5.0), *rows, *np.zeros((3, 2))], axis=1)
+    assert made.shape[1] == len(STATISTICS)
+    return made
+
+
+def results(rng, *, sketch=True, step=None, absent=False):
+    made = Results(tables={"parameter": TABLE.digest})
+    made.take({"loss": rng.normal(), "gradient.norm": math.nan if absent else rng.random()})
+    made.take({"gradient.norm_max": rng.random()}, step=int(rng.integers(0, 9)) if step is None else step)
+    if not absent:
+        made.take({"samples": 32.0, "update.norm": 1.0, "user.mine": -1.5})
+    made.matrices.append(("gradient", sums(rng), None))
+    made.matrices.append(("gradient", sums(rng), 3))
+    if sketch:
+        made.sketch = rng.normal(size=256)
+    return made
+
+
+def measured(clients=4, seed=0, *, round_index=2, nodes=None):
+    rng = np.random.default_rng(seed)
+    names = nodes or [f"c{i}" for i in range(clients)]
+    rows = [((node, None if i % 2 else "edge-0"), results(rng, absent=i == 1)) for i, node in enumerate(names)]
+    table = measurements_of("r", round_index, 5.0, rows, lambda *_: TABLE.digest)
+    return stamped(table, "s", 10)
+
+
+def test_it_stands_for_the_records_that_the_results_tell():
+    table = measured()
+    records = single_records([table])
+    assert len(table) == len(records) == record_count(table)
+    assert [r.sequence for r in records] == [*range(10, 10 + len(records))]
+    kinds = [type(r) for r in records]
+    assert kinds == sorted(kinds, key=[Metric, LayerStats, Sketch].index)
+    rng = np.random.default_rng(0)
+    again = [results(rng, absent=i == 1) for i in range(4)]
+    told = [(m.where.node, m.name, m.where.step) for m in records if isinstance(m, Metric)]
+    assert told == [(f"c{i}", name, step) for i, own in enumerate(again) for name, _, step in own.metrics]
+    values = [m.value for m in records if isinstance(m, Metric)]
+    np.testing.assert_array_equal(values, [value for own in again for _, value, _ in own.metrics])
+    assert [r.where.group for r in records if isinstance(r, Sketch)] == ["edge-0", None] * 2
+
+
+def test_absent_and_nan_are_two_things():
+    table = measured()
+    column = table.names.index("gradient.norm")
+    assert table.present[1, column]
+    assert math.isnan(table.values[1, column])
+    assert not table.present[1, table.names.index("samples")]
+    names = [m.name for m in table.records() if isinstance(m, Metric) and m.where.node == "c1"]
+    assert names == ["loss", "gradient.norm", "gradient.norm_max"]
+
+
+def test_a_name_with_several_steps_gets_several_columns():
+    own = Results()
+    own.metrics += [("weight.difference", float(step), step) for step in range(3)]
+    own.metrics += [("weight.difference", 7.0, None)]
+    table = measurements_of("r", 0, 1.0, [(("c0", None), own)], lambda *_: None)
+    assert table.names == ("weight.difference",) * 4
+    assert table.steps.tolist() == [[0, 1, 2, NO_STEP]]
+    assert [(m.value, m.where.step) for m in table.records()] == [(0.0, 0), (1.0, 1), (2.0, 2), (7.0, None)]
+
+
+def test_what_several_results_tell_of_one_node_stands_in_one_row():
+    first, second = Results(), Results()
+    first.take({"loss": 1.0})
+    second.take({"traffic.sent": 9.0, "loss": 2.0})
+    rows = [(("c0", None), first), (("c1", None), first), (("c0", None), second)]
+    table = measurements_of("r", 0, 1.0, rows, lambda *_: None)
+    assert table.nodes == ("c0", "c1")
+    assert [(m.where.node, m.name, m.value) for m in table.records()] == [
+        ("c0", "loss", 1.0),
+        ("c0", "traffic.sent", 9.0),
+        ("c0", "loss", 2.0),
+        ("c1", "loss", 1.0),
+    ]
+
+
+def test_matrices_without_a_layer_table_are_left_out():
+    table = measurements_of(
+        "r", 0, 1.0, [(("c0", None), results(np.random.default_rng(0), sketch=False))], lambda *_: None
+    )
+    assert not table.layers
+    assert len(table) == 6
+
+
+# -- on the wire ------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 1000), st.integers(1, 6))
+def test_it_comes_through_the_wire_as_it_was(seed, clients):
+    table = measured(clients, seed)
+    (read,) = decode(encode([table]))
+    assert isinstance(read, Measurements)
+    same(single_records([read]), single_records([table]))
+
+
+def test_records_around_it_keep_their_numbers():
+    table = measured()
+    after = Metric(table.place(0), 6.0, "loss", 1.0, "s", 10 + len(table))
+    payload = encode([RUN, table, after])
+    run, read, last = decode(payload)
+    assert (run.id, read.sequence, last.sequence) == ("r", 10, 10 + len(table))
+
+
+def test_a_changed_byte_is_recognised():
+    payload = bytearray(encode([measured()]))
+    payload[-1] ^= 1
+    with pytest.raises(RecordError, match="damaged"):
+        decode(bytes(payload))
+
+
+def test_a_table_with_more_cells_than_may_be_is_refused_on_both_sides():
+    few = Limits(cells=20)
+    payload = encode([measured()])
+    with pytest.raises(RecordError, match="cells"):
+        encode([measured()], few)
+    with pytest.raises(RecordError, match="cells"):
+        decode(payload, few)
+    with pytest.raises(RecordError, match="records"):
+        decode(payload, dataclasses.replace(LIMITS, records=5))
+
+
+def with_rows(table, rows):
+    part = table.layers[0]
+    return dataclasses.replace(table, layers=(dataclasses.replace(part, rows=rows),))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda table: with_rows(table, (0, 1, 2, 9)), "does not name"),
+        (lambda table: dataclasses.replace(table, sketch_rows=(0, 1, 2, 9)), "does not name"),
+        (lambda table: dataclasses.replace(table, groups=(None,)), "groups"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(change, words):
+    with pytest.raises(RecordError, match=words):
+        decode(encode([change(measured())]))
+
+
+def test_payloads_of_the_version_before_are_still_read():
+    payload = (Path(__file__).parent / "golden" / "payload_v1.bin").read_bytes()
+    assert payload[:3] == b"fv\x01"
+    records = decode(payload)
+    kinds = {type(record).__name__ for record in records}
+    assert kinds == {
+        "Run",
+        "Metric",
+        "LayerStats",
+        "Span",
+        "Transfer",
+        "Event",
+        "Sketch",
+        "Finding",
+        "Action",
+        "Snapshot",
+    }
+    assert sum(isinstance(r, Metric) and r.where.node == "c17" for r in records) > 20
+
+
+# -- the privacy gate, the queue, the stores --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", range(5))
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("stray", [False, True])
+@pytest.mark.parametrize("hides", [False, True])
+def test_the_gate_lets_through_what_it_lets_through_of_single_records(level, held, stray, hides):
+    policy = PrivacyPolicy(level, hides=hides)
+    table = measured(nodes=["server", "c1", None, "edge-1"])
+    table = dataclasses.replace(table, names=("loss", "time.client", *table.names[2:]))
+    single = [released(record, policy, stray=stray, held=held) for record in table.records()]
+    passed = released(table, policy, stray=stray, held=held)
+    left = [] if passed is None else single_records([passed])
+
+    def identity(record):
+        kind = getattr(record, "name", "") or getattr(record, "family", "")
+        return type(record).__name__, record.where, kind
+
+    assert [identity(r) for r in left] == [identity(r) for r in single if r is not None]
+
+
+def test_sinks_get_records_unless_they_take_measurements():
+    sink, store = MemorySink(), MemoryStore(everything=True)
+    writer = SinkWriter([store, sink], policy=PrivacyPolicy(), spill=None, strict=True)
+    writer.emit(dataclasses.replace(RUN, source="", sequence=0))
+    writer.emit(measured())
+    writer.emit(Metric(measured().place(0), 6.0, "loss", 1.0))
+    writer.close()
+    numbers = [record.sequence for record in sink.records]
+    assert numbers == [*range(len(measured()) + 2)]
+    same([r for r in sink.records if isinstance(r, Metric)], [*store.records("r", Metric)])
+
+
+def test_a_full_queue_counts_the_records_that_it_loses():
+    class Stuck(MemorySink):
+        def write(self, records, /):
+            raise OSError("full")
+
+    queue = Queue(Stuck(), bulk=4)
+    table = measured()
+    for _ in range(5):
+        queue.put(table)
+    lost = sum(queue.lost.values())
+    queue.close(timeout=0.1)
+    assert lost % len(table) == 0
+    assert sum(queue.lost.values()) == 5 * len(table)
+
+
+def test_a_refused_number_costs_no_other():
+    class Picky(MemorySink):
+        takes_measurements = True
+
+        def write(self, records, /):
+            records = [*records]
+            if any(isinstance(r, Measurements) or getattr(r, "name", "") == "samples" for r in records):
+                raise RecordError("not samples")
+            super().write(records)
+
+    sink = Picky()
+    queue = Queue(sink)
+    queue.put(measured())
+    queue.close()
+    refused = sum(r.name == "samples" for r in measured().records() if isinstance(r, Metric))
+    assert refused == 3
+    assert (len(sink.records), dict(queue.lost)) == (len(measured()) - refused, {"bad record": refused})
+
+
+def histories(tmp_path, batches):
+    memory, store = MemoryStore(), SqliteStore(tmp_path / "runs.db")
+    for batch in batches:
+        memory.write(batch)
+        store.write(batch)
+    store.close()
+    return memory.history("r"), tmp_path / "runs.db"
+
+
+def told(history):
+    names = ("loss", "gradient.norm", "gradient.norm_max", "samples", "update.norm", "user.mine")
+    return repr(
+        (
+            history.rounds(),
+            history.nodes(),
+            history.layers("gradient"),
+            [history.latest(name, number) for name in names for number in range(4)],
+            [history.series(name, node) for name in names for node in (*history.nodes(), None)],
+            [history.matrix("gradient", statistic, "a") for statistic in ("mean", "l2")],
+            [history.across("gradient", ["mean", "absmax"], number) for number in range(4)],
+        )
+    )
+
+
+def numbered(tables):
+    sequences = itertools.accumulate(map(len, tables), initial=1)
+    return [stamped(table, "s", first) for table, first in zip(tables, sequences, strict=False)]
+
+
+def test_stores_say_the_same_of_measurements_and_of_their_records(tmp_path):
+    nodes = ["c10", "c2", None, "edge-0", "server"]
+    tables = numbered([measured(seed=i, round_index=i % 3, nodes=nodes if i % 2 else None) for i in range(5)])
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    whole, file = histories(tmp_path / "a", [[RUN, *tables[:2]], tables[2:]])
+    single, other = histories(tmp_path / "b", [[RUN, *single_records(tables[:2])], single_records(tables[2:])])
+    assert told(whole) == told(single)
+    with open_reader(file) as reader, open_reader(other) as twin:
+        assert told(reader.history("r")) == told(twin.history("r")) == told(whole)
+        for table in ("metric", "sketch", "run_round", "run_node", "delivered"):
+            columns = ", ".join(
+                row[1] for row in reader.database.rows(f"PRAGMA table_info({table})") if row[1] != "arrival"
+            )
+            columns = columns.replace("group", '"group"').replace("values", '"values"')
+            select = f"SELECT {columns} FROM {table}"
+            assert readable(reader, table, select) == readable(twin, table, select)
+
+
+def readable(reader, table, select):
+    """Rows with names instead of symbols: their numbers depend on the order in which names came."""
+    names = dict(reader.database.rows("SELECT id, text FROM symbol"))
+    head = [column.strip().strip('"') for column in select.split("SELECT ")[1].split(" FROM")[0].split(",")]
+    symbols = {"run", "node", "group", "name", "source"}
+    rows = [
+        tuple(names.get(value, value) if column in symbols else value for column, value in zip(head, row, strict=True))
+        for row in reader.database.rows(select)
+    ]
+    return sorted(rows, key=repr)
+
+
+def test_measurements_that_come_twice_are_stored_once_also_in_part(tmp_path):
+    table = measured()
+    records = single_records([table])
+    for first in ([table], records[:7], records[5:9], records[-1:], []):
+        store = MemoryStore(everything=True)
+        store.write([RUN, *first])
+        store.write([table])
+        store.write([table])
+        kept = [r for kind in (Metric, LayerStats, Sketch) for r in store.records("r", kind)]
+        assert sorted(r.sequence for r in kept) == [r.sequence for r in records]
+    with SqliteStore(tmp_path / "runs.db") as store:
+        for batch in ([RUN, *records[5:9]], [table], [table], records):
+            store.write(batch)
+    with open_reader(tmp_path / "runs.db") as reader:
+        assert reader.database.rows("SELECT COUNT(*) FROM metric") == [(table.metric_count,)]
+        assert reader.database.rows("SELECT COUNT(*) FROM sketch") == [(len(table.sketch_rows),)]
+        assert reader.database.rows("SELECT SUM(entries) FROM layer_block") == [(8,)]
+        assert reader.database.rows("SELECT first, last FROM delivered") == [(0, 0), (10, 9 + len(table))]
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 8)), max_size=25))
+def test_ranges_are_remembered_as_single_numbers_are(ranges):
+    by_range, by_number = Intervals(), set()
+    for first, length in ranges:
+        numbers = {*range(first, first + length)}
+        added = by_range.add_range(first, first + length - 1)
+        if added:
+            assert not numbers & by_number
+            by_number |= numbers
+        else:
+            assert numbers & by_number
+            assert (added is False) == (numbers <= by_number)
+        covered = {n for a, b in by_range.pairs() for n in range(a, b + 1)}
+        assert covered == by_number
+        assert all(b + 1 < c for (_, b), (c, _) in itertools.pairwise(by_range.pairs()))
+        assert {a: b for a, b in by_range.changed.items() if b is not None} == dict(by_range.pairs())
+
+
+def test_its_places_are_those_that_something_was_measured_of():
+    table = measured()
+    assert [place.node for place in places_of(table)] == ["c0", "c1", "c2", "c3"]
+    present = table.present.copy()
+    present[2] = False
+    fewer = dataclasses.replace(table, present=present, layers=(), sketch_rows=(), sketches=None)
+    assert [place.node for place in places_of(fewer)] == ["c0", "c1", "c3"]
