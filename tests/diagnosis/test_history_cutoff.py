@@ -6,6 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fedvitals.diagnosis.detectors import signals
+from fedvitals.diagnosis.evidence.label_counts import LabelCounts
 from fedvitals.diagnosis.examine import DETECTORS, DetectorExamination
 from fedvitals.diagnosis.history_cutoff import (
     CutoffRound,
@@ -14,6 +16,7 @@ from fedvitals.diagnosis.history_cutoff import (
     state_of,
 )
 from fedvitals.errors import ConfigError
+from fedvitals.measurements import Measurements
 from fedvitals.protocols import History
 from fedvitals.records import Event, Layer, LayerStats, LayerTable, Metric, Run, Where
 from fedvitals.stats import FAMILIES, empty_sums, statistics_of
@@ -175,7 +178,8 @@ def test_state_is_kept_for_a_cutoff_only() -> None:
     assert state_of(store.history("r"), list) is not state_of(store.history("r"), list)
 
 
-def test_what_is_kept_does_not_grow_with_the_rounds_nor_with_the_clients() -> None:
+def test_what_is_kept_does_not_grow_with_the_rounds_nor_with_the_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "LONGEST_GAP", 8)
     store, chance = opened(rounds=40), np.random.default_rng(1)
     examination = DetectorExamination(store.history("r"), DETECTORS, None)
     sizes = []
@@ -185,6 +189,23 @@ def test_what_is_kept_does_not_grow_with_the_rounds_nor_with_the_clients() -> No
         sizes.append(examination.history.kept_answers())
     assert max(sizes[100:]) <= 1.1 * max(sizes[50:100])  # rounds differ in what they ask for
     assert max(sizes) < 1000
+    # Beside these: histograms of the clients of the window, and the range of the clients' losses in each of its rounds.
+    assert len(state_of(examination.history, LabelCounts).histograms) <= 8 * 42
+    assert len(signals.CLIENT_LOSS_RANGES.known_rounds(examination.history)) <= 42 + 8
+    memory = store.memory("r")
+    assert len(memory.events) <= 8 * 42
+    assert all(len(by_round) <= 42 for by_round in memory.metrics.values())
+
+
+def test_a_measurement_in_place_of_another_is_seen() -> None:
+    store, horizon = opened(), CutoffRound()
+    history = HistoryCutoff(store.history("r"), horizon)
+    present = np.ones((2, 1), np.bool_)
+    for number, value in enumerate((1.0, 2.0, 3.0)):
+        values = np.full((2, 1), value)
+        store.write([Measurements("r", 0, value, ("c1", "c2"), (None, None), ("steps",), values, present)])
+        horizon.move_to(number)
+        assert history.latest("steps", 0) == {"c1": value, "c2": value}
 
 
 def test_every_family_has_its_columns_among_its_statistics() -> None:

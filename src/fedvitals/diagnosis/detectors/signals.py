@@ -87,6 +87,10 @@ class ClientLossRanges:
     def __init__(self) -> None:
         self._ranges: weakref.WeakKeyDictionary[History, dict[int, tuple[float, float]]] = weakref.WeakKeyDictionary()
 
+    def known_rounds(self, history: History) -> Collection[int]:
+        """Return the rounds of a history whose range is kept."""
+        return self._ranges.get(history, {}).keys()
+
     def contain(self, history: History, losses: MetricCurve, left_out: Collection[int]) -> npt.NDArray[np.bool_]:
         """Return for each round whether its loss can be an average of its clients' losses; False where no client
         reports its own, and for the rounds to leave out.
