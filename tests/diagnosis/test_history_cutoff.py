@@ -20,7 +20,7 @@ from fedvitals.measurements import Measurements
 from fedvitals.protocols import History
 from fedvitals.records import Event, Layer, LayerStats, LayerTable, Metric, Run, Where
 from fedvitals.stats import FAMILIES, empty_sums, statistics_of
-from fedvitals.store.in_memory import MemoryStore
+from fedvitals.store.in_memory import MemoryHistory, MemoryStore
 
 TABLE = LayerTable("parameter", tuple(Layer(name, (4, 4), "float32") for name in ("0.weight", "0.bias", "1.weight")))
 
@@ -75,6 +75,20 @@ def test_answers_are_those_of_the_history_itself() -> None:
                 history.across("update", ("nonsense",), number)
             with pytest.raises(ConfigError, match="family"):
                 history.across("nonsense", ("l2",), number)
+
+
+def test_a_family_is_read_once_a_round_whichever_statistics_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, horizon = opened(), CutoffRound()
+    written(store, 0, ["c1", "c2"], np.random.default_rng(1))
+    history, read = HistoryCutoff(store.history("r"), horizon), list[str]()
+    across = MemoryHistory.across
+    monkeypatch.setattr(
+        MemoryHistory, "across", lambda self, family, *rest: read.append(family) or across(self, family, *rest)
+    )
+    horizon.move_to(0)
+    for statistic in statistics_of("update"):
+        history.across("update", (statistic,), 0)
+    assert read == ["update"]
 
 
 def test_records_that_come_late_are_seen() -> None:

@@ -264,11 +264,11 @@ class HistoryCutoff:
             for statistic in statistics:  # an unknown one is an error, whenever it is asked for
                 self._history.across(family, (statistic,), round_index)
             return [], np.empty((0, len(self.layers(family)), len(statistics)))
-        known = statistics_of(family) if family in FAMILIES else ()
-        if len(known) > WIDEST_MATRIX or any(name not in known for name in statistics):
+        columns, known = (FAMILIES[family].columns, statistics_of(family)) if family in FAMILIES else ((), ())
+        if len(columns) > WIDEST_MATRIX or any(name not in known for name in statistics):
             nodes, values = self._read(family, tuple(statistics), round_index)
             return list(nodes), values.copy()
-        nodes, sums = self._read(family, FAMILIES[family].columns, round_index)
+        nodes, sums = self._read(family, columns, round_index)
         values = np.empty((*sums.shape[:2], len(statistics)))
         with np.errstate(all="ignore"):
             for column, statistic in enumerate(statistics):

@@ -40,7 +40,7 @@ Newest = dict[Node | None, tuple[float, float]]  # node → (at, value)
 Block = tuple[str, Entries, Numbers]  # layer table, and what it holds of one round
 
 
-LATE = 64  # rounds by which a value of the run or the server may come late and is still put into a series that is kept
+LATE = 16  # rounds by which a value of the run or the server may come late and is still put into a series that is kept
 Placed = tuple[float, int, Event]  # when it happened, its place in the order of arrival, and the event
 
 

@@ -146,6 +146,8 @@ def _jump_findings(history: History, round_index: int) -> Iterator[Finding]:
     usual = float(np.median(everybody))
     ratios = {}
     for node, value in largest.items():
+        if usual > 0 and not value / usual > JUMP:
+            continue  # its own usual norm is no less
         own = max([usual, *(earlier[node] for earlier in past if math.isfinite(earlier.get(node, math.nan)))])
         if own > 0 and math.isfinite(value):
             ratios[node] = min(value, last.get(node, value) * JUMP) / own
