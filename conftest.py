@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all tests share: one thread of arithmetic, the same examples in CI each time, and no thread left behind."""
 
+import gc
 import os
 import re
 import threading
@@ -34,6 +35,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     )
     named = re.findall(r"pytest\.mark\.(\w+)", marked[1]) if marked else []
     return True if {*named} & {*left_out} else None
+
+
+def pytest_collection() -> None:
+    """Collect no garbage while modules are loaded: each pass would walk over everything that they define."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the loaded modules define out of later garbage collections, and let these be rarer.
+
+    Some of them are explicit: strategies of Flower collect garbage for each reply.
+    """
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 50)
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -132,7 +132,7 @@ def issues_page() -> str:
     lines = [
         "# Issues",
         "",
-        "Generated from `src/fedvitals/diagnosis/issues_*.py` by `scripts/docs`; do not edit.",
+        "Generated from `src/fedvitals/diagnosis/issues/*.toml` by `scripts/docs`; do not edit.",
         "",
         _ISSUES_ABOUT,
         "",

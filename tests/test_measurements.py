@@ -87,8 +87,8 @@ def test_it_stands_for_the_records_that_the_results_tell():
     assert kinds == sorted(kinds, key=[Metric, LayerStats, Sketch].index)
     rng = np.random.default_rng(0)
     again = [results(rng, absent=i == 1) for i in range(4)]
-    told = [(m.where.node, m.name, m.where.step) for m in records if isinstance(m, Metric)]
-    assert told == [(f"c{i}", name, step) for i, own in enumerate(again) for name, _, step in own.metrics]
+    answers = [(m.where.node, m.name, m.where.step) for m in records if isinstance(m, Metric)]
+    assert answers == [(f"c{i}", name, step) for i, own in enumerate(again) for name, _, step in own.metrics]
     values = [m.value for m in records if isinstance(m, Metric)]
     np.testing.assert_array_equal(values, [value for own in again for _, value, _ in own.metrics])
     assert [r.where.group for r in records if isinstance(r, Sketch)] == ["edge-0", None] * 2
@@ -246,6 +246,22 @@ def test_sinks_get_records_unless_they_take_measurements():
     same([r for r in sink.records if isinstance(r, Metric)], [*store.records("r", Metric)])
 
 
+def test_a_sink_gets_no_record_of_a_kind_that_it_ignores():
+    class OfMetrics(MemorySink):
+        ignores = (LayerStats, Sketch)
+
+    class OfNeither(MemorySink):
+        ignores = (LayerStats, Sketch, Metric)
+
+    metrics, neither = OfMetrics(), OfNeither()
+    writer = SinkWriter([metrics, neither], policy=PrivacyPolicy(), spill=None, strict=True)
+    writer.emit(measured())
+    writer.close()
+    assert {type(record) for record in metrics.records} == {Metric}
+    assert len(metrics.records) == measured().metric_count
+    assert not neither.records
+
+
 def test_a_full_queue_counts_the_records_that_it_loses():
     class Stuck(MemorySink):
         def write(self, records, /):
@@ -289,7 +305,7 @@ def histories(tmp_path, batches):
     return memory.history("r"), tmp_path / "runs.db"
 
 
-def told(history):
+def answers(history):
     names = ("loss", "gradient.norm", "gradient.norm_max", "samples", "update.norm", "user.mine")
     return repr(
         (
@@ -316,9 +332,9 @@ def test_stores_say_the_same_of_measurements_and_of_their_records(tmp_path):
     (tmp_path / "b").mkdir()
     whole, file = histories(tmp_path / "a", [[RUN, *tables[:2]], tables[2:]])
     single, other = histories(tmp_path / "b", [[RUN, *single_records(tables[:2])], single_records(tables[2:])])
-    assert told(whole) == told(single)
+    assert answers(whole) == answers(single)
     with open_reader(file) as reader, open_reader(other) as twin:
-        assert told(reader.history("r")) == told(twin.history("r")) == told(whole)
+        assert answers(reader.history("r")) == answers(twin.history("r")) == answers(whole)
         for table in ("metric", "sketch", "run_round", "run_node", "delivered"):
             columns = ", ".join(
                 row[1] for row in reader.database.rows(f"PRAGMA table_info({table})") if row[1] != "arrival"

@@ -16,6 +16,7 @@ from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Span
 from fedvitals.testing import MemorySink
 from fedvitals.time_parts import parts_of
+from support.conditions import holds_for_each
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
 
@@ -76,7 +77,7 @@ def test_a_client_may_pickle_and_copy_its_model_and_the_copy_is_free_of_us():
         assert len(sink.records) == before
         step(model)
     for one in (stored, average):
-        assert all(hook.__module__ == "fedvitals.model_hooks" for hook in one._forward_pre_hooks.values())
+        assert holds_for_each(hook.__module__ == "fedvitals.model_hooks" for hook in one._forward_pre_hooks.values())
         assert torch.equal(one(X), copy.deepcopy(one)(X))
 
 

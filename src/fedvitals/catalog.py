@@ -113,7 +113,8 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "fit.samples",
         "samples",
-        "Own samples behind the `fit.*` values of this round (cost decides how many).",
+        "Own samples behind the `fit.*` values of this round: 8 to 64, by the work of the training. A client is due "
+        "once in each 8 rounds (`light`: 20) or oftener; `fedvitals show` counts.",
         needs=_LABELLED,
     ),
     Measure(
@@ -257,7 +258,13 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "scale.nonfinite_samples", "samples", "Samples whose value is NaN or Inf; left out of the mean.", needs=_INPUTS
     ),
-    Measure("scale.images", "samples", "Samples behind the `scale.*` values.", needs=_INPUTS),
+    Measure(
+        "scale.images",
+        "samples",
+        "Samples behind the `scale.*` values. In `standard` a client is due once in each 4 rounds or oftener, by the "
+        "work of the training; `fedvitals show` counts.",
+        needs=_INPUTS,
+    ),
     Measure("scale.from_batch", "0/1", "1 if they are of the last training batch, for want of `data`.", rare=True),
     Measure(
         "nonlinearity.nlc",

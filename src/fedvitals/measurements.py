@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -64,15 +64,20 @@ class Measurements:
     sketch_version: int = 1
     source: str = ""
     sequence: int = 0
+    metric_count: int = field(init=False)  # how many metrics these are
+    _count: int = field(init=False)
 
-    @property
-    def metric_count(self) -> int:
-        """How many metrics these are."""
-        return int(np.count_nonzero(self.present))
+    def __post_init__(self) -> None:
+        metrics = int(np.count_nonzero(self.present))
+        count = metrics + len(self.sketch_rows)
+        for part in self.layers:
+            count += len(part.rows)
+        object.__setattr__(self, "metric_count", metrics)
+        object.__setattr__(self, "_count", count)
 
     def __len__(self) -> int:
         """How many records these are."""
-        return self.metric_count + sum(len(part.rows) for part in self.layers) + len(self.sketch_rows)
+        return self._count
 
     def place(self, row: int, step: int | None = None) -> Where:
         """Return the coordinates of a node."""
@@ -132,40 +137,40 @@ Telemetry = Record | Measurements
 """Whatever travels from a monitor to its sinks. Sinks that do not say that they take measurements get records."""
 
 
-def single_records(telemetry: Iterable[Telemetry]) -> list[Record]:
+def single_records(batch: Iterable[Telemetry]) -> list[Record]:
     """All as single records, in order."""
     records: list[Record] = []
-    for item in telemetry:
-        if isinstance(item, Measurements):
-            records += item.records()
+    for telemetry in batch:
+        if isinstance(telemetry, Measurements):
+            records += telemetry.records()
         else:
-            records.append(item)
+            records.append(telemetry)
     return records
 
 
-def record_count(item: Telemetry) -> int:
+def record_count(telemetry: Telemetry) -> int:
     """For how many records it stands."""
-    return len(item) if isinstance(item, Measurements) else 1
+    return len(telemetry) if isinstance(telemetry, Measurements) else 1
 
 
-Item = TypeVar("Item", bound=Telemetry)
+AnyTelemetry = TypeVar("AnyTelemetry", bound=Telemetry)
 
 
-def stamped(item: Item, source: str, sequence: int) -> Item:
-    """Return the item with its identity, given once by the writer to something that nobody else has seen yet.
+def stamped(telemetry: AnyTelemetry, source: str, sequence: int) -> AnyTelemetry:
+    """Return the record or measurements with an identity, which the writer gives once, before anybody else sees them.
 
     Set in place, against the letter of «immutable»: a copy of each record would double what emitting costs.
     """
-    object.__setattr__(item, "source", source)
-    object.__setattr__(item, "sequence", sequence)
-    return item
+    object.__setattr__(telemetry, "source", source)
+    object.__setattr__(telemetry, "sequence", sequence)
+    return telemetry
 
 
-def run_of(item: Telemetry) -> str:
+def run_of(telemetry: Telemetry) -> str:
     """Return the id of the run that a record or measurements belong to."""
-    if isinstance(item, Measurements):
-        return item.run
-    return item.id if isinstance(item, Run) else item.where.run
+    if isinstance(telemetry, Measurements):
+        return telemetry.run
+    return telemetry.id if isinstance(telemetry, Run) else telemetry.where.run
 
 
 def is_important(record: Telemetry) -> bool:
@@ -175,8 +180,8 @@ def is_important(record: Telemetry) -> bool:
     return isinstance(record, Run | Finding | Action | Snapshot | Truth)
 
 
-def places_of(item: Telemetry) -> list[Where]:
+def places_of(telemetry: Telemetry) -> list[Where]:
     """Return the coordinates of everything that it tells of; steps apart. None of a Run."""
-    if isinstance(item, Measurements):
-        return item.places()
-    return [] if isinstance(item, Run) else [item.where]
+    if isinstance(telemetry, Measurements):
+        return telemetry.places()
+    return [] if isinstance(telemetry, Run) else [telemetry.where]

@@ -14,15 +14,26 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 Fields = Mapping[Any, Any]
+T = TypeVar("T")
 
 
 def fields_of(value: Any) -> Fields | None:
     """Return the fields of a dataclass by name; None for anything else."""
     names = getattr(value, "__dataclass_fields__", None)
     return None if names is None else {name: getattr(value, name) for name in names}
+
+
+def copied(kind: type[T], /, *sources: object, **own: Any) -> T:
+    """Make a dataclass from attributes of the same names, each of the first source that has it, and from its own."""
+    for name in (name for name in kind.__dataclass_fields__ if name not in own):  # type: ignore[attr-defined]
+        for source in sources:
+            if hasattr(source, name):
+                own[name] = getattr(source, name)
+                break
+    return kind(**own)
 
 
 def no_fields(_: Any) -> Fields | None:

@@ -16,6 +16,7 @@ from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Metric, Span, Where
 from fedvitals.store.in_memory import MemoryStore
 from fedvitals.testing import MemorySink
+from support.conditions import holds_for_each
 from support.spans_by_hand import in_turn, journey, server, side_by_side, span, whole
 
 
@@ -101,7 +102,7 @@ def test_no_client_tells_of_the_round_or_of_the_server():
 def test_the_client_that_was_waited_for_is_named():
     (metric,) = [m for m in emitted(side_by_side(SLOW)) if m.name == "time.critical"]
     assert (metric.where.node, metric.value) == ("c3", pytest.approx(8.0))
-    assert all(m.name in {measure.name for measure in catalog.MEASURES} for m in emitted(side_by_side(SLOW)))
+    assert holds_for_each(m.name in {measure.name for measure in catalog.MEASURES} for m in emitted(side_by_side(SLOW)))
 
 
 def test_the_virtual_clock_comes_first_and_rounds_do_not_mix():
@@ -129,7 +130,7 @@ def test_lies_are_held_to_what_can_be_and_memory_is_bounded():
         whole(4.0),
     ]
     found = emitted(bad)
-    assert all(0 <= m.value <= 1 for m in found if m.name.startswith("bottleneck."))
+    assert holds_for_each(0 <= m.value <= 1 for m in found if m.name.startswith("bottleneck."))
     live = LiveProfile(found.append)
     for number in range(1000):  # rounds that never close
         live.write([span(f"c{i}", "client", 0.0, 1.0, number) for i in range(3)])

@@ -11,6 +11,7 @@ from fedvitals.analysis.timeline import main_clock, rounds_of_clock, timeline, w
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Span, Where
 from fedvitals.testing import MemorySink
+from support.conditions import holds_for_each
 from support.lab.timed import BUSY, TOPOLOGIES
 from support.spans_by_hand import STARTED, in_turn, journey, server, side_by_side, span, whole
 
@@ -18,7 +19,7 @@ from support.spans_by_hand import STARTED, in_turn, journey, server, side_by_sid
 def sums_to_its_round(time):
     for node in time.nodes.values():
         assert sum(node.parts.values()) == pytest.approx(time.seconds, rel=1e-3, abs=1e-4), node
-        assert all(seconds >= 0 for seconds in node.parts.values())
+        assert holds_for_each(seconds >= 0 for seconds in node.parts.values())
         at = time.began
         for one in node.intervals:
             assert one.began == pytest.approx(at, abs=1e-4)
@@ -53,7 +54,9 @@ def test_a_plain_loop_tells_queue_and_wait_by_timestamps_and_what_no_part_explai
     )
     assert time.nodes["c1"].parts["wait"] == pytest.approx(5.0)
     assert time.unaccounted == pytest.approx(0.75 / 7)
-    assert all(i.folded == (i.part in ("forward", "backward", "unaccounted")) for i in time.nodes["c2"].intervals)
+    assert holds_for_each(
+        i.folded == (i.part in ("forward", "backward", "unaccounted")) for i in time.nodes["c2"].intervals
+    )
     sums_to_its_round(time)
 
 

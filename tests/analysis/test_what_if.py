@@ -19,6 +19,7 @@ from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Run, Span, Transfer, Where
 from fedvitals.testing import MemorySink
 from fedvitals.views.profile import latency_of
+from support.conditions import holds_for_each
 from support.spans_by_hand import in_turn, journey, server, side_by_side, whole
 
 
@@ -40,7 +41,7 @@ TEN = {f"c{i}": {"download": 0.5, "data": 1.0, "compute": 1.0, "upload": 1.0 + i
 
 def test_work_that_shrinks():
     rows = rows_of(run(TEN))
-    assert all(row.before == pytest.approx(13.0) for row in rows.values())
+    assert holds_for_each(row.before == pytest.approx(13.0) for row in rows.values())
     assert rows["compress", 4].after == pytest.approx(13.0 - 7.5)
     assert rows["compress", 16].after == pytest.approx(13.0 - 10 * 15 / 16)
     assert rows["compress_download", 4].after == pytest.approx(13.0 - 0.375)
@@ -200,7 +201,7 @@ def test_remedies_are_ranked_by_their_gain_and_say_what_they_are_against():
     assert found[0].why == "The run is upload-bound."
     assert found[0].change == {"compression": {"kind": "top_k", "share": 0.03125}}
     assert sum("deadline" in one.key for one in found) == 1
-    assert all(one.share >= 0.02 for one in found)
+    assert holds_for_each(one.share >= 0.02 for one in found)
     assert remedies(verdict, what_if(times), least=0.99) == []
 
 

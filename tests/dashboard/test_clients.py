@@ -8,8 +8,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from fedvitals.dashboard.app import create_app
+from fedvitals.dashboard.pages.client import deviation
 from fedvitals.dashboard.pages.layer_deviation import client_layers, medians
-from fedvitals.dashboard.pages.sign_deviation import deviation
 from fedvitals.records import Event, LayerStats, Metric, Sketch, Span, Where
 from fedvitals.stats import empty_sums
 from fedvitals.store import open_reader

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from fedvitals.dashboard import guard, tokens
+from fedvitals.dashboard import guard
 from fedvitals.dashboard.app import create_app
 from fedvitals.dashboard.server import Address, bind, is_loopback
 from fedvitals.errors import ConfigError
@@ -30,10 +30,28 @@ def open_(store: Path) -> Iterator[TestClient]:
         yield client
 
 
-@pytest.fixture
-def closed(store: Path) -> Iterator[TestClient]:
-    with TestClient(create_app(store, token="right"), base_url="http://lab.example:8321") as client:
+def _with_token(store: Path) -> TestClient:
+    return TestClient(create_app(store, token="right"), base_url="http://lab.example:8321")
+
+
+@pytest.fixture(scope="module")
+def with_token(store: Path) -> Iterator[TestClient]:
+    with _with_token(store) as client:
         yield client
+
+
+@pytest.fixture
+def never_asked(store: Path) -> Iterator[TestClient]:
+    """A client of a dashboard with a token that nobody has tried to guess."""
+    with _with_token(store) as client:
+        yield client
+
+
+@pytest.fixture
+def closed(with_token: TestClient) -> TestClient:
+    """A client of a dashboard with a token, without cookies of the tests before."""
+    with_token.cookies.clear()
+    return with_token
 
 
 def test_every_answer_carries_the_headers_that_keep_other_peoples_scripts_out(open_: TestClient) -> None:
@@ -130,7 +148,7 @@ def test_the_token_becomes_a_cookie_that_no_script_and_no_other_site_can_use(clo
     assert closed.get("/api/store").json()["runs"] == 1
     closed.cookies.clear()
     assert closed.get("/api/store").status_code == 401
-    assert closed.get("/api/store", headers={"Cookie": f"{tokens.COOKIE}=right"}).status_code == 401
+    assert closed.get("/api/store", headers={"Cookie": f"{guard.COOKIE}=right"}).status_code == 401
 
 
 def test_a_script_may_send_the_token_itself(closed: TestClient) -> None:
@@ -140,17 +158,17 @@ def test_a_script_may_send_the_token_itself(closed: TestClient) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("bearer", [False, True])
-def test_guessing_is_slowed_down_and_then_even_the_right_one_waits(closed: TestClient, bearer: bool) -> None:
+def test_guessing_is_slowed_down_and_then_even_the_right_one_waits(never_asked: TestClient, bearer: bool) -> None:
     def attempt(token: str) -> int:
         if bearer:
-            return closed.get("/api/store", headers={"Authorization": f"Bearer {token}"}).status_code
-        return closed.post("/api/login", json={"token": token}, headers=WRITE).status_code
+            return never_asked.get("/api/store", headers={"Authorization": f"Bearer {token}"}).status_code
+        return never_asked.post("/api/login", json={"token": token}, headers=WRITE).status_code
 
-    wrong = [attempt(f"guess {i}") for i in range(tokens.TRIES + 1)]
+    wrong = [attempt(f"guess {i}") for i in range(guard.TRIES + 1)]
     assert wrong[0] == 401
     assert wrong[-1] == 429
     assert attempt("right") == 429
-    told = closed.get("/api/store", headers={"Authorization": "Bearer x"})
+    told = never_asked.get("/api/store", headers={"Authorization": "Bearer x"})
     assert int(told.headers["Retry-After"]) > 0
 
 

@@ -132,14 +132,14 @@ def test_the_state_goes_by_the_last_that_was_heard():
 def test_a_look_that_failed_is_made_up_for(store, monkeypatch):
     cache = ReaderCache(store)
     cache.look()
-    before = cache.version("a")
+    before = cache.tracker.version("a")
     more(store, "a", 0)
     with monkeypatch.context() as patch:
         patch.setattr(change_tracker, "removals", lambda _: (_ for _ in ()).throw(StoreError("gone")))
         with pytest.raises(StoreError):
             cache.look()
     cache.look()
-    assert cache.version("a") != before
+    assert cache.tracker.version("a") != before
     cache.close()
 
 

@@ -11,8 +11,7 @@ from starlette.testclient import TestClient
 
 from fedvitals.dashboard.app import create_app
 from fedvitals.dashboard.pages.costs import traffic_page
-from fedvitals.dashboard.pages.run_summary import POINTS, facts_of, thinned
-from fedvitals.dashboard.pages.runs import RunList, RunsAsked
+from fedvitals.dashboard.pages.runs import POINTS, RunList, RunsAsked, facts_of, thinned
 from fedvitals.dashboard.routes import runs as routes_runs
 from fedvitals.lab.experiment import Experiment
 from fedvitals.records import Metric, Transfer, Where

@@ -7,7 +7,7 @@ import pytest
 
 import fedvitals as fv
 from fedvitals.dashboard.pages.client import client_verdict
-from fedvitals.dashboard.pages.run_summary import facts_of
+from fedvitals.dashboard.pages.runs import facts_of
 from fedvitals.diagnosis.gaps import MonitorFailure, gaps
 from fedvitals.errors import RecordError
 from fedvitals.records import Event, Metric, Run, Where

@@ -27,6 +27,7 @@ from fedvitals.lab.network.virtual_clock import (
     sending_seconds,
     to_ticks,
 )
+from support.conditions import holds_for_each
 
 MIXED = Network(links={"4g": 0.5, "3g": 0.5}, devices={"phone": 0.8, "laptop": 0.2}, spread=0.5, jitter=0.3)
 
@@ -150,7 +151,7 @@ def test_availability_and_loss_come_as_often_as_they_should_and_do_not_shift_the
     assert sum(one.available for one in ill) == pytest.approx(700, abs=50)
     assert sum(one.lost for one in ill) == pytest.approx(200, abs=45)
     assert [one.total for one in ill] == [one.total for one in well]
-    assert all(one.usable for one in well)
+    assert holds_for_each(one.usable for one in well)
 
 
 def test_overrides_and_own_profiles():

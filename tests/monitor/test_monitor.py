@@ -17,6 +17,7 @@ from fedvitals.records import Event, Finding, LayerStats, Metric, Run, Sketch, S
 from fedvitals.scope import current
 from fedvitals.stats import SUM
 from fedvitals.testing import MemorySink, check_detector, check_probe, check_sink, tiny_run
+from support.conditions import holds_for_each
 from support.hooks import hooks_left
 from support.models import Catcher, close, make, make_data, train, watched
 from support.waiting import PATIENCE
@@ -262,7 +263,7 @@ def test_every_run_record_says_when_it_started():
     sink = MemorySink()
     tiny_run(sinks=[sink], strict=True)
     runs = sink.of(Run)
-    assert all(run.started > 0 and run.versions for run in runs)
+    assert holds_for_each(run.started > 0 and run.versions for run in runs)
     assert runs[-1].finished >= runs[-1].started
     assert {table.rows for table in runs[-1].tables} == {"model", "parameter"}
 

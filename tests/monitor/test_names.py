@@ -18,6 +18,7 @@ from fedvitals.sinks.curves import Curves
 from fedvitals.store import MemoryStore, open_reader
 from fedvitals.store.read import queries
 from fedvitals.transport.sender import Sender
+from support.conditions import holds_for_each
 from support.models import mlp
 
 
@@ -143,7 +144,7 @@ def test_every_call_takes_names_that_are_no_texts():
         monitor.host.round_end(0)
     nodes = {record.where.node for record in memory.records(monitor.run.id, Metric)} - {None, "server"}
     assert nodes >= {"1"}
-    assert all(isinstance(node, str) for node in nodes)
+    assert holds_for_each(isinstance(node, str) for node in nodes)
     assert memory.truth_of(monitor.run.id)[0].nodes == ("1", "2")
 
 
@@ -184,7 +185,7 @@ def test_a_refused_round_stops_no_training_and_spoils_no_other_round(tmp_path, c
         rounds = [0, "one", 2, None]
         weights = _train_with(monitor, names, rounds)
         findings = str(monitor.findings())
-    assert all(torch.equal(a, b) for a, b in zip(expected, weights, strict=True))
+    assert holds_for_each(torch.equal(a, b) for a, b in zip(expected, weights, strict=True))
     assert "A round's number is an integer from 0 on, for example monitor.round(3); got 'one'." in caplog.text
     assert "Not all was judged: opening a round failed (ConfigError)" in findings
     assert monitor.lost == 0

@@ -23,6 +23,7 @@ from fedvitals.store.read.ask import query
 from fedvitals.transport.payload_buffer import PayloadBuffer
 from fedvitals.transport.privacy import PrivacyPolicy
 from fedvitals.transport.wire.payload import LIMITS, decode, encode
+from support.conditions import holds_for_each
 from support.models import close, make, watched
 from support.worker_tasks import (
     PROBES,
@@ -161,7 +162,7 @@ def test_processes_record_what_one_process_would(twin):
     sources = {r.source for r in sink.metrics("steps")}
     assert len(sources) == 8  # one for each process
     alone = federate(None, by_processes("fork"))
-    assert all(
+    assert holds_for_each(
         np.array_equal(state[name], alone[name]) and np.array_equal(state[name], twin[1][name]) for name in state
     )
 
@@ -176,7 +177,7 @@ def test_pool_records_what_one_process_would(method, updates_first, twin):
     with monitor, ProcessPoolExecutor(2, multiprocessing.get_context(method)) as pool:
         state = federate(monitor, by_pool(pool), updates_first=updates_first)
     check_like_twin(sink, twin[0])
-    assert all(np.array_equal(state[name], twin[1][name]) for name in state)
+    assert holds_for_each(np.array_equal(state[name], twin[1][name]) for name in state)
     assert len({r.source for r in sink.metrics("steps")}) <= 2
 
 
@@ -394,23 +395,23 @@ def test_tables_go_home_once_and_only_where_they_are_needed():
     assert "1.weight" in sink.table(stats.table).names
 
 
-def test_a_parcel_that_grows_too_large_is_thinned_and_says_so():
+def test_a_payload_buffer_that_grows_too_large_is_thinned_and_says_so():
     """Single steps go first; whole client-rounds and errors stay as long as they can."""
-    parcel = PayloadBuffer(PrivacyPolicy())
-    parcel.emit(fv.Monitor(None).run)
+    buffer = PayloadBuffer(PrivacyPolicy())
+    buffer.emit(fv.Monitor(None).run)
     for step in range(3000):
         matrix = np.ones((100, 9))
-        parcel.emit(LayerStats(Where("r", 0, "c0", step), 0.0, "gradient", matrix, "t"))
-    parcel.emit(Metric(Where("r", 0, "c0"), 0.0, "loss", 1.0))
-    parcel.emit(Event(Where("r", 0, "c0"), 0.0, "error", "log", "kept"))
-    payload = parcel.take()
+        buffer.emit(LayerStats(Where("r", 0, "c0", step), 0.0, "gradient", matrix, "t"))
+    buffer.emit(Metric(Where("r", 0, "c0"), 0.0, "loss", 1.0))
+    buffer.emit(Event(Where("r", 0, "c0"), 0.0, "error", "log", "kept"))
+    payload = buffer.take()
     assert len(payload) <= LIMITS.bytes
     found = decode(payload)
     assert [getattr(r, "name", None) for r in found] == ["loss", "log", "worker.lost"]
     assert found[-1].data == {"records": 3000}
     assert [r.sequence for r in found] == [0, 1, 2]
-    assert parcel.lost == 3000
-    assert parcel.take() == b""
+    assert buffer.lost == 3000
+    assert buffer.take() == b""
 
 
 def test_a_thinned_parcel_is_counted_by_the_monitor():

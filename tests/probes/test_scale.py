@@ -18,6 +18,7 @@ from fedvitals.probes.presets import Planned, Preset
 from fedvitals.probes.scale import MOST_OUTPUTS, estimated_squares, gradient_scale, last_weight, scale, summary
 from fedvitals.probes.view import View
 from fedvitals.testing import MemorySink
+from support.conditions import holds_for_each
 from support.models import MODELS, make, make_data, train, watched
 
 
@@ -183,9 +184,9 @@ def test_nothing_is_left_behind():
     view = View(model, data=data, loss=functional.cross_entropy)
     for probe in (scale(), scale(exact=True), nonlinearity(), full_gradient):
         assert probe(view)
-    assert all(module.training for module in model.modules())
-    assert all(torch.equal(a, p.grad) for a, p in zip(gradients, model.parameters(), strict=True))
-    assert all(torch.equal(v, model.state_dict()[k]) for k, v in state.items())
+    assert holds_for_each(module.training for module in model.modules())
+    assert holds_for_each(torch.equal(a, p.grad) for a, p in zip(gradients, model.parameters(), strict=True))
+    assert holds_for_each(torch.equal(v, model.state_dict()[k]) for k, v in state.items())
     assert torch.equal(stream, torch.get_rng_state())
 
 

@@ -28,8 +28,8 @@ PUBLIC_MODULES = {
     "fedvitals",
     *(f"fedvitals.{name}" for name in ("errors", "flower", "lab", "plot", "probes", "sinks")),
 }
-# What pages show of parts that are not public: the debugger as a library, and receiving OpenTelemetry.
-DEEP_IMPORTS = {"docs/opentelemetry.md": "fedvitals.hosts.otlp.", "docs/replay.md": "fedvitals.replay."}
+# What pages show of parts that are not public: receiving OpenTelemetry.
+DEEP_IMPORTS = {"docs/opentelemetry.md": "fedvitals.hosts.otlp."}
 
 LIGHT = """
 import sys

@@ -20,6 +20,7 @@ from fedvitals.resources import leaks, seen_tensors
 from fedvitals.resources.client_memory import ClientMemory
 from fedvitals.resources.seen_tensors import ClientTensors, SeenTensors
 from fedvitals.testing import MemorySink
+from support.conditions import holds_for_each
 from support.hooks import hooks_left
 from support.models import make, make_data
 
@@ -169,7 +170,7 @@ def test_nothing_is_kept_alive():
     nodes = [weakref.ref(output.grad_fn.metadata[seen_tensors.MARK])]
     del model, output, x
     assert [reference() for reference in objects + nodes] == [None] * 5
-    assert all(storage.expired() for storage in storages)
+    assert holds_for_each(storage.expired() for storage in storages)
     assert seen.alive(0, 1) == {}
 
 
@@ -198,7 +199,7 @@ def test_training_is_the_same_with_the_hooks(name):
 
     plain, watched = train(False), train(True)
     assert plain[:2] == watched[:2]
-    assert all(torch.equal(a, b) for a, b in zip(plain[2], watched[2], strict=True))
+    assert holds_for_each(torch.equal(a, b) for a, b in zip(plain[2], watched[2], strict=True))
 
 
 def test_a_suspicion_ends_when_the_process_levels_off(monkeypatch):

@@ -20,6 +20,7 @@ from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Event, Finding, Metric, Run, Span, Transfer, Where
 from fedvitals.sinks.perfetto import perfetto
 from fedvitals.testing import MemorySink, tiny_run
+from support.conditions import holds_for_each
 
 RUN = Run("r1", "digits", started=1000.0)
 
@@ -50,7 +51,7 @@ def check(events: list[dict]) -> None:
             begin = round(event["ts"] * 1000)
             slices[event["pid"], event["tid"]].append((begin, begin + round(event["dur"] * 1000)))
         if event["ph"] == "C":
-            assert all(isinstance(value, int | float) for value in event["args"].values())
+            assert holds_for_each(isinstance(value, int | float) for value in event["args"].values())
         if event["ph"] in "sf":
             flows[event["id"]].append(event)
             assert event["ph"] == "s" or event["bp"] == "e"

@@ -11,20 +11,25 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from doc_pages import schema_page
 from fedvitals.errors import ConfigError, StoreError
-from fedvitals.records import Metric
+from fedvitals.records import Layer, LayerStats, LayerTable, Metric, Run, Where
 from fedvitals.store import ddl, open_reader, open_store, schema
 from fedvitals.store.dialect import SQLITE, Dialect
 from fedvitals.store.read import queries
 from fedvitals.store.sqlite import SqliteStore, maintain_sqlite
 from fedvitals.store.upkeep import compaction
+from fedvitals.store.upkeep.doctor import broken_blocks
+from fedvitals.store.upkeep.repair import mend
+from support.conditions import holds_for_each
 from support.paths import GOLDEN, ROOT
 from support.store_contract import RUN, metric, stats
 
-GOLDEN = {version: GOLDEN / f"schema_v{version}.sql" for version in (1, 2, 3, 4)}
+GOLDEN = {version: GOLDEN / f"schema_v{version}.sql" for version in (1, 2, 3, 4, 5)}
+V4 = GOLDEN[4].parent / "store_v4.sql"
 NEXT = schema.VERSION + 1
 
 
@@ -100,6 +105,56 @@ def test_a_store_of_any_version_is_written_and_then_read(path, version):
     with open_reader(path) as reader:
         assert reader.history("r-1").latest("loss", 1) == {"c1": 1.0}
     assert sorted(dump(path).split(";\n\n")) == sorted(GOLDEN[schema.VERSION].read_text().split(";\n\n"))
+
+
+def test_blocks_without_checksums_are_read_and_merged_with_new_ones(path):
+    """What a fedvitals of schema version 4 wrote: two clients, 80 rounds, the older ones merged."""
+    database = sqlite3.connect(path)
+    database.executescript(V4.read_text())
+    before = database.execute("SELECT numbers FROM layer_matrix").fetchall()
+    database.close()
+    (table,) = (LayerTable("parameter", (Layer("a", (2, 2), "float32"), Layer("b", (3,), "float32"))),)
+    matrix = np.array([[5.0, 1.0, 2.0, 3.0, -1.0, 1.0, 0.0, 0.0, 0.0]] * 2)
+    with open_store(path) as store:
+        for number in range(80, 160):
+            place = Where("r-1", number, "c0")
+            store.write([LayerStats(place, 100.0 + number, "gradient", matrix, table.digest, "monitor", 1000 + number)])
+    with open_reader(path) as reader:
+        rounds, nodes, values = reader.history("r-1").matrix("gradient", "l2", "a")
+    assert (rounds, nodes) == ([*range(160)], ["c0", "c1"])
+    np.testing.assert_allclose(values[:2], [[0.86101492, 2.71957914], [1.80722027, 1.19458294]], rtol=1e-6)
+    np.testing.assert_allclose(values[80:, 0], 2**0.5, rtol=1e-6)
+    after = sqlite3.connect(path).execute("SELECT numbers FROM layer_matrix").fetchall()
+    assert {len(blob) % 36 for (blob,) in before} == {0}
+    assert {len(blob) % 36 for (blob,) in after} == {0, 4}
+
+
+@pytest.mark.parametrize("column", ["numbers", "coordinates", "details"])
+def test_a_changed_byte_of_a_block_is_recognised_named_and_mended(path, column):
+    matrix = np.array([[5.0, 1.0, 2.0, 3.0, -1.0, 1.0, 0.0, 0.0, 0.0]])
+    table = LayerTable("parameter", (Layer("a", (5,), "float32"),))
+    run = Run("r-1", "r", tables=(table,), source="s", sequence=0)
+    with open_store(path) as store:
+        store.write([run])
+        for number in (1, 2):
+            place = Where("r-1", number, "c0")
+            store.write([LayerStats(place, 1.0, "gradient", matrix, table.digest, "s", number)])
+    owner = "layer_matrix" if column == "numbers" else "layer_block"
+    first = "block" if column == "numbers" else "arrival"
+    database = sqlite3.connect(path)
+    ((blob,),) = database.execute(f"SELECT {column} FROM {owner} WHERE {first} = 1")
+    database.execute(f"UPDATE {owner} SET {column} = ? WHERE {first} = 1", (bytes([blob[0] ^ 1]) + blob[1:],))
+    database.commit()
+    database.close()
+    with open_reader(path) as reader, pytest.raises(StoreError, match=r"damaged.*doctor"):
+        reader.history("r-1").across("gradient", ["l2"], 1)
+    with maintain_sqlite(path) as opened:
+        assert broken_blocks(opened) == [1]
+    assert "Removed 1 blocks of layer statistics that could not be unpacked." in mend(path)
+    with maintain_sqlite(path) as opened:
+        assert broken_blocks(opened) == []
+    with open_reader(path) as reader:
+        assert reader.history("r-1").matrix("gradient", "l2", "a")[0] == [2]
 
 
 def test_a_new_version_adds_its_columns_and_tables_to_an_old_store(path, monkeypatch):
@@ -310,7 +365,7 @@ def test_many_read_while_one_writes(path, monkeypatch):
         for r in range(80):
             store.write([stats(r, f"c{c}", c, 4 * r + c + 1) for c in range(4)])
         done.set()
-        assert all(watcher.result() > 0 for watcher in watchers)
+        assert holds_for_each(watcher.result() > 0 for watcher in watchers)
     store.close()
     with open_reader(path) as reader:
         assert reader.history("r-1").rounds() == list(range(80))

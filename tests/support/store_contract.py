@@ -279,6 +279,20 @@ class StoreContract(ABC):
         np.testing.assert_allclose(matrix[:, 0], sums(1)[[0, 2], 2] ** 0.5, rtol=1e-6)
         assert self.history(store).layers("gradient") == OTHER.names
 
+    def test_the_layers_are_those_of_the_record_that_arrived_last(self, store):
+        """Also where the records of one batch have different tables, and one of them comes again."""
+        tables = [TABLE, OTHER, TABLE]
+        store.write([RUN, *(stats(1, f"c{i}", i, i, table=table) for i, table in enumerate(tables, start=1))])
+        assert self.history(store).layers("gradient") == TABLE.names
+
+    def test_of_two_records_of_the_same_time_the_later_arrival_counts(self, store):
+        """Also where they have different tables, and a record with the first one's table follows."""
+        first, second = stats(1, "c1", 1, 1), stats(1, "c1", 2, 2, table=OTHER)
+        store.write([RUN, first, second, stats(1, "c2", 3, 3)])
+        nodes, found = self.history(store).across("gradient", ("l2",), 1)
+        assert nodes == ["c1", "c2"]
+        np.testing.assert_allclose(found[0, :, 0], second.get("l2")[::-1], rtol=1e-6)
+
     def test_statistics_whose_table_is_unknown_wait_for_it(self, store):
         store.write([stats(1, "c1", 1, 1)])
         assert self.history(store).layers("gradient") == ()
@@ -308,6 +322,15 @@ class StoreContract(ABC):
         assert not same(before, after)
         plain.close()
         store.close()
+
+    def test_compaction_moves_no_record_behind_a_later_one_of_the_same_time(self, store, monkeypatch):
+        """The later one has another layer table, and so is not in the block that the others are merged into."""
+        monkeypatch.setattr(compaction, "CHUNK_ROUNDS", 2)
+        later = stats(0, "c1", 2, 2, table=OTHER, at=0.0)
+        for batch in ([RUN, stats(0, "c1", 1, 1, at=0.0)], [later], [stats(1, "c1", 3, 3)], [stats(20, "c1", 4, 4)]):
+            store.write(batch)
+        _, found = self.history(store).across("gradient", ("l2",), 0)
+        np.testing.assert_allclose(found[0, :, 0], later.get("l2")[::-1], rtol=1e-6)
 
     def answers(self, store):
         history = self.history(store)

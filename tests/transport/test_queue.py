@@ -97,7 +97,7 @@ def test_order_within_a_node_is_kept_within_each_class(plans):
     for record in sink.records:
         number = record.value if isinstance(record, Metric) else record.at
         seen[type(record), record.where.node].append(number)
-    assert all(numbers == sorted(numbers) for numbers in seen.values())
+    assert [*seen.values()] == [sorted(numbers) for numbers in seen.values()]
     assert len(sink.records) == sum(map(len, plans))
 
 

@@ -447,11 +447,11 @@ def test_what_is_found_while_the_run_closes_is_not_lost_to_the_detectors_themsel
 
     kept, found = MemorySink(), []
     own = LiveDetectors("r", MemoryStore(), [looks_ill], found.append, lambda error, who: None)
-    outlet = SinkWriter([kept, own], policy=policy_for("lab", None, 10, None), spill=None, strict=False)
-    own._found = outlet.emit
-    outlet._queues[1]._refused = "closed"  # as it is from the beginning of its end
+    sink_writer = SinkWriter([kept, own], policy=policy_for("lab", None, 10, None), spill=None, strict=False)
+    own._found = sink_writer.emit
+    sink_writer._queues[1]._refused = "closed"  # as it is from the beginning of its end
     own.write([Metric(Where("r", 0), 0.0, "time.round", 1.0, "test", 1)])
-    assert outlet.lost == 0
-    assert outlet._queues[0].flush(PATIENCE)
+    assert sink_writer.lost == 0
+    assert sink_writer._queues[0].flush(PATIENCE)
     assert [finding.issue for finding in kept.of(Finding)] == ["MISSING_CLASSES"]
-    outlet.close()
+    sink_writer.close()

@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from fedvitals.analysis.critical_path import CriticalPath, critical_path, format_seconds
+from fedvitals.analysis.critical_path import CriticalPath, WarmUp, critical_path, format_seconds, warm_up
 from fedvitals.analysis.round_shape import CLASSES, RoundShape
 from fedvitals.analysis.timeline import WAITING, RoundTime, asynchronous
-from fedvitals.analysis.warmup import WarmUp, warm_up
 from fedvitals.resources.node_spans import UNACCOUNTED
 from fedvitals.time_parts import WORK
 

@@ -8,13 +8,13 @@ are filled with what the server is known to have done; the rest is unaccounted f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
 from fedvitals.analysis.round_shape import RoundShape, shape_of
-from fedvitals.analysis.timeline import NodeTime, RoundTime, by_class
+from fedvitals.analysis.timeline import WAITING, NodeTime, RoundTime, by_class
 from fedvitals.resources.node_spans import CLOSE, UNACCOUNTED, SpanBlock
 from fedvitals.time_parts import REST, SERVER, WORK
 
@@ -167,16 +167,12 @@ def _link(unit: _WorkUnit, units: list[_WorkUnit]) -> PathLink:
         parts = block.parts
         return PathLink(unit.node, _largest(parts), unit.began, block.seconds, dict(parts), unit.group, block.shared)
     # Others trained on the same thread meanwhile: all of them together explain the time.
-    units_beside = [
-        unit_beside
-        for unit_beside in units
-        if unit_beside.block.folded and unit_beside.began < unit.ended and unit_beside.ended > unit.began
-    ]
+    beside = [other for other in units if other.block.folded and other.began < unit.ended and other.ended > unit.began]
     pooled: dict[str, float] = {}
-    for unit_beside in units_beside:
-        common = min(unit_beside.ended, unit.ended) - max(unit_beside.began, unit.began)
-        share = common / unit_beside.block.seconds
-        for part, seconds in unit_beside.block.parts.items():
+    for other in beside:
+        common = min(other.ended, unit.ended) - max(other.began, unit.began)
+        share = common / other.block.seconds
+        for part, seconds in other.block.parts.items():
             if part in WORK:
                 pooled[part] = pooled.get(part, 0.0) + seconds * share
     total = sum(pooled.values())
@@ -184,7 +180,7 @@ def _link(unit: _WorkUnit, units: list[_WorkUnit]) -> PathLink:
         pooled = {part: seconds * block.seconds / total for part, seconds in pooled.items()}
     elif block.seconds - total > CLOSE:
         pooled[UNACCOUNTED] = block.seconds - total
-    return PathLink(unit.node, _largest(pooled), unit.began, block.seconds, pooled, unit.group, len(units_beside))
+    return PathLink(unit.node, _largest(pooled), unit.began, block.seconds, pooled, unit.group, len(beside))
 
 
 def _largest(parts: dict[str, float]) -> str:
@@ -311,17 +307,13 @@ def _describe_path(
         count = (
             len(shape.nodes)
             if len(on_it) < len(shape.nodes) and shape.slots > 1
-            else max(len(on_it), _most_shared(links))
+            else max(len(on_it), *(link.shared for link in links))
         )
         how = "one after the other" if shape.slots == 1 else f"{shape.slots} at a time"
         return f"{text}: {count} clients {how}, {format_seconds(turns)}; without {slowest} {format_seconds(saved)}"
     whose = "the server's" if node == SERVER else f"{node}'s"
     text = f"{text}: {whose} {NOUNS.get(part, part)}, {format_seconds(seconds)}"
     return text if len(shape.nodes) < 2 else f"{text}; without {slowest} {format_seconds(saved)}"
-
-
-def _most_shared(links: list[PathLink]) -> int:
-    return max((link.shared for link in links), default=1)
 
 
 NOUNS = {
@@ -348,3 +340,41 @@ def format_seconds(seconds: float) -> str:
     if seconds >= 0.01:
         return f"{seconds:.2g} s"
     return f"{1000 * seconds:.2g} ms" if seconds >= 1e-5 else "0 s"
+
+
+FEWEST = 3  # rounds: of two, nobody says which one is usual
+LONGER = 1.5  # times the others' median
+BEGINNING = ("compute", "data loading", WAITING, UNACCOUNTED)  # what is slow at first; a slow link stays slow
+
+
+class WarmUp(NamedTuple):
+    """A warm-up round and the seconds that it took beyond the others' median."""
+
+    round: int
+    seconds: float
+    extra: float  # beyond the others' median
+
+
+def warm_up(times: Sequence[RoundTime], paths: Sequence[CriticalPath]) -> WarmUp | None:
+    """Return the first round if it was a warm-up, else None; never on the virtual clock, where nothing has to be
+    started.
+    """
+    timed = [(time, path) for time, path in zip(times, paths, strict=True) if time.seconds > 0]
+    if len(timed) < FEWEST or timed[0][0].clock == "virtual":
+        return None
+    (first, path), *others = timed
+    extra = first.seconds - median(time.seconds for time, _ in others)
+    if first.seconds <= LONGER * (first.seconds - extra):
+        return None
+    usual = {kind: median(own.shares.get(kind, 0.0) * own.seconds for _, own in others) for kind in path.shares}
+    beginning = sum(path.shares[kind] * path.seconds - usual[kind] for kind in path.shares if kind in BEGINNING)
+    return WarmUp(first.round, first.seconds, extra) if beginning > 0.5 * extra else None
+
+
+def without_warm_up(
+    times: Sequence[RoundTime], paths: Sequence[CriticalPath]
+) -> tuple[list[RoundTime], list[CriticalPath]]:
+    """Return the rounds and their paths without a warm-up."""
+    first = warm_up(times, paths)
+    kept = [(t, p) for t, p in zip(times, paths, strict=True) if first is None or t.round != first.round]
+    return [time for time, _ in kept], [path for _, path in kept]

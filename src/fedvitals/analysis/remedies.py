@@ -15,6 +15,7 @@ from typing import Any
 
 from fedvitals.analysis.bottleneck import STRAGGLER, RunVerdict
 from fedvitals.analysis.what_if import WhatIfRow
+from fedvitals.plain_json import copied
 
 LEAST = 0.02  # share of a round, below which a remedy is not worth its costs
 ENOUGH = 0.8  # of the most that a deadline could save: of those that do, the one that leaves out the fewest
@@ -106,20 +107,7 @@ def _remedy(row: WhatIfRow, verdict: RunVerdict) -> Remedy:
     change, factor = _change(sort, row)
     fits = verdict.kind in HELPS[sort] or (verdict.kind == STRAGGLER and verdict.bound_by in HELPS[sort])
     why = f"The run is {verdict.kind.replace(' ', '-')}-bound." if fits else "It shortens the critical path."
-    return Remedy(
-        row.key,
-        name,
-        why,
-        row.before,
-        row.after,
-        row.saving,
-        row.share,
-        row.costs,
-        row.assumes,
-        change,
-        factor,
-        row.at_most,
-    )
+    return copied(Remedy, row, name=name, why=why, change=change, rounds_factor=factor)
 
 
 def _without(verdict: RunVerdict, after: float) -> Remedy:

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from fedvitals.analysis.bottleneck import slowest_kind_of
-from fedvitals.analysis.critical_path import CriticalPath, critical_path
+from fedvitals.analysis.critical_path import CriticalPath, critical_path, without_warm_up
 from fedvitals.analysis.timeline import RoundTime, asynchronous
-from fedvitals.analysis.warmup import without_warm_up
 from fedvitals.resources.node_spans import UNACCOUNTED
 
 

@@ -18,21 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fedvitals.records import Span, natural
-from fedvitals.resources.node_spans import (
-    CLOSE,
-    NODES,
-    UNACCOUNTED,
-    NodeSpan,
-    SpanBlock,
-    add,
-    blocks_of,
-    covered,
-    node_span_of,
-    recorded_parts,
-    refined,
-    sums,
-    without_overlaps,
-)
+from fedvitals.resources import node_spans
+from fedvitals.resources.node_spans import CLOSE, NODES, UNACCOUNTED, NodeSpan, SpanBlock
 from fedvitals.time_parts import CLIENT, EDGE, JOURNEY, NESTED, REST, ROUND, SERVER, WORK, clock_of
 
 WAITING = "waiting"  # the class of all parts in which a node waits
@@ -78,7 +65,7 @@ class NodeTime:
         for stay in self.stays:
             if stay.began - at > CLOSE:
                 blocks.append(SpanBlock(at, stay.began - at, {before: stay.began - at}, False, 1))
-            blocks += blocks_of(stay)
+            blocks += node_spans.blocks_of(stay)
             at = max(at, stay.began + stay.seconds)
         left = self.began + self.seconds - at
         if left > CLOSE:
@@ -139,7 +126,8 @@ class RoundTime:
     def overlapping(self) -> bool:
         """Whether clients delivered work begun before the round, as in asynchronous aggregation."""
         before = self.began - 0.05 * self.seconds - CLOSE
-        return any(self.ends - sum(node.reported.values()) < before for node in self.clients if JOURNEY in _names(node))
+        journeys = (node for node in self.clients if any(stay.name == JOURNEY for stay in node.stays))
+        return any(self.ends - sum(node.reported.values()) < before for node in journeys)
 
     @property
     def unaccounted(self) -> float:
@@ -148,20 +136,11 @@ class RoundTime:
         return most / self.seconds if self.seconds > 0 else 0.0
 
 
-def _names(node: NodeTime) -> set[str]:
-    return {stay.name for stay in node.stays}
-
-
-def class_of(part: str) -> str:
-    """Return the class of work of a part: «compute», «upload», ..., «waiting», «unaccounted»."""
-    return WORK.get(part) or (WAITING if part in REST else UNACCOUNTED)
-
-
 def by_class(parts: Mapping[str, float]) -> dict[str, float]:
-    """Return seconds by class."""
+    """Return seconds by class of work: «compute», «upload», ..., «waiting», «unaccounted»."""
     seconds_by_class: dict[str, float] = {}
     for part, seconds in parts.items():
-        kind = class_of(part)
+        kind = WORK.get(part) or (WAITING if part in REST else UNACCOUNTED)
         seconds_by_class[kind] = seconds_by_class.get(kind, 0.0) + seconds
     return seconds_by_class
 
@@ -286,17 +265,17 @@ def _node(node: str, spans: list[Span], began: float, seconds: float, shifted: d
     reported: dict[str, float] = {}
     for span in sorted(spans, key=lambda span: span.at) if len(spans) > 1 else spans:
         if span.name == outer:
-            parts = recorded_parts(span)
-            reported = add(dict(reported), parts) if reported else parts
-            stay, moved = node_span_of(span, parts, began, began + seconds)
+            parts = node_spans.recorded_parts(span)
+            reported = node_spans.add(dict(reported), parts) if reported else parts
+            stay, moved = node_spans.node_span_of(span, parts, began, began + seconds)
             if abs(moved) > abs(shifted.get(node, CLOSE)):
                 shifted[node] = moved
             stays.append(stay)
         elif span.name == CLIENT:
             inner.append(span)
     if outer == JOURNEY and inner:
-        stays = [refined(stay, inner) for stay in stays]
-    stays = without_overlaps(stays)
+        stays = [node_spans.refined(stay, inner) for stay in stays]
+    stays = node_spans.without_overlaps(stays)
     numbers = [*inner, *spans]
     return NodeTime(
         node,
@@ -304,7 +283,7 @@ def _node(node: str, spans: list[Span], began: float, seconds: float, shifted: d
         next((span.where.group for span in spans if span.where.group is not None), None),
         began,
         seconds,
-        sums(kind, stays, began, seconds),
+        node_spans.sums(kind, stays, began, seconds),
         reported,
         tuple(stays),
         _number(numbers, "samples"),
@@ -328,11 +307,7 @@ def _with_members(nodes: dict[str, NodeTime]) -> dict[str, NodeTime]:
     Between two members that take turns in one process, the edge waited for the next one's turn.
     """
     members: dict[str, list[tuple[float, float]]] = {}
-    edges = {
-        node: node_time
-        for node, node_time in nodes.items()
-        if node_time.kind == EDGE and node_time.parts.get(UNACCOUNTED, 0.0) > CLOSE
-    }
+    edges = {n: own for n, own in nodes.items() if own.kind == EDGE and own.parts.get(UNACCOUNTED, 0.0) > CLOSE}
     if not edges:
         return nodes
     for node_time in nodes.values():
@@ -346,7 +321,7 @@ def _with_members(nodes: dict[str, NodeTime]) -> dict[str, NodeTime]:
             hull = [(min(began for began, _ in own), max(ended for _, ended in own))]
             turns = min(rest - waited, _covered_seconds(hull, node_time.stays) - waited)
             stays = tuple(_with_waiting(stay, waited / rest, max(0.0, turns) / rest) for stay in node_time.stays)
-            parts = sums(EDGE, list(stays), node_time.began, node_time.seconds)
+            parts = node_spans.sums(EDGE, list(stays), node_time.began, node_time.seconds)
             nodes[node] = NodeTime(
                 node, EDGE, node_time.group, node_time.began, node_time.seconds, parts, node_time.reported, stays
             )
@@ -364,7 +339,7 @@ def _with_waiting(stay: NodeSpan, share: float, turns: float) -> NodeSpan:
 def _covered_seconds(stretches: Iterable[tuple[float, float]], stays: Iterable[NodeSpan]) -> float:
     """Return the seconds of the stays in which at least one of the intervals was in progress."""
     own = list(stretches)
-    return sum(covered(own, stay.began, stay.began + stay.seconds) for stay in stays)
+    return sum(node_spans.covered(own, stay.began, stay.began + stay.seconds) for stay in stays)
 
 
 def span_of_work(node: NodeTime) -> tuple[float, float]:
@@ -396,8 +371,7 @@ def waiting_for(time: RoundTime) -> dict[str, str]:
     waits = {}
     for node, node_time in time.nodes.items():
         if node_time.parts.get("wait", 0.0) > CLOSE:
-            known = node_time.waited_for is not None and (
-                node_time.waited_for in time.nodes or node_time.waited_for == SERVER
-            )
-            waits[node] = node_time.waited_for if known and node_time.waited_for else SERVER if node == last else last
+            whom = node_time.waited_for
+            known = whom in time.nodes or whom == SERVER
+            waits[node] = whom if whom and known else SERVER if node == last else last
     return waits

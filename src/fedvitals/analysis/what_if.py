@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from fedvitals.analysis.critical_path import CriticalPath, critical_path, format_seconds
+from fedvitals.analysis.critical_path import CriticalPath, critical_path, format_seconds, without_warm_up
 from fedvitals.analysis.round_shape import CLASSES, RoundShape, Seconds, asynchronous_shape, scaled_work, turns_seconds
 from fedvitals.analysis.sampling import ClientPool, buffered_round_seconds, expected_longest
 from fedvitals.analysis.timeline import RoundTime, asynchronous
-from fedvitals.analysis.warmup import without_warm_up
 from fedvitals.records import Transfer
 from fedvitals.resources.node_spans import CLOSE
 from fedvitals.time_parts import WORK
@@ -132,7 +131,10 @@ def _transfers(seen: _RecordedRounds, latency: float | Mapping[str, float]) -> I
         if way not in ways:
             continue
         fixed = ways[way]
-        after = [_compressed(shape, way, factor, fixed) for shape in seen.shapes]
+        after = []
+        for shape in seen.shapes:
+            stays = np.array([fixed.get(node, 0.0) for node in shape.nodes])
+            after.append(shape.length(scaled_work(shape, {way: stays + (1 - stays) / factor})))
         key = "compress" if way == "upload" else "compress_download"
         yield seen.row(
             {key: factor},
@@ -171,11 +173,6 @@ def _typical(taken: Mapping[str, Sequence[float]]) -> dict[str, float]:
     middle, between = float(np.mean([*means.values()])), float(np.var([*means.values()]))
     own = max(0.0, 1 - float(np.mean(rounds)) / between) if rounds and between > 0 else 1.0
     return {node: middle + own * (mean - middle) for node, mean in means.items()}
-
-
-def _compressed(shape: RoundShape, way: str, factor: float, fixed: Mapping[str, float]) -> float:
-    stays = np.array([fixed.get(node, 0.0) for node in shape.nodes])
-    return shape.length(scaled_work(shape, {way: stays + (1 - stays) / factor}))
 
 
 def latencies(transfers: Iterable[Transfer]) -> dict[str, float]:

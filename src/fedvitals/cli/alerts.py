@@ -8,16 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.cli.options import json_option, opened_run, print_json, run_options
+from fedvitals.cli.screen import new_console, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from fedvitals.sinks.alerts.message import Alert
     from fedvitals.sinks.alerts.rules import Rule
     from fedvitals.store.read.reader import Reader
 
 ROWS = 50  # of the list, unless --all
+OUTCOMES = {
+    "taken": "taken",
+    "later": "not taken (a training would try again)",
+    "refused": "refused (trying again will not help)",
+    "doubt": "no answer (it may have arrived)",
+}
 
 _config = click.option("--config", default="alerts.toml", show_default=True, help="The file with rules and channels.")
 
@@ -36,7 +43,7 @@ def test(config: str, channel: str | None, as_json: bool) -> int:
     from fedvitals.errors import ConfigError, unknown
     from fedvitals.sinks.alerts.channels import DeliveryError
     from fedvitals.sinks.alerts.config import load
-    from fedvitals.sinks.alerts.message import Message
+    from fedvitals.sinks.alerts.message import Message, harmless
 
     plan = load(config)
     _remark(plan.rules)
@@ -58,29 +65,15 @@ def test(config: str, channel: str | None, as_json: bool) -> int:
         print_json("alerts test", {"rules": len(plan.rules), "channels": results})
     else:
         for result in results:
-            _print_result(result)
+            why = f": {result['why']}" if result["why"] else ""
+            click.echo(harmless(f"{result['channel']} ({result['kind']}): {OUTCOMES[result['outcome']]}{why}", 500))
     return int(any(result["outcome"] != "taken" for result in results))
 
 
-def _print_result(result: Mapping[str, Any]) -> None:
-    from fedvitals.sinks.alerts.message import harmless
-
-    words = {
-        "taken": "taken",
-        "later": "not taken (a training would try again)",
-        "refused": "refused (trying again will not help)",
-        "doubt": "no answer (it may have arrived)",
-    }
-    why = f": {result['why']}" if result["why"] else ""
-    click.echo(harmless(f"{result['channel']} ({result['kind']}): {words[result['outcome']]}{why}", 500))
-
-
 @command.command()
-@click.argument("run")
 @_config
 @click.option("--all", "everything", is_flag=True, help=f"Every alert, not the first {ROWS} alone.")
-@store_option
-@json_option
+@run_options
 def check(run: str, config: str, everything: bool, store: str | None, as_json: bool) -> None:
     """List the alerts that a stored run would have sent by these rules, and when; nothing is sent.
 
@@ -88,13 +81,10 @@ def check(run: str, config: str, everything: bool, store: str | None, as_json: b
     """
     from fedvitals.sinks.alerts.config import load
     from fedvitals.sinks.alerts.message import alert_json
-    from fedvitals.store import open_reader
-    from fedvitals.store.read import queries
 
     plan = load(config, secrets=False)
     _remark(plan.rules)
-    with open_reader(store) as reader:
-        chosen = queries.find_run(reader, run)
+    with opened_run(store, run) as (reader, chosen):
         alerts = _replayed(reader, chosen, plan.rules, plan.names or ("",))
     if as_json:
         print_json("alerts check", {"run": chosen, "rules": len(plan.rules), "alerts": [alert_json(a) for a in alerts]})
@@ -111,8 +101,7 @@ def _replayed(reader: Reader, run: str, rules: Sequence[Rule], channels: Sequenc
     from fedvitals.store.read.metrics import metrics_of_names
 
     asked = {rule.when.metric for rule in rules if isinstance(rule.when, Condition)}
-    names = sorted({ROUND_COMPLETE, *ATTENDANCE, *asked})
-    metrics = metrics_of_names(reader, run, names)
+    metrics = metrics_of_names(reader, run, sorted({ROUND_COMPLETE, *ATTENDANCE, *asked}))
     return replay(run, rules, metrics, queries.records(reader, run, Finding), _families(), channels)
 
 
@@ -130,11 +119,7 @@ def _remark(rules: Sequence[Rule]) -> None:
 
 
 def _print(alerts: Sequence[Alert], run: str, rules: int, most: int) -> None:
-    from rich.console import Console
-
-    from fedvitals.cli.screen import shown
-
-    console = Console(highlight=False)
+    console = new_console()
     firing = sum(alert.kind == "firing" for alert in alerts)
     counts = f"{firing} alert{'s' * (firing != 1)}, {len(alerts) - firing} of them resolved"
     console.print(f"[bold]{counts}[/bold], by {rules} rule{'s' * (rules != 1)} on run {shown(run)}")

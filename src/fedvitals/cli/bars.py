@@ -10,12 +10,10 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+
+from rich.text import Text
 
 from fedvitals.time_parts import WORK
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK, GREY = (
     "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#8a8a8a",
@@ -71,8 +69,6 @@ def style_of(part: str) -> str:
 
 def stacked(parts: Mapping[str, float], width: int) -> Text:
     """Return one bar of `width` cells, in which each part's share is filled with its letter."""
-    from rich.text import Text
-
     bar = Text()
     for part, cells in shares_of(parts, width).items():
         bar.append(letter_of(part) * cells, style_of(part))
@@ -94,8 +90,6 @@ def shares_of(parts: Mapping[str, float], width: int) -> dict[str, int]:
 
 def percents(parts: Mapping[str, float]) -> list[Text]:
     """Return the bar's legend: each part's letter, name and share, the largest first."""
-    from rich.text import Text
-
     whole = math.fsum(parts.values())
     shares = sorted(((value / whole, part) for part, value in parts.items() if value > 0), reverse=True)
     return [Text.assemble((letter_of(part), style_of(part)), f" {part} {percent(share)}") for share, part in shares]
@@ -103,8 +97,6 @@ def percents(parts: Mapping[str, float]) -> list[Text]:
 
 def in_lines(title: str, items: Sequence[Text | str], width: int) -> list[Text]:
     """Return a title and items after it, two spaces apart, on as many lines as they need; no item is broken."""
-    from rich.text import Text
-
     lines = [Text(title)]
     for item in items:
         own = Text(item) if isinstance(item, str) else item
@@ -125,8 +117,6 @@ def along(intervals: Sequence[tuple[str, float, float]], began: float, seconds: 
 
     Work is shown before rest, unless that took most of the cell: short work is what a reader looks for.
     """
-    from rich.text import Text
-
     cells: list[dict[str, float]] = [{} for _ in range(width)]
     for part, at, lasted in intervals:
         first, end = ((moment - began) / seconds * width for moment in (at, at + lasted)) if seconds > 0 else (0.0, 0.0)
@@ -152,8 +142,6 @@ def strip(seconds: Sequence[float], kinds: Sequence[str], width: int) -> tuple[T
 
     More rounds than cells share them: a cell has its longest round, and what bounded most of its rounds.
     """
-    from rich.text import Text
-
     count = min(width, len(seconds))
     edges = [i * len(seconds) // count for i in range(count + 1)] if count else []
     groups = [(seconds[a:b], kinds[a:b]) for a, b in pairwise(edges)]
@@ -172,8 +160,6 @@ def log_plot(courses: Sequence[Mapping[int, float]], letters: str, width: int, h
 
     One letter a run; where several fall together, `SEVERAL`.
     """
-    from rich.text import Text
-
     rounds = sorted({number for series in courses for number in series})
     values = [value for series in courses for value in series.values()]
     positive = [math.log10(value) for value in values if math.isfinite(value) and value > 0]

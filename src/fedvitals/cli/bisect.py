@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.cli.options import opened_run, print_json, run_options
+from fedvitals.cli.screen import new_console, new_table, shown
 from fedvitals.errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 @click.command(
     epilog="Exit code: 0, whether or not culprits were found; 2 for wrong use or a run that cannot be run again."
 )
-@click.argument("run")
 @click.option("--good", type=int, required=True, metavar="ROUND", help="A round in which all was well.")
 @click.option("--bad", type=int, required=True, metavar="ROUND", help="A later one in which it was not.")
 @click.option(
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 @click.option("--until", metavar="CONDITION", help="What must hold again in the bad round: 'accuracy >= 0.8'.")
 @click.option("--data", type=click.Path(file_okay=False), help="Folder of the data set. Default: where it was.")
 @click.option("--workers", type=int, default=1, show_default=True, help="Worker processes.")
-@store_option
-@json_option
+@run_options
 def command(
     run: str,
     good: int,
@@ -73,29 +72,20 @@ def command(
 def _suspects(store: str | None, run: str, good: int, bad: int) -> tuple[str, list[str]]:
     """The run that is meant, and whom its findings of these rounds name."""
     from fedvitals.records import Finding
-    from fedvitals.store import open_reader
     from fedvitals.store.read import queries
 
-    with open_reader(store) as reader:
-        chosen = queries.find_run(reader, run)
+    with opened_run(store, run) as (reader, chosen):
         findings = [f for f in queries.records(reader, chosen, Finding) if good < (f.where.round or 0) <= bad]
     named = [node for f in findings for node in (f.where.node, *(suspect.node for suspect in f.suspects)) if node]
     return chosen, [*dict.fromkeys(named)]
 
 
 def _print(culprit: BisectResult, store: str | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from fedvitals.cli.screen import shown
-
-    console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False)
-    for heading in ("without", "from round", f"{culprit.metric} in round {culprit.bad}"):
-        table.add_column(heading)
-    table.add_row("nobody (recorded)", "", _number(culprit.recorded))
+    console = new_console()
+    table = new_table("without", "from round", f"{culprit.metric} in round {culprit.bad}")
+    table.add_row("nobody (recorded)", "", f"{culprit.recorded:.4f}")
     for attempt in culprit.tries:
-        table.add_row(shown(", ".join(attempt.without)), str(attempt.first), _number(attempt.value))
+        table.add_row(shown(", ".join(attempt.without)), str(attempt.first), f"{attempt.value:.4f}")
     console.print(table)
     console.print(f"\n[bold]{shown(str(culprit))}[/bold]")
     console.print(f"[dim]Restored means: {shown(culprit.criterion)}.[/dim]")
@@ -105,7 +95,3 @@ def _print(culprit: BisectResult, store: str | None) -> None:
             f"[dim]Look at it:  fedvitals replay {shown(culprit.run)}{option} -c 'goto {culprit.round}'[/dim]",
             soft_wrap=True,
         )
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4f}"

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from fedvitals.cli.screen import new_table, number, shown, sparkline
+
 if TYPE_CHECKING:
     from fedvitals.diagnosis.cases import Case
     from fedvitals.records import Action, Event
@@ -21,7 +23,6 @@ def print_list(
     console: Any, cases: Sequence[Case], most: int | None = None, labels: Mapping[str, str] = NO_LABELS
 ) -> None:
     """Print one line per case, and its message. `labels`: of nodes, see `views.labels`."""
-    from fedvitals.cli.screen import shown
     from fedvitals.views.labels import place_of
 
     for case in cases[:most]:
@@ -40,7 +41,6 @@ def print_card(
     labels: Mapping[str, str] = NO_LABELS,
 ) -> None:
     """Everything about one case: what, where, since when, how sure, on what, why, what to do, what would refute it."""
-    from fedvitals.cli.screen import shown
     from fedvitals.views.cases import more_of, text_of
     from fedvitals.views.labels import named, place_of
 
@@ -76,7 +76,6 @@ def print_card(
 
 def _print_failure(console: Any, failure: Event) -> None:
     """The error in its own words and the last lines of its traceback, as far as privacy let them leave."""
-    from fedvitals.cli.screen import shown
     from fedvitals.views.cases import traceback_of
 
     first, *rest = failure.message.splitlines() or [""]
@@ -99,8 +98,6 @@ def _coloured(severity: str) -> str:
 
 
 def _how_sure(case: Case) -> str:
-    from fedvitals.cli.screen import sparkline
-
     trend = f"  {sparkline(case.confidences)}  first {case.confidences[0]:.0%}" if len(case.confidences) > 1 else ""
     exact = ", an exact test" if case.issue_entry.exact else ""
     return f"{case.confidence:.0%}{exact}{trend}"
@@ -108,20 +105,13 @@ def _how_sure(case: Case) -> str:
 
 def _numbers(case: Case) -> Any:
     from rich.padding import Padding
-    from rich.table import Table
 
-    from fedvitals.cli.screen import number, shown
     from fedvitals.views.cases import number_of, numbers_of
 
     numbers = numbers_of(case)
     if not numbers:
         return None
-    table = Table(box=None, pad_edge=False)
-    table.add_column("number")
-    for title in ("value", "usual"):
-        table.add_column(title, justify="right")
-    table.add_column("of")
-    table.add_column("standard deviations", justify="right")
+    table = new_table("number", ">value", ">usual", "of", ">standard deviations")
     for row in numbers:
         value, usual, score = (number_of(row.get(name)) for name in ("value", "usual", "score"))
         of = "" if usual is None else str(row.get("of", ""))
@@ -131,8 +121,6 @@ def _numbers(case: Case) -> Any:
 
 
 def _enumerate(console: Any, title: str, sentences: Sequence[str]) -> None:
-    from fedvitals.cli.screen import shown
-
     if sentences:
         console.print(f"  {title}")
         for place, sentence in enumerate(sentences, 1):

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.cli import case_cards
+from fedvitals.cli.options import opened_run, print_json, run_options
+from fedvitals.cli.screen import new_console, shown
 
 if TYPE_CHECKING:
     from fedvitals.diagnosis.cases import Case
@@ -22,21 +24,17 @@ ROWS = 20  # of each list
     epilog="Exit code: 1 if there is a case of severity warning or critical, or if not all could be judged (a detector "
     "failed, records were lost); 0 if not; 2 for wrong use."
 )
-@click.argument("run")
-@store_option
-@json_option
+@run_options
 def command(run: str, store: str | None, as_json: bool) -> int:
     """Examine a stored run with all detectors of this fedvitals, and compare with the findings that it has.
 
     Nothing is written. RUN is a run's id, the beginning of one, or a name (its newest run).
     """
-    from fedvitals.cli import case_cards
     from fedvitals.diagnosis.cases import cases, is_trouble
     from fedvitals.diagnosis.compare import compare_findings
     from fedvitals.diagnosis.examine import DETECTORS, examine
     from fedvitals.diagnosis.gaps import MonitorFailure, incomplete, no_all_clear
     from fedvitals.records import Finding
-    from fedvitals.store import open_reader
     from fedvitals.store.read import queries
     from fedvitals.views.gaps import gaps_of
     from fedvitals.views.labels import labels_of
@@ -48,8 +46,7 @@ def command(run: str, store: str | None, as_json: bool) -> int:
         failures.append(MonitorFailure(who, type(error).__name__))
         messages.append(f"{who} failed: {error!r}")
 
-    with open_reader(store) as reader:
-        chosen = queries.find_run(reader, run)
+    with opened_run(store, run) as (reader, chosen):
         stored = queries.records(reader, chosen, Finding)
         fresh = examine(reader.history(chosen), failed=note)
         missing = gaps_of(reader, chosen, failures)
@@ -58,15 +55,9 @@ def command(run: str, store: str | None, as_json: bool) -> int:
     for message in dict.fromkeys(messages):
         click.echo(f"fedvitals: {message}", err=True)
     if as_json:
-        report = {
-            "run": chosen,
-            "detectors": len(DETECTORS),
-            "cases": [case_cards.as_json(case) for case in fresh_cases],
-            "difference": difference,
-            "failed": messages,
-            "not_judged": missing,
-        }
-        print_json("check", report)
+        shown_cases = [case_cards.as_json(case) for case in fresh_cases]
+        report = {"run": chosen, "detectors": len(DETECTORS), "cases": shown_cases, "difference": difference}
+        print_json("check", report | {"failed": messages, "not_judged": missing})
     else:
         _print(fresh_cases, difference, len(DETECTORS), labels)
         if missing:
@@ -75,11 +66,7 @@ def command(run: str, store: str | None, as_json: bool) -> int:
 
 
 def _print(fresh_cases: list[Case], difference: FindingsDifference, detectors: int, labels: Mapping[str, str]) -> None:
-    from rich.console import Console
-
-    from fedvitals.cli import case_cards
-
-    console = Console(highlight=False)
+    console = new_console()
     console.print(
         f"[bold]{len(fresh_cases)} case{'s' * (len(fresh_cases) != 1)}[/bold] by {detectors} detectors, looking again\n"
     )
@@ -98,8 +85,6 @@ def _print(fresh_cases: list[Case], difference: FindingsDifference, detectors: i
 
 
 def _list(console: Any, title: str, findings: tuple[Finding, ...]) -> None:
-    from fedvitals.cli.screen import shown
-
     if not findings:
         return
     console.print(f"  {title}: {len(findings)}")

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.cli.case_cards import COLOURS
+from fedvitals.cli.options import print_json, store_options
+from fedvitals.cli.screen import APART, new_console, new_table, number, shown
+from fedvitals.views.units import compared
 
 if TYPE_CHECKING:
     from fedvitals.views.comparison.chance import Change
@@ -23,8 +26,7 @@ TEXT = 60  # characters of a setting, unless --all
 @click.argument("runs", nargs=-1, required=True, metavar="A B [C ...]")
 @click.option("--repeats", is_flag=True, help="Take all runs of each name and configuration, as repeats.")
 @click.option("--all", "everything", is_flag=True, help="Every finding and every setting that differs.")
-@store_option
-@json_option
+@store_options
 def command(runs: tuple[str, ...], repeats: bool, everything: bool, store: str | None, as_json: bool) -> None:
     """Compare runs: what changed from the first to the others, whether that can be chance, where they part, and why.
 
@@ -43,9 +45,7 @@ def command(runs: tuple[str, ...], repeats: bool, everything: bool, store: str |
 
 
 def _print(comparison: Comparison, *, everything: bool) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
+    console = new_console()
     _head(console, comparison)
     _opening(console, comparison)
     console.print(_table(comparison))
@@ -58,8 +58,6 @@ def _print(comparison: Comparison, *, everything: bool) -> None:
 
 
 def _head(console: Any, comparison: Comparison) -> None:
-    from fedvitals.cli.screen import shown
-
     for side in comparison.sides:
         runs = side.runs[0] if len(side.runs) == 1 else f"{len(side.runs)} runs, {side.runs[0]} the newest"
         size = f"{side.rounds} rounds, {side.clients} clients"
@@ -78,7 +76,7 @@ def _letter(letter: str) -> str:
 def _opening(console: Any, comparison: Comparison) -> None:
     """Round time, memory and number of issues, before and after."""
     for row in comparison.opening:
-        courses = " → ".join("not told" if v is None else _value(v, row.unit) for v in row.values)
+        courses = " → ".join("not told" if v is None else compared(v, row.unit) for v in row.values)
         if row.name == "issues":
             courses = " → ".join("not judged" if v is None else f"{v:.3g}" for v in row.values)
         changes = ", ".join(_change(change, row, plain=True) for change in row.changes)
@@ -87,20 +85,16 @@ def _opening(console: Any, comparison: Comparison) -> None:
 
 
 def _table(comparison: Comparison) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("")
-    table.add_column("")
+    table = new_table("", "", padding=APART)
     for i, side in enumerate(comparison.sides):
         table.add_column(_letter(side.letter), justify="right", no_wrap=True)
         if i:
             table.add_column(f"from {comparison.sides[0].letter}", justify="right", no_wrap=True)
     topic = ""
     for row in comparison.rows:
-        cells = [_value(row.values[0], row.unit)]
+        cells = [compared(row.values[0], row.unit)]
         for value, change in zip(row.values[1:], row.changes, strict=True):
-            cells += [_value(value, row.unit), _change(change, row)]
+            cells += [compared(value, row.unit), _change(change, row)]
         table.add_row("" if row.topic == topic else f"[bold]{row.topic}[/bold]", row.name, *cells)
         topic = row.topic
     if any(c is not None and c.beyond_chance is not None for row in comparison.rows for c in row.changes):
@@ -108,14 +102,6 @@ def _table(comparison: Comparison) -> Any:
         of = ", seed by seed" if by_seed else ""
         table.caption, table.caption_justify = f"± 95 % interval{of}; * larger than chance explains", "left"
     return table
-
-
-def _value(value: float | None, unit: str) -> str:
-    from fedvitals.cli.screen import number, with_unit
-
-    if value is None and unit == "rounds":
-        return "never"
-    return f"{number(value)} ×" if unit == "times" and value is not None else with_unit(value, unit)
 
 
 def _change(change: Change | None, row: ComparisonRow, *, plain: bool = False) -> str:
@@ -134,29 +120,20 @@ def _change(change: Change | None, row: ComparisonRow, *, plain: bool = False) -
 
 
 def _size(change: Change, row: ComparisonRow) -> str:
-    from fedvitals.cli.screen import number
-
     if not change.difference:
         return "same"
+    sign = "+" if change.difference > 0 else ""
     if row.unit == "share":
-        return _signed(100 * change.difference, " pp")
+        return f"{sign}{number(100 * change.difference)} pp"
     if row.unit in ("rounds", "cases") or change.relative is None:
-        return _signed(change.difference, "")
+        return f"{sign}{number(change.difference)}"
     if abs(change.relative) > 9:
         return f"× {number(1 + change.relative)}"
-    return _signed(100 * change.relative, " %")
-
-
-def _signed(value: float, unit: str) -> str:
-    from fedvitals.cli.screen import number
-
-    return f"{'+' if value > 0 else ''}{number(value)}{unit}"
+    return f"{sign}{number(100 * change.relative)} %"
 
 
 def _reach(change: Change, row: ComparisonRow) -> str:
     """Half of the interval's width, in the unit of the change itself."""
-    from fedvitals.cli.screen import number
-
     assert change.low is not None  # noqa: S101 - asked by the caller
     reach = change.difference - change.low
     if row.unit == "share":
@@ -167,11 +144,6 @@ def _reach(change: Change, row: ComparisonRow) -> str:
 
 
 def _troubles(console: Any, comparison: Comparison, most: int | None) -> None:
-    from rich.table import Table
-
-    from fedvitals.cli.case_cards import COLOURS
-    from fedvitals.cli.screen import number
-
     unjudged = [side.letter for side in comparison.sides if not side.judged]
     if unjudged:
         console.print(f"Not judged, or not in full: {', '.join(unjudged)}. `fedvitals findings RUN` says why.")
@@ -180,11 +152,8 @@ def _troubles(console: Any, comparison: Comparison, most: int | None) -> None:
             console.print("[bold]Findings[/bold]  none")
         console.print()
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("Findings", header_style="bold")
-    table.add_column("")
-    for side in comparison.sides:
-        table.add_column(_letter(side.letter), justify="right")
+    letters = [f">{_letter(side.letter)}" for side in comparison.sides]
+    table = new_table("Findings", "", *letters, padding=APART)
     table.add_column("where", overflow="fold")
     issues = {
         trouble.issue: [other for other in comparison.troubles if other.issue == trouble.issue]
@@ -207,8 +176,6 @@ def _troubles(console: Any, comparison: Comparison, most: int | None) -> None:
 
 def _places(comparison: Comparison, troubles: list[Trouble], *, everything: bool) -> str:
     """Where, and in which runs if not in all."""
-    from fedvitals.cli.screen import shown
-
     by_sides: dict[str, list[str]] = {}
     for trouble in troubles:
         which = "".join(side.letter for side, n in zip(comparison.sides, trouble.runs, strict=True) if n)
@@ -241,11 +208,8 @@ def _partings(console: Any, comparison: Comparison) -> None:
     for side, divergence in zip(comparison.sides[1:], comparison.partings, strict=True):
         title = f"[bold]Where {first.letter} and {side.letter} part[/bold]"
         if divergence.exact is None:
-            lengths = (
-                ""
-                if divergence.rounds[0] == divergence.rounds[1]
-                else f", as far as both go ({min(divergence.rounds)} rounds)"
-            )
+            lasted = divergence.rounds
+            lengths = "" if lasted[0] == lasted[1] else f", as far as both go ({min(lasted)} rounds)"
             console.print(f"{title}  nowhere: accuracy, loss and update norms are bit for bit the same{lengths}.")
             continue
         console.print(
@@ -263,8 +227,6 @@ def _partings(console: Any, comparison: Comparison) -> None:
 
 
 def _differing(what: Differing) -> str:
-    from fedvitals.cli.screen import number, shown
-
     words = [f"{name} {number(a)} against {number(b)}" for name, (a, b) in what.metrics.items()]
     nodes = [*what.nodes.items()]
     if nodes and what.same_nodes:
@@ -280,17 +242,12 @@ def _differing(what: Differing) -> str:
 
 
 def _settings(console: Any, comparison: Comparison, most: int | None, *, everything: bool) -> None:
-    from rich.table import Table
-
-    from fedvitals.cli.screen import shown
-
     console.print()
     if not comparison.settings:
         console.print("[bold]Why[/bold]  no setting, seed or version differs: what differs lies outside of them.")
         return
     console.print("[bold]Why[/bold]  settings that differ")
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("")
+    table = new_table("", padding=APART)
     for side in comparison.sides:
         table.add_column(_letter(side.letter), overflow="fold")
     for setting in comparison.settings[:most]:

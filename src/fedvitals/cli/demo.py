@@ -12,7 +12,9 @@ from typing import Any, Self
 
 import click
 
-from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.cli import case_cards, ui
+from fedvitals.cli.options import print_json, store_options
+from fedvitals.cli.screen import new_console, number, seconds, shown, sparkline
 from fedvitals.errors import MissingExtraError
 
 SIGNS = ("accuracy", "fit.loss_before", "gradient.norm", "update.norm", "update.cosine_mean", "weight.drift")
@@ -26,8 +28,7 @@ ROWS = 8  # findings that it closes with
 @click.option("--quick", is_flag=True, help="A small version: 8 rounds, 10 clients, unless said otherwise.")
 @click.option("--no-ui", is_flag=True, help="End after the run; without a terminal it does so anyway.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Port of the dashboard.  [default: 8321, or the next free]")
-@store_option
-@json_option
+@store_options
 def command(
     rounds: int | None,
     clients: int | None,
@@ -46,7 +47,6 @@ def command(
         import torch
     except ModuleNotFoundError as error:
         raise MissingExtraError("torch", "lab", "The demo") from error
-    from fedvitals.cli import case_cards
     from fedvitals.diagnosis.evidence.outlier_ranking import rank_outlier_clients
     from fedvitals.lab.data import datasets
     from fedvitals.lab.demo import ILL_CLIENT, ILL_SINCE, DemoSettings, federate
@@ -65,7 +65,8 @@ def command(
     with Monitor(target, run="demo", sinks=[memory], seed=seed, config=config) as monitor:
         history = memory.history(monitor.run.id)
         accuracy = 0.0
-        with _view(settings.rounds, plain=as_json or not sys.stderr.isatty()) as view:
+        kind = _Lines if as_json or not sys.stderr.isatty() else _Live
+        with kind(settings.rounds) as view:
             try:
                 for number, accuracy in federate(settings, monitor):
                     monitor.flush()
@@ -86,8 +87,6 @@ def command(
 
 
 def _dashboard(store: str, run: str, port: int | None) -> None:
-    from fedvitals.cli import ui
-
     try:
         click.echo()
         ui.show(store, run=run, host="127.0.0.1", port=port, open_browser=True)
@@ -98,14 +97,11 @@ def _dashboard(store: str, run: str, port: int | None) -> None:
 def _closing(
     run: str, store: str | None, accuracy: float, took: float, standing: Any, findings: Any, settings: Any
 ) -> None:
-    from rich.console import Console
 
-    from fedvitals.cli import case_cards
-    from fedvitals.cli.screen import number, shown
     from fedvitals.diagnosis.gaps import incomplete
     from fedvitals.lab.demo import ILL_CLIENT, ILL_SINCE
 
-    console = Console(highlight=False)
+    console = new_console()
     option = f" --store {shown(shlex.quote(store))}" if store else ""
     # What a person can type here: scripts/demo runs us from an environment that is not on their path.
     program = "fedvitals" if shutil.which("fedvitals") else shlex.quote(os.path.relpath(sys.argv[0]))
@@ -141,10 +137,6 @@ def _closing(
         console.print(f"  {program} {verb}{option}   [dim]{why}[/dim]", soft_wrap=True)
 
 
-def _view(rounds: int, *, plain: bool) -> _Lines | _Live:
-    return _Lines(rounds) if plain else _Live(rounds)
-
-
 class _Lines:
     """A line a round, for logs and pipes."""
 
@@ -156,20 +148,19 @@ class _Lines:
 
     def __exit__(self, *_: object) -> None: ...
 
-    def show(self, number: int, accuracy: float, _history: Any, standing: Any) -> None:
+    def show(self, round_index: int, accuracy: float, _history: Any, standing: Any) -> None:
         first = f", {standing[0].name} stands out {standing[0].score:.1f}×" if standing else ""
-        click.echo(f"round {number + 1}/{self._rounds}: accuracy {accuracy:.3f}{first}", err=True)
+        click.echo(f"round {round_index + 1}/{self._rounds}: accuracy {accuracy:.3f}{first}", err=True)
 
 
 class _Live:
     """A view that moves: progress, a sparkline per vital sign, the clients that stand out."""
 
     def __init__(self, rounds: int) -> None:
-        from rich.console import Console
         from rich.live import Live
 
         self._rounds, self._began = rounds, time.perf_counter()
-        self._live = Live(console=Console(stderr=True, highlight=False), refresh_per_second=8)
+        self._live = Live(console=new_console(stderr=True), refresh_per_second=8)
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -178,16 +169,14 @@ class _Live:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def show(self, number: int, accuracy: float, history: Any, standing: Any) -> None:
+    def show(self, round_index: int, accuracy: float, history: Any, standing: Any) -> None:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
-        from fedvitals.cli.screen import number as text
-        from fedvitals.cli.screen import seconds, sparkline
         from fedvitals.views.card import vital_sign
 
-        done = number + 1
+        done = round_index + 1
         left = (time.perf_counter() - self._began) / done * (self._rounds - done)
         head = Table.grid(padding=(0, 2))
         head.add_row(
@@ -198,9 +187,9 @@ class _Live:
         for name in SIGNS:
             sign = vital_sign(history, name)
             if sign.values:
-                signs.add_row(name, sparkline(sign.values), text(sign.values[-1]), f"[dim]{sign.of}[/dim]")
+                signs.add_row(name, sparkline(sign.values), number(sign.values[-1]), f"[dim]{sign.of}[/dim]")
         clients = Table.grid(padding=(0, 2))
         for client in standing[:4]:
             bar = "█" * min(20, max(1, round(client.score)))
-            clients.add_row(client.name, bar, f"{text(client.score)}×", client.why if client.score >= 3 else "")
+            clients.add_row(client.name, bar, f"{number(client.score)}×", client.why if client.score >= 3 else "")
         self._live.update(Group(head, "", "[bold]vital signs[/bold]", signs, "", "[bold]stands out[/bold]", clients))

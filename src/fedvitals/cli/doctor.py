@@ -15,6 +15,7 @@ import click
 
 from fedvitals import __version__
 from fedvitals.cli.options import json_option, print_json
+from fedvitals.cli.screen import new_console, new_table, shown, size
 from fedvitals.errors import FedvitalsError, StoreError
 
 if TYPE_CHECKING:
@@ -100,17 +101,11 @@ def _spilled(store: str | None) -> list[Sign]:
     files = leftover(folder)
     if not files:
         return [Sign("spilled", "fine", "nothing waits beside the store")]
-    return [
-        Sign(
-            "spilled",
-            "note",
-            f"{len(files)} files in {folder} wait to be taken back: the next training does, or --mend",
-        )
-    ]
+    text = f"{len(files)} files in {folder} wait to be taken back: the next training does, or --mend"
+    return [Sign("spilled", "note", text)]
 
 
 def _tapes(where: Path | str) -> list[Sign]:
-    from fedvitals.cli.screen import size
     from fedvitals.store import open_reader
     from fedvitals.store.read import queries
     from fedvitals.store.tapes import lost_tapes, tapes
@@ -176,12 +171,11 @@ def _sqlite() -> Sign:
     version = sqlite3.sqlite_version
     if sqlite3.sqlite_version_info >= WAL_RESET_FIXED:
         return Sign("sqlite", "fine", version)
-    return Sign(
-        "sqlite",
-        "note",
+    text = (
         f"{version}; before 3.51.3 a file can be damaged when two connections write or fold in the log at the same "
-        "moment. fedvitals writes through one, so this concerns only other programs that write to the same file",
+        "moment. fedvitals writes through one, so this concerns only other programs that write to the same file"
     )
+    return Sign("sqlite", "note", text)
 
 
 def _flower() -> Sign:
@@ -200,16 +194,11 @@ def _flower() -> Sign:
 
 
 def _print(here: list[Sign], signs: list[Sign], done: list[str], *, mend: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from fedvitals.cli.screen import shown
-
-    console = Console(highlight=False)
+    console = new_console()
     for title, group in (("This installation", here), ("The store", signs)):
         if not group:
             continue
-        table = Table(box=None, pad_edge=False, show_header=False, title=title, title_justify="left")
+        table = new_table(show_header=False, title=title, title_justify="left")
         for sign in group:
             table.add_row(sign.what, f"[{COLOURS[sign.state]}]{sign.state}[/]", shown(sign.said))
         console.print(table, "")

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.cli.options import opened_run, print_json, run_options
+from fedvitals.cli.screen import number
 from fedvitals.errors import ConfigError, FedvitalsError
 
 if TYPE_CHECKING:
@@ -31,13 +32,11 @@ TELL_SECONDS = 2.0
     epilog="perfetto: a trace for ui.perfetto.dev. parquet, arrow, csv: every table (docs/schema.md) as a file. "
     "tensorboard, mlflow, wandb: curves and histograms. otel: spans and metrics, to --endpoint. See docs/exporters.md."
 )
-@click.argument("run")
 @click.option("--to", "form", type=click.Choice(FORMS), required=True, help="What it is for.")
 @click.option("--out", type=click.Path(path_type=Path), help="The file or folder to write; its default is told.")
 @click.option("--round", "round_", type=int, metavar="N", help="This round only.")
 @click.option("--endpoint", metavar="URL", help="Of otel: the receiver. Of mlflow: the tracking server or database.")
-@store_option
-@json_option
+@run_options
 def command(
     run: str,
     form: str,
@@ -48,15 +47,14 @@ def command(
     as_json: bool,
 ) -> None:
     """Hand a stored run to another tool. RUN is a run's id, the beginning of one, or a name (its newest run)."""
-    from fedvitals.store import open_reader
     from fedvitals.store.read import queries
 
     if endpoint is not None and form not in ("otel", "mlflow"):
         raise ConfigError(f"--endpoint is for otel and mlflow; --to {form} writes to --out.")
     if out is not None and form == "otel":
         raise ConfigError("--to otel sends to --endpoint and writes nothing; --out cannot be meant.")
-    with open_reader(store) as reader:
-        chosen = queries.get_run(reader, queries.find_run(reader, run))
+    with opened_run(store, run) as (reader, run_id):
+        chosen = queries.get_run(reader, run_id)
         if round_ is not None and round_ not in (rounds := reader.history(chosen.id).rounds()):
             known = f"It has rounds {rounds[0]} to {rounds[-1]}." if rounds else "It has no rounds."
             raise ConfigError(f"Run {chosen.id} has nothing of round {round_}. {known}")
@@ -72,21 +70,14 @@ def command(
     if as_json:
         print_json("export", result)
         return
-    for line in _lines(export):
-        click.echo(line)
+    for file in export.get("files", ()):
+        click.echo(f"{file['rows']:>10}  {file['path']}")
+    click.echo(f"{number(export['count'])} {export['what']} → {export['where']}")
+    click.echo(export["open"])
 
 
 Export = dict[str, Any]
 """`where` the result is, `records` or `rows` in it, and how to `open` it."""
-
-
-def _lines(export: Export) -> Iterator[str]:
-    from fedvitals.cli.screen import number
-
-    if "files" in export:
-        yield from (f"{file['rows']:>10}  {file['path']}" for file in export["files"])
-    yield f"{number(export['count'])} {export['what']} → {export['where']}"
-    yield export["open"]
 
 
 def _label(run: Run) -> str:
@@ -119,14 +110,8 @@ def _perfetto(reader: Reader, run: Run, out: Path | None, round_: int | None, _e
     def of(kind: type[R]) -> Iterator[R]:
         return _counted(records_of_kind(reader, run.id, kind, round_), "records", count)
 
-    pieces = perfetto(
-        run,
-        of(Span),
-        events=of(Event),
-        transfers=of(Transfer),
-        findings=of(Finding),
-        metrics=of(Metric),
-    )
+    about: Any = {"events": of(Event), "transfers": of(Transfer), "findings": of(Finding), "metrics": of(Metric)}
+    pieces = perfetto(run, of(Span), **about)
     with whole(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
         file.writelines(pieces)
     how = "Open it: ui.perfetto.dev, «Open trace file» (it stays on this machine), or chrome://tracing."
@@ -156,8 +141,8 @@ def _tables(form: str) -> Callable[..., Export]:
     return write
 
 
-def _fed(reader: Reader, run: Run, round_: int | None, sink: Sink) -> int:
-    """Feed the run to a sink as a training would have; how many records."""
+def _fed(reader: Reader, run: Run, round_: int | None, sink: Sink) -> Export:
+    """Feed the run to a sink as a training would have; how many records those were."""
     from fedvitals.store.read.paging import records_in_order
 
     count, batch, written = [0], [], 0
@@ -180,7 +165,7 @@ def _fed(reader: Reader, run: Run, round_: int | None, sink: Sink) -> int:
             + (f"It has taken {written} records, and perhaps more." if written else "It has taken nothing so far.")
             + " Mend the cause and export again."
         ) from error
-    return count[0]
+    return {"count": count[0], "what": "records"}
 
 
 def _store_of(reader: Reader) -> str:
@@ -193,9 +178,9 @@ def _tensorboard(reader: Reader, run: Run, out: Path | None, round_: int | None,
     from fedvitals.sinks.tensorboard import TensorBoard
 
     sink = TensorBoard(out or Path("tb"), store=_store_of(reader))
-    count = _fed(reader, run, round_, sink)
+    fed = _fed(reader, run, round_, sink)
     how = f"Open it: tensorboard --logdir {sink.folder}"
-    return {"where": str(sink.folder_of(run.id)), "count": count, "what": "records", "open": how}
+    return {"where": str(sink.folder_of(run.id)), **fed, "open": how}
 
 
 def _mlflow(reader: Reader, run: Run, out: Path | None, round_: int | None, endpoint: str | None) -> Export:
@@ -205,10 +190,10 @@ def _mlflow(reader: Reader, run: Run, out: Path | None, round_: int | None, endp
         raise ConfigError("--to mlflow writes to a database file (--out) or to an address (--endpoint), not to both.")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # this process is ours, and sends nothing unasked
     sink = MLflow(f"sqlite:///{out.absolute()}" if out is not None else endpoint, store=_store_of(reader))
-    count = _fed(reader, run, round_, sink)
+    fed = _fed(reader, run, round_, sink)
     where = sink.uri if sink.uri.startswith(("http:", "https:")) else f"--backend-store-uri {sink.uri}"
     how = f"Open it: {where}" if where == sink.uri else f"Open it: mlflow ui {where}"
-    return {"where": f"{sink.uri} run {sink.run_of(run.id)}", "count": count, "what": "records", "open": how}
+    return {"where": f"{sink.uri} run {sink.run_of(run.id)}", **fed, "open": how}
 
 
 def _wandb(reader: Reader, run: Run, out: Path | None, round_: int | None, _endpoint: str | None) -> Export:
@@ -216,19 +201,19 @@ def _wandb(reader: Reader, run: Run, out: Path | None, round_: int | None, _endp
 
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # as above
     sink = WeightsAndBiases(folder=out or Path(), store=_store_of(reader))
-    count = _fed(reader, run, round_, sink)
+    fed = _fed(reader, run, round_, sink)
     where = sink.folders[run.id]
     how = f"Upload it, if you want: wandb sync {where}. Look at it here: wandb beta leet {where}"
-    return {"where": str(where), "count": count, "what": "records", "open": how}
+    return {"where": str(where), **fed, "open": how}
 
 
 def _otel(reader: Reader, run: Run, _out: Path | None, round_: int | None, endpoint: str | None) -> Export:
     from fedvitals.sinks.otel.sink import OpenTelemetry
 
     sink = OpenTelemetry(endpoint)
-    count = _fed(reader, run, round_, sink)
+    fed = _fed(reader, run, round_, sink)
     how = "Look for the service «fedvitals» in the tool behind it (Jaeger, Grafana Tempo, ...)."
-    return {"where": sink.endpoint, "count": count, "what": "records", "open": how}
+    return {"where": sink.endpoint, **fed, "open": how}
 
 
 _WRITERS: dict[str, Callable[[Any, Any, Path | None, int | None, str | None], Export]] = {

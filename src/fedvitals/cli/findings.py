@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.cli import case_cards
+from fedvitals.cli.options import opened_run, print_json, run_options
+from fedvitals.cli.screen import new_console, shown
 
 if TYPE_CHECKING:
     from fedvitals.diagnosis.cases import Case
@@ -24,30 +26,25 @@ WORDS = ("faulty", "different", "not yet decidable", "healthy")
     epilog="Exit code: 1 if there is a case of severity warning or critical, or if not all was judged (a detector "
     "failed, records were lost); 0 if not; 2 for wrong use."
 )
-@click.argument("run")
 @click.option("--round", "number", type=int, help="What was there in one round, as it stood then.")
 @click.option("--node", help="Only what concerns one node, in full.")
 @click.option("--all", "everything", is_flag=True, help="Every case in full: numbers, causes, remedies.")
-@store_option
-@json_option
+@run_options
 def command(run: str, number: int | None, node: str | None, everything: bool, store: str | None, as_json: bool) -> int:
     """List what the detectors found in a run, each trouble once, worst first.
 
     RUN is a run's id, the beginning of one, or a name (its newest run).
     """
-    from fedvitals.cli import case_cards
     from fedvitals.diagnosis.cases import is_trouble
     from fedvitals.diagnosis.gaps import incomplete
     from fedvitals.records import Action
-    from fedvitals.store import open_reader
     from fedvitals.store.read import queries
     from fedvitals.views.card import detectors_of
     from fedvitals.views.cases import actions_about, failures_of
     from fedvitals.views.gaps import gaps_of
     from fedvitals.views.labels import labels_of, node_of
 
-    with open_reader(store) as reader:
-        chosen = queries.find_run(reader, run)
+    with opened_run(store, run) as (reader, chosen):
         labels = labels_of(reader, chosen)
         node = None if node is None else node_of(node, reader.history(chosen).nodes(), labels)
         cases_listed = _cases(reader, chosen, number, node)
@@ -59,15 +56,9 @@ def command(run: str, number: int | None, node: str | None, everything: bool, st
         missing = gaps_of(reader, chosen)
     cards = [(case, actions_about(case, actions), error) for case, error in zip(cases_listed, errors, strict=True)]
     if as_json:
-        cards_as_json = [case_cards.as_json(*card) for card in cards]
-        result = {
-            "run": chosen,
-            "name": described.name,
-            "detectors": installed,
-            "cases": cards_as_json,
-            "clients": clients,
-        }
-        print_json("findings", {**result, "not_judged": missing})
+        result = {"run": chosen, "name": described.name, "detectors": installed}
+        result |= {"cases": [case_cards.as_json(*card) for card in cards], "clients": clients, "not_judged": missing}
+        print_json("findings", result)
     else:
         _print(cards, _judged(installed, missing, chosen), labels, full=everything or node is not None)
         if cases_listed and missing:
@@ -78,7 +69,6 @@ def command(run: str, number: int | None, node: str | None, everything: bool, st
 
 def _judged(installed: int, missing: Sequence[str], run: str) -> str:
     """The sentence for a run without findings: it is an all-clear only if every detector has seen everything."""
-    from fedvitals.cli.screen import shown
     from fedvitals.diagnosis.gaps import no_all_clear
 
     again = f" `fedvitals check {shown(run)}` does so now."
@@ -144,11 +134,7 @@ def _print(
     *,
     full: bool,
 ) -> None:
-    from rich.console import Console
-
-    from fedvitals.cli import case_cards
-
-    console = Console(highlight=False)
+    console = new_console()
     cases = [case for case, _, _ in cards]
     if not cases:
         console.print(judged, soft_wrap=True)

@@ -6,17 +6,20 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
+from fedvitals.cli import case_cards
 from fedvitals.cli.options import store_option
+from fedvitals.cli.screen import new_console, shown
 from fedvitals.errors import FedvitalsError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -76,19 +79,18 @@ def run(arguments: tuple[str, ...], **settings: Any) -> int:
     On this machine the run gets a SuperLink of its own, which ends with it, and the log is shown as with --stream. For
     a SuperLink elsewhere, see `fedvitals flower superlink`.
     """
-    from fedvitals.cli import flower_local
     from fedvitals.hosts.flower.superlink import superlink as started
     from fedvitals.hosts.flower.superlink import termination_as_exit
 
     place = _programs()
     settings["run"] = settings["run"] or os.environ.get("FEDVITALS_RUN") or _name_of(arguments)
     environment = _environment(place, settings)
-    address = flower_local.remote_address(arguments, environment)
+    address = remote_address(arguments, environment)
     began = time.time()
-    if address is not None or not flower_local.knows_local():
+    if address is not None or not knows_local():
         code = _run(place, arguments, environment)
     else:
-        if flower_local.someone_listens(environment):
+        if someone_listens(environment):
             click.echo(
                 "A local SuperLink of Flower's runs already, and knows nothing of fedvitals: this run gets one of its "
                 "own, with Flower's defaults. What `flwr federation simulation-config` has set, say it by "
@@ -98,7 +100,7 @@ def run(arguments: tuple[str, ...], **settings: Any) -> int:
         streamed = arguments if "--stream" in arguments else (*arguments, "--stream")
         try:
             with termination_as_exit(), started(environment) as port:
-                code = _run(place, streamed, environment | {flower_local.PORT: str(port)})
+                code = _run(place, streamed, environment | {PORT: str(port)})
         except KeyboardInterrupt:
             click.echo(
                 "\nStopped, and all that was started; what was measured is kept: see `fedvitals runs`.", err=True
@@ -186,10 +188,6 @@ def _name_of(arguments: tuple[str, ...]) -> str:
 
 def _closing(store: str, began: float, address: str | None) -> None:
     """Where the run is, what was found in it, and what to look at next."""
-    from rich.console import Console
-
-    from fedvitals.cli import case_cards
-    from fedvitals.cli.screen import shown
     from fedvitals.diagnosis.gaps import incomplete, no_all_clear
     from fedvitals.store import open_reader, store_target
     from fedvitals.store.postgres import address_of
@@ -197,7 +195,7 @@ def _closing(store: str, began: float, address: str | None) -> None:
     from fedvitals.views.gaps import gaps_of
     from fedvitals.views.labels import labels_of
 
-    console = Console(highlight=False)
+    console = new_console()
     where = store_target(store)
     store_shown = address_of(where).shown if isinstance(where, str) else store
     try:
@@ -240,3 +238,49 @@ def _newest(reader: Any, began: float) -> RunSummary | None:
 
     runs = queries.list_runs(reader)
     return next((run for run in runs if run.host == "flower" and run.started >= began - 1.0), None)
+
+
+PORT = "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"  # where `flwr` looks for a local SuperLink, before it starts one
+LOCAL = (":local:", ":local-in-memory:")
+VALUED = ("--federation", "--run-config", "-c", "--federation-config", "--format")  # options of `flwr run` with a value
+
+
+def remote_address(arguments: Sequence[str], environment: Mapping[str, str]) -> str | None:
+    """Return the address of the SuperLink that `flwr run` with these arguments goes to; None for a local one."""
+    home = Path(environment.get("FLWR_HOME") or Path.home() / ".flwr")
+    try:
+        connections = tomllib.loads((home / "config.toml").read_text(encoding="utf-8")).get("superlink", {})
+    except (OSError, ValueError):  # none yet, or one that flwr itself will complain of
+        return None
+    plain = _positional(arguments)
+    named = plain[1] if len(plain) > 1 else connections.get("default")
+    chosen = connections.get(named, {})
+    address = chosen.get("address") if isinstance(chosen, dict) else None
+    return None if address in (None, *LOCAL) else str(address)
+
+
+def _positional(arguments: Sequence[str]) -> list[str]:
+    positional, words = [], iter(arguments)
+    for word in words:
+        if word in VALUED:
+            next(words, None)
+        elif not word.startswith("-"):
+            positional.append(word)
+    return positional
+
+
+def knows_local() -> bool:
+    """Whether this Flower has local SuperLinks that we can replace; older versions run apps as children of `flwr`."""
+    from flwr.cli import constant
+
+    return hasattr(constant, "LOCAL_SUPERLINK_HTTP_API_PORT")
+
+
+def someone_listens(environment: Mapping[str, str]) -> bool:
+    """Whether a local SuperLink of Flower's own runs already."""
+    with (
+        contextlib.suppress(OSError, ValueError),
+        socket.create_connection(("127.0.0.1", int(environment.get(PORT) or 39091)), 0.5),
+    ):
+        return True
+    return False

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from fedvitals import __version__
 from fedvitals.plain_json import PlainJson
+
+if TYPE_CHECKING:
+    from fedvitals.store.read.reader import Reader
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,6 +34,26 @@ def store_option(function: F) -> F:
 
 def json_option(function: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON, for scripts.")(function)
+
+
+def store_options(function: F) -> F:
+    """Add --store and --json."""
+    return store_option(json_option(function))
+
+
+def run_options(function: F) -> F:
+    """Add the argument RUN, --store and --json."""
+    return click.argument("run")(store_options(function))
+
+
+@contextlib.contextmanager
+def opened_run(store: str | None, run: str) -> Iterator[tuple[Reader, str]]:
+    """Yield the store, open for the block, and the id of the run that is meant: an id, its beginning, or a name."""
+    from fedvitals.store import open_reader
+    from fedvitals.store.read import queries
+
+    with open_reader(store) as reader:
+        yield reader, queries.find_run(reader, run)
 
 
 def print_json(verb: str, result: Any) -> None:

@@ -7,7 +7,8 @@ import sys
 
 import click
 
-from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.cli.options import print_json, store_options
+from fedvitals.cli.screen import new_console, new_table, shown
 
 WIDE = 10_000
 
@@ -18,14 +19,9 @@ WIDE = 10_000
 )
 @click.argument("sql")
 @click.option("--limit", default=1000, show_default=True, help="At most so many rows.")
-@store_option
-@json_option
+@store_options
 def command(sql: str, limit: int, store: str | None, as_json: bool) -> None:
     """Ask a store anything in SQL; nothing can be changed this way."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from fedvitals.cli.screen import shown
     from fedvitals.store import open_reader
     from fedvitals.store.read.ask import query
 
@@ -35,18 +31,18 @@ def command(sql: str, limit: int, store: str | None, as_json: bool) -> None:
     if as_json:
         print_json("query", {"columns": answer.columns, "rows": rows, "more": answer.more})
         return
-    table = Table(*(shown(column) for column in answer.columns), box=None, pad_edge=False)
+    table = new_table()
+    for column in answer.columns:
+        table.add_column(shown(column))
     for row in answer.rows:
         table.add_row(*(_cell(value) for value in row))
     # A pipe has no width: what is cut there is lost to whoever reads it.
-    Console(width=None if sys.stdout.isatty() else WIDE).print(table)
+    new_console(width=None if sys.stdout.isatty() else WIDE).print(table)
     if answer.more:
         click.echo(f"Only the first {limit} rows are shown; --limit asks for more.", err=True)
 
 
 def _cell(value: object) -> str:
-    from fedvitals.cli.screen import shown
-
     if value is None:
         return "–"
     if isinstance(value, bytes):

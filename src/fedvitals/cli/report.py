@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import click
 
-from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.cli.options import print_json, store_options
 
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN ...]")
 @click.option("-o", "--output", metavar="FILE", help="FILE.html (default: RUN-report.html here), FILE.pdf or FILE.md.")
 @click.option("--force", is_flag=True, help="Write over a file that is no report of ours.")
-@store_option
-@json_option
+@store_options
 def command(runs: tuple[str, ...], output: str | None, force: bool, store: str | None, as_json: bool) -> None:
     """Write a run's report: verdict, findings with evidence, what to do next, learning, clients, layers, profile,
     configuration, and what was not measured. Of several runs: the comparison.

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.cli.options import print_json, store_options
+from fedvitals.cli.screen import new_console, new_table, number, seconds, shown, size
 from fedvitals.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
@@ -20,8 +21,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 
 
 @click.group(invoke_without_command=True)
-@store_option
-@json_option
+@store_options
 @click.pass_context
 def command(context: click.Context, store: str | None, as_json: bool) -> None:
     """List the runs of a store, the newest first. An id begins with the time the run did."""
@@ -31,10 +31,6 @@ def command(context: click.Context, store: str | None, as_json: bool) -> None:
 
 
 def _list(store: str | None, as_json: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from fedvitals.cli.screen import number, seconds, shown, size
     from fedvitals.store import open_reader
     from fedvitals.store.read import queries
     from fedvitals.store.tapes import tape_bytes
@@ -52,7 +48,7 @@ def _list(store: str | None, as_json: bool) -> None:
     if not runs:
         click.echo("No runs yet. `fedvitals demo` makes one; the README's ten lines make your own.", err=True)
         return
-    table = Table(box=None, pad_edge=False)
+    table = new_table()
     table.add_column("run", no_wrap=True, min_width=8)
     table.add_column("id", no_wrap=True)
     for title in ("rounds", "clients", "accuracy", "loss", "alerts", "time"):
@@ -70,7 +66,7 @@ def _list(store: str | None, as_json: bool) -> None:
             f"{alerts}{lost}",
             seconds(run.seconds) if run.finished else "open",
         )
-    console = Console(highlight=False)
+    console = new_console()
     console.print(table)
     unjudged = [run for run in runs if missing[run.id]]
     if unjudged:
@@ -88,8 +84,7 @@ def _list(store: str | None, as_json: bool) -> None:
 @command.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN...]")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@store_option
-@json_option
+@store_options
 @click.pass_obj
 def delete(outer: str | None, runs: tuple[str, ...], yes: bool, store: str | None, as_json: bool) -> None:
     """Delete runs with their tapes, and give their space back. A run that is being written is refused.
@@ -112,8 +107,7 @@ def delete(outer: str | None, runs: tuple[str, ...], yes: bool, store: str | Non
 
 @command.command()
 @click.option("--keep-bytes", required=True, metavar="SIZE", help="What the store may take: 500MB, 2GiB, 1000000.")
-@store_option
-@json_option
+@store_options
 @click.pass_obj
 def thin(outer: str | None, keep_bytes: str, store: str | None, as_json: bool) -> None:
     """Make a store fit a budget, the oldest runs first.
@@ -139,8 +133,6 @@ def bytes_of(text: str) -> int:
 
 
 def _tell(cleared: Cleared, as_json: bool) -> None:
-    from fedvitals.cli.screen import shown, size
-
     if as_json:
         print_json("runs", cleared)
         return

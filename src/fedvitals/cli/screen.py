@@ -5,12 +5,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from fedvitals.views.units import number, seconds, size, with_unit
 
-__all__ = ["number", "seconds", "shown", "size", "sparkline", "with_unit"]
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+__all__ = [
+    "APART", "new_console", "new_progress", "new_table", "number", "seconds", "shown", "size", "sparkline", "with_unit",
+]  # fmt: skip
 
 BARS = "▁▂▃▄▅▆▇█"
+APART = (0, 2, 0, 0)  # padding of a table whose columns stand further apart
+
+
+def new_console(*, stderr: bool = False, width: int | None = None) -> Console:
+    """Return a console that highlights nothing by itself."""
+    from rich.console import Console
+
+    return Console(highlight=False, stderr=stderr, width=width)
+
+
+def new_progress(*texts: str, transient: bool = False) -> Progress:
+    """Return a progress bar on standard error; `texts`: formats of further columns, such as «{task.fields[loss]}»."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *map(TextColumn, texts)
+    return Progress(*columns, TimeRemainingColumn(), console=new_console(stderr=True), transient=transient)
+
+
+def new_table(*titles: str, no_wrap: bool = False, **how: Any) -> Table:
+    """Return a table without lines, with these columns; a title that begins with «>» is of a column of numbers."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, **how)
+    for title in titles:
+        justify: Any = "right" if title.startswith(">") else "left"
+        table.add_column(title.removeprefix(">"), justify=justify, no_wrap=no_wrap)
+    return table
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:

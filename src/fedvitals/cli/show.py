@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.cli import case_cards
+from fedvitals.cli.options import opened_run, print_json, run_options
+from fedvitals.cli.screen import new_console, new_table, number, seconds, shown, size, sparkline, with_unit
 
 if TYPE_CHECKING:
     from fedvitals.store.read.reader import Reader
@@ -29,44 +31,31 @@ COLUMNS = {
 
 
 @click.command()
-@click.argument("run")
 @click.option("--node", help="One node's history instead of the card.")
 @click.option("--all", "everything", is_flag=True, help="Every client and layer, not only those that stand out most.")
-@store_option
-@json_option
+@run_options
 def command(run: str, node: str | None, everything: bool, store: str | None, as_json: bool) -> None:
     """Show a run's vital signs, and the clients and layers that stand out, those first.
 
     RUN is a run's id, the beginning of one, or a name (its newest run).
     """
-    from fedvitals.store import open_reader
-    from fedvitals.store.read import queries
     from fedvitals.store.tapes import tape_bytes
     from fedvitals.views.card import health_card
 
-    with open_reader(store) as reader:
-        chosen = queries.find_run(reader, run)
+    with opened_run(store, run) as (reader, chosen):
         if node is not None:
             _show_node(reader, chosen, node, as_json)
             return
         card = health_card(reader, chosen)
     if as_json:
-        tape = {"tape_bytes": tape_bytes(store, chosen)}
-        print_json("show", {**{name: getattr(card, name) for name in card.__slots__}, "cases": _cases(card), **tape})
+        own = {"cases": [case_cards.as_json(case) for case in card.cases], "tape_bytes": tape_bytes(store, chosen)}
+        print_json("show", {name: getattr(card, name) for name in card.__slots__} | own)
     else:
         _print(card, everything, store)
 
 
-def _cases(card: Card) -> list[dict[str, Any]]:
-    from fedvitals.cli import case_cards
-
-    return [case_cards.as_json(case) for case in card.cases]
-
-
 def _print(card: Card, everything: bool, store: str | None) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
+    console = new_console()
     _head(console, card, store)
     console.print(_signs(card))
     rows = None if everything else ROWS
@@ -82,8 +71,8 @@ def _print(card: Card, everything: bool, store: str | None) -> None:
 
 
 def _head(console: Any, card: Card, store: str | None) -> None:
-    from fedvitals.cli.screen import number, seconds, shown, size
     from fedvitals.store.tapes import tape_bytes
+    from fedvitals.views.card import how_often
 
     run, summary = card.run, card.summary
     state = "finished" if run.finished else "open"
@@ -93,6 +82,8 @@ def _head(console: Any, card: Card, store: str | None) -> None:
     )
     cost = "" if card.cost_percent is None else f", measuring took {number(card.cost_percent)} % of the time"
     console.print(f"{summary.rounds} rounds, {summary.clients} clients{cost}; lost: {summary.lost} records")
+    if card.measured:
+        console.print(f"[dim]{how_often(card)}[/dim]")
     level, allowed = card.privacy.split(": ", 1)
     cohort = "" if card.cohort is None else f" Sums are of at least {card.cohort} clients."
     tracebacks = "" if card.tracebacks is None else f" Tracebacks: {'on' if card.tracebacks else 'off'}."
@@ -108,7 +99,6 @@ def _head(console: Any, card: Card, store: str | None) -> None:
 def _health(console: Any, card: Card, store: str | None) -> None:
     """What the detectors said, each trouble once, worst first; or plainly that none looked."""
     from fedvitals.cli.case_cards import print_list
-    from fedvitals.cli.screen import shown
     from fedvitals.diagnosis.gaps import incomplete, no_all_clear
 
     if not card.detectors and not card.cases:
@@ -133,17 +123,12 @@ def _health(console: Any, card: Card, store: str | None) -> None:
     )
 
 
+def _titled(title: str) -> dict[str, Any]:
+    return {"title": title, "title_justify": "left", "title_style": "bold"}
+
+
 def _signs(card: Card) -> Any:
-    from rich.table import Table
-
-    from fedvitals.cli.screen import sparkline, with_unit
-
-    table = Table(box=None, pad_edge=False, title="Vital signs", title_justify="left", title_style="bold")
-    for title in ("sign", "of"):
-        table.add_column(title)
-    for title in ("first", "now"):
-        table.add_column(title, justify="right")
-    table.add_column("course")
+    table = new_table("sign", "of", ">first", ">now", "course", **_titled("Vital signs"))
     for sign in card.signs:
         first, now = (with_unit(sign.values[i], sign.unit) for i in (0, -1))
         table.add_row(sign.name, f"[dim]{sign.of}[/dim]", first, now, sparkline(sign.values))
@@ -161,15 +146,12 @@ def _clients(console: Any, card: Card, rows: int | None) -> Any:
 
 
 def _client_table(card: Card, rows: int | None, present: list[str]) -> Any:
-    from rich.table import Table
-
     from fedvitals.catalog import CATALOG
-    from fedvitals.cli.screen import number, shown, with_unit
     from fedvitals.views.labels import short
 
     top = card.clients[:rows]
     title = f"\nClients, those that stand out first ({len(top)} of {len(card.clients)})"
-    table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
+    table = new_table(**_titled(title))
     table.add_column("client", no_wrap=True, max_width=LONGEST)
     table.add_column("score", justify="right", no_wrap=True)
     table.add_column("stands out by")
@@ -190,22 +172,15 @@ def _client_table(card: Card, rows: int | None, present: list[str]) -> Any:
 
 
 def _layers(card: Card, rows: int | None) -> Any:
-    from rich.table import Table
-
-    from fedvitals.cli.screen import shown
-
     top = card.layers[:rows]
     title = f"\nLayers, those that changed most first ({len(top)} of {len(card.layers)})"
-    table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
-    table.add_column("layer")
-    table.add_column("what changed")
+    table = new_table("layer", "what changed", **_titled(title))
     for layer in top:
         table.add_row(shown(layer.name), layer.why)
     return table
 
 
 def _events(console: Any, card: Card) -> None:
-    from fedvitals.cli.screen import shown
     from fedvitals.views.labels import named
 
     if not card.events:
@@ -219,10 +194,6 @@ def _events(console: Any, card: Card) -> None:
 
 
 def _show_node(reader: Reader, run: str, node: str, as_json: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from fedvitals.cli.screen import number, shown, sparkline
     from fedvitals.store.read import queries
     from fedvitals.views.labels import labels_of, named, node_of
 
@@ -232,11 +203,7 @@ def _show_node(reader: Reader, run: str, node: str, as_json: bool) -> None:
     if as_json:
         print_json("show", {"node": node, "metrics": history})
         return
-    table = Table(box=None, pad_edge=False, title=shown(named(node, labels)), title_justify="left", title_style="bold")
-    table.add_column("metric")
-    for title in ("first", "now"):
-        table.add_column(title, justify="right")
-    table.add_column("course")
+    table = new_table("metric", ">first", ">now", "course", **_titled(shown(named(node, labels))))
     for name, (_, values) in history.items():
         table.add_row(name, number(values[0]), number(values[-1]), sparkline(values))
-    Console(highlight=False).print(table)
+    new_console().print(table)

@@ -7,10 +7,11 @@ import os
 import tempfile
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import click
 
-from fedvitals.cli.options import store_option
+from fedvitals.cli.options import opened_run, store_option
 from fedvitals.errors import MissingExtraError
 
 
@@ -48,15 +49,10 @@ def show(store: str | None, *, run: str | None = None, host: str, port: int | No
         from fedvitals.dashboard.server import serve
     except ModuleNotFoundError as error:
         raise MissingExtraError(str(error.name), "dashboard", "The dashboard") from error
-    from urllib.parse import quote
-
-    from fedvitals.store import open_reader
-    from fedvitals.store.read.queries import find_run
-
     path = "/"
     if run is not None:
-        with open_reader(store) as reader:
-            path = f"/runs/{quote(find_run(reader, run), safe='')}"
+        with opened_run(store, run) as (_, chosen):
+            path = f"/runs/{quote(chosen, safe='')}"
 
     def ready(address: Any) -> None:
         click.echo(f"fedvitals dashboard: {address.url}{path if address.token is None else ''}")

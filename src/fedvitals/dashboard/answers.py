@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from fedvitals.dashboard.reader_cache import ReaderCache
-from fedvitals.errors import ConfigError, FedvitalsError, StoreError
+from fedvitals.errors import FedvitalsError, StoreError
 from fedvitals.plain_json import as_builtin
 from fedvitals.store.read.queries import find_run
 from fedvitals.store.read.reader import Reader
@@ -59,11 +58,15 @@ def answer(
     request: Request,
     run: str | None,
     work: Callable[..., Any],
+    *arguments: Any,
     also: str | Callable[[str], str] = "",
     about: Callable[[Reader], Sequence[str]] | None = None,
+    **settings: Any,
 ) -> Response:
-    """What `work(reader, run id)` gives (of the whole store, `work(reader)`), as JSON; 304 where nothing has changed.
+    """What `work` gives as JSON; 304 where nothing has changed.
 
+    It is called with the reader, the run's id (unless it is about the whole store), the arguments and the settings. A
+    ConfigError means that what was asked for is not there: see `answer_failures`.
     `also`: what else than the store changes the answer, such as the hour; of a run, `also(run id)`.
     `about(reader)`: of the whole store, the runs that matter; without it, a change of any run does.
     What cost time is remembered until the run changes: a second tab, or a person who comes back, does not wait again.
@@ -71,9 +74,9 @@ def answer(
     cache: ReaderCache = request.app.state.reader_cache
     cache.look()
     with cache.reader() as reader:
-        run_id = run if run is None or cache.has_run(run) else _find(reader, run)
+        run_id = run if run is None or cache.tracker.has_run(run) else find_run(reader, run)
         cache.warming.asked(run_id)
-        version = cache.version(run_id) if about is None else _joint(cache, about(reader))
+        version = cache.tracker.version(run_id) if about is None else _joint(cache, about(reader))
         version += also if isinstance(also, str) else also(run_id or "")
         headers = {"ETag": f'"{version}"', "Cache-Control": "no-cache"}
         if headers["ETag"] in [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]:
@@ -82,7 +85,8 @@ def answer(
         body = cache.remembered(asked, version)
         if body is None:
             began = time.perf_counter()
-            body = encode(work(reader) if run_id is None else work(reader, run_id))
+            whose = () if run_id is None else (run_id,)
+            body = encode(work(reader, *whose, *arguments, **settings))
             if time.perf_counter() - began > WORTH_REMEMBERING:
                 cache.remember(asked, version, body)
     cache.warming.asked(run_id)
@@ -90,7 +94,7 @@ def answer(
 
 
 def _joint(cache: ReaderCache, runs: Sequence[str]) -> str:
-    versions = "\n".join(f"{run} {cache.version(run)}" for run in runs)
+    versions = "\n".join(f"{run} {cache.tracker.version(run)}" for run in runs)
     return hashlib.blake2b(versions.encode("utf-8", "replace"), digest_size=12).hexdigest()
 
 
@@ -103,11 +107,9 @@ def _refuse(value: Any) -> Any:
     raise TypeError(f"Cannot answer with a {type(value).__name__}.")
 
 
-def _find(reader: Reader, run: str) -> str:
-    try:
-        return find_run(reader, run)
-    except ConfigError as error:
-        raise HTTPException(404, str(error)) from error
+def changed(state: Any) -> Response:
+    """Return the answer to a change: the new state, which nobody keeps."""
+    return Response(encode(state), media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
 def failure(status: int, message: str, hint: str | None = None, headers: Any = None) -> Response:

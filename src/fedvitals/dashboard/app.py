@@ -15,10 +15,14 @@ from fedvitals.dashboard import files
 from fedvitals.dashboard.answers import RESPONSES, answer_failures
 from fedvitals.dashboard.guard import Guard
 from fedvitals.dashboard.live import Live
+from fedvitals.dashboard.pages.runs import RunList
 from fedvitals.dashboard.reader_cache import ReaderCache
+from fedvitals.views.memo import Remembered
+from fedvitals.views.run_figures import Figures
 
+COMPARED = 80  # runs whose figures are remembered
 ROUTES = (
-    "status", "records", "runs", "overview", "findings", "clients", "layers", "rounds", "replay", "compare", "live",
+    "status", "records", "runs", "overview", "findings", "clients", "layers", "rounds", "replay", "compare",
 )  # fmt: skip
 
 
@@ -49,6 +53,7 @@ def create_app(store: str | Path | None = None, *, token: str | None = None, hos
         responses=RESPONSES,
     )
     app.state.reader_cache, app.state.live = cache, live
+    app.state.run_list, app.state.compared = RunList(), Remembered[str, Figures](COMPARED)
     answer_failures(app)
     for name in ROUTES:
         app.include_router(importlib.import_module(f"fedvitals.dashboard.routes.{name}").router)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -133,14 +134,16 @@ def routes(*, last: bool = False) -> list[Route]:
     """
     files = Files()
 
-    async def static(request: Request) -> Response:
-        return _named(files, request.path_params["name"], request)
+    def named(name: str = "") -> Callable[[Request], Awaitable[Response]]:
+        """The route of a file; without a name, of the one that the address names."""
 
-    async def icon(request: Request) -> Response:
-        return _named(files, "icon.svg", request)
+        async def serve(request: Request) -> Response:
+            file = files.get(name or request.path_params["name"])
+            if file is None:
+                raise HTTPException(404, "There is no such file.")
+            return file.answer(request)
 
-    async def login(request: Request) -> Response:
-        return _named(files, "login.html", request)
+        return serve
 
     async def page(request: Request) -> Response:
         view = view_of(request.url.path)
@@ -157,15 +160,8 @@ def routes(*, last: bool = False) -> list[Route]:
     if last:
         return [Route("/{path:path}", lost)]
     return [
-        Route("/static/{name:path}", static),
-        Route("/favicon.ico", icon),
-        Route("/login", login),
+        Route("/static/{name:path}", named()),
+        Route("/favicon.ico", named("icon.svg")),
+        Route("/login", named("login.html")),
         *(Route(path, page) for path in ("/", "/compare", "/runs/{path:path}")),
     ]
-
-
-def _named(files: Files, name: str, request: Request) -> Response:
-    file = files.get(name)
-    if file is None:
-        raise HTTPException(404, "There is no such file.")
-    return file.answer(request)

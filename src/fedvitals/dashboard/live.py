@@ -56,7 +56,7 @@ class Live:
             if trouble:
                 trouble = ""
                 self._tell("healed", {})
-            now, versions = self._cache.versions()
+            now, versions = self._cache.tracker.versions()
             if now != before:
                 if now[:2] != before[:2]:  # another store, or rows were removed: nothing of before is known to hold
                     changed = {**dict.fromkeys(known, 0), **versions}

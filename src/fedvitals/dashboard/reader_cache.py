@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
-from fedvitals.dashboard.change_tracker import ChangeTracker, StoreVersion
+from fedvitals.dashboard.change_tracker import ChangeTracker
 from fedvitals.dashboard.warming import Warming
 from fedvitals.errors import StoreError
 from fedvitals.store import open_reader, store_target
@@ -32,7 +32,7 @@ class ReaderCache:
         self.target = store_target(store)
         self._start_over()
         self.warming = Warming(self)
-        self._tracker = ChangeTracker()
+        self.tracker = ChangeTracker()  # another one once another store has this name
         self._lock = threading.Lock()
         self._looking = threading.Lock()  # its own: a look may take long, and answers that are known need not wait
         self._looks = self._looked = 0  # the number of the last look that began, and of the last that ended well
@@ -112,30 +112,18 @@ class ReaderCache:
             watcher[1].close()
             self._watcher = None
             if watcher[0] != identity:
-                self._tracker = ChangeTracker()
+                self.tracker = ChangeTracker()
                 self._start_over()
         if self._watcher is None:
             self._symbols = identity, SymbolCache()
             self._watcher = identity, self._open(identity)
         try:
-            if self._tracker.look(self._watcher[1]):
+            if self.tracker.look(self._watcher[1]):
                 self.matrices.forget()
         except BaseException:
             self._watcher[1].close()
             self._watcher = None
             raise
-
-    def has_run(self, run: str) -> bool:
-        """Whether the store had a run of this very id at the last look."""
-        return self._tracker.has_run(run)
-
-    def version(self, run: str | None) -> str:
-        """Return what changes with the run, or with the whole store (None); for ETags."""
-        return self._tracker.version(run)
-
-    def versions(self) -> tuple[StoreVersion, dict[str, int]]:
-        """Return the version of the store, and the last change of each run that had one."""
-        return self._tracker.versions()
 
     def remembered(self, asked: str, version: str) -> bytes | None:
         """Return the answer that was given to this address at this version, or None."""

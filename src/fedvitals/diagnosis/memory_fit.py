@@ -40,12 +40,17 @@ class MemoryRemedy:
 def predicted_peak(shares: Mapping[str, float], batch: float | None = None, to_batch: float | None = None) -> int:
     """Return the predicted peak bytes of a step; scaled to another batch size if both batch sizes are given."""
     scale = to_batch / batch if batch and to_batch else 1.0
-    return round(sum(shares.get(name, 0.0) for name in FIXED) + shares.get("activations", 0.0) * scale)
+    return round(_bytes(shares, *FIXED) + _bytes(shares, "activations") * scale)
+
+
+def _bytes(shares: Mapping[str, float], *names: str) -> float:
+    """Return the bytes of these shares together; what was not measured counts as none."""
+    return sum(shares.get(name, 0.0) for name in names)
 
 
 def largest_share(shares: Mapping[str, float]) -> tuple[str, float] | None:
     """Return the name of the largest share and its fraction of the whole; None if nothing was measured."""
-    whole = sum(shares.get(name, 0.0) for name in SHARES)
+    whole = _bytes(shares, *SHARES)
     if whole <= 0:
         return None
     name = max(SHARES, key=lambda share_name: shares.get(share_name, 0.0))
@@ -70,15 +75,11 @@ def memory_remedies(shares: Mapping[str, float], limit_bytes: float, batch: floa
     return [remedy for remedy in candidates if remedy is not None]
 
 
-def _fixed(shares: Mapping[str, float]) -> float:
-    return sum(shares.get(name, 0.0) for name in FIXED)
-
-
 def _smaller_batch(shares: Mapping[str, float], usable: float, batch: float | None) -> MemoryRemedy | None:
-    active = shares.get("activations", 0.0)
+    active = _bytes(shares, "activations")
     if not batch or active <= 0:
         return None
-    size = math.floor((usable - _fixed(shares)) / (active / batch))
+    size = math.floor((usable - _bytes(shares, *FIXED)) / (active / batch))
     if size < 1:
         return None
     text = f"a batch of {size} in place of {batch:.0f}, gradients accumulated over {math.ceil(batch / size)} of them"
@@ -87,24 +88,24 @@ def _smaller_batch(shares: Mapping[str, float], usable: float, batch: float | No
 
 def _half(shares: Mapping[str, float], usable: float) -> MemoryRemedy | None:
     """Train model, gradients and activations in 16 bits; the optimiser keeps 32 bits, as is usual."""
-    small = sum(HALF * shares.get(name, 0.0) for name in ("model", "gradients", "activations"))
-    peak = small + sum(shares.get(name, 0.0) for name in ("buffers", "optimizer", "telemetry"))
+    peak = HALF * _bytes(shares, "model", "gradients", "activations")
+    peak += _bytes(shares, "buffers", "optimizer", "telemetry")
     text = "model, gradients and activations in 16 bits (bfloat16)"
     return MemoryRemedy("half", text, HALF, round(peak)) if peak <= usable else None
 
 
 def _int8(shares: Mapping[str, float], usable: float) -> MemoryRemedy | None:
     """Freeze the model in 8 bits and train small adapters: gradients and optimiser state all but vanish."""
-    peak = EIGHT * shares.get("model", 0.0) + HALF * shares.get("activations", 0.0)
-    peak += shares.get("buffers", 0.0) + shares.get("telemetry", 0.0)
+    peak = EIGHT * _bytes(shares, "model") + HALF * _bytes(shares, "activations")
+    peak += _bytes(shares, "buffers", "telemetry")
     text = "the model quantised to 8 bits, with adapters trained in 16"
     return MemoryRemedy("int8", text, EIGHT, round(peak)) if peak <= usable else None
 
 
 def _pruned(shares: Mapping[str, float], usable: float) -> MemoryRemedy | None:
     """Prune channels: model, gradients, optimiser state and activations shrink alike."""
-    by_width = sum(shares.get(name, 0.0) for name in ("model", "gradients", "optimizer", "activations"))
-    rest = shares.get("buffers", 0.0) + shares.get("telemetry", 0.0)
+    by_width = _bytes(shares, "model", "gradients", "optimizer", "activations")
+    rest = _bytes(shares, "buffers", "telemetry")
     if by_width <= 0 or usable <= rest:
         return None
     share = math.ceil(100 * (1 - (usable - rest) / by_width)) / 100

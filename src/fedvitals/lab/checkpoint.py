@@ -36,17 +36,16 @@ class Checkpoint:
 
     def engine_for(self, wanted: str) -> str:
         """Return the engine to resume with. Results are bit-identical only within one engine."""
-        before = self._notes().get("engine", "auto") if self._file.exists() else "auto"
+        before = "auto"
+        if self._file.exists():
+            with self._tensors.safe_open(self._file, framework="pt") as opened:
+                before = (opened.metadata() or {}).get("engine", "auto")
         if "auto" not in (before, wanted) and before != wanted:
             raise ConfigError(
                 f"This run was begun with the engine '{before}' and would not go on bit for bit with '{wanted}'. "
                 "Resume it without naming an engine."
             )
         return before if wanted == "auto" else wanted
-
-    def _notes(self) -> dict[str, str]:
-        with self._tensors.safe_open(self._file, framework="pt") as opened:
-            return opened.metadata() or {}
 
     def save(self, server: ServerState, rounds: int, history: list[Round], engine: str = "auto") -> None:
         tensors = {"model": server.model}

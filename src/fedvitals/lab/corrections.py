@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,10 @@ import msgspec
 import torch
 from torch import Tensor
 
+from fedvitals.diagnosis.corrections.catalog import positive_argument, target_of
 from fedvitals.errors import ConfigError
 from fedvitals.lab import toml
+from fedvitals.lab.aggregators.averages import scaled_step
 from fedvitals.lab.engines.tasks import Node, Task, Update
 from fedvitals.lab.experiment import AGGREGATORS, Experiment, kinds_of
 from fedvitals.lab.local import Clip, Local
@@ -31,10 +32,6 @@ from fedvitals.records import Action
 
 if TYPE_CHECKING:
     from fedvitals.lab.federation import ServerState
-
-
-class CannotApplyError(ConfigError):
-    """A correction that does not apply to this federation."""
 
 
 @dataclass
@@ -96,30 +93,29 @@ class ActiveCorrections:
         """Return the server's new model after scaling its step by the corrected server rate."""
         if self.server_rate == 1:
             return after
-        step = (after[:weights] - before[:weights]) * self.server_rate
-        return torch.cat((before[:weights] + step, after[weights:]))
+        return scaled_step(before, after, weights, self.server_rate)
 
 
 def quarantine(corrections: ActiveCorrections, action: Action, _: Experiment) -> None:
-    corrections.quarantined.add(_target(action))
+    corrections.quarantined.add(target_of(action, "a client or a group"))
 
 
 def reweight(corrections: ActiveCorrections, action: Action, _: Experiment) -> None:
-    node = _target(action)
+    node = target_of(action, "a client or a group")
     if "samples" in action.arguments:
         corrections.samples[node] = int(action.arguments["samples"])
     else:
-        corrections.factors[node] = corrections.factors.get(node, 1.0) * _positive_argument(action, "factor")
+        corrections.factors[node] = corrections.factors.get(node, 1.0) * positive_argument(action, "factor")
 
 
 def clip_updates(corrections: ActiveCorrections, action: Action, _: Experiment) -> None:
-    corrections.max_update_norm = _positive_argument(action, "norm")
+    corrections.max_update_norm = positive_argument(action, "norm")
 
 
 def clip_gradients(corrections: ActiveCorrections, action: Action, experiment: Experiment) -> None:
-    limit, present = _positive_argument(action, "limit"), _local_settings(corrections, experiment)
+    limit, present = positive_argument(action, "limit"), _local_settings(corrections, experiment)
     if present.clip is not None and present.clip.by == "tensor" and present.clip.limit <= limit:
-        raise CannotApplyError(f"Gradients are clipped already, each tensor to {present.clip.limit:g}.")
+        raise ConfigError(f"Gradients are clipped already, each tensor to {present.clip.limit:g}.")
     corrections.local = msgspec.structs.replace(present, clip=Clip(limit, "tensor"))
 
 
@@ -129,38 +125,43 @@ def stop_client_at_nonfinite(corrections: ActiveCorrections, _: Action, __: Expe
 
 def client_rate(corrections: ActiveCorrections, action: Action, experiment: Experiment) -> None:
     present = _local_settings(corrections, experiment)
-    rate = present.optimizer.learning_rate * _positive_argument(action, "factor")
+    rate = present.optimizer.learning_rate * positive_argument(action, "factor")
     corrections.local = msgspec.structs.replace(
         present, optimizer=msgspec.structs.replace(present.optimizer, learning_rate=rate)
     )
 
 
 def shorten_local_training(corrections: ActiveCorrections, action: Action, experiment: Experiment) -> None:
-    present, factor = _local_settings(corrections, experiment), _positive_argument(action, "factor")
+    present, factor = _local_settings(corrections, experiment), positive_argument(action, "factor")
     if present.iterations is not None:
         corrections.local = msgspec.structs.replace(present, iterations=max(1, round(present.iterations * factor)))
     elif (present.epochs or 1) > 1:
         corrections.local = msgspec.structs.replace(present, epochs=max(1, round((present.epochs or 1) * factor)))
     else:
-        raise CannotApplyError("Clients train for one epoch: local training by epochs cannot be shorter.")
+        raise ConfigError("Clients train for one epoch: local training by epochs cannot be shorter.")
 
 
 def server_rate(corrections: ActiveCorrections, action: Action, experiment: Experiment) -> None:
     _require_single_model(experiment)
-    corrections.server_rate *= _positive_argument(action, "factor")
+    corrections.server_rate *= positive_argument(action, "factor")
 
 
 def robust_aggregator(corrections: ActiveCorrections, action: Action, experiment: Experiment) -> None:
     _require_single_model(experiment)
-    table = {key: value for key, value in action.arguments.items() if key in ("fraction", "faulty", "keep")}
-    rule = toml.decode_kind("aggregator", {"kind": action.arguments.get("rule"), **table}, kinds_of(AGGREGATORS))
+    rule = robust_rule(action)
     msgspec.structs.replace(experiment, aggregator=rule)  # refuses it where too few updates come together
     corrections.aggregator = rule
 
 
+def robust_rule(action: Action) -> Any:
+    """Return the aggregator that a correction names."""
+    table = {key: value for key, value in action.arguments.items() if key in ("fraction", "faulty", "keep")}
+    return toml.decode_kind("aggregator", {"kind": action.arguments.get("rule"), **table}, kinds_of(AGGREGATORS))
+
+
 def resample(corrections: ActiveCorrections, _: Action, experiment: Experiment) -> None:
     if experiment.participation == 1:
-        raise CannotApplyError("All clients are asked in every round: there is no other cohort.")
+        raise ConfigError("All clients are asked in every round: there is no other cohort.")
     corrections.resample_cohort = True
 
 
@@ -218,7 +219,7 @@ class CorrectionApplier:
     def _apply_action(self, corrections: ActiveCorrections, action: Action, server: ServerState) -> None:
         apply = KINDS.get(action.kind)
         if apply is None:
-            raise CannotApplyError(f"The lab does not know '{action.kind}'. Known: {', '.join(KINDS)}.")
+            raise ConfigError(f"The lab does not know '{action.kind}'. Known: {', '.join(KINDS)}.")
         apply(corrections, action, self._experiment)
         name = str(action.arguments.get("id", action.at))  # one in force for many rounds goes back once
         if "restore" in action.arguments and name not in self._restored:
@@ -236,7 +237,7 @@ class CorrectionApplier:
         """Restore a checkpoint, except for the virtual clock and the clients in progress."""
         if round_index not in self._checkpoints:
             held = ", ".join(map(str, sorted(self._checkpoints))) or "none"
-            raise CannotApplyError(f"There is no checkpoint of round {round_index} any more. Kept: {held}.")
+            raise ConfigError(f"There is no checkpoint of round {round_index} any more. Kept: {held}.")
         saved = self._checkpoints[round_index]
         flying = {key: tensor for key, tensor in server.memory.items() if key.startswith(version_key(""))}
         under_way = {key: note for key, note in server.notes.items() if key == PENDING_NOTE}
@@ -251,19 +252,4 @@ def _local_settings(corrections: ActiveCorrections, experiment: Experiment) -> L
 
 def _require_single_model(experiment: Experiment) -> None:
     if isinstance(experiment.topology, Clustered):
-        raise CannotApplyError(
-            "Clusters have models of their own, by a rule of their own: there is no one server step."
-        )
-
-
-def _target(action: Action) -> str:
-    if action.target is None:
-        raise CannotApplyError(f"'{action.kind}' needs a target: a client or a group.")
-    return action.target
-
-
-def _positive_argument(action: Action, name: str) -> float:
-    value = action.arguments.get(name)
-    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise CannotApplyError(f"'{action.kind}' needs '{name}', finite and above 0; got {value!r}.")
-    return float(value)
+        raise ConfigError("Clusters have models of their own, by a rule of their own: there is no one server step.")

@@ -178,6 +178,11 @@ class Federation:
             self.server.notes["groups"] = groups
             self.observer.event("info", "groups", f"{len(groups)} groups.", data=groups)
 
+    def present_members(self, groups: Mapping[str, Sequence[Node]]) -> dict[str, tuple[Node, ...]]:
+        """Return the members of each group that are selected for this round."""
+        cohort = set(self.cohort())
+        return {group: tuple(node for node in members if node in cohort) for group, members in groups.items()}
+
     def close_clock(self, *, evaluated: bool) -> None:
         """End the round on the virtual clock, and report its timing."""
         if evaluated:

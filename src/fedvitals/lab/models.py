@@ -149,13 +149,8 @@ class Logistic(Description, frozen=True):
 
     stackable = True
 
-    def build(
-        self,
-        shape: Shape,
-        classes: int,
-        generator: torch.Generator,  # noqa: ARG002 - nothing is drawn
-        vocabulary: int | None = None,
-    ) -> nn.Module:
+    def build(self, shape: Shape, classes: int, generator: torch.Generator, vocabulary: int | None = None) -> nn.Module:
+        del generator  # nothing is drawn
         _no_tokens("logistic", vocabulary)
         head = nn.utils.skip_init(nn.Linear, math.prod(shape), classes)
         for parameter in head.parameters():
@@ -213,12 +208,8 @@ class Transformer(Description, frozen=True):
             steps, first = self._first(shape, vocabulary)
             layers: dict[str, nn.Module] = {"embedding": first, "places": PositionEmbedding(steps, self.width)}
             layers |= {f"encoder{number}": Encoder(self.width, self.heads) for number in range(1, self.layers + 1)}
-            layers |= {
-                "norm": nn.LayerNorm(self.width),
-                "mean": MeanOverSteps(),
-                "head": nn.Linear(self.width, classes),
-            }
-            return nn.Sequential(OrderedDict(layers))
+            layers |= {"norm": nn.LayerNorm(self.width), "mean": MeanOverSteps()}
+            return nn.Sequential(OrderedDict(layers, head=nn.Linear(self.width, classes)))
 
     def _first(self, shape: Shape, vocabulary: int | None) -> tuple[int, nn.Module]:
         """Return the number of steps, and the layer that maps each of them to `width` numbers."""
@@ -274,13 +265,8 @@ class Own:
         """Identify the factory by its name, which unlike its address is the same in every process."""
         return f"Own({self.factory.__module__}.{getattr(self.factory, '__qualname__', type(self.factory).__name__)})"
 
-    def build(
-        self,
-        shape: Shape,  # noqa: ARG002 - the factory knows
-        classes: int,  # noqa: ARG002
-        generator: torch.Generator,
-        vocabulary: int | None = None,  # noqa: ARG002
-    ) -> nn.Module:
+    def build(self, shape: Shape, classes: int, generator: torch.Generator, vocabulary: int | None = None) -> nn.Module:
+        del shape, classes, vocabulary  # the factory knows
         with seeded_globally(generator):
             module: Any = self.factory()
         if not isinstance(module, nn.Module):

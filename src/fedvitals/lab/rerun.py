@@ -7,7 +7,7 @@ compared with the outcome. Accuracy is that of the last evaluation, after as man
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ import numpy as np
 from fedvitals import lab
 from fedvitals.analysis.remedies import Remedy, resolve_change
 from fedvitals.errors import ConfigError
-from fedvitals.lab.network.profiles import Device
 from fedvitals.lab.network.virtual_clock import known_devices
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.records import Run
@@ -104,11 +103,8 @@ def try_remedies(
         report(remedy.name)
         change, again = apply_remedy(experiment, remedy)
         outcome = rerun(again, remedy.rounds_factor, repeats=repeats, accuracy=accuracy, **how)
-        trials.append(
-            RemedyTrial(
-                remedy, change, baseline.seconds, remedy.after, outcome.seconds, baseline.accuracy, outcome.accuracy
-            )
-        )
+        seconds = (baseline.seconds, remedy.after, outcome.seconds)
+        trials.append(RemedyTrial(remedy, change, *seconds, baseline.accuracy, outcome.accuracy))
     return trials
 
 
@@ -131,21 +127,15 @@ def rerun(
     rounds = round(experiment.rounds * factor)
     longer = max(rounds, MIN_SAMPLED_ROUNDS) if experiment.participation < 1 and factor == 1 else rounds
     for repeat in range(repeats):
-        again = msgspec.structs.replace(
-            experiment, rounds=longer if repeat == 0 else rounds, seed=experiment.seed + repeat
-        )
+        count, seed = longer if repeat == 0 else rounds, experiment.seed + repeat
+        again = msgspec.structs.replace(experiment, rounds=count, seed=seed)
         memory = MemoryStore()
         with Monitor(None, host="lab", probes="light", detectors=(), machine=False, sinks=[memory, *sinks]) as monitor:
             result = lab.run(again, monitor, **how)
         if repeat == 0:  # the chances that were seen
             _, times = memory.history(monitor.run.id).series("time.round_virtual", None)
             seconds = float(np.mean(times)) * factor
-        accuracies = [
-            result_round.metrics[accuracy]
-            for result_round in result.rounds[:rounds]
-            if accuracy in result_round.metrics
-        ]
-        scores += accuracies[-1:]
+        scores += [done.metrics[accuracy] for done in result.rounds[:rounds] if accuracy in done.metrics][-1:]
     return RerunOutcome(seconds, float(np.mean(scores)) if scores else None)
 
 
@@ -164,7 +154,7 @@ def apply_remedy(experiment: lab.Experiment, remedy: Remedy) -> tuple[dict[str, 
 
 def with_changes(experiment: lab.Experiment, change: Mapping[str, Any]) -> lab.Experiment:
     """Return the experiment with changed settings, by dotted names; it is checked like a new one."""
-    fields = {name: getattr(experiment, name) for name in _names(experiment)}
+    fields = msgspec.structs.asdict(experiment)
     for name, value in change.items():
         first, _, rest = name.partition(".")
         part = fields[first]
@@ -185,16 +175,12 @@ def _with_faster_devices(network: lab.Network, name: str, value: Mapping[str, An
         return msgspec.structs.replace(network, server=title, profiles={**network.profiles, title: faster})
     if name == "network.devices" and "loading" in value:
         quicker = {
-            title: _with_faster_loading(device, value["loading"])
+            title: msgspec.structs.replace(device, samples_per_second=value["loading"] * device.samples_per_second)
             for title, device in devices.items()
             if device.samples_per_second
         }
         return msgspec.structs.replace(network, profiles={**network.profiles, **quicker})
     raise ConfigError(f"The lab cannot set {name} to {dict(value)!r}.")
-
-
-def _with_faster_loading(device: Device, times: float) -> Device:
-    return msgspec.structs.replace(device, samples_per_second=times * (device.samples_per_second or 0.0))
 
 
 def _fits(experiment: lab.Experiment, remedy: Remedy) -> bool:
@@ -208,15 +194,5 @@ def _fits(experiment: lab.Experiment, remedy: Remedy) -> bool:
 
 def _table(experiment: lab.Experiment) -> dict[str, Any]:
     """Return the experiment as a nested table, without the user's own objects."""
-    return {name: msgspec.to_builtins(part) for name, part in _parts(experiment)}
-
-
-def _parts(experiment: lab.Experiment) -> Iterator[tuple[str, Any]]:
-    for name in _names(experiment):
-        value = getattr(experiment, name)
-        if isinstance(value, msgspec.Struct | int | float | str):
-            yield name, value
-
-
-def _names(part: Any) -> list[str]:
-    return [field.name for field in msgspec.structs.fields(part)]
+    parts = msgspec.structs.asdict(experiment).items()
+    return {n: msgspec.to_builtins(part) for n, part in parts if isinstance(part, msgspec.Struct | int | float | str)}

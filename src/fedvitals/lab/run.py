@@ -219,7 +219,8 @@ def run_round(
     server.model = after.to(server.model.device)  # a topology of one's own may have gone home with it
     site.layout.load(model, federation.model_on_cpu())
     watch.lap("aggregate")
-    due = _evaluation_due(federation.experiment, round_index)
+    e = federation.experiment
+    due = (round_index + 1) % e.evaluation.every == 0 or round_index + 1 >= e.rounds
     federation.close_clock(evaluated=due)
     watch.lap("measure")
     metrics = _evaluate(federation) if due and evaluate else {}
@@ -230,16 +231,11 @@ def run_round(
     return Round(round_index, time.perf_counter() - began, metrics, federation.losses)
 
 
-def _evaluation_due(experiment: Experiment, round_index: int) -> bool:
-    return (round_index + 1) % experiment.evaluation.every == 0 or round_index + 1 >= experiment.rounds
-
-
 def _evaluate(federation: Federation) -> dict[str, float]:
     e, engine = federation.experiment, federation.engine
     metrics = {}
     if len(federation.site.dataset.test_y):
-        losses, hits = engine.evaluate(federation.server.model)
-        metrics = {"loss": float(losses.double().mean()), "accuracy": float(hits.double().mean())}
+        metrics = mean_metrics(*engine.evaluate(federation.server.model))
     if e.evaluation.local and e.test_share:
         metrics |= _evaluate_locally(federation)
     return metrics
@@ -257,12 +253,11 @@ def _evaluate_locally(federation: Federation) -> dict[str, float]:
     first = 0
     for node in states:
         last = first + len(shards[node].test)
-        federation.observer.log(
-            {
-                "local.loss": float(losses[first:last].double().mean()),
-                "local.accuracy": float(hits[first:last].double().mean()),
-            },
-            node=node,
-        )
+        federation.observer.log(mean_metrics(losses[first:last], hits[first:last], "local."), node=node)
         first = last
-    return {"local.loss": float(losses.double().mean()), "local.accuracy": float(hits.double().mean())}
+    return mean_metrics(losses, hits, "local.")
+
+
+def mean_metrics(losses: Tensor, hits: Tensor, prefix: str = "") -> dict[str, float]:
+    """Return loss and accuracy from each sample's loss and whether it was classified correctly."""
+    return {f"{prefix}loss": float(losses.double().mean()), f"{prefix}accuracy": float(hits.double().mean())}

@@ -30,9 +30,8 @@ def stream(seed: int, purpose: str, *coordinates: object) -> torch.Generator:
 def seeded_torch(seed: int, purpose: str, *coordinates: object) -> Iterator[None]:
     """Seed torch's global generator for these coordinates inside the block, for layers that draw, such as dropout."""
     before = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(
-        stream_seed(seed, purpose, *coordinates)
-    )  # torch.manual_seed would touch devices
+    # `torch.manual_seed` would touch devices.
+    torch.default_generator.manual_seed(stream_seed(seed, purpose, *coordinates))
     try:
         yield
     finally:

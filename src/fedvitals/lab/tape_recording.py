@@ -109,7 +109,8 @@ def state_tensors_of(federation: Federation) -> State:
     held: dict[str, Tensor] = {"model": server.model}
     held |= {f"memory/{key}": tensor for key, tensor in server.memory.items()}
     held |= {f"past/{i}": tensor for i, tensor in enumerate(server.past)}
-    held |= {OPTIMIZER + key: tensor for key, tensor in _optimizers(federation.engine).items()}
+    optimizers = federation.engine.optimizers() if hasattr(federation.engine, "optimizers") else {}
+    held |= {OPTIMIZER + key: tensor for key, tensor in optimizers.items()}
     return {key: name_tensors(layout, own) for key, own in zip(held, cpu_copies([*held.values()]), strict=True)}
 
 
@@ -147,8 +148,3 @@ def _origin(server: ServerState, start: Tensor) -> str:
     if start is server.model:
         return "model"
     return next((f"memory/{key}" for key, tensor in server.memory.items() if tensor is start), "model")
-
-
-def _optimizers(engine: AnyEngine) -> dict[str, Tensor]:
-    """Return the clients' optimiser states, where the experiment keeps them between rounds."""
-    return engine.optimizers() if hasattr(engine, "optimizers") else {}

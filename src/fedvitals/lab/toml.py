@@ -72,19 +72,24 @@ def check_types(value: Any, what: str) -> Any:
     return decode(type(value), msgspec.to_builtins(value), what) if isinstance(value, msgspec.Struct) else value
 
 
-def write(experiment: Any) -> str:
-    """Return the TOML of an experiment, without values that equal their defaults."""
+def dumps(table: Mapping[str, Any]) -> str:
+    """Return the TOML text of a table."""
     try:
         import tomli_w  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
         raise MissingExtraError("tomli-w", "lab", "Writing an experiment as TOML") from error
+    return tomli_w.dumps(table)
+
+
+def write(experiment: Any) -> str:
+    """Return the TOML of an experiment, without values that equal their defaults."""
     default = type(experiment)()
     table: dict[str, Any] = {}
     for field in msgspec.structs.fields(experiment):
         value = getattr(experiment, field.name)
         if value != getattr(default, field.name):
             table[field.name] = _plain(field.name, value)
-    return tomli_w.dumps(table)
+    return dumps(table)
 
 
 def _plain(field: str, value: Any) -> Any:

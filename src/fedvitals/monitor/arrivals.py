@@ -103,6 +103,7 @@ class Arrivals:
             initial=None if initial is None else initial.numpy().tobytes(),
             profile=self._ledger is not None,
             capture=self._capture,
+            turn=kit.turns.hand_out(self._expected),
         )
 
     def expect(self, nodes: Iterable[AnyName]) -> None:
@@ -158,8 +159,8 @@ class Arrivals:
         delivered = self._delivered.setdefault(node, {})
         new = [
             self._placed(r)
-            for item in fresh(records, delivered)
-            for r in self._on_one_clock(item)
+            for telemetry in fresh(records, delivered)
+            for r in self._on_one_clock(telemetry)
             if not isinstance(r, Run) and not is_empty(r)
         ]
         while len(delivered) > most:
@@ -216,11 +217,15 @@ class Arrivals:
         if node not in cohort:
             cohort.add(node, None, Results(), failed=True)
 
-    def _on_one_clock(self, item: Telemetry) -> Iterable[Telemetry]:
-        """The item; its single records where it is of several nodes, and the clock of one of these is another."""
-        if not isinstance(item, Measurements) or self._ledger is None or not any(map(self._ledger.ahead, item.nodes)):
-            return (item,)
-        return item.records()
+    def _on_one_clock(self, telemetry: Telemetry) -> Iterable[Telemetry]:
+        """The telemetry; its single records where it is of several nodes, and the clock of one of these is another."""
+        if (
+            not isinstance(telemetry, Measurements)
+            or self._ledger is None
+            or not any(map(self._ledger.ahead, telemetry.nodes))
+        ):
+            return (telemetry,)
+        return telemetry.records()
 
     def _placed(self, record: Telemetry) -> Telemetry:
         """In the round that is open, where the worker did not know it."""
@@ -264,6 +269,7 @@ class Arrivals:
         self._compare(finished)
         for node, (span, results) in finished.items():
             self._expected.pop(node, None)
+            self._kit.turns.note(node, next((value for name, value, _ in results.metrics if name == "steps"), -1.0))
             if self._ledger is not None:
                 self._ledger.trained(span)
             if cohort is not None:
@@ -329,16 +335,19 @@ def _without_labels(record: Telemetry, nodes: Container[Node | None]) -> Telemet
     return None if about_labels else record
 
 
-def _gather(results_by_node: Mapping[Node, Results], item: Telemetry) -> None:
+def _gather(results_by_node: Mapping[Node, Results], telemetry: Telemetry) -> None:
     """Add what was measured of these nodes to their results."""
-    if isinstance(item, Measurements):
-        _gather_rows(results_by_node, item)
-    elif isinstance(item, Metric | LayerStats) and (results := results_by_node.get(item.where.node or "")) is not None:
-        if isinstance(item, Metric):
-            results.metrics.append((item.name, item.value, item.where.step))
+    if isinstance(telemetry, Measurements):
+        _gather_rows(results_by_node, telemetry)
+    elif (
+        isinstance(telemetry, Metric | LayerStats)
+        and (results := results_by_node.get(telemetry.where.node or "")) is not None
+    ):
+        if isinstance(telemetry, Metric):
+            results.metrics.append((telemetry.name, telemetry.value, telemetry.where.step))
         else:
-            results.matrices.append((item.family, item.matrix, item.where.step))
-            results.tables = {**results.tables, FAMILIES[item.family].rows: item.table}
+            results.matrices.append((telemetry.family, telemetry.matrix, telemetry.where.step))
+            results.tables = {**results.tables, FAMILIES[telemetry.family].rows: telemetry.table}
 
 
 def _gather_rows(results_by_node: Mapping[Node, Results], measured: Measurements) -> None:

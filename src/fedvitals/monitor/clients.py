@@ -126,7 +126,8 @@ class Clients:
     def _stack_fit(self) -> StackFit:
         from fedvitals.probes.stacked.fit import StackFit  # noqa: PLC0415
 
-        return StackFit(self._kit.preset.fit_percent)
+        preset = self._kit.preset
+        return StackFit(preset.fit_percent, preset.fit_floor_rounds)
 
     def __len__(self) -> int:
         return len(self._open) + (self._stack is not None)

@@ -77,6 +77,7 @@ class Rounds:
         if self._ledger is not None:
             self._ledger.begin(self.open.scope.span, self.open.at)
         self.open.cohort = Cohort(approximate_before=self._kit.updates.approximate)
+        self._kit.turns.begin(number)
         if model is None:
             return
         self._kit.updates.begin_round(number, self._kit.parameters(model))

@@ -21,7 +21,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from fedvitals.monitor.clients import Clients
 from fedvitals.monitor.lifecycle import Lifecycle
 from fedvitals.monitor.losses import LostRecords
 from fedvitals.monitor.spine import Spine
+from fedvitals.probes.allowance import Turn
 from fedvitals.probes.backends import WorkerInstruments
 from fedvitals.probes.presets import Preset
 from fedvitals.probes.results import Results
@@ -52,7 +53,7 @@ INITIAL_BYTES = 2 << 20  # the run's first model goes along to workers up to thi
 
 
 class _WorkerRun:
-    """What a worker process keeps of a run between clients, so that allowances last and tables are sent once."""
+    """What a worker process keeps of a run between clients, so that tables are sent once."""
 
     def __init__(self, worker: WorkerObserver) -> None:
         self.buffer = PayloadBuffer(worker.policy, worker.known)
@@ -97,6 +98,7 @@ class WorkerObserver:
     profile: bool = True  # whether to tell what a client's time went to
     capture: Capture | None = None
     trained: frozenset[str] = frozenset()  # names of the layers that train, as far as the parent knows
+    turn: Turn = field(default_factory=Turn)  # whose turn it is to be measured
 
     def profiling(self) -> dict[str, Any]:
         """The settings of the run that the clients of this process need."""
@@ -238,6 +240,6 @@ class WorkerObserver:
                 if other[0] != self.run and not old.clients:
                     runs.pop(other).lifecycle.close()
             worker_run = runs[self.run, self.policy] = _WorkerRun(self)
-        worker_run.kit.know(self.initial, self.trained)
+        worker_run.kit.know(self.initial, self.trained, self.turn)
         worker_run.buffer.known.update(self.known)
         return worker_run

@@ -6,19 +6,14 @@ else runs.db here); or `(reader, id)` of a store that is open already. `figure.s
 Needs the extra `plots`.
 """
 
-from fedvitals.plot.client_map import clients
-from fedvitals.plot.client_signs import client
-from fedvitals.plot.cohort_band import cohort
+from fedvitals.plot.cohort_band import client, cohort, learning
 from fedvitals.plot.comparison import compare
 from fedvitals.plot.finding_evidence import finding
-from fedvitals.plot.gradient_depth import gradient_flow
-from fedvitals.plot.gradient_scale import gsc
-from fedvitals.plot.layer_map import layers
-from fedvitals.plot.learning_curves import learning
-from fedvitals.plot.phase_stack import phases
+from fedvitals.plot.gradients import gradient_flow, gsc
+from fedvitals.plot.heat_maps import clients, layers
+from fedvitals.plot.round_stacks import phases, traffic
 from fedvitals.plot.round_waterfall import waterfall
 from fedvitals.plot.topology_picture import topology
-from fedvitals.plot.traffic_bars import traffic
 from fedvitals.plot.update_plane import similarity, update_map
 
 __all__ = [

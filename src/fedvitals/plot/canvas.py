@@ -19,7 +19,9 @@ from fedvitals.plot.style import HAIRLINE, INK, SEVERITY, words
 from fedvitals.views.units import seconds, size
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Figure  # noqa: PLC0414 - the other modules take it from here
+else:
+    Figure = Any  # for annotations: matplotlib is an extra, and slow to load
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -75,6 +77,24 @@ def sheet(
     return figure, grid
 
 
+def wide_sheet(heights: Sequence[float]) -> Figure:
+    """Return a figure with one wide panel above two others; `figure.axes` has them in this order."""
+    figure, grid = sheet(2, columns=2, heights=heights)
+    for axes in grid[0]:
+        axes.remove()
+    dress(figure.add_subplot(grid[0, 0].get_gridspec()[0, :]))
+    for axes in grid[1]:  # so that the wide one is the first
+        figure.delaxes(axes)
+        figure.add_axes(axes)
+    return figure
+
+
+def panel(height: float) -> tuple[Figure, Any]:
+    """Return a figure of that many inches, and its only axes."""
+    figure, grid = sheet(1, height)
+    return figure, grid[0, 0]
+
+
 def dress(axes: Any) -> None:
     """Set the style of the ticks now, since they may be drawn later in a notebook of another style."""
     axes.tick_params(which="both", colors=INK, labelsize=SMALL, width=0.5, length=3)
@@ -112,6 +132,12 @@ def value_axis(axes: Any, unit: str, which: str = "y") -> None:
     axis.set_major_formatter(lambda value, _: form(value))
 
 
+def legend(axes: Any, *entries: Any, **how: Any) -> None:
+    """Put the legend to the right of the axes."""
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+    axes.legend(*entries, **place, frameon=False, fontsize=SMALL, handlelength=1, **how)
+
+
 def flags(axes: Any, cases: Sequence[Case], *, named: bool = False) -> None:
     """Mark findings on the round axis: a hairline where each began, with the shape of its severity on top."""
     from matplotlib.transforms import blended_transform_factory  # noqa: PLC0415 - an extra
@@ -136,8 +162,7 @@ def flags(axes: Any, cases: Sequence[Case], *, named: bool = False) -> None:
 
 def nothing(what: str, why: str = "") -> Figure:
     """Return a small figure that says what is missing and what would provide it."""
-    figure, grid = sheet(1, 1.1)
-    axes = grid[0, 0]
+    figure, axes = panel(1.1)
     axes.set_axis_off()
     text = f"{what}\n{why}" if why else what
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=HAIRLINE, wrap=True)
@@ -154,10 +179,15 @@ def line(axes: Any, rounds: Sequence[int], values: Sequence[float | None], colou
     """Draw a series, with a gap where nothing was measured and a dot where a value stands alone."""
     heights = numbers(values)
     axes.plot(rounds, heights, color=colour, **{"linewidth": 1.4, **how})
-    there = np.concatenate([[False], np.isfinite(heights), [False]])
-    alone = there[1:-1] & ~there[:-2] & ~there[2:]
-    if alone.any():
-        axes.plot(np.asarray(rounds)[alone], heights[alone], ".", color=colour, markersize=3.5)
+    lone = alone(heights)
+    if lone.any():
+        axes.plot(np.asarray(rounds)[lone], heights[lone], ".", color=colour, markersize=3.5)
+
+
+def alone(values: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Return which values have no finite neighbour."""
+    there = np.concatenate([[False], np.isfinite(values), [False]])
+    return np.asarray(there[1:-1] & ~there[:-2] & ~there[2:])
 
 
 def numbers(values: Sequence[float | None]) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import base64
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedvitals.plot.canvas import SMALL, sheet
+from fedvitals.plot.canvas import SMALL, Figure, sheet
 from fedvitals.plot.scale import power
 from fedvitals.plot.style import FAILED, HAIRLINE, INK, NOT_FINITE, NOT_THERE, SIGNED, words
 from fedvitals.views import grid
 from fedvitals.views.grid import Grid
 from fedvitals.views.units import with_unit
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Floats = NDArray[np.float64]
 NAMED = 60  # rows whose names stand beside them; of more, every second, third, ...

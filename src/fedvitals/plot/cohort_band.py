@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One vital sign of all clients over the rounds: the cohort as a band, suspects as lines on top."""
+"""Vital signs of all clients over the rounds: the cohort as a band, with suspects, a client or the whole run on top."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from fedvitals.plot.canvas import drawn, flags, head, line, nothing, numbers, round_axis, sheet, value_axis
-from fedvitals.plot.scale import Height, label_ends
-from fedvitals.plot.source import Which, check_sign, opened, suspects
-from fedvitals.plot.style import BLUE, COLOURS, HAIRLINE, axis_unit, words
+from fedvitals.plot import canvas
+from fedvitals.plot.canvas import Figure, drawn
+from fedvitals.plot.scale import End, Height, end_of, label_ends
+from fedvitals.plot.source import Which, check_client, check_sign, opened, suspects
+from fedvitals.plot.style import BLUE, COLOURS, HAIRLINE, VERMILLION, axis_unit, words
 from fedvitals.records import AnyName, is_client, node_name
 from fedvitals.store import Target
-from fedvitals.views.cases import cases_of
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
+from fedvitals.views.cases import cases_of, concerns
 from fedvitals.views.cohort import Matrix
 from fedvitals.views.matrix import metric_matrix
-from fedvitals.views.series import Band, band
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from fedvitals.views.series import Band, Series, band, series
 
 POINTS = 240  # buckets of rounds; each keeps its extremes
 LINES = 6  # on top of the band; more would be spaghetti
@@ -36,14 +36,13 @@ def cohort(run: Which, sign: str = "loss", *, nodes: Sequence[AnyName] | None = 
         matrix, cases = metric_matrix(reader, chosen, sign), cases_of(reader, chosen)
         clients = sum(is_client(node) for node in reader.history(chosen).nodes())
     if not matrix.nodes:
-        return nothing(f"No client told its {words(sign, 40)}.")
+        return canvas.nothing(f"No client told its {words(sign, 40)}.")
     named = [*map(node_name, nodes)] if nodes is not None else suspects(cases, LINES)
-    figure, grid = sheet(1, 2.6)
-    axes = grid[0, 0]
-    head(axes, words(sign, 30), f"{LEGEND}; {told_by(band(sign, matrix, POINTS), clients)}")
+    figure, axes = canvas.panel(2.6)
+    canvas.head(axes, words(sign, 30), f"{LEGEND}; {told_by(band(sign, matrix, POINTS), clients)}")
     draw_cohort(axes, sign, matrix, named[:LINES])
-    flags(axes, [case for case in cases if case.node is None or case.node in named])
-    round_axis(axes, matrix.rounds)
+    canvas.flags(axes, [case for case in cases if case.node is None or case.node in named])
+    canvas.round_axis(axes, matrix.rounds)
     return figure
 
 
@@ -52,24 +51,22 @@ def draw_cohort(axes: Any, sign: str, matrix: Matrix, named: Sequence[str]) -> N
     cohort_band = band(sign, matrix, POINTS)
     shown = [(node, *matrix[node]) for node in named]
     seen = np.concatenate(
-        [numbers(cohort_band.min), numbers(cohort_band.max), *(np.array(v, float) for _, _, v in shown)]
+        [canvas.numbers(cohort_band.min), canvas.numbers(cohort_band.max), *(np.array(v, float) for _, _, v in shown)]
     )
     height = Height("log" if _is_wide(seen) else "linear", seen)
     draw_band(axes, cohort_band, height)
-    ends = []
+    ends: list[End] = []
     for place, (node, rounds, values) in enumerate(shown):
         colour = COLOURS[(place + 1) % len(COLOURS)]  # the first is the cohort's own
         heights = height.of(np.array(values, float))
         if 2 * len(rounds) < len(matrix.rounds):  # told now and then: what lies between is not known
             axes.plot(rounds, heights, "o:", color=colour, linewidth=0.7, markersize=3.5)
         else:
-            line(axes, rounds, heights.tolist(), colour)
-        finite = np.flatnonzero(np.isfinite(heights))
-        if finite.size:
-            ends.append((words(node, 16), colour, float(rounds[finite[-1]]), float(heights[finite[-1]])))
+            canvas.line(axes, rounds, heights.tolist(), colour)
+        ends += end_of(words(node, 16), colour, rounds, heights)
     height.dress(axes)
     if height.scale == "linear":
-        value_axis(axes, cohort_band.unit)
+        canvas.value_axis(axes, cohort_band.unit)
     axes.set_ylabel(f"{words(sign, 30)}{axis_unit(cohort_band.unit) if height.scale == 'log' else ''}", labelpad=2)
     label_ends(axes, ends)
 
@@ -77,16 +74,16 @@ def draw_cohort(axes: Any, sign: str, matrix: Matrix, named: Sequence[str]) -> N
 def draw_band(axes: Any, cohort_band: Band, height: Height, colour: str = BLUE, *, clients: int = 0) -> None:
     """Draw minimum to maximum, 5 % to 95 %, and the median; faint points where only one or two clients reported."""
     low, p5, median, p95, high = (
-        height.of(numbers(values))
+        height.of(canvas.numbers(values))
         for values in (cohort_band.min, cohort_band.p5, cohort_band.median, cohort_band.p95, cohort_band.max)
     )
     few = told_by_few(cohort_band, clients)
     for bottom, top, alpha in ((low, high, 0.12), (p5, p95, 0.22)):
         own = np.where(few, np.nan, bottom)
         axes.fill_between(cohort_band.rounds, own, top, color=colour, alpha=alpha, linewidth=0)
-        alone = _alone(own)  # a band of one round has no width
-        axes.vlines(np.asarray(cohort_band.rounds)[alone], own[alone], top[alone], colour, alpha=alpha, linewidth=3)
-    line(axes, cohort_band.rounds, np.where(few, np.nan, median).tolist(), colour, linewidth=1.0)
+        lone = canvas.alone(own)  # a band of one round has no width
+        axes.vlines(np.asarray(cohort_band.rounds)[lone], own[lone], top[lone], colour, alpha=alpha, linewidth=3)
+    canvas.line(axes, cohort_band.rounds, np.where(few, np.nan, median).tolist(), colour, linewidth=1.0)
     if few.any():  # leads the eye from one to the next, and says that nothing is known between them
         kept = np.isfinite(median) & (~few | few.all())
         axes.plot(np.asarray(cohort_band.rounds)[kept], median[kept], ":", color=colour, linewidth=0.7, alpha=0.6)
@@ -114,13 +111,100 @@ def told_by(cohort_band: Band, clients: int) -> str:
     return f"{many} of {clients} clients a round"
 
 
-def _alone(values: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    there = np.concatenate([[False], np.isfinite(values), [False]])
-    return np.asarray(there[1:-1] & ~there[:-2] & ~there[2:])
-
-
 def _is_wide(values: np.ndarray[Any, np.dtype[np.float64]]) -> bool:
     """Whether a log axis shows more: nothing negative, and two orders of magnitude above the middle."""
     finite = values[np.isfinite(values)]
     positive = finite[finite > 0]
     return bool(positive.size and finite.min() >= 0 and positive.max() > 100 * np.median(positive))
+
+
+SIGNS = (
+    "fit.loss_before", "fit.accuracy_before", "loss", "update.norm", "update.cosine_mean", "gradient.norm",
+    "scale.gsc", "time.client",
+)  # fmt: skip
+
+
+@drawn
+def client(run: Which, node: AnyName, *, store: Target = None) -> Figure:
+    """Draw a client's signs as lines over the band of all clients, with the findings about it on the axis."""
+    name = node_name(node)
+    with opened(run, store) as (reader, chosen):
+        check_client(reader, chosen, name)
+        known = set(queries.metric_names(reader, chosen))
+        matrices = {sign: metric_matrix(reader, chosen, sign) for sign in SIGNS if sign in known}
+        cases = [case for case in cases_of(reader, chosen) if concerns(case, name)]
+        rounds = reader.history(chosen).rounds()
+    shown = {sign: matrix for sign, matrix in matrices.items() if name in matrix.nodes}
+    if not shown:
+        return canvas.nothing(f"{words(name)} told none of the usual signs.")
+    lines = -(-len(shown) // 2)
+    figure, grid = canvas.sheet(lines, 1.7, 2)
+    for axes, (sign, matrix) in zip(grid.flat, shown.items(), strict=False):
+        draw_cohort(axes, sign, matrix, [name])
+        canvas.head(axes, sign)
+        canvas.flags(axes, cases)
+        canvas.round_axis(axes, rounds, label=False)
+    for axes in grid.flat[len(shown) :]:
+        axes.set_axis_off()
+    return figure
+
+
+# Of each panel: the federation's own sign, and what clients may tell that can stand behind it, best first.
+PANELS = {
+    "accuracy": ("accuracy", "local.accuracy", "fit.accuracy_before"),
+    "loss": ("loss", "local.loss", "fit.loss_before"),
+}
+
+
+@drawn
+def learning(run: Which, *, store: Target = None) -> Figure:
+    """Draw accuracy and loss over the rounds, with the clients' spread behind them and findings on the axis."""
+    with opened(run, store) as (reader, chosen):
+        panels = {name: _panel(reader, chosen, name, behind) for name, behind in PANELS.items()}
+        cases, rounds = cases_of(reader, chosen), reader.history(chosen).rounds()
+        clients = sum(is_client(node) for node in reader.history(chosen).nodes())
+    shown = {name: panel for name, panel in panels.items() if panel[0].rounds or panel[1] is not None}
+    if not shown:
+        return canvas.nothing(
+            "Neither accuracy nor loss was told.", "monitor.log(accuracy=...) does, or data and loss."
+        )
+    figure, grid = canvas.sheet(len(shown), 1.9, share_x=True)
+    for place, (axes, (name, (own, cohort))) in enumerate(zip(grid[:, 0], shown.items(), strict=True)):
+        canvas.round_axis(axes, rounds, label=place == len(shown) - 1)
+        _draw(axes, name, own, cohort, clients)
+        canvas.flags(axes, cases, named=place == 0)
+    return figure
+
+
+def _panel(reader: Reader, run: str, name: str, behind: tuple[str, ...]) -> tuple[Series, Band | None]:
+    own = series(reader, run, name, None, POINTS)
+    for other in behind:
+        matrix = metric_matrix(reader, run, other)
+        if matrix.nodes:
+            return own, band(other, matrix, POINTS)
+    return own, None
+
+
+def _draw(axes: Any, name: str, own: Series, cohort: Band | None, clients: int) -> None:
+    spread = [] if cohort is None else [canvas.numbers(cohort.p5), canvas.numbers(cohort.p95)]
+    height = Height("linear", np.concatenate([canvas.numbers(own.values), *spread, np.zeros(1)]))
+    ends: list[End] = []
+    note = ""
+    if cohort is not None:
+        draw_band(axes, cohort, height, BLUE, clients=clients)
+        few, middle = told_by_few(cohort, clients), height.of(canvas.numbers(cohort.median))
+        scarce = bool(few.size and few.all())  # never enough of them for a band
+        known = np.flatnonzero(np.isfinite(middle))
+        whose = "clients" if known.size and few[known[-1]] else "median client"
+        ends += end_of(whose, BLUE, cohort.rounds, middle)
+        note = f"{'points' if scarce else 'band'}: {cohort.name}, told by {told_by(cohort, clients)}"
+    if own.rounds:
+        heights = height.of(canvas.numbers(own.values))
+        canvas.line(axes, own.rounds, heights.tolist(), VERMILLION, linewidth=1.6)
+        ends += end_of(own.of, VERMILLION, own.rounds, heights)
+    canvas.head(axes, name, note)
+    unit = own.unit or ("" if cohort is None else cohort.unit)
+    height.dress(axes)
+    canvas.value_axis(axes, unit)
+    axes.set_ylabel(f"{name}{'' if unit == 'share' else axis_unit(unit)}", labelpad=2)
+    label_ends(axes, ends)

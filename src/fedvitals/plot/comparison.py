@@ -4,22 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fedvitals.errors import ConfigError
-from fedvitals.plot.canvas import SMALL, drawn, head, line, nothing, numbers, round_axis, sheet, value_axis
-from fedvitals.plot.scale import Height, label_ends
+from fedvitals.plot.canvas import SMALL, Figure, drawn, head, line, nothing, numbers, round_axis, sheet, value_axis
+from fedvitals.plot.scale import End, Height, end_of, label_ends
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import COLOURS, HAIRLINE, words
 from fedvitals.store import Target
 from fedvitals.views.comparison.page import ComparePage, Picture, compare_page
 from fedvitals.views.comparison.runs import grouped
 from fedvitals.views.run_figures import Figures, figures_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MOST = 6  # runs on one axis; more would be spaghetti
 TITLE_CHARACTERS = 36  # characters over a panel of half the width
@@ -70,7 +67,7 @@ def draw_comparison(page: ComparePage) -> Figure:
 def _draw(axes: Any, picture: Picture, names: dict[str, str]) -> None:
     seen = [numbers(values) for curve in picture.lines for values in (curve.low, curve.high)]
     height = Height("linear" if picture.scale == "linear" else "log", np.concatenate([*seen, np.zeros(0)]))
-    ends = []
+    ends: list[End] = []
     for curve in picture.lines:
         place = list(names).index(curve.letter)
         colour = COLOURS[place % len(COLOURS)]
@@ -79,9 +76,7 @@ def _draw(axes: Any, picture: Picture, names: dict[str, str]) -> None:
             low, high = height.of(numbers(curve.low)), height.of(numbers(curve.high))
             axes.fill_between(curve.rounds, low, high, color=colour, alpha=0.18, linewidth=0)
         line(axes, curve.rounds, heights.tolist(), colour)
-        finite = np.flatnonzero(np.isfinite(heights))
-        if finite.size:
-            ends.append((names[curve.letter], colour, float(curve.rounds[finite[-1]]), float(heights[finite[-1]])))
+        ends += end_of(names[curve.letter], colour, curve.rounds, heights)
     height.dress(axes)
     if height.scale == "linear":
         value_axis(axes, "share" if picture.name == "accuracy" else picture.unit)

@@ -4,22 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fedvitals.diagnosis.cases import Case
-from fedvitals.plot.canvas import SMALL, drawn, head, line, nothing, numbers, round_axis, sheet, value_axis
+from fedvitals.plot.canvas import SMALL, Figure, drawn, head, line, nothing, numbers, round_axis, sheet, value_axis
 from fedvitals.plot.cohort_band import draw_band
-from fedvitals.plot.scale import Height, label_ends
+from fedvitals.plot.scale import End, Height, end_of, label_ends
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import COLOURS, HAIRLINE, SEVERITY, axis_unit, words
 from fedvitals.store import Target
 from fedvitals.views.cases import case_of, cases_of
 from fedvitals.views.evidence import Evidence, Plot, evidence_of
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 POINTS = 240
 
@@ -59,14 +56,12 @@ def _draw(axes: Any, plot: Plot) -> None:
     height = Height("linear" if plot.scale == "linear" else "log", np.concatenate([*spread, *courses, *limit]))
     if plot.band is not None:
         draw_band(axes, plot.band, height)
-    ends = []
+    ends: list[End] = []
     for place, curve in enumerate(plot.lines):
         colour = COLOURS[(place + 1) % len(COLOURS)]
         heights = height.of(numbers(curve.values))
         line(axes, curve.rounds, heights.tolist(), colour)
-        finite = np.flatnonzero(np.isfinite(heights))
-        if finite.size:
-            ends.append((words(curve.of, 18), colour, float(curve.rounds[finite[-1]]), float(heights[finite[-1]])))
+        ends += end_of(words(curve.of, 18), colour, curve.rounds, heights)
     height.dress(axes)
     if plot.threshold is not None:
         at = float(height.of(np.array([plot.threshold.value]))[0])

@@ -15,19 +15,16 @@ import html
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fedvitals.errors import ConfigError
-from fedvitals.plot.canvas import SMALL, drawn, head, line, nothing, numbers, sheet
-from fedvitals.plot.scale import label_ends, tick
+from fedvitals.plot.canvas import SMALL, Figure, drawn, head, in_style, line, nothing, numbers, panel
+from fedvitals.plot.scale import End, end_of, label_ends, tick
 from fedvitals.plot.style import BLUE, COLOURS, HAIRLINE, VERMILLION, words
 from fedvitals.plot.svg import svg_of
 from fedvitals.replay.debugger.debugger_output import SERIES, TABLE, TENSOR, DebuggerOutput, format_cell, printable
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 FILES = ("png", "svg", "pdf", "html")
 BARS = 40  # rows of a table that are drawn
@@ -61,8 +58,7 @@ def _histogram(shown: DebuggerOutput) -> Figure:
     known = shown.summary
     if known is None or not known.counts:
         return nothing(words(shown.title, 100), "There is no finite value in it.")
-    picture, grid = sheet(1, 2.3)
-    axes = grid[0, 0]
+    picture, axes = panel(2.3)
     if len(known.counts) == 1:  # one value only
         axes.bar([known.edges[0]], known.counts, color=BLUE, width=max(abs(known.edges[0]) * 0.02, 1e-3))
     else:
@@ -83,22 +79,21 @@ def _lines(shown: DebuggerOutput) -> Figure:
     there = {name: numbers(values) for name, values in shown.lines.items() if len(values) == len(shown.x)}
     if not shown.x or not any(np.isfinite(values).any() for values in there.values()):
         return nothing(words(shown.title, 100), "There is nothing finite to draw.")
-    picture, grid = sheet(1, 2.3)
-    axes, ends = grid[0, 0], []
+    picture, axes = panel(2.3)
+    ends: list[End] = []
     single = [*there][: min(len(there), LINES)]
     others = [there[name] for name in there if name not in single]
     if others:
         block = np.where(np.isfinite(others), others, np.nan)
         some = np.isfinite(block).any(axis=0)
-        low, high = (np.where(some, np.nan_to_num(f(block)), np.nan) for f in (_least, _most))
+        low = np.where(some, np.where(np.isfinite(block), block, np.inf).min(axis=0), np.nan)
+        high = np.where(some, np.where(np.isfinite(block), block, -np.inf).max(axis=0), np.nan)
         axes.fill_between(shown.x, low, high, color=HAIRLINE, alpha=0.25, linewidth=0)
     for place, name in enumerate(single):
         colour = COLOURS[place % len(COLOURS)]
         style = "-" if place < len(COLOURS) else "--"
         line(axes, shown.x, there[name].tolist(), colour, linestyle=style)  # type: ignore[arg-type]
-        finite = np.flatnonzero(np.isfinite(there[name]))
-        if finite.size:
-            ends.append((words(name, 20), colour, float(shown.x[finite[-1]]), float(there[name][finite[-1]])))
+        ends += end_of(words(name, 20), colour, shown.x, there[name])
     note = f"grey: {len(others)} more" if others else words(shown.note, 70)
     head(axes, words(shown.title, 60), note)
     _whole_steps(axes, shown.x)
@@ -117,22 +112,13 @@ def _whole_steps(axes: Any, places: Sequence[float]) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10))
 
 
-def _least(block: Any) -> Any:
-    return np.where(np.isfinite(block), block, np.inf).min(axis=0)
-
-
-def _most(block: Any) -> Any:
-    return np.where(np.isfinite(block), block, -np.inf).max(axis=0)
-
-
 def _bars(shown: DebuggerOutput) -> Figure:
     column = _number_column(shown)
     if column is None:
         return nothing(words(shown.title, 100), words(f"No column of it has numbers. {shown.note}".strip(), 300))
     rows = shown.rows[:BARS]
     values = numbers([_number(row[column]) for row in rows])
-    picture, grid = sheet(1, 0.7 + 0.18 * len(rows))
-    axes = grid[0, 0]
+    picture, axes = panel(0.7 + 0.18 * len(rows))
     places = np.arange(len(rows))
     axes.barh(places, np.nan_to_num(values, posinf=0, neginf=0), 0.7, color=BLUE, linewidth=0)
     axes.axvline(0, color=HAIRLINE, linewidth=0.7)
@@ -176,18 +162,13 @@ def _named(row: Sequence[object], column: int) -> str:
 
 
 def _write(picture: Figure, shown: DebuggerOutput, path: Path, kind: str) -> None:
-    title = printable(shown.title)
     if kind == "svg":
-        path.write_text(svg_of(picture, title, "replay"), encoding="utf-8")
+        path.write_text(svg_of(picture, printable(shown.title), "replay"), encoding="utf-8")
     elif kind == "html":
         path.write_text(page_of(picture, shown), encoding="utf-8")
     else:
-        _saved(picture, path)
-
-
-@drawn
-def _saved(picture: Figure, path: Path) -> None:
-    picture.savefig(path, dpi=144)
+        with in_style():
+            picture.savefig(path, dpi=144)
 
 
 def page_of(picture: Figure, shown: DebuggerOutput) -> str:

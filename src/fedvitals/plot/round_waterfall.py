@@ -3,16 +3,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from fedvitals.plot.canvas import SMALL, drawn, head, nothing, sheet, value_axis
+from fedvitals.plot.canvas import SMALL, Figure, drawn, head, legend, nothing, panel, value_axis
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import INK, part_colour, words
 from fedvitals.store import Target
 from fedvitals.views.round import RoundPage, lengths_of, round_page
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LANES = 40
 
@@ -43,11 +38,12 @@ def longest(lengths: dict[int, float]) -> int | None:
 
 @drawn
 def draw_waterfall(page: RoundPage) -> Figure:
+    from matplotlib.patches import Patch  # noqa: PLC0415 - an extra
+
     if not page.timed or not page.lanes:
         return nothing(f"Nothing of round {page.round} was timed.")
     count = len(page.lanes)
-    figure, grid = sheet(1, 0.8 + 0.17 * count)
-    axes = grid[0, 0]
+    figure, axes = panel(0.8 + 0.17 * count)
     seen: dict[str, str] = {}
     for row, lane in enumerate(page.lanes):
         for part in lane.parts:
@@ -65,17 +61,8 @@ def draw_waterfall(page: RoundPage) -> Figure:
     note = f"{count} of {page.total} nodes, the slowest first" if count < page.total else "outlined: the critical path"
     head(axes, f"round {page.round}", f"{note}; {page.clock} clock")
     value_axis(axes, "seconds", "x")
-    handles = [_patch(colour) for colour in seen.values()]
-    axes.legend(
-        handles, list(seen), loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=SMALL, handlelength=1
-    )
+    legend(axes, [Patch(color=colour, linewidth=0) for colour in seen.values()], list(seen))
     return figure
-
-
-def _patch(colour: str) -> object:
-    from matplotlib.patches import Patch  # noqa: PLC0415 - an extra
-
-    return Patch(color=colour, linewidth=0)
 
 
 def _joined(bars: list[tuple[float, float]]) -> list[tuple[float, float]]:

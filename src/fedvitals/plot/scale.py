@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from fedvitals.plot.style import HAIRLINE, SUPERSCRIPTS
 
 Floats = NDArray[np.float64]
+End = tuple[str, str, float, float]
+"""A line's name, its colour, and where it stops."""
 LABEL_GAP = 0.085  # of a panel's height, between two labels
 
 
@@ -75,11 +77,14 @@ def tick(value: float) -> str:
     return text.replace("-", "−")
 
 
-def label_ends(axes: Any, ends: Sequence[tuple[str, str, float, float]]) -> None:
-    """Write each line's name at its end, moved apart where they would overlap, with a hairline to the line.
+def end_of(name: str, colour: str, places: Sequence[float], heights: Floats) -> list[End]:
+    """Return where a line stops, for its name; nothing where there is no line."""
+    finite = np.flatnonzero(np.isfinite(heights))
+    return [(name, colour, float(places[finite[-1]]), float(heights[finite[-1]]))] if finite.size else []
 
-    An end is a name, a colour, and where the line stops.
-    """
+
+def label_ends(axes: Any, ends: Sequence[End]) -> None:
+    """Write each line's name at its end, moved apart where they would overlap, with a hairline to the line."""
     low, high = axes.get_ylim()
     ordered = sorted(ends, key=lambda end: end[3])
     wanted = [min(1.0, max(0.0, (y - low) / (high - low))) for _, _, _, y in ordered]

@@ -4,18 +4,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fedvitals.errors import ConfigError
-from fedvitals.plot.canvas import drawn, head, nothing, sheet
+from fedvitals.plot.canvas import Figure, drawn, head, nothing, panel
 from fedvitals.plot.source import Which, opened
 from fedvitals.plot.style import HAIRLINE, INK, NOT_THERE, SEVERITY, words
 from fedvitals.store import Target
 from fedvitals.views.topology import PlacedNode, TopologyPage, topology_page
 from fedvitals.views.units import size
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Place = tuple[float, float]
 NAMED = 40  # nodes with a name each; of more, servers, groups and whoever is ill
@@ -28,19 +24,8 @@ def topology(run: Which, round_index: int | None = None, *, store: Target = None
     with opened(run, store) as (reader, chosen):
         if not reader.history(chosen).rounds():
             return nothing("The run has no round yet.")
-        try:
-            page = topology_page(reader, chosen, round_index)
-        except ConfigError:
-            if round_index is not None:
-                raise
-            return nothing("The run has no round yet.")
-    return draw_topology(page)
-
-
-@drawn
-def draw_topology(page: TopologyPage) -> Figure:
-    figure, grid = sheet(1, 4.4)
-    axes = grid[0, 0]
+        page = topology_page(reader, chosen, round_index)
+    figure, axes = panel(4.4)
     places = places_of(page)
     most = max((edge.bytes for edge in page.edges), default=0.0) or 1.0
     for edge in page.edges:

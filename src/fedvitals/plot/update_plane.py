@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import base64
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedvitals.plot.canvas import SMALL, drawn, head, nothing, sheet
+from fedvitals.plot.canvas import SMALL, Figure, drawn, head, nothing, panel
 from fedvitals.plot.cells import Shades, cell_sheet, colour_scale
 from fedvitals.plot.source import Which, opened, suspects
 from fedvitals.plot.style import COLOURS, HAIRLINE, SEVERITY, words
@@ -19,9 +18,6 @@ from fedvitals.views.clients import severities
 from fedvitals.views.update_map import Layouts, UpdateMap
 from fedvitals.views.update_map import update_map as map_of
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 NAMED = 12  # points with names: those with findings, then those furthest out
 MISSING = ("No update was sketched.", "Sketches come from the server's side of `monitor.round(...)`, at any privacy.")
 
@@ -31,32 +27,9 @@ def update_map(run: Which, round_index: int | None = None, *, store: Target = No
     """Draw the directions of a round's updates in the plane that keeps most of their distances."""
     with opened(run, store) as (reader, chosen):
         update_map_page = _map(reader, chosen, round_index)
-    return (
-        nothing(*MISSING)
-        if update_map_page.round is None or not update_map_page.points
-        else draw_plane(update_map_page)
-    )
-
-
-@drawn
-def similarity(run: Which, round_index: int | None = None, *, store: Target = None) -> Figure:
-    """Draw the cosines between the updates of a round's clients, similar clients next to each other."""
-    with opened(run, store) as (reader, chosen):
-        update_map_page = _map(reader, chosen, round_index)
-        named = suspects(cases_of(reader, chosen), 20)
-    if update_map_page.similarity is None or not update_map_page.similarity.names:
+    if update_map_page.round is None or not update_map_page.points:
         return nothing(*MISSING)
-    return draw_similarity(update_map_page, named)
-
-
-def _map(reader: Reader, run: str, round_index: int | None) -> UpdateMap:
-    return map_of(reader, run, Layouts(), round_index=round_index, severities=severities(reader, run))
-
-
-@drawn
-def draw_plane(update_map_page: UpdateMap) -> Figure:
-    figure, grid = sheet(1, 2.7)
-    axes = grid[0, 0]
+    figure, axes = panel(2.7)
     groups = sorted({point.group for point in update_map_page.points if point.group})
     far = sorted(update_map_page.points, key=lambda point: (point.severity is None, -np.hypot(point.x, point.y)))
     named = {point.name for point in far[:NAMED]}
@@ -79,9 +52,14 @@ def draw_plane(update_map_page: UpdateMap) -> Figure:
 
 
 @drawn
-def draw_similarity(update_map_page: UpdateMap, named: list[str]) -> Figure:
+def similarity(run: Which, round_index: int | None = None, *, store: Target = None) -> Figure:
+    """Draw the cosines between the updates of a round's clients, similar clients next to each other."""
+    with opened(run, store) as (reader, chosen):
+        update_map_page = _map(reader, chosen, round_index)
+        named = suspects(cases_of(reader, chosen), 20)
     cosines = update_map_page.similarity
-    assert cosines is not None  # noqa: S101 - the caller looked
+    if cosines is None or not cosines.names:
+        return nothing(*MISSING)
     count = len(cosines.names)
     values = np.frombuffer(base64.b64decode(cosines.values), "<f4").reshape(count, count).astype(float)
     note = "neighbours alike" if count == cosines.total else f"{count} of {cosines.total}: {cosines.chosen}"
@@ -101,3 +79,7 @@ def draw_similarity(update_map_page: UpdateMap, named: list[str]) -> Figure:
     for side in axes.spines.values():
         side.set_visible(False)
     return figure
+
+
+def _map(reader: Reader, run: str, round_index: int | None) -> UpdateMap:
+    return map_of(reader, run, Layouts(), round_index=round_index, severities=severities(reader, run))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedvitals.probes import numpy_updates
+from fedvitals.probes.allowance import Turn
 from fedvitals.probes.attempts import Attempt
 from fedvitals.probes.numpy_updates import ArrayInstruments
 from fedvitals.probes.presets import Preset, preset_without_torch, resolve
@@ -63,11 +64,15 @@ class WorkerInstruments:
         self._preset = preset
         self._initial: bytes | None = None  # the run's first model, float32
         self._trained: frozenset[str] = frozenset()  # names of the layers that train
+        self._turn = Turn()
         self._made: Instruments | None = None
 
-    def know(self, initial: bytes | None, trained: frozenset[str]) -> None:
-        """Set what the parent process knows about the run: the initial model and the layers that train."""
+    def know(self, initial: bytes | None, trained: frozenset[str], turn: Turn) -> None:
+        """Set what the parent process knows: the initial model, the layers that train, whose turn it is to be
+        measured.
+        """
         self._initial, self._trained = self._initial or initial, self._trained | trained
+        self._turn = turn
 
     def __call__(self) -> Instruments:
         if self._made is None:
@@ -84,6 +89,7 @@ class WorkerInstruments:
         if kit.initial is None and self._initial is not None:
             kit.initial = torch.frombuffer(bytearray(self._initial), dtype=torch.float32)
         kit.trained |= self._trained
+        kit.turns.now = self._turn
         kit.norms.clear()  # a client's last round may have been in another process: the parent compares
 
 

@@ -2,7 +2,7 @@
 """How well the received model, and then the trained one, fits the client's own samples.
 
 This is the strongest sign of wrong labels, and the most expensive: two forward passes. `Fit` stays within a share of
-the client's training time by choosing how many samples it uses, from 8 to 64, and how often, from the previous costs.
+the training's work by choosing how many samples it uses, from 8 to 64, and how often (see `allowance`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedvitals.probes import samples
-from fedvitals.probes.allowance import Allowance
+from fedvitals.probes.allowance import CALL, FLOOR_ROUNDS, FORWARD, Allowance, Turn, training_work
 from fedvitals.probes.view import View, evaluation_without_gradients
 
 # Fewer than eight would cost hardly less, since a small forward pass is mostly overhead.
@@ -25,24 +25,39 @@ CONFIDENT = 0.7
 
 
 class Fit:
-    """The fit probe of a run: as many samples, from 8 to 64, as `percent` of the training time allows, and in turns.
+    """The fit probe of a run: as many samples, from 8 to 64, as `percent` of the training's work allows, and in turns.
 
     With None for percent it always uses `most` samples.
     """
 
-    def __init__(self, percent: float | None, most: int = MOST) -> None:
+    def __init__(self, percent: float | None, floor_rounds: int = FLOOR_ROUNDS, most: int = MOST) -> None:
         self.most = most
-        # A power of two: convolution libraries prepare themselves for each new batch size, at many times its cost.
-        self._count = most if percent is None else min(8, most)
-        self._allowance = Allowance(percent)
+        self._allowance = Allowance(percent, floor_rounds)
 
-    def before(self, view: View) -> tuple[dict[str, float], tuple[Tensor, Tensor] | None]:
+    def count(self, node: str | None, turn: Turn, samples: int, batch: int | None = None) -> int:
+        """Return how many of a client's samples to use in this round; 0: not this time.
+
+        The work of the training, which has not begun, is that of the median client in the round before.
+        """
+        if self._allowance.percent is None:
+            return self.most
+        work = training_work(samples, turn.steps, batch)
+        # Powers of two: convolution libraries prepare themselves for each new batch size, at many times its cost.
+        count = self.most
+        while count > FEWEST and fit_work(count) > self._allowance.earned(work):
+            count //= 2
+        return count if self._allowance.due(node, turn, fit_work(count), work) else 0
+
+    def before(self, view: View, turn: Turn | None = None) -> tuple[dict[str, float], tuple[Tensor, Tensor] | None]:
         """Return metrics of the received model, and the samples for `after` (None: not this time)."""
         total = samples.size(view.data)
         metrics: dict[str, float] = {"samples": total}
-        if view.loss is None or not total or not self._allowance.due(view.node):
+        if view.loss is None or not total:
             return metrics, None
-        x, y = samples.read(view.data, samples.spread_indices(total, self._count, (view.round or 0) * self._count))
+        count = self.count(view.node, turn or Turn(view.round), total, samples.batch_size(view.data))
+        if not count:
+            return metrics, None
+        x, y = samples.read(view.data, samples.spread_indices(total, count, (view.round or 0) * count))
         x, y = _to_device(view.model, x, y)
         output, losses = predict(view.model, view.loss, x, y)
         metrics |= {"fit.samples": len(y), "fit.loss_before": math.fsum(losses) / len(y)}
@@ -67,16 +82,10 @@ class Fit:
             metrics["fit.accuracy_after"] = accuracy(y.tolist(), output.argmax(1).tolist())
         return metrics
 
-    def settle(self, cost: float, training: float) -> None:
-        """Record a client-round: the cost of fit (0 if it did not run) and the training time."""
-        cost = self._allowance.settle(cost, training)
-        earned = self._allowance.earned(training)
-        if not cost or not earned:
-            return
-        if cost > earned:
-            self._count = max(FEWEST, self._count // 2)
-        elif cost < 0.4 * earned:
-            self._count = min(self.most, self._count * 2)
+
+def fit_work(samples: int) -> float:
+    """Return the sample-passes of a measurement: a forward pass before the training, and another after it."""
+    return float(2 * FORWARD * (samples + CALL))
 
 
 def predict(

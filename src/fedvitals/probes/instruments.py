@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedvitals.probes.activations import activations, watched_modules
-from fedvitals.probes.allowance import Allowance
+from fedvitals.probes.allowance import Allowance, Turns
 from fedvitals.probes.fit import Fit
 from fedvitals.probes.nonlinearity import nonlinearity
 from fedvitals.probes.presets import Preset
@@ -29,11 +29,12 @@ class Instruments:
 
     def __init__(self, preset: Preset, update_memory: int) -> None:
         self.preset = preset
-        self.fit = Fit(preset.fit_percent)
+        self.fit = Fit(preset.fit_percent, preset.fit_floor_rounds)
+        self.turns = Turns(preset)
         self.updates = UpdateTracker(brief=preset.brief, memory=update_memory)
         self.watches_modules = any(planned.probe is activations for planned in preset.probes)
         self.costs = [0.0] * len(preset.probes)
-        self.allowances = [Allowance(planned.percent) for planned in preset.probes]
+        self.allowances = [Allowance(planned.percent, planned.floor_rounds) for planned in preset.probes]
         self.wants_inputs = any(isinstance(planned.probe, scale | nonlinearity) for planned in preset.probes)
         self.clipping_seen = False
         self.initial: Tensor | None = None

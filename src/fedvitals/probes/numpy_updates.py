@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedvitals.probes.allowance import Turns
 from fedvitals.probes.attempts import Attempt, unguarded
 from fedvitals.probes.numpy_peers import PastArrayModels, peer_rows
 from fedvitals.probes.peer_columns import PeerLayout, layout_of
@@ -249,6 +250,7 @@ class ArrayInstruments:
     def __init__(self, preset: Preset, update_memory: int) -> None:
         self.preset = preset
         self.updates = ArrayUpdates(brief=preset.brief, memory=update_memory)
+        self.turns = Turns(preset)
         self.initial: Any = None  # what drift would be measured from; no client trains here
         self.norms: dict[str, float] = {}
         self.trained: frozenset[str] = frozenset()  # every array that is sent counts as one that trains

@@ -3,27 +3,39 @@
 
 | probe | light | standard | deep |
 | --- | --- | --- | --- |
-| samples, timing, memory, fit | client-round | client-round | client-round, 64 samples |
+| samples, timing, memory | client-round | client-round | client-round |
+| fit | in turns, 0.2 % of the training's work | in turns, 0.7 % | each client-round, 64 samples |
 | gradients | norm, as the scope closes | each step, stored merged | each step, stored each step; histogram |
 | weights | global model, each round | and each client-round | and their difference at each step |
 | updates | norm, cosine to the others | and per layer, own past, peers, sketch | the same |
-| gradient scale | no | 16 samples, within 7 % of the training time | each client-round |
-| activations | no | no | within 2 % of the training time |
+| gradient scale | no | 16 samples, in turns, 2.5 % of the training's work | each client-round |
+| activations | no | no | one step in 25 |
 | nonlinearity, gradient over the whole set | no | no | every fifth round |
+
+What is measured in turns is budgeted in sample-passes (`allowance`), with a floor: each client once in each 8 rounds
+(fit in `light`: 20; gradient scale: 4), and in each round some client, if there are at least half as many clients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fedvitals.errors import ConfigError, MissingExtraError, unknown
+from fedvitals.probes.allowance import FLOOR_ROUNDS, UNSTATED, StatesWork, one_step_in
 from fedvitals.protocols import Probe, Schedule, name_of
-from fedvitals.schedule import always, at_exit, budget
+from fedvitals.schedule import always, at_exit
 
 NAMES = LIGHT, STANDARD, DEEP = ("light", "standard", "deep")
-SCALE_PERCENT = 7.0  # what 16 samples cost of the paper's 20 iterations
+
+# Of the training's sample-passes, and the rounds in each of which every client is measured once whatever it costs. As
+# seconds, on the demo's federation: 0.2 and 0.5 % for fit, 1.8 % for the gradient scale.
+LIGHT_FIT_PERCENT, LIGHT_FIT_ROUNDS = 0.2, 20
+FIT_PERCENT = 0.7
+SCALE_PERCENT, SCALE_ROUNDS = 2.5, 4
+ACTIVATION_STEPS = 25  # one of so many is measured: it takes half as long again
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +45,18 @@ class Planned:
     probe: Probe
     when: Schedule = at_exit
     each: bool = False  # store every measurement, too, not only what they merge to
-    percent: float | None = None  # of the training time, for one that runs as the scope closes; clients take turns
+    percent: float | None = None  # of the training's work, for one that runs as the scope closes; clients take turns
     rounds: int = 1  # every so many rounds
+    floor_rounds: int = FLOOR_ROUNDS  # with a percent: each client is measured once in so many rounds, at any cost
 
     @property
     def name(self) -> str:
         """The probe's name. Not its text: that of a `partial` quotes its arguments, which may be a client's."""
         return name_of(self.probe)
+
+    def work(self, samples: int) -> float:
+        """Return the sample-passes of one measurement of a client with so many samples."""
+        return self.probe.work(samples) if isinstance(self.probe, StatesWork) else float(UNSTATED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +65,16 @@ class Preset:
 
     name: str
     probes: tuple[Planned, ...]
-    fit_percent: float | None  # share of training time; None: as many samples as allowed, whatever it costs
+    fit_percent: (
+        float | None
+    )  # of the training's work; None: each client-round with as many samples as allowed; 0: never
     brief: bool = False  # of a client's weights and update only the norm and the cosine to the others
     difference_each_step: bool = False
+    fit_floor_rounds: int = FLOOR_ROUNDS  # each client's fit is measured once in so many rounds, at any cost
 
 
 def preset(name: str) -> Preset:
-    """Return a new preset by name; new, since a budget holds the state of one run."""
+    """Return a new preset by name; new, since a schedule may hold the state of one run."""
     check_name(name)
     try:  # probes import torch, which takes more than a second: not before somebody measures with them
         from fedvitals.probes.activations import activations  # noqa: PLC0415
@@ -70,10 +90,16 @@ def preset(name: str) -> Preset:
 
     match name:
         case "light":
-            return Preset("light", (Planned(last_gradient),), fit_percent=0.2, brief=True)
+            return Preset(
+                "light",
+                (Planned(last_gradient),),
+                fit_percent=LIGHT_FIT_PERCENT,
+                fit_floor_rounds=LIGHT_FIT_ROUNDS,
+                brief=True,
+            )
         case "standard":
-            probes = (Planned(gradients, always), Planned(weights), Planned(scale(), percent=SCALE_PERCENT))
-            return Preset("standard", probes, fit_percent=0.7)
+            in_turns = Planned(scale(), percent=SCALE_PERCENT, floor_rounds=SCALE_ROUNDS)
+            return Preset("standard", (Planned(gradients, always), Planned(weights), in_turns), fit_percent=FIT_PERCENT)
         case _:
             return Preset(
                 "deep",
@@ -81,7 +107,7 @@ def preset(name: str) -> Preset:
                     Planned(gradients, always, each=True),
                     Planned(gradient_histogram, always),
                     Planned(weights),
-                    Planned(activations, budget(2.0)),
+                    Planned(activations, partial(one_step_in, ACTIVATION_STEPS)),
                     Planned(scale()),
                     Planned(nonlinearity(), rounds=5),
                     Planned(full_gradient, rounds=5),

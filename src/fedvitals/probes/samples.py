@@ -43,6 +43,18 @@ def size(data: Any) -> int:
     )
 
 
+def batch_size(data: Any) -> int | None:
+    """Return the number of samples in a batch of this data; None where it has no batches."""
+    match data:
+        case DataLoader():
+            return data.batch_size
+        case (Tensor() | np.ndarray(), Tensor() | np.ndarray()):
+            return None
+        case list() | tuple() if data:
+            return -(-size(data) // len(data))
+    return None
+
+
 def read(data: Any, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return the samples at these indices, as (x, y)."""
     match data:

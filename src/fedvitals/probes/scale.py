@@ -28,11 +28,13 @@ from torch import Tensor, nn
 
 from fedvitals.errors import ConfigError
 from fedvitals.probes import samples
+from fedvitals.probes.allowance import BACKWARD, CALL, FORWARD
 from fedvitals.probes.deflation import by_decomposition, by_squaring
 from fedvitals.probes.differentiate import Differentiable, differentiable
 from fedvitals.probes.view import View, evaluation_mode
 
 IMAGES = 16
+OUTPUTS = 10  # of a model, where the work of an exact measurement is reckoned before
 MOST_OUTPUTS = 4096  # of a model whose last layer helps to estimate: 128 MB of products
 
 
@@ -50,6 +52,11 @@ class scale:  # noqa: N801 - reads as its sibling probes, which are functions
     @property
     def __name__(self) -> str:
         return "scale"
+
+    def work(self, samples: int) -> float:
+        """Return the sample-passes of a measurement: one forward pass, and a backward pass for each projection."""
+        images = samples if self.images == "all" else int(self.images)
+        return float(images * (FORWARD + BACKWARD * (OUTPUTS if self.exact else 2)) + CALL)
 
     def __call__(self, view: View) -> Mapping[str, Any]:
         inputs = inputs_of(view, self.images)

@@ -19,7 +19,9 @@ from fedvitals.catalog import CATALOG, public_name
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.kernels import GradientRecorder, sums
 from fedvitals.model_hooks import Hook
+from fedvitals.probes import samples
 from fedvitals.probes.activations import Take
+from fedvitals.probes.allowance import STEP_SAMPLES, training_work
 from fedvitals.probes.clipping import ClipWatch
 from fedvitals.probes.fit import label_entropy, labels_of, labels_remark
 from fedvitals.probes.gradients import gradients, summarise
@@ -66,8 +68,8 @@ class ClientSession:
         self._step_began = self._step_seconds = 0.0
         self._differences = instruments.preset.difference_each_step
         self._batch: tuple[Tensor, Tensor] | None = None
-        self._fit_cost = 0.0
         self.optimizers: list[Optimizer] = []  # that stepped, known at the end
+        self._turn = instruments.turns.of(view.node, view.round)
         view.before = self._last = flatten(view.parameters)
         if view.data is not None:
             self._guarded("fit", self._fit_before)
@@ -114,18 +116,18 @@ class ClientSession:
             self._clock.stop(self._steps, self._step_began, self.cost - self._set_up)
         self.optimizers = self._hooks.optimizers()  # before the hooks are gone
         self.abandon()
-        training = ended - self._began - self.cost
         instruments, view, results = self._instruments, self._view, self._results
         instruments.clipping_seen |= self._clip.confirmed
         if isinstance(self._hooks, StepCounter):
             self._steps = self._hooks.steps
+        instruments.turns.note(view.node or "", self._steps)
         self._tell_steps(ended)
         view.owned = view.parameters
         if self._recorded is not None:
             self._guarded("merging gradients", self._merge_recorded)
         for index, planned in enumerate(instruments.preset.probes):
             if planned.when is at_exit:
-                self._run_at_exit(index, planned, training)
+                self._guarded(f"the probe '{planned.name}'", functools.partial(self._run_at_exit, index, planned))
             self._guarded("merging", functools.partial(self._merge, index, planned))
         now = flatten(view.parameters)
         assert view.before is not None  # noqa: S101 - set when the session began
@@ -139,7 +141,6 @@ class ClientSession:
         self._tell_unfrozen()
         if self._batch is not None:
             self._guarded("fit", self._fit_after)
-        instruments.fit.settle(self._fit_cost, training)
         self.cost += time.perf_counter() - ended
         return results, update, rows
 
@@ -150,16 +151,25 @@ class ClientSession:
         held = [t for t in (self._view.before, self._last, self._instruments.initial) if t is not None]
         return sum(t.nbytes for t in {id(t): t for t in held}.values()) + self._instruments.updates.held_bytes
 
-    def _run_at_exit(self, index: int, planned: Planned, training: float) -> None:
+    def _run_at_exit(self, index: int, planned: Planned) -> None:
         """Run a probe of the scope's end, if it is due in this round and for this client."""
-        allowance, spent = self._instruments.allowances[index], 0.0
-        if (self._view.round or 0) % planned.rounds == 0 and allowance.due(self._view.node):
-            before = self._instruments.costs[index]
+        if (self._turn.round_index or 0) % planned.rounds == 0 and self._due(index, planned):
             measured = self._run(index, planned)
-            spent = self._instruments.costs[index] - before
             if measured:
                 self._rows[index] = [(max(0, self._steps - 1), measured)]
-        allowance.settle(spent, training)
+
+    def _due(self, index: int, planned: Planned) -> bool:
+        """Return whether the training of this client-round allows the probe."""
+        view, allowance = self._view, self._instruments.allowances[index]
+        if not allowance.percent:
+            return allowance.percent is None
+        if view.data is not None:
+            own, batch = samples.size(view.data), samples.batch_size(view.data)
+        else:
+            batch = None if view.last_input is None else len(view.last_input)
+            own = STEP_SAMPLES if batch is None else batch
+        work = training_work(own, self._steps, batch)
+        return allowance.due(view.node, self._turn, planned.work(own), work)
 
     def _tell_steps(self, ended: float) -> None:
         metrics: dict[str, Any] = {"steps": self._steps}
@@ -362,17 +372,14 @@ class ClientSession:
         schedule.asked = schedule.granted = 0
 
     def _fit_before(self) -> None:
-        started = time.perf_counter()
         try:
-            metrics, self._batch = self._instruments.fit.before(self._view)
+            metrics, self._batch = self._instruments.fit.before(self._view, self._turn)
         except ConfigError:
             self._view.data = None  # it cannot be read: told once, and the other probes do without
             raise
         self._results.take(metrics)
         if not self._instruments.preset.brief:
             self._tell_labels()
-        if self._batch is not None:
-            self._fit_cost = time.perf_counter() - started
 
     def _tell_labels(self) -> None:
         """Report the client's labels: when first seen, and again when a check every few rounds finds a change."""
@@ -386,10 +393,8 @@ class ClientSession:
         self._results.remarks.append(labels_remark(labels))
 
     def _fit_after(self) -> None:
-        started = time.perf_counter()
         assert self._batch is not None  # noqa: S101 - asked by the caller
         self._results.take(self._instruments.fit.after(self._view, self._batch))
-        self._fit_cost += time.perf_counter() - started
 
     def _guarded(self, what: str, work: Callable[[], None]) -> None:
         try:

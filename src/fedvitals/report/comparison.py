@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from fedvitals import plot
 from fedvitals.plot.comparison import draw_comparison
 from fedvitals.report.findings_part import marked, verdict_card
-from fedvitals.report.markup import Block, Heading, Points, Table, Text, literal
-from fedvitals.report.pictures import Pictures
+from fedvitals.report.markup import Block, Heading, Pictures, Points, Table, Text, literal
 from fedvitals.report.settings import settings_part
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.comparison.page import ComparePage, PageChange, PageRow, compare_page
 from fedvitals.views.comparison.runs import sides_of
-from fedvitals.views.units import number, with_unit
+from fedvitals.views.units import compared, number
 from fedvitals.views.verdict import Verdict, verdict_of
 
 TROUBLES = 40
@@ -74,18 +73,12 @@ def _rows(page: ComparePage) -> Table:
         head += [side.letter, f"from {base}"]
     rows = []
     for row in page.rows:
-        cells = [row.topic, literal(row.name), _value(row.values[0], row.unit)]
+        cells = [row.topic, literal(row.name), compared(row.values[0], row.unit)]
         for value, change in zip(row.values[1:], row.changes, strict=True):
-            cells += [_value(value, row.unit), _change(change, row)]
+            cells += [compared(value, row.unit), _change(change, row)]
         rows.append(tuple(cells))
     note = "± 95 % interval; **bold**: larger than chance explains."
     return Table("Numbers", tuple(head), tuple(rows), note, frozenset(range(2, len(head))))
-
-
-def _value(value: float | None, unit: str) -> str:
-    if value is None and unit == "rounds":
-        return "never"
-    return f"{number(value)} ×" if unit == "times" and value is not None else with_unit(value, unit)
 
 
 def _change(change: PageChange | None, row: PageRow) -> str:

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from fedvitals.diagnosis.cases import Case
 from fedvitals.plot.finding_evidence import draw_evidence
-from fedvitals.report.markup import Block, Card, Code, Facts, Heading, Points, Table, Text, literal
-from fedvitals.report.pictures import Pictures
+from fedvitals.report.markup import Block, Card, Code, Facts, Heading, Pictures, Points, Table, Text, literal
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import case_key, cases_of
 from fedvitals.views.evidence import Evidence
@@ -51,11 +50,8 @@ def what_next(findings: Findings, full: Sequence[FullFinding], profile: Profile,
         f"**{literal(finding.case.place)}** ({literal(finding.case.title)}): {finding.remedies[0]}"
         for finding in urgent
     ]
-    notes = [
-        f"{literal(finding.case.place)} ({literal(finding.case.sure)})"
-        for finding in open_
-        if finding.case.now == "note"
-    ]
+    cards = [finding.case for finding in open_]
+    notes = [f"{literal(card.place)} ({literal(card.sure)})" for card in cards if card.now == "note"]
     if notes:
         points.append(f"Nothing yet about {', '.join(notes)}: only notes. Watch whether they come back.")
     if findings.verdict.state == "unjudged":
@@ -71,17 +67,9 @@ def what_next(findings: Findings, full: Sequence[FullFinding], profile: Profile,
     if not points:
         points.append("Nothing needs doing: no open finding, and no change would save much of a round's time.")
     verb = "check" if findings.verdict.state == "unjudged" else "findings"
-    return [
-        Heading(2, "What to do next"),
-        Points(tuple(points), numbered=len(points) > 1),
-        Code(
-            (
-                f"fedvitals {verb} {run}{' --all' if verb == 'findings' else ''}",
-                f"fedvitals profile {run}",
-                "fedvitals ui",
-            )
-        ),
-    ]
+    first = f"fedvitals {verb} {run}{' --all' if verb == 'findings' else ''}"
+    commands = Code((first, f"fedvitals profile {run}", "fedvitals ui"))
+    return [Heading(2, "What to do next"), Points(tuple(points), numbered=len(points) > 1), commands]
 
 
 def findings_part(reader: Reader, run: str, pictures: Pictures) -> tuple[Findings, list[FullFinding], list[Block]]:
@@ -119,21 +107,21 @@ def _card(finding: FullFinding, case: Case, rounds: Sequence[int], pictures: Pic
     brief = finding.case
     state = " · muted" if brief.muted else " · acknowledged" if brief.acknowledged else ""
     exact = ", an exact test" if finding.exact else ""
-    name = f"finding-{pictures_name(brief.key)}"
+    # A name for files and ids: a key may contain any character.
+    name = "".join(c if c.isascii() and c.isalnum() else "-" for c in brief.key)[:40].strip("-").lower() or "case"
+    facts = (
+        ("issue", literal(brief.issue)),
+        ("severity", f"{literal(brief.severity)}{state}"),
+        ("when", literal(brief.course)),
+        ("how sure", f"{literal(brief.sure)}{exact}"),
+    )
     blocks: list[Block] = [
         Heading(3, f"{MARKS.get(brief.severity, '·')} {literal(brief.title)}: {literal(brief.place)}"),
         Text(literal(brief.message)),
-        Facts(
-            (
-                ("issue", literal(brief.issue)),
-                ("severity", f"{literal(brief.severity)}{state}"),
-                ("when", literal(brief.course)),
-                ("how sure", f"{literal(brief.sure)}{exact}"),
-            )
-        ),
+        Facts(facts),
         *([table] if (table := _numbers(finding)) is not None else []),
         pictures.of(
-            name,
+            f"finding-{name}",
             f"{literal(brief.title)} of {literal(brief.place)}: its signs against its peers' over the rounds",
             lambda: draw_evidence(_shown(finding), case, rounds),
             "Band: the clients, min–max and 5–95 %. Marks on top: rounds in which it was found.",
@@ -142,13 +130,8 @@ def _card(finding: FullFinding, case: Case, rounds: Sequence[int], pictures: Pic
     if finding.error is not None:
         blocks.append(Code((finding.error.message[:300], *finding.error.traceback[-8:]), ""))
     if finding.suspects:
-        blocks.append(
-            Points(
-                tuple(
-                    f"suspect {literal(s.node)} ({number(s.score)}) {literal(s.reason)}" for s in finding.suspects[:5]
-                )
-            )
-        )
+        who = (f"suspect {literal(s.node)} ({number(s.score)}) {literal(s.reason)}" for s in finding.suspects[:5])
+        blocks.append(Points(tuple(who)))
     for title, sentences in (("Likely causes", finding.causes), ("What to do", finding.remedies)):
         if sentences and brief.severity != "note":  # of a note, what would prove it wrong is advice enough
             blocks += [Heading(4, title), Points(tuple(sentences), numbered=True)]
@@ -159,7 +142,7 @@ def _card(finding: FullFinding, case: Case, rounds: Sequence[int], pictures: Pic
         blocks += [Heading(4, "What was done"), Points(tuple(literal(text, 300) for text in actions))]
     if finding.trust.words:
         blocks.append(Text(literal(finding.trust.words), "quiet"))
-    return Card(literal_class(brief.severity), tuple(blocks))
+    return Card(brief.severity if brief.severity in MARKS else "note", tuple(blocks))
 
 
 def _shown(finding: FullFinding) -> Evidence:
@@ -168,17 +151,8 @@ def _shown(finding: FullFinding) -> Evidence:
     return finding.evidence if finding.case.severity != "note" else replace(finding.evidence, plots=plots[:NOTE_PLOTS])
 
 
-def pictures_name(key: str) -> str:
-    """Return a name for files and ids from a key that may contain any character."""
-    return "".join(c if c.isascii() and c.isalnum() else "-" for c in key)[:40].strip("-").lower() or "case"
-
-
 def marked(severity: str) -> str:
     return f"{MARKS.get(severity, '·')} {literal(severity, 20)}"
-
-
-def literal_class(severity: str) -> str:
-    return severity if severity in MARKS else "note"
 
 
 def _ratio(row: NumberRow) -> str:

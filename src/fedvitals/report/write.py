@@ -10,14 +10,11 @@ from pathlib import Path
 
 from fedvitals import __version__
 from fedvitals.errors import ConfigError
+from fedvitals.report import sections
 from fedvitals.report.comparison import comparison
-from fedvitals.report.cost_part import cost_part
 from fedvitals.report.findings_part import findings_part, verdict_card, what_next
-from fedvitals.report.markup import Block, Card, Heading, Picture, literal, markdown, page, words_of
+from fedvitals.report.markup import Block, Card, Heading, Picture, Pictures, literal, markdown, page, words_of
 from fedvitals.report.pdf import pdf_of
-from fedvitals.report.pictures import Pictures
-from fedvitals.report.signs_part import clients_part, layers_part, learning_part
-from fedvitals.report.trust_part import configuration_part, facts_part, trust_part
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.card import health_card
@@ -140,14 +137,14 @@ def story(reader: Reader, run: str, pictures: Pictures) -> tuple[Verdict, list[B
     blocks: list[Block] = [
         Heading(1, literal(card.run.name or run, 120)),
         verdict_card(findings_data.verdict),
-        facts_part(reader, run, card),
+        sections.facts_part(reader, run, card),
         *what_next(findings_data, full, profile, run),
         *findings,
-        *learning_part(reader, run, card, pictures),
-        *clients_part(reader, run, pictures),
-        *layers_part(reader, run, pictures),
-        *cost_part(reader, run, profile, pictures),
-        *configuration_part(card),
-        *trust_part(reader, run, card, profile),
+        *sections.learning_part(reader, run, card, pictures),
+        *sections.clients_part(reader, run, pictures),
+        *sections.layers_part(reader, run, pictures),
+        *sections.cost_part(reader, run, profile, pictures),
+        *sections.configuration_part(card),
+        *sections.trust_part(reader, run, card, profile),
     ]
     return findings_data.verdict, blocks

@@ -53,20 +53,13 @@ class Captures:
         self._left = MOST_CLIENT_ROUNDS
 
     def begin(
-        self,
-        node: str,
-        round_index: int | None,
-        model: Any,
-        report: Callable[[Exception, str], None],
+        self, node: str, round_index: int | None, model: Any, report: Callable[[Exception, str], None]
     ) -> Recording | None:
         """Return a recording of this client, to be closed with it; None where it is not to be recorded."""
         wanted = self._wanted
-        if (
-            wanted is None
-            or round_index not in wanted.rounds
-            or (wanted.nodes and node not in map(node_name, wanted.nodes))
-            or not self._left
-        ):
+        if wanted is None or round_index not in wanted.rounds or not self._left:
+            return None
+        if wanted.nodes and node not in map(node_name, wanted.nodes):
             return None
         self._left -= 1
         return Recording(model, wanted.steps, report)

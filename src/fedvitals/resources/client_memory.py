@@ -22,7 +22,7 @@ import torch
 from fedvitals.resources.leaks import LeakWatch, in_words
 from fedvitals.resources.memory import heap_bytes, limit_bytes, resident_bytes
 from fedvitals.resources.seen_tensors import ClientTensors
-from fedvitals.resources.tensors import Activations, StepWatch, shares
+from fedvitals.resources.tensors import StepWatch, shares
 
 LOOK_EVERY = 10  # rounds
 HEAP_SHARE = 1 / 1000  # of the time, for asking what the heap holds
@@ -82,7 +82,7 @@ class ClientMemory:
     """Of one process and one run."""
 
     def __init__(self) -> None:
-        self._activations = Activations()
+        self._activations: dict[Any, int] = {}  # bytes, by model and shape of its input
         self._last: dict[str, _LastMetrics] = {}
         self._begun = 0
         self._open = 0
@@ -97,7 +97,7 @@ class ClientMemory:
         device = _cuda_device(parameters)
         if device is not None and not self._open:  # the peak of one that still trains is not ours to forget
             torch.cuda.reset_peak_memory_stats(device)
-        steps = self._activations.watch(model, sum(p.numel() for p in parameters if p.requires_grad))
+        steps = StepWatch(self._activations, model, sum(p.numel() for p in parameters if p.requires_grad))
         with self._lock:
             sights = self._leak.watch(model, parameters, round_index)
             self._begun += 1
@@ -177,15 +177,12 @@ class ClientMemory:
         metrics["memory.tensors"] = sum(metrics.values())
         if steps.batch is not None:
             metrics["memory.batch"] = steps.batch
-        limit = _limit(opened.device)
+        device = opened.device
+        limit = limit_bytes() if device is None else int(torch.cuda.mem_get_info(device)[1])
         if limit is not None:
             metrics["memory.limit"] = limit
-        if (
-            known is not None
-            and not failed
-            and _steady(metrics) == _steady(known.values)
-            and number - known.round < TELL_EVERY
-        ):
+        same = known is not None and _steady(metrics) == _steady(known.values)
+        if known is not None and same and not failed and number - known.round < TELL_EVERY:
             known.looked = number
             return {}
         self._last[node] = _LastMetrics(number, number, steps.batch, metrics)
@@ -210,7 +207,3 @@ def _peaks(device: Any) -> dict[str, float]:
         "memory.cuda_allocated": torch.cuda.max_memory_allocated(device),
         "memory.cuda_reserved": torch.cuda.max_memory_reserved(device),
     }
-
-
-def _limit(device: Any) -> int | None:
-    return limit_bytes() if device is None else int(torch.cuda.mem_get_info(device)[1])

@@ -72,7 +72,6 @@ class Sample:
         self._psutil = psutil
         self._process = psutil.Process(os.getpid())
         self._devices = devices
-        self._cores = psutil.cpu_count() or 1
         self._before: dict[str, float] = {}
         self._at = time.monotonic()
         self._counters()

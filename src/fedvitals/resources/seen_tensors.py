@@ -87,9 +87,8 @@ class SeenTensors:
     """The records of one process in one run."""
 
     def __init__(self) -> None:
-        self._storages: dict[
-            int, TensorRecord
-        ] = {}  # by address, which is not used again while there is a weak reference
+        # By address, which is not used again while there is a weak reference.
+        self._storages: dict[int, TensorRecord] = {}
         self._graphs: list[TensorRecord] = []
         self._lock = threading.RLock()  # a finalizer may close another client on the thread that holds it
         self.random = random.Random(0)  # noqa: S311 - which to drop: every second one might be all of one kind

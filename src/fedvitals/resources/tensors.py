@@ -55,13 +55,13 @@ def _dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return ()
 
 
-def shares(model: Any, optimizers: Iterable[Any], seen: Seen | None = None) -> dict[str, int]:
+def shares(model: Any, optimizers: Iterable[Any]) -> dict[str, int]:
     """Bytes of model, buffers, gradients and optimiser state, by name, as they are now.
 
     Gradients that have been set to None since the last step are counted as they will be again: as large as the
     parameters that an optimiser acts on.
     """
-    seen = set() if seen is None else seen
+    seen: Seen = set()
     parameters = list(model.parameters())
     sizes = {"model": storage_bytes(parameters, seen), "buffers": storage_bytes(model.buffers(), seen)}
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -134,19 +134,12 @@ def tensors_saved_by(node: Any) -> Iterator[Tensor]:
 _names: dict[type, tuple[str, ...]] = {}  # of what each kind of node saves
 
 
-class Activations:
-    """What the activations of a run take: measured once for each model and shape of its input, and remembered."""
-
-    def __init__(self) -> None:
-        self.known: dict[Any, int] = {}
-
-    def watch(self, model: Any, weights: int) -> StepWatch:
-        """`weights`: how many the model has, which tells it from others of its kind."""
-        return StepWatch(self.known, model, weights)
-
-
 class StepWatch:
-    """Waits for a client's first step, for its batch; and, if its shape is new, for its way back to begin."""
+    """Waits for a client's first step, for its batch; and, if its shape is new, for its way back to begin.
+
+    `known`: the bytes of activations by model and shape of the input, which are measured once. `weights`: how many the
+    model has, which tells it from others of its kind.
+    """
 
     def __init__(self, known: dict[Any, int], model: Any, weights: int) -> None:
         self.batch: int | None = None  # samples
@@ -193,9 +186,7 @@ class StepWatch:
 
     def backward_begins(self, roots: Any) -> None:
         """Called with the loss, or several, before the backward pass."""
-        forget, self._forget = self._forget, []
-        for forget_one in forget:
-            forget_one()
+        self.remove()
         try:
             self._take(list(tensors_in(roots)))
         except Exception:  # noqa: BLE001 - the same

@@ -88,9 +88,8 @@ class Ledger:
 
     def exchange(self, node: str, exchange: Exchange) -> Offset:
         """What is known of the client's clock now."""
-        offset = self._clocks.get(node, Offset()).learn(
-            exchange.sent, exchange.received, exchange.replied, exchange.returned
-        )
+        times = (exchange.sent, exchange.received, exchange.replied, exchange.returned)
+        offset = self._clocks.get(node, Offset()).learn(*times)
         with self._lock:
             if node in self._clocks or len(self._clocks) < NODES:
                 self._clocks[node] = offset
@@ -159,20 +158,12 @@ class Ledger:
             parts |= {"upload": exchange.returned - away}
         else:
             start = min(max(0.0, exchange.received - exchange.started), max(0.0, here - exchange.sent))
-            start = (
-                start if exchange.started - offset.seconds >= exchange.sent - SAME else 0.0
-            )  # one that is older was there
-            parts = {
-                "queue": here - exchange.sent - start,
-                "start": start,
-                "data": data,
-                "compute": compute + began - here,
-            }
-            parts |= {"reply": exchange.returned - away}
-        if (exchange.received, exchange.replied) == (
-            exchange.sent,
-            exchange.returned,
-        ):  # nothing is known but that it was away
+            # A process that is older was there already.
+            start = start if exchange.started - offset.seconds >= exchange.sent - SAME else 0.0
+            parts = {"queue": here - exchange.sent - start, "start": start, "data": data}
+            parts |= {"compute": compute + began - here, "reply": exchange.returned - away}
+        if (exchange.received, exchange.replied) == (exchange.sent, exchange.returned):
+            # Nothing is known but that it was away.
             parts = {"compute": exchange.returned - exchange.sent}
         parts = {name: max(0.0, seconds) for name, seconds in {**parts, "wait": ended - exchange.returned}.items()}
         attributes = {"clock_offset": offset.seconds, "clock_error": offset.error}

@@ -9,24 +9,17 @@ bounded: of more nodes than that, the spread over all of them is drawn in their 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from fedvitals import stats
 from fedvitals.records import AnyName, LayerStats, Metric, Record, Run, is_client, node_name
 from fedvitals.sinks.spread import SERVER, ClientSpread, of_the_round, plain
-from fedvitals.stats import (
-    EXPONENTS,
-    FAMILIES,
-    HEALTH_COLUMNS,
-    HISTOGRAM_COLUMNS,
-    LOWEST_EXPONENT,
-    STATISTICS,
-    STEP_COLUMNS,
-    Array,
-)
+from fedvitals.stats import Array
 
 NODES = 50  # with curves of their own, unless the user says otherwise
 OTHER_NODES = 50  # servers, edges, clusters and rings
@@ -37,9 +30,9 @@ CONFIG_CHARACTERS = 500
 
 # What is drawn of a layer, by the columns of its family; ratios to other clients are for the dashboard.
 DRAWN: Mapping[tuple[str, ...], tuple[str, ...]] = {
-    STATISTICS: ("mean", "std", "l2"),
-    STEP_COLUMNS: ("norm_mean", "norm_max"),
-    HEALTH_COLUMNS: ("dead_fraction", "saturated_fraction"),
+    stats.STATISTICS: ("mean", "std", "l2"),
+    stats.STEP_COLUMNS: ("norm_mean", "norm_max"),
+    stats.HEALTH_COLUMNS: ("dead_fraction", "saturated_fraction"),
 }
 
 
@@ -100,8 +93,7 @@ class Curves:
         touched: dict[str, None] = {}
         for record in records:
             if isinstance(record, Run):
-                known = self._runs.setdefault(record.id, _RunCurves())
-                known.layers |= {table.digest: table.names[:LAYERS] for table in record.tables}
+                self._known(record.id).layers |= {table.digest: table.names[:LAYERS] for table in record.tables}
             elif isinstance(record, Metric):
                 touched[record.where.run] = None
                 drawn += self._metric(record)
@@ -153,34 +145,34 @@ class Curves:
                 for point, value in closed.points(name).items():
                     yield Point(run, plain(f"clients/{name}/{point}", TAG_CHARACTERS), closed.round, closed.at, value)
 
-    def _layers(self, stats: LayerStats) -> Iterator[Drawn]:
-        where = stats.where
-        names = self._known(where.run).layers.get(stats.table)
+    def _layers(self, record: LayerStats) -> Iterator[Drawn]:
+        where = record.where
+        names = self._known(where.run).layers.get(record.table)
         wanted = where.node in (None, SERVER) or where.node in self._layers_of
         if not names or not wanted or where.step is not None:
             return
         node = where.node or where.group
         start = f"{node}/layers" if node else "layers"
-        columns = FAMILIES[stats.family].columns
-        if columns is HISTOGRAM_COLUMNS:
-            for name, row in zip(names, stats.matrix, strict=False):
+        columns = stats.FAMILIES[record.family].columns
+        if columns is stats.HISTOGRAM_COLUMNS:
+            for name, row in zip(names, record.matrix, strict=False):
                 if row.sum() > 0:
                     edges, counts = bars_of(row)
-                    tag = plain(f"{start}/{stats.family}/{name}", TAG_CHARACTERS)
-                    yield Bars(where.run, tag, where.round or 0, stats.at, edges, counts)
+                    tag = plain(f"{start}/{record.family}/{name}", TAG_CHARACTERS)
+                    yield Bars(where.run, tag, where.round or 0, record.at, edges, counts)
         for statistic in DRAWN.get(columns, ()):
             with np.errstate(all="ignore"):
-                values = stats.get(statistic)
+                values = record.get(statistic)
             for name, value in zip(names, values, strict=False):
-                tag = plain(f"{start}/{stats.family}.{statistic}/{name}", TAG_CHARACTERS)
-                yield Point(where.run, tag, where.round or 0, stats.at, float(value))
+                tag = plain(f"{start}/{record.family}.{statistic}/{name}", TAG_CHARACTERS)
+                yield Point(where.run, tag, where.round or 0, record.at, float(value))
 
 
 def bars_of(row: Array) -> tuple[Array, Array]:
     """Return the edges and counts of a row of `gradient.histogram`, in ascending order, without empty ends."""
-    powers = 2.0 ** (LOWEST_EXPONENT + np.arange(EXPONENTS + 1))
+    powers = 2.0 ** (stats.LOWEST_EXPONENT + np.arange(stats.EXPONENTS + 1))
     edges = np.concatenate([-powers[::-1], powers])
-    counts = np.concatenate([row[:EXPONENTS][::-1], [0.0], row[EXPONENTS:]])
+    counts = np.concatenate([row[: stats.EXPONENTS][::-1], [0.0], row[stats.EXPONENTS :]])
     there = np.flatnonzero(counts)
     first, last = int(there[0]), int(there[-1]) + 1
     return edges[first : last + 1], counts[first:last]
@@ -209,13 +201,9 @@ def tags_of(run: Run) -> dict[str, str]:
     return {f"fedvitals.{key}": plain(str(value)) for key, value in (facts | versions).items() if value is not None}
 
 
-def link_of(run: Run, store: str | None) -> str:
-    """Return the command that shows the run, as the link from a tracker's page back to it."""
-    where = f" --store '{without_password(store)}'" if store else ""
+def link_of(run: Run, store: str | os.PathLike[str] | None) -> str:
+    """Return the command that shows the run, as the link from a tracker's page back to it; no password is in it."""
+    hidden = re.sub(r"^(\w+://[^:@/?#]*:).+(?=@)", r"\1***", os.fspath(store or ""))
+    address = re.sub(r"([?&](?:ssl)?password=)[^&]+", r"\1***", hidden)
+    where = f" --store '{address}'" if address else ""
     return f"fedvitals run {plain(run.id)} «{plain(run.name)}»: fedvitals show {plain(run.id)}{where}"
-
-
-def without_password(address: str) -> str:
-    """Return the address of a store without its password."""
-    hidden = re.sub(r"^(\w+://[^:@/?#]*:).+(?=@)", r"\1***", address)
-    return re.sub(r"([?&](?:ssl)?password=)[^&]+", r"\1***", hidden)

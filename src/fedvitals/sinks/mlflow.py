@@ -19,9 +19,9 @@ from typing import Any
 
 from fedvitals.errors import ConfigError, MissingExtraError
 from fedvitals.protocols import Sink
-from fedvitals.records import Action, Event, Finding, Record, Run, Sketch, Snapshot, Span, Transfer, Truth
-from fedvitals.sinks.curves import NODES, Bars, Curves, Point, link_of, settings_of, tags_of
-from fedvitals.sinks.spread import plain
+from fedvitals.records import LayerStats, Metric, Record, Run
+from fedvitals.sinks.curves import NODES, Curves, Point, link_of, settings_of, tags_of
+from fedvitals.sinks.spread import all_but, plain
 
 DEFAULT = "sqlite:///mlflow.db"  # MLflow's own
 METRICS_AT_ONCE, PARAMETERS_AT_ONCE = 1000, 100  # what MLflow takes in one call
@@ -37,7 +37,7 @@ class MLflow(Sink):
     """
 
     name = "mlflow"
-    ignores = (Action, Event, Finding, Sketch, Snapshot, Span, Transfer, Truth)
+    ignores = all_but(LayerStats, Metric)
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class MLflow(Sink):
             raise MissingExtraError("mlflow-skinny", "mlflow", "The MLflow exporter") from error
         self._check()
         self._experiment, self._experiment_id = experiment, ""
-        self._store = None if store is None else os.fspath(store)
+        self._store = store
         self._curves = Curves(nodes, layers_of)
         self._client: Any = None
         self._runs: dict[str, str] = {}  # our ids → MLflow's
@@ -98,7 +98,8 @@ class MLflow(Sink):
                 metric = self._entities.Metric(_key(drawn.tag), drawn.value, round(drawn.at * 1000), drawn.round)
                 points.setdefault(drawn.run, []).append(metric)
             else:
-                bars.setdefault((drawn.run, drawn.round), {})[drawn.tag] = _as_json(drawn)
+                histogram = {"edges": drawn.edges.tolist(), "counts": drawn.counts.tolist()}
+                bars.setdefault((drawn.run, drawn.round), {})[drawn.tag] = histogram
         for run, metrics in points.items():
             for start in range(0, len(metrics), METRICS_AT_ONCE):
                 self._client.log_batch(self._of(run), metrics=metrics[start : start + METRICS_AT_ONCE])
@@ -161,7 +162,3 @@ def _key(tag: str) -> str:
     kept = re.sub(r"[^\w./ -]", "_", tag, flags=re.ASCII)
     parts = [part for part in kept.split("/") if part not in ("", ".", "..")]
     return "/".join(parts)[:250] or "_"
-
-
-def _as_json(bars: Bars) -> dict[str, Any]:
-    return {"edges": bars.edges.tolist(), "counts": bars.counts.tolist()}

@@ -14,6 +14,7 @@ import json
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 from fedvitals.plain_json import PlainJson, no_fields
@@ -125,10 +126,6 @@ class _Trace:
         if begin is not None and math.isfinite(value):  # a counter has no way to show what is no number
             self.counters.append({"ph": "C", "name": name, "ts": begin / 1000, "args": {name: value}})
 
-    def _is_long(self) -> bool:
-        """Whether a float cannot hold all its nanoseconds any more, after 104 days."""
-        return any(part.end > 2**53 for slices in self.slices.values() for part in slices)
-
     def written(self) -> Iterator[Json]:
         tracks = dict.fromkeys((*self.slices, *(track for track, _ in self.instants)))
         if self.counters:
@@ -137,7 +134,9 @@ class _Trace:
         for process, pid in processes.items():
             yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": process}}
             yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
-        coarse = _whole_microseconds if self._is_long() else lambda part: part
+        # After 104 days a float cannot hold all its nanoseconds any more.
+        long = any(part.end > 2**53 for slices in self.slices.values() for part in slices)
+        coarse = _whole_microseconds if long else lambda part: part
         threads: dict[tuple[str, str], int] = {}
         tid = 0
         for track in sorted(tracks, key=lambda t: (processes[t[0]], _thread_order(t[1]))):
@@ -165,9 +164,8 @@ def _add_spans(trace: _Trace, spans: Sequence[Span]) -> None:
     for span in spans:
         virtual = span.attributes.get("clock") == "virtual"
         track = trace.track(span.where, "virtual" if virtual else "real")
-        name = (
-            span.name if span.where.node is not None or span.where.round is None else f"{span.name} {span.where.round}"
-        )
+        whole = span.where.node is None and span.where.round is not None
+        name = f"{span.name} {span.where.round}" if whole else span.name
         about = {"round": span.where.round, "step": span.where.step, "span": span.id, **span.attributes}
         inside = trace.slice(track, span.at, span.seconds, name, about)
         if inside is None:
@@ -208,12 +206,8 @@ def _add_transfers(trace: _Trace, transfers: Sequence[Transfer]) -> None:
     for transfer in sorted(transfers, key=lambda transfer: transfer.at):
         seconds = 0.0 if virtual or transfer.seconds is None else max(0.0, transfer.seconds)
         trace.arrows += 1
-        about = {
-            "round": transfer.where.round,
-            "bytes": transfer.bytes,
-            "raw_bytes": transfer.raw_bytes,
-            "seconds": transfer.seconds,
-        }
+        about: Json = {"round": transfer.where.round, "bytes": transfer.bytes, "raw_bytes": transfer.raw_bytes}
+        about["seconds"] = transfer.seconds
         began = transfer.at - seconds  # it is told when it is over
         there = (transfer.sender, "s", f"{transfer.kind} to {transfer.receiver}")
         here = (transfer.receiver, "f", f"{transfer.kind} from {transfer.sender}")
@@ -269,13 +263,8 @@ def _thread_order(thread: str) -> tuple[bool, bool, list[Any]]:
 
 def _digits(name: str) -> list[Any]:
     """c2 before c10."""
-    text, parts = "", []
-    for character in name:
-        if character.isdecimal() != text[-1:].isdecimal() and text:
-            parts.append(text)
-            text = ""
-        text += character
-    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in [*parts, text]]
+    parts = ["".join(same) for _, same in groupby(name, key=str.isdecimal)] or [""]
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 
 
 def _is_in(where: Where, rounds: Container[int] | None) -> bool:

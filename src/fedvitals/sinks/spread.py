@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import get_args
 
-from fedvitals.records import Metric, is_client
+from fedvitals.records import Metric, Record, Run, is_client
 
 SERVER = "server"
 POINTS = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
@@ -15,6 +16,11 @@ POINTS = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
 CLIENTS_KEPT, NAMES_KEPT, ROUNDS_KEPT = 10_000, 300, 2
 NAME_CHARACTERS = 100  # of one name
 ONCE_A_ROUND = "gradient."  # metrics whose `step` says where in the round the one value stood
+
+
+def all_but(*kinds: type) -> tuple[type, ...]:
+    """Return the kinds of records that a sink of these kinds ignores; runs are for every sink."""
+    return tuple(kind for kind in get_args(Record) if kind is not Run and kind not in kinds)
 
 
 def of_the_round(metric: Metric) -> bool:

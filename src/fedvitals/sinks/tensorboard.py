@@ -21,9 +21,9 @@ from typing import Any, BinaryIO
 
 from fedvitals.errors import MissingExtraError
 from fedvitals.protocols import Sink
-from fedvitals.records import Action, Event, Finding, Record, Run, Sketch, Snapshot, Span, Transfer, Truth
-from fedvitals.sinks.curves import NODES, Bars, Curves, Drawn, Point, link_of, settings_of, tags_of
-from fedvitals.sinks.spread import plain
+from fedvitals.records import Finding, LayerStats, Metric, Record, Run
+from fedvitals.sinks.curves import NODES, Bars, Curves, Point, link_of, settings_of, tags_of
+from fedvitals.sinks.spread import all_but, plain
 
 CELL_CHARACTERS = 1000
 _files = itertools.count()  # two files of one process in the same second differ by it
@@ -67,7 +67,7 @@ class TensorBoard(Sink):
     """
 
     name = "tensorboard"
-    ignores = (Action, Event, Sketch, Snapshot, Span, Transfer, Truth)
+    ignores = all_but(Finding, LayerStats, Metric)
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class TensorBoard(Sink):
         except ImportError as error:
             raise MissingExtraError("tensorboard", "tensorboard", "The TensorBoard exporter") from error
         self.folder = Path(folder)
-        self._store = None if store is None else os.fspath(store)
+        self._store = store
         self._curves = Curves(nodes, layers_of)
         self._names: dict[str, str] = {}
         self._written_settings: dict[str, str] = {}
@@ -110,8 +110,10 @@ class TensorBoard(Sink):
                 words = f"{record.severity}: {record.issue} ({plain(place)}). {record.message[:1000]}"
                 event = self._text(f"findings/{plain(record.issue)}", record.where.round or 0, record.at, words)
                 self._put(buffers, record.where.run, event)
+        value = self._parts["summary"].Summary.Value
         for drawn in self._curves.of(records):
-            self._put(buffers, drawn.run, self._drawn(drawn))
+            shape = {"simple_value": drawn.value} if isinstance(drawn, Point) else {"histo": self._histogram(drawn)}
+            self._put(buffers, drawn.run, self._event(drawn.round, drawn.at, value(tag=drawn.tag, **shape)))
         for run, buffer in buffers.items():
             self._file(run).append(buffer.getvalue())
         self._written_settings |= settings_texts
@@ -141,12 +143,6 @@ class TensorBoard(Sink):
         summary = self._parts["summary"].Summary(value=[value])
         return self._parts["event"].Event(wall_time=at, step=round_, summary=summary)
 
-    def _drawn(self, drawn: Drawn) -> Any:
-        value = self._parts["summary"].Summary.Value
-        if isinstance(drawn, Point):
-            return self._event(drawn.round, drawn.at, value(tag=drawn.tag, simple_value=drawn.value))
-        return self._event(drawn.round, drawn.at, value(tag=drawn.tag, histo=self._histogram(drawn)))
-
     def _histogram(self, bars: Bars) -> Any:
         middles = (bars.edges[1:] + bars.edges[:-1]) / 2
         # A bucket is given by its upper end alone: an empty one tells where the first of ours begins.
@@ -170,7 +166,7 @@ class TensorBoard(Sink):
         return self._event(round_, at, value)
 
 
-def _described(run: Run, store: str | None) -> str:
+def _described(run: Run, store: str | os.PathLike[str] | None) -> str:
     """The run as Markdown: how to find it again, what it was, and its settings."""
     rows = [*tags_of(run).items(), *settings_of(run).items()]
     cells = [f"| {_cell(key)} | {_cell(value)} |" for key, value in rows]

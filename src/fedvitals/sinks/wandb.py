@@ -17,9 +17,9 @@ from typing import Any
 
 from fedvitals.errors import ConfigError, MissingExtraError, unknown
 from fedvitals.protocols import Sink
-from fedvitals.records import Action, Event, Finding, Record, Run, Sketch, Snapshot, Span, Transfer, Truth
+from fedvitals.records import LayerStats, Metric, Record, Run
 from fedvitals.sinks.curves import NODES, Bars, Curves, link_of, tags_of
-from fedvitals.sinks.spread import plain
+from fedvitals.sinks.spread import all_but, plain
 
 MODES = ("offline", "online", "shared")
 SETTINGS: dict[str, Any] = {
@@ -43,7 +43,7 @@ class WeightsAndBiases(Sink):
     """
 
     name = "wandb"
-    ignores = (Action, Event, Finding, Sketch, Snapshot, Span, Transfer, Truth)
+    ignores = all_but(LayerStats, Metric)
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class WeightsAndBiases(Sink):
             raise MissingExtraError("wandb", "wandb", "The Weights & Biases exporter") from error
         self._project, self._mode, self._entity = project, mode, entity
         self.folder = Path(folder)
-        self._store = None if store is None else os.fspath(store)
+        self._store = store
         self._curves = Curves(nodes, layers_of)
         self._runs: dict[str, Any] = {}
         self.folders: dict[str, Path] = {}  # of each run, once it is open
@@ -77,7 +77,10 @@ class WeightsAndBiases(Sink):
         rows: dict[tuple[str, int], dict[str, Any]] = {}
         for drawn in self._curves.of(records):
             row = rows.setdefault((drawn.run, drawn.round), {"round": drawn.round, "_timestamp": drawn.at})
-            row[drawn.tag] = self._histogram(drawn) if isinstance(drawn, Bars) else drawn.value
+            if isinstance(drawn, Bars):
+                row[drawn.tag] = self._wandb.Histogram(np_histogram=(drawn.counts, drawn.edges))
+            else:
+                row[drawn.tag] = drawn.value
             row["_timestamp"] = max(row["_timestamp"], drawn.at)
         for (run, _), row in rows.items():
             (self._runs.get(run) or self._open(Run(run, run))).log(row)
@@ -111,6 +114,3 @@ class WeightsAndBiases(Sink):
         opened = self._runs[run.id]
         opened.config.update({"fedvitals_run": tags_of(run)}, allow_val_change=True)
         return opened
-
-    def _histogram(self, bars: Bars) -> Any:
-        return self._wandb.Histogram(np_histogram=(bars.counts, bars.edges))

@@ -25,6 +25,7 @@ from fedvitals.store.packing import (
     Numbers,
     Part,
     block_of,
+    in_blocks,
     in_natural_order,
     layer_matrices,
     over_nodes,
@@ -165,7 +166,7 @@ class MemoryStore(Sink):
         """Keep a batch; RecordError, after keeping the others, if some of its records cannot be kept."""
         check(records)
         with self.lock:
-            statistics: dict[tuple[str, str, str, int, int | None], list[LayerMatrices]] = {}
+            statistics: list[LayerMatrices] = []
             errors: list[Exception] = []
             for record in fresh(single_records(records) if self._everything else records, self._delivered):
                 try:
@@ -176,12 +177,12 @@ class MemoryStore(Sink):
                         self._write_measurements(self.memory(record.run), record)
                     else:
                         self._write_one(self.memory(record.where.run), record)
-                    for part in layer_matrices([record]):
-                        key = (part.run, part.family, part.table, part.values.shape[1], part.round)
-                        statistics.setdefault(key, []).append(part)
+                    parts = [*layer_matrices([record])]
+                    hash(tuple(part.key for part in parts))  # fails here, for this record alone, if it cannot be kept
+                    statistics += parts
                 except Exception as error:  # noqa: BLE001 - of this record: the others are kept
                     errors.append(error)
-            for same in statistics.values():
+            for _, same in in_blocks(statistics):
                 errors += self._write_blocks(same)
             if self._window is not None:
                 for memory in self._memories.values():

@@ -7,6 +7,8 @@ Entries come last so that one statistic of one layer lies in one piece, over all
 from __future__ import annotations
 
 import functools
+import struct
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedvitals.errors import StoreError
 from fedvitals.measurements import Measurements, Telemetry
 from fedvitals.records import LayerStats, Where, natural
 from fedvitals.stats import FAMILIES, Array, derive, pack, unpack
@@ -25,6 +28,7 @@ NONE = -(2**63)  # of a round or a step; a symbol that is None is 0, since symbo
 
 # Little endian on every machine: a store may be carried to another.
 _COORDINATES = (("rounds", "<i8"), ("at", "<f8"), ("nodes", "<i4"))
+_CHECKSUM = struct.Struct("<I")
 _DETAILS = (("steps", "<i8"), ("sequences", "<i8"), ("layers", "<i4"), ("groups", "<i4"), ("sources", "<i4"))
 
 
@@ -42,15 +46,36 @@ class Entries:
     sources: npt.NDArray[np.int32]
 
     def coordinates(self) -> bytes:
-        """Return rounds, times and nodes of the entries as bytes."""
-        return b"".join(getattr(self, name).astype(kind).tobytes() for name, kind in _COORDINATES)
+        """Return rounds, times and nodes of the entries as bytes, with a checksum."""
+        return with_checksum(b"".join(getattr(self, name).astype(kind).tobytes() for name, kind in _COORDINATES))
 
     def details(self) -> bytes:
-        """Return the other coordinates of the entries as bytes."""
-        return b"".join(getattr(self, name).astype(kind).tobytes() for name, kind in _DETAILS)
+        """Return the other coordinates of the entries as bytes, with a checksum."""
+        return with_checksum(b"".join(getattr(self, name).astype(kind).tobytes() for name, kind in _DETAILS))
+
+
+def with_checksum(blob: bytes) -> bytes:
+    """Return the bytes with their CRC-32 behind them."""
+    return blob + _CHECKSUM.pack(zlib.crc32(blob))
+
+
+def _verified(blob: bytes, size: int) -> bytes:
+    """Return the bytes without their checksum; StoreError if it is not theirs. `size`: how many they should be.
+
+    What a store of a version before 5 wrote has none.
+    """
+    if len(blob) == size:
+        return blob
+    if len(blob) != size + _CHECKSUM.size or _CHECKSUM.unpack_from(blob, size)[0] != zlib.crc32(blob[:size]):
+        raise StoreError(
+            "A block of layer statistics is damaged: its checksum is not that of its bytes. "
+            "`fedvitals doctor STORE --mend` removes such blocks."
+        )
+    return blob[:size]
 
 
 def _split(blob: bytes, fields: tuple[tuple[str, str], ...], count: int) -> list[Any]:
+    blob = _verified(blob, count * sum(np.dtype(kind).itemsize for _, kind in fields))
     arrays, offset = [], 0
     for _, kind in fields:
         arrays.append(np.frombuffer(blob, kind, count, offset))
@@ -75,6 +100,11 @@ def joined(parts: Sequence[Entries]) -> Entries:
     return Entries(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
+BlockKey = tuple[str, str, str, int, bool, int | None]
+"""What the matrices of a block have in common: run, family, layer table, number of layers, whether they are about the
+whole federation and not about nodes, and round."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerMatrices:
     """Matrices of one family, layer table and round, [entries, layers, columns]: of one record, or of measurements.
@@ -96,32 +126,69 @@ class LayerMatrices:
     values: Array
 
     @property
-    def whole(self) -> bool:
-        """Whether they are about the whole federation."""
-        return self.nodes[0] is None
+    def key(self) -> BlockKey:
+        """Return which block of their batch they belong to."""
+        # The whole apart from the nodes: its course over all rounds is asked for more than anything else.
+        return self.run, self.family, self.table, self.values.shape[1], self.nodes[0] is None, self.round
 
 
-def layer_matrices(items: Iterable[Telemetry]) -> Iterator[LayerMatrices]:
+def layer_matrices(batch: Iterable[Telemetry]) -> Iterator[LayerMatrices]:
     """The matrices of layer statistics among records and measurements."""
-    for item in items:
-        if isinstance(item, LayerStats):
-            where, values = item.where, np.asarray(item.matrix)[None]
+    for telemetry in batch:
+        if isinstance(telemetry, LayerStats):
+            where, values = telemetry.where, np.asarray(telemetry.matrix)[None]
             yield LayerMatrices(
-                *(where.run, item.family, item.table, where.round, item.at, (where.node,), (where.group,)),
-                *(where.step, where.layer, item.source, (item.sequence,), values),
+                *(
+                    where.run,
+                    telemetry.family,
+                    telemetry.table,
+                    where.round,
+                    telemetry.at,
+                    (where.node,),
+                    (where.group,),
+                ),
+                *(where.step, where.layer, telemetry.source, (telemetry.sequence,), values),
             )
-        elif isinstance(item, Measurements):
-            for first, part in item.numbered_layers():
-                nodes = [item.nodes[row] for row in part.rows]
+        elif isinstance(telemetry, Measurements):
+            for first, part in telemetry.numbered_layers():
+                nodes = [telemetry.nodes[row] for row in part.rows]
                 for whole in (False, True):
                     own = [i for i, node in enumerate(nodes) if (node is None) == whole]
                     if own:
-                        groups = [item.groups[part.rows[i]] for i in own]
+                        groups = [telemetry.groups[part.rows[i]] for i in own]
                         yield LayerMatrices(
-                            *(item.run, part.family, part.table, item.round, item.at, [nodes[i] for i in own], groups),
-                            *(part.step, None, item.source, [first + i for i in own]),
+                            *(
+                                telemetry.run,
+                                part.family,
+                                part.table,
+                                telemetry.round,
+                                telemetry.at,
+                                [nodes[i] for i in own],
+                                groups,
+                            ),
+                            *(part.step, None, telemetry.source, [first + i for i in own]),
                             part.matrices if len(own) == len(nodes) else part.matrices[own],
                         )
+
+
+def in_blocks(parts: Iterable[LayerMatrices]) -> Iterator[tuple[BlockKey, list[LayerMatrices]]]:
+    """Divide the matrices of a batch, given in order of arrival, into blocks to be stored one after the other.
+
+    Of two matrices for the same place, the one that arrived later is in the same block or in a later one. The layers of
+    a family are those of its last block, so that block has the matrix of the family that arrived last.
+    """
+    blocks: dict[BlockKey, list[LayerMatrices]] = {}
+    keys: dict[tuple[str, str, int | None, str | None], BlockKey] = {}  # by place, in these blocks
+    for part in parts:
+        key, places = part.key, [(part.run, part.family, part.round, node) for node in part.nodes]
+        if any(keys.get(place, key) != key for place in places):  # of another layer table than before
+            yield from blocks.items()
+            blocks, keys = {}, {}
+        keys.update(dict.fromkeys(places, key))
+        same = blocks.pop(key, [])
+        same.append(part)
+        blocks[key] = same
+    yield from blocks.items()
 
 
 def block_of(parts: Sequence[LayerMatrices], number: Callable[[str | None], int | None]) -> tuple[Entries, Numbers]:
@@ -152,7 +219,9 @@ def block_of(parts: Sequence[LayerMatrices], number: Callable[[str | None], int 
 
 def numbers_of(family: str, blob: bytes, count: int) -> Numbers:
     """The numbers of a block or of one of its layers, [layers, columns, entries]."""
-    return np.frombuffer(blob, "<f4").reshape(-1, len(FAMILIES[family].columns), count)
+    columns = len(FAMILIES[family].columns)
+    whole = _verified(blob, len(blob) - len(blob) % (4 * columns * count))
+    return np.frombuffer(whole, "<f4").reshape(-1, columns, count)
 
 
 def matrices(family: str, numbers: Numbers) -> Array:

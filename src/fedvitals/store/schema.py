@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-VERSION = 4
+VERSION = 5
 
 # Plain SQL that runs after the new tables and columns of a version exist.
 MIGRATIONS: Mapping[int, tuple[str, ...]] = {}
@@ -230,8 +230,16 @@ TABLES: tuple[Table, ...] = (
             Column("entries", "integer", "How many matrices."),
             Column("first_round", "integer", "Smallest round among them; NULL: one has no round.", null=True),
             Column("last_round", "integer", "Largest round among them; NULL: one has no round.", null=True),
-            Column("coordinates", "blob", "Of each entry: round int64, at float64, node int32 (three arrays)."),
-            Column("details", "blob", "Step int64, sequence int64, layer, group, source int32 (five arrays)."),
+            Column(
+                "coordinates",
+                "blob",
+                "Of each entry: round int64, at float64, node int32 (three arrays); since version 5, CRC-32 behind it.",
+            ),
+            Column(
+                "details",
+                "blob",
+                "Step, sequence int64; layer, group, source int32 (five arrays); since version 5, CRC-32 behind it.",
+            ),
             Column(
                 "whole",
                 "integer",
@@ -250,7 +258,11 @@ TABLES: tuple[Table, ...] = (
         (
             Column("block", "integer", "`arrival` of the block."),
             Column("layer", "integer", "Position of the layer; -1: all layers in one row (not yet compacted)."),
-            Column("numbers", "blob", "The numbers; the nine sums as `fedvitals.stats.pack` makes them."),
+            Column(
+                "numbers",
+                "blob",
+                "The numbers; the nine sums as `fedvitals.stats.pack` makes them. Since version 5, CRC-32 behind them.",
+            ),
         ),
         key=("block", "layer"),
     ),

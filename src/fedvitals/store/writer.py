@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from fedvitals.records import LayerStats, LayerTable, Metric, Run, Sketch, Truth
 from fedvitals.store import rows
 from fedvitals.store.deliveries import Delivered
 from fedvitals.store.dialect import Database
-from fedvitals.store.packing import LayerMatrices, block_of, layer_matrices
+from fedvitals.store.packing import LayerMatrices, block_of, in_blocks, layer_matrices, with_checksum
 from fedvitals.store.symbols import Symbols
 from fedvitals.store.upkeep import compaction
 
@@ -88,21 +89,31 @@ class Writer:
         by_kind: dict[type, list[Any]] = {}
         for record in new:
             by_kind.setdefault(type(record), []).append(record)
-        runs, statistics = by_kind.pop(Run, []), by_kind.pop(LayerStats, [])
-        measurements: list[Measurements] = by_kind.pop(Measurements, [])
-        for run in runs:
+        for measured_kind in (LayerStats, Metric):  # written with those among the measurements
+            by_kind.pop(measured_kind, None)
+        for run in by_kind.pop(Run, []):
             self._write_run(run)
-        for measured in measurements:
-            self._database.many(self._rows[Metric][0], rows.measured_rows(measured, self._symbols.number))
+        self._database.many(self._rows[Metric][0], self._metric_rows(new))
+        for measured in by_kind.pop(Measurements, []):
             self._database.many(self._rows[Sketch][0], rows.sketch_rows(measured, self._symbols.number))
         for kind, same in by_kind.items():
             statement, to_rows = self._rows[kind]
             self._database.many(statement, to_rows(same))
-        due |= self._write_statistics([*layer_matrices([*measurements, *statistics])])
+        due |= self._write_statistics(layer_matrices(new))
         # Whoever reads the rounds and nodes of a run must not learn from them what is to be found out.
         self._note_places((place, r.at) for r in new if not isinstance(r, Run | Truth) for place in places_of(r))
         self._delivered.save({(run_of(record), record.source) for record in new})
         self._symbols.save()
+
+    def _metric_rows(self, records: Sequence[Telemetry]) -> Iterator[rows.Row]:
+        """The rows of all metrics, in order of arrival: of two with the same time, the later one counts."""
+        to_rows = self._rows[Metric][1]
+        for kind, same in itertools.groupby(records, type):
+            if kind is Metric:
+                yield from to_rows([*same])
+            elif kind is Measurements:
+                for measured in same:
+                    yield from rows.measured_rows(measured, self._symbols.number)  # type: ignore[arg-type]
 
     def _write_run(self, run: Run) -> None:
         """Insert the run or write over it, unless its own source has said something newer before."""
@@ -135,24 +146,20 @@ class Writer:
             rows.layer_rows(table, self._symbols.number),
         )
 
-    def _write_statistics(self, parts: Sequence[LayerMatrices]) -> set[Family]:
+    def _write_statistics(self, parts: Iterable[LayerMatrices]) -> set[Family]:
         """Blocks for each family and round; what comes back may have enough old rounds to merge."""
-        groups: dict[tuple[Family, int | None], list[LayerMatrices]] = {}
-        for part in parts:
-            # The whole apart from the nodes: its course over all rounds is asked for more than anything else.
-            key = (part.run, part.family, part.table, part.values.shape[1], part.whole)
-            groups.setdefault((key, part.round), []).append(part)
         due = set()
-        for (key, round_), same in groups.items():
-            pending = self._pending_of(key)  # before the block is written, or it would be in there twice
-            if pending.add(*self._write_block(key, same, round_)):
-                due.add(key)
+        for key, same in in_blocks(parts):
+            family, round_index = key[:-1], key[-1]
+            pending = self._pending_of(family)  # before the block is written, or it would be in there twice
+            if pending.add(*self._write_block(family, same, round_index)):
+                due.add(family)
         return due
 
     def _write_block(self, key: Family, same: list[LayerMatrices], round_: int | None) -> tuple[int, int | None, int]:
         arrival = self._next_arrival()
         entries, numbers = block_of(same, self._symbols.number)
-        blob = numbers.astype("<f4", copy=False).tobytes()
+        blob = with_checksum(numbers.astype("<f4", copy=False).tobytes())
         run, family, table, layers, _ = key
         names = [self._symbols.number(name) for name in (run, family, table)]
         first, last = compaction.rounds_of(entries)

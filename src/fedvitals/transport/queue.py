@@ -345,7 +345,7 @@ class Queue:
 
     def _deliver(self) -> None:
         """Write the held batch; retry while the sink fails, and leave out single records that it refuses."""
-        parts = [self._held if self._sink.takes_measurements else [*single_records(self._held)]]
+        parts = [self._held if self._sink.takes_measurements else self._single_records()]
         delay = FIRST_DELAY
         while parts:
             part = parts[0]
@@ -377,6 +377,10 @@ class Queue:
             delay = FIRST_DELAY
             self._succeeded()
         self._acknowledge()
+
+    def _single_records(self) -> list[Telemetry]:
+        """The held batch as single records, without those that the sink ignores."""
+        return [record for record in single_records(self._held) if not isinstance(record, self._sink.ignores)]
 
     def _failed(self, error: BaseException, delay: float) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fedvitals.measurements import Item, Measurements, Telemetry, record_count, stamped
+from fedvitals.measurements import AnyTelemetry, Measurements, Telemetry, record_count, stamped
 from fedvitals.protocols import RecordWriter, Sink
 from fedvitals.records import LayerStats, Metric, Record, Sketch
 from fedvitals.transport.privacy import PrivacyPolicy, released
@@ -55,12 +55,12 @@ class SinkWriter:
             return
         self._put(self.stamped(passed))
 
-    def stamped(self, item: Item) -> Item:
-        """Return the item with an identity of this writer, with as many sequence numbers as it stands for records."""
-        count = record_count(item)
+    def stamped(self, telemetry: AnyTelemetry) -> AnyTelemetry:
+        """Return it with an identity of this writer: a sequence number for each record that it stands for."""
+        count = record_count(telemetry)
         # Drawn in one call into C: neither another thread nor a signal handler that logs can come in between.
         (last,) = deque(itertools.islice(self._sequence, count), maxlen=1)
-        return stamped(item, self._source, last - count + 1)
+        return stamped(telemetry, self._source, last - count + 1)
 
     def store(self, record: Record) -> None:
         """Queue a record for the first sink alone, the store: the others have ended."""

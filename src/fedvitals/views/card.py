@@ -15,6 +15,7 @@ from fedvitals.diagnosis.evidence.outlier_ranking import NEWEST, Outlier, rank_o
 from fedvitals.protocols import History
 from fedvitals.records import Event, Finding, Run, is_client
 from fedvitals.store.read import queries
+from fedvitals.store.read.metrics import count_client_rounds
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.gaps import gaps_of
 from fedvitals.views.labels import labels_of
@@ -28,6 +29,8 @@ VITAL_SIGNS = (
 
 
 TROUBLE = ("warning", "error", "critical")
+# A metric that each measurement of a probe gives once, and what the probe is called: of probes that take turns.
+TAKING_TURNS = {"fit.samples": "fit", "scale.images": "gradient scale", "nonlinearity.nlc": "nonlinearity"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ class Card:
     events: Sequence[Event]  # the newest warnings and errors
     absent: Mapping[str, str]  # metric → what it needs
     cost_percent: float | None  # measuring, of the rounds' time
+    client_rounds: int  # of clients with a model
+    measured: Mapping[str, int]  # probe that takes turns → in how many client-rounds it measured
     privacy: str
     cohort: int | None  # the fewest clients whose sum may be told; None: of a run before there was such a setting
     tracebacks: bool | None
@@ -73,7 +78,8 @@ def health_card(reader: Reader, run: str) -> Card:
             newest.setdefault(node, {}).update(metrics)
     troubles = [event for level in TROUBLE for event in queries.events(reader, run, level=level)]
     summary = queries.summary_of(reader, run)
-    level = int(_setting(described, "privacy", 3))
+    counts = count_client_rounds(reader, run, ("steps", *TAKING_TURNS))
+    level = int(setting_of(described, "privacy", 3))
     return Card(
         run=described,
         summary=summary,
@@ -87,16 +93,18 @@ def health_card(reader: Reader, run: str) -> Card:
         events=sorted(troubles, key=lambda e: e.at),
         absent=_absent(set(queries.metric_names(reader, run)), level),
         cost_percent=cost_percent(history),
+        client_rounds=counts.get("steps", 0),
+        measured={probe: counts[name] for name, probe in TAKING_TURNS.items() if name in counts},
         privacy=f"{level}: {LEVELS[level]}",
-        cohort=_setting(described, "cohort", None),
-        tracebacks=_setting(described, "tracebacks", None),
+        cohort=setting_of(described, "cohort", None),
+        tracebacks=setting_of(described, "tracebacks", None),
         labels=labels_of(reader, run),
     )
 
 
 def detectors_of(run: Run) -> int:
     """How many detectors looked at a run while it trained."""
-    return int(_setting(run, "detectors", 0))
+    return int(setting_of(run, "detectors", 0))
 
 
 def vital_sign(history: History, name: str) -> Sign:
@@ -124,6 +132,12 @@ def _absent(seen: set[str], level: int) -> dict[str, str]:
     return {", ".join(names): needs for needs, names in groups.items()}
 
 
+def how_often(card: Card) -> str:
+    """Return a sentence that says in how many client-rounds the probes measured that take turns; empty: none did."""
+    counts = ", ".join(f"{probe} in {count}" for probe, count in card.measured.items())
+    return f"Measured of {card.client_rounds} client-rounds: {counts}." if counts else ""
+
+
 def cost_percent(history: History) -> float | None:
     """What measuring cost, of the rounds' time."""
     (_, costs), (_, times) = history.series("monitor.cost", None), history.series("time.round", None)
@@ -135,6 +149,7 @@ def percent_of(costs: Sequence[float], times: Sequence[float]) -> float | None:
     return 100 * sum(costs) / sum(times) if times and sum(times) > 0 else None
 
 
-def _setting(run: Run, name: str, default: Any) -> Any:
+def setting_of(run: Run, name: str, default: Any) -> Any:
+    """Return a setting of the run's monitor."""
     ours = run.config.get("fedvitals", {})
     return ours.get(name, default) if isinstance(ours, Mapping) else default

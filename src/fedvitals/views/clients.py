@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -21,11 +20,11 @@ from fedvitals.records import is_client, natural
 from fedvitals.store.read.metrics import values_in_round
 from fedvitals.store.read.nodes import clients_by_number
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.briefs import Brief, brief, marked
-from fedvitals.views.cases import case_key, cases_of, culprits, failures_by_client
+from fedvitals.views.cases import Brief, brief, case_key, cases_of, culprits, failures_by_client, marked
 from fedvitals.views.cohort import Matrix
 from fedvitals.views.labels import labels_of
 from fedvitals.views.matrix import metric_matrix
+from fedvitals.views.memo import Remembered
 
 SHOWN_CASES = 3  # of one client in its row
 MOST_GROUPS = 500
@@ -160,8 +159,7 @@ def _sums(*matrices: Matrix) -> dict[str, float]:
     """Of each client all values of all these, added up."""
     sums: dict[str, float] = {}
     for matrix in matrices:
-        finite = np.where(np.isfinite(matrix.values), matrix.values, 0).astype(float)
-        for node, total in zip(matrix.nodes, finite.sum(axis=1).tolist(), strict=True):
+        for node, total in zip(matrix.nodes, matrix.sums(axis=1).tolist(), strict=True):
             sums[node] = sums.get(node, 0.0) + total
     return sums
 
@@ -190,21 +188,11 @@ class Rosters:
     """Rosters of runs, remembered until the run changes: sorting and paging look at the same one."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: OrderedDict[str, tuple[str, Roster]] = OrderedDict()
+        self._known = Remembered[str, Roster](REMEMBERED)
 
     def roster(self, reader: Reader, run: str, version: str) -> Roster:
         """Return the roster of a run; `version` changes whenever a record or a mark of the run comes."""
-        with self._lock:
-            known = self._known.get(run)
-        if known is None or known[0] != version:
-            known = version, roster(reader, run)
-            with self._lock:
-                self._known[run] = known
-                self._known.move_to_end(run)
-                while len(self._known) > REMEMBERED:
-                    self._known.popitem(last=False)
-        return known[1]
+        return self._known.get(run, version, lambda: roster(reader, run))
 
 
 def roster(reader: Reader, run: str) -> Roster:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,16 @@ class Buckets:
     there: Flags  # something was told
 
 
+def remembered(method: Callable[[Matrix], T]) -> Callable[[Matrix], T]:
+    """Compute what a matrix has only once."""
+
+    @functools.wraps(method)
+    def known(matrix: Matrix) -> T:
+        return matrix.once(method.__name__, lambda: method(matrix))
+
+    return known
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Matrix:
     """Values [nodes × rounds]. Rows may be anything that has a name: clients, layers."""
@@ -77,10 +88,11 @@ class Matrix:
 
     def row(self, node: str) -> int | None:
         """Return the place of a node's row; None where there is none."""
-        places: dict[str, int] = self._once("rows", lambda: {name: i for i, name in enumerate(self.nodes)})
+        places: dict[str, int] = self.once("rows", lambda: {name: i for i, name in enumerate(self.nodes)})
         return places.get(node)
 
-    def _once(self, key: Any, make: Callable[[], T]) -> T:
+    def once(self, key: Any, make: Callable[[], T]) -> T:
+        """Return what `make` gives, made once for each key."""
         if key not in self._known:
             self._known[key] = make()
         known: T = self._known[key]
@@ -104,20 +116,24 @@ class Matrix:
         low = 0 if first is None else int(np.searchsorted(numbers, first))
         return low, max(low, len(numbers) if last is None else int(np.searchsorted(numbers, last, "right")))
 
+    def sums(self, axis: int) -> Reals:
+        """Return the sum of the finite values of each round (axis 0) or of each row (axis 1)."""
+        return np.asarray(np.where(np.isfinite(self.values), self.values, 0).astype(float).sum(axis=axis))
+
+    @remembered
     def band(self) -> Band:
         """Return the extremes and quantiles of each round."""
-        return self._once("band", self._band)
-
-    def _band(self) -> Band:
         ordered, counts = self._ordered()
         low, p5, median, p95, high = (_quantile(ordered, counts, share) for share in (0.0, 0.05, 0.5, 0.95, 1.0))
         counted = self.there.sum(axis=0)
         return Band(self.rounds, low, p5, median, p95, high, counted, counted - counts)
 
+    @remembered
     def _ordered(self) -> tuple[Floats, Whole]:
         """The finite values of each round, sorted along the rows, and how many there are."""
-        return self._once("ordered", lambda: _sorted(np.where(np.isfinite(self.values), self.values, np.nan).T))
+        return _sorted(np.where(np.isfinite(self.values), self.values, np.nan).T)
 
+    @remembered
     def deviations(self) -> Floats:
         """How far each value is from the median of its round, in spreads of that round (1.4826 · MAD), with its sign.
 
@@ -125,9 +141,6 @@ class Matrix:
         without the floor that robust deviations have. NaN where there is no finite value. In a round where most are
         equal, the mean distance stands for the median one; where all are equal, nobody deviates.
         """
-        return self._once("deviations", self._deviations)
-
-    def _deviations(self) -> Floats:
         ordered, counts = self._ordered()
         middle = _quantile(ordered, counts, 0.5)
         away = (self.values - middle).astype(np.float32)
@@ -140,14 +153,12 @@ class Matrix:
         scale = np.maximum(np.where(scale > least, scale, mean), least)
         return np.asarray(away / scale, np.float32)
 
+    @remembered
     def scores(self) -> Reals:
         """How far each row is from the cohort: the mean size of its deviations; infinite with a NaN or an infinity.
 
         Newer rounds weigh more: half as much a tenth of the rounds ago (at least five).
         """
-        return self._once("scores", self._scores)
-
-    def _scores(self) -> Reals:
         if not self.rounds:
             return np.zeros(len(self.nodes))
         numbers = np.asarray(self.rounds, float)
@@ -159,15 +170,14 @@ class Matrix:
         odd = (self.there & ~np.isfinite(self.values)).any(axis=1)
         return np.where(odd, np.inf, mean)
 
+    @remembered
     def worst_first(self) -> Whole:
         """Return the rows, those with a NaN or an infinity first, then those furthest from the cohort."""
-        return self._once("worst", lambda: np.argsort(-self.scores(), kind="stable"))
+        return np.argsort(-self.scores(), kind="stable")
 
+    @remembered
     def extent(self) -> tuple[float, float, float, float] | None:
         """Smallest, 2nd percentile, 98th percentile and largest of the finite values; None where there are none."""
-        return self._once("extent", self._extent)
-
-    def _extent(self) -> tuple[float, float, float, float] | None:
         finite = self.values[np.isfinite(self.values)]
         if not len(finite):
             return None
@@ -177,7 +187,7 @@ class Matrix:
     def bucket(self, columns: int) -> Buckets:
         """Join neighbouring rounds, equally many each (the last may have fewer), into at most that many columns."""
         width = max(1, math.ceil(len(self.rounds) / max(1, columns)))
-        return self._once(("bucket", width), lambda: self._bucket(width))
+        return self.once(("bucket", width), lambda: self._bucket(width))
 
     def _bucket(self, width: int) -> Buckets:
         first, last = self.rounds[::width], (*self.rounds[width - 1 :: width],)

@@ -38,7 +38,7 @@ class Threshold:
     label: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
     """One sign: suspects as lines over the band of their cohort."""
 
@@ -47,12 +47,12 @@ class Plot:
     unit: str
     meaning: str
     scale: str  # «linear», «log», or «log0» where there are zeros among magnitudes
-    metric: str | None  # of which the raw records can be asked for
-    layer: str | None
+    metric: str | None = None  # of which the raw records can be asked for
+    layer: str | None = None
     why: str  # why this one is shown
     lines: list[Series]
-    band: Band | None
-    threshold: Threshold | None
+    band: Band | None = None
+    threshold: Threshold | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,6 @@ def _plot(reader: Reader, run: str, case: Case, sign: Sign, points: int) -> Plot
         why=USUAL,
         lines=lines,
         band=cohort,
-        threshold=None,
     )
 
 
@@ -257,10 +256,7 @@ def _summed_evidence(reader: Reader, run: str, case: Case, points: int) -> Plot 
         unit="log-odds",
         meaning="How much likelier its numbers are if something is wrong with it, summed over its rounds.",
         scale="linear",
-        metric=None,
-        layer=None,
         why="from which sum on it is accused",
         lines=lines,
-        band=None,
         threshold=Threshold(limits[view], f"limit ({view})") if view in limits else None,
     )

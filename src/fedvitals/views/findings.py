@@ -4,24 +4,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from fedvitals.diagnosis.cases import Case
 from fedvitals.diagnosis.evidence.vital_signs import as_measured
 from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE, RATES, measured_rates
+from fedvitals.plain_json import copied
 from fedvitals.records import Action, Event
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.briefs import Brief, Marked, brief, marked
 from fedvitals.views.cases import (
+    Brief,
+    Marked,
     actions_about,
+    brief,
     case_key,
     case_of,
     cases_of,
     concerns,
     failures_of,
+    marked,
     more_of,
     number_of,
     numbers_of,
@@ -32,8 +36,7 @@ from fedvitals.views.evidence import Evidence, evidence_of
 from fedvitals.views.evidence_signs import COMPARED, meaning_of, sign_of, title_of
 from fedvitals.views.labels import labels_of
 from fedvitals.views.outline import outline_of
-from fedvitals.views.verdict import Verdict, facts_of, judge
-from fedvitals.views.verdict_words import clause, sure
+from fedvitals.views.verdict import Verdict, clause, facts_of, judge, sure
 
 Where = Literal["open", "past", "muted", "acknowledged", "all"]
 LONGEST = 2000  # characters of one piece of evidence
@@ -172,18 +175,18 @@ class FullFinding(FindingDetails):
 def card(case: Case, marked: Marked, labels: Mapping[str, str]) -> CaseCard:
     """Summarise a case as a card."""
     short = brief(case, marked, labels)
-    return CaseCard(
-        **{part.name: getattr(short, part.name) for part in fields(short)},
+    return copied(
+        CaseCard,
+        short,
+        case,
         family=case.issue_entry.family,
         sentence=clause([case], labels),
         now=case.newest.severity,
         sure=sure(case),
         group=case.newest.where.group,
-        first=case.first,
         rounds=case.rounds[-MOST_ROUNDS:],
         confidences=case.confidences[-MOST_ROUNDS:],
         seen=len(case.rounds),
-        returned=case.returned,
         reason=marked.muted.get(short.key) or None,
     )
 
@@ -231,13 +234,13 @@ def findings_page(reader: Reader, run: str, asked: FindingsAsked) -> Findings:
 
 def _is_there(line: CaseCard, where: str) -> bool:
     """Muted cases are among the muted only, unless all are asked for."""
-    if where == "muted":
-        return line.muted
-    if where == "acknowledged":
-        return line.acknowledged and not line.muted
-    if where in ("open", "past"):
-        return not line.muted and line.still_there == (where == "open")
-    return True
+    heard = not line.muted
+    return {
+        "muted": line.muted,
+        "acknowledged": heard and line.acknowledged,
+        "open": heard and line.still_there,
+        "past": heard and not line.still_there,
+    }.get(where, True)
 
 
 def _mentions(line: CaseCard, search: str) -> bool:
@@ -248,8 +251,7 @@ def _mentions(line: CaseCard, search: str) -> bool:
 def full_finding(reader: Reader, run: str, key: str) -> FullFinding:
     """Read everything about one case; ConfigError where there is none of that key."""
     finding = finding_details(reader, run, key)
-    parts = {part.name: getattr(finding, part.name) for part in fields(finding)}
-    return FullFinding(**parts, evidence=evidence_of_key(reader, run, key))
+    return copied(FullFinding, finding, evidence=evidence_of_key(reader, run, key))
 
 
 def evidence_of_key(reader: Reader, run: str, key: str) -> Evidence:
@@ -260,15 +262,10 @@ def evidence_of_key(reader: Reader, run: str, key: str) -> Evidence:
 def finding_details(reader: Reader, run: str, key: str) -> FindingDetails:
     """Read one case in full; ConfigError where there is none of that key."""
     case, labels = case_of(reader, run, key), labels_of(reader, run)
-    known = case.issue_entry
-    return FindingDetails(
+    return copied(
+        FindingDetails,
+        case.issue_entry,
         case=card(case, marked(reader, run), labels),
-        symptom=known.symptom,
-        causes=known.causes,
-        remedies=known.remedies,
-        refutation=known.refutation,
-        reference=known.reference,
-        exact=known.exact,
         numbers=tuple(_number(row, case) for row in numbers_of(case)),
         more=tuple((name.replace("_", " "), text_of(value)[:LONGEST]) for name, value in more_of(case)),
         suspects=tuple(
@@ -301,15 +298,8 @@ def _number(row: Mapping[str, Any], case: Case) -> NumberRow:
 
 def _action(action: Action) -> ActionRow:
     rest = {name: value for name, value in action.arguments.items() if name not in ("why", "by", "id")}
-    return ActionRow(
-        kind=action.kind,
-        target=action.target,
-        status=action.status,
-        round=action.where.round,
-        at=action.at,
-        why=str(action.arguments.get("why", ""))[:LONGEST],
-        arguments=text_of(rest)[:LONGEST],
-    )
+    why = str(action.arguments.get("why", ""))[:LONGEST]
+    return copied(ActionRow, action, round=action.where.round, why=why, arguments=text_of(rest)[:LONGEST])
 
 
 def _failed(failure: Event | None) -> Failed | None:
@@ -324,7 +314,7 @@ def trust_of(case: Case) -> Trust:
     rate = measured_rates().get(case.issue)
     if known is None:
         words = "Stated by a detector of your own; nothing was measured of it."
-    elif known.exact or "exact" in _words(case.newest.evidence.get("views")):
+    elif known.exact or _has_exact_view(case):
         words = "An equality test: what it says has happened. There is nothing to be unsure of but its cause."
     elif isinstance(case.newest.evidence.get("evidence"), Mapping):
         words = (
@@ -336,8 +326,9 @@ def trust_of(case: Case) -> Trust:
     return Trust(words, rate, _healthy_rounds() if rate is not None else None)
 
 
-def _words(value: Any) -> Sequence[str]:
-    return [str(item) for item in value] if isinstance(value, list | tuple) else []
+def _has_exact_view(case: Case) -> bool:
+    views = case.newest.evidence.get("views")
+    return isinstance(views, list | tuple) and "exact" in map(str, views)
 
 
 def _healthy_rounds() -> int | None:

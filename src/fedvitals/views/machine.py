@@ -116,7 +116,7 @@ def throughput_of(reader: Reader, run: str, times: Sequence[RoundTime]) -> tuple
 def memory_of(reader: Reader, run: str) -> Memory | None:
     """Read what the run held in memory; None where nothing was measured."""
     names = [name for name in queries.metric_names(reader, run) if name.startswith("memory.")]
-    known = {name: values_of_everybody(reader, run, name) for name in names if _unit(name) == "bytes"}
+    known = {name: values_of_everybody(reader, run, name) for name in names if unit_of(name, "bytes") == "bytes"}
     peaks = [peak for name, by_node in known.items() if (peak := _peak(name, by_node)) is not None]
     if not peaks:
         return None
@@ -154,10 +154,6 @@ def _by_client(by_node: Mapping[str | None, ValuesByRound]) -> list[Grown]:
     return grown
 
 
-def _unit(name: str) -> str:
-    return unit_of(name, "bytes")
-
-
 def _largest(by_round: ValuesByRound) -> float:
     return max((v for v in by_round.values() if math.isfinite(v)), default=0.0)
 
@@ -167,12 +163,25 @@ def _largest_round(by_round: ValuesByRound) -> int:
 
 
 def _peak(name: str, by_node: Mapping[str | None, ValuesByRound]) -> Peak | None:
-    every = [(v, node, number) for node, c in by_node.items() for number, v in c.items() if math.isfinite(v)]
+    every = _finite(by_node)
     if not every:
         return None
-    value, node, number = (min if name in ROOM else max)(every, key=lambda measured: measured[0])
+    value, node, number = _extreme(name, every)
     grew, whose = growth(by_node) or (0.0, node)
     return Peak(name, value, node, number, grew, whose)
+
+
+Measured = tuple[float, str | None, int]
+"""A value, whose it is, and of which round."""
+
+
+def _finite(by_node: Mapping[str | None, ValuesByRound]) -> list[Measured]:
+    return [(v, node, number) for node, c in by_node.items() for number, v in c.items() if math.isfinite(v)]
+
+
+def _extreme(name: str, every: Sequence[Measured]) -> Measured:
+    """The largest value of a metric; of what is free, the smallest."""
+    return (min if name in ROOM else max)(every, key=lambda measured: measured[0])
 
 
 def _shares(known: Mapping[str, Mapping[str | None, ValuesByRound]], node: str) -> dict[str, float]:
@@ -187,12 +196,9 @@ def machine_of(reader: Reader, run: str) -> tuple[Machine, ...]:
     for name in queries.metric_names(reader, run):
         if not name.startswith(("machine.", "process.", "gpu.")):
             continue
-        by_node = values_of_everybody(reader, run, name)
-        every = [(v, node, n) for node, c in by_node.items() for n, v in c.items() if math.isfinite(v)]
+        every = _finite(values_of_everybody(reader, run, name))
         if every:
-            extreme, node, number = (min if name in ROOM else max)(every, key=lambda measured: measured[0])
-            unit = unit_of(name)
-            machine.append(Machine(name, unit, fmean(v for v, _, _ in every), extreme, node, number))
+            machine.append(Machine(name, unit_of(name), fmean(v for v, _, _ in every), *_extreme(name, every)))
     return tuple(machine)
 
 

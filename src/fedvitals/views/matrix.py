@@ -19,7 +19,7 @@ from fedvitals.store.read.reader import Reader
 from fedvitals.store.upkeep.removal import removals
 from fedvitals.views.cohort import EMPTY, Floats, Matrix, Reals, Whole, by_name, single
 
-__all__ = ["Matrices", "Matrix", "metric_matrices", "metric_matrix", "round_sums", "share"]
+__all__ = ["Matrices", "Matrix", "metric_matrix", "round_sums", "share"]
 
 BYTES = 256_000_000  # of matrices that are remembered
 NEWS = 200_000  # rows that have come since; of more, a walk over all is quicker, and takes less memory
@@ -322,8 +322,3 @@ def memory_of(reader: Reader) -> dict[Any, Any]:
     """What is remembered between the requests that share a reader's `Matrices`; else an empty one."""
     shared = _SHARED.get(reader)
     return {} if shared is None else shared.memory(reader)
-
-
-def metric_matrices(reader: Reader, run: str, names: Sequence[str]) -> dict[str, Matrix]:
-    """Several metrics, each of its own shape: one may be there for other clients and rounds than another."""
-    return {name: metric_matrix(reader, run, name) for name in names}

@@ -6,14 +6,37 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.matrix import memory_of
 
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 MOST = 6  # of one kind
 _GATE = threading.Lock()
+
+
+class Remembered(Generic[K, T]):
+    """Values by key, each until its sign changes; those unused for longest go first. For several threads."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._known: OrderedDict[K, tuple[object, T]] = OrderedDict()
+
+    def get(self, key: K, sign: object, make: Callable[[], T]) -> T:
+        """Return the value of that key at this sign: the known one, else what `make` gives."""
+        with self._lock:
+            known = self._known.get(key)
+        if known is None or known[0] != sign:
+            known = sign, make()
+        with self._lock:
+            self._known[key] = known
+            self._known.move_to_end(key)
+            while len(self._known) > self._most:
+                self._known.popitem(last=False)
+        return known[1]
 
 
 class _Entry:

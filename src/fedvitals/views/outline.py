@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fedvitals.catalog import meaning_of, unit_of
 from fedvitals.records import Run, is_client, natural
+from fedvitals.stats import FAMILIES, statistics_of
 from fedvitals.store.marks import Mark, marks
 from fedvitals.store.read import queries
 from fedvitals.store.read.metrics import SeriesByNode, series_of
@@ -15,6 +17,35 @@ from fedvitals.store.read.reader import Reader
 from fedvitals.store.read.runs import run_settings
 
 OUTCOMES = ("accuracy", "loss", "local.accuracy", "local.loss")
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A metric that the run has values of."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyKnown:
+    """A family of layer statistics that the run has."""
+
+    name: str
+    rows: str  # what its layers are: parameters, modules
+    statistics: tuple[str, ...]
+
+
+def known_metric(name: str) -> Known:
+    """Return a metric in the catalogue's words."""
+    return Known(name, unit_of(name), meaning_of(name))
+
+
+def known_families(reader: Reader, run: str) -> list[FamilyKnown]:
+    """Read which families of layer statistics a run has."""
+    families = [name for name in queries.layer_families(reader, run) if name in FAMILIES]
+    return [FamilyKnown(name, FAMILIES[name].rows, tuple(statistics_of(name))) for name in families]
 
 
 @dataclass(frozen=True, slots=True)

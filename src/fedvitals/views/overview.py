@@ -6,16 +6,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fedvitals.catalog import CATALOG, meaning_of, unit_of
+from fedvitals.catalog import CATALOG
 from fedvitals.diagnosis.cases import Case, is_trouble
-from fedvitals.stats import FAMILIES, HISTOGRAM_COLUMNS, statistics_of
-from fedvitals.store.read import queries
+from fedvitals.plain_json import copied
+from fedvitals.stats import FAMILIES, HISTOGRAM_COLUMNS
 from fedvitals.store.read.metrics import SeriesByNode, count_nodes_that_told, measured_names, series_of
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.briefs import Brief, Marked, brief, since_of
 from fedvitals.views.card import VITAL_SIGNS
-from fedvitals.views.cases import case_key, cases_of
-from fedvitals.views.outline import OUTCOMES, outline_of
+from fedvitals.views.cases import Brief, Marked, brief, case_key, cases_of, since_of
+from fedvitals.views.outline import OUTCOMES, FamilyKnown, Known, known_families, known_metric, outline_of
 from fedvitals.views.verdict import Verdict, facts_of, judge
 
 LONGEST_LIST = 200  # cases; the page of findings has the rest
@@ -48,22 +47,10 @@ class SuspectLine:
 
 
 @dataclass(frozen=True, slots=True)
-class SignLine:
+class SignLine(Known):
     """A sign of which clients have values, in the catalogue's words."""
 
-    name: str
-    unit: str
-    meaning: str
     vital: bool  # of the few that stand on a health card
-
-
-@dataclass(frozen=True, slots=True)
-class FamilyLine:
-    """A family of layer statistics that the run has."""
-
-    name: str
-    rows: str
-    statistics: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +70,7 @@ class Overview:
     learning: str | None  # whose cohort stands in the band of learning
     outcomes: list[str]  # signs of the federation itself that say how well it learns
     scale: str | None  # gradient scale: «scale.gsc», where it was measured
-    families: list[FamilyLine]
+    families: list[FamilyKnown]
 
 
 def overview(reader: Reader, run: str) -> Overview:
@@ -96,7 +83,9 @@ def overview(reader: Reader, run: str) -> Overview:
     lines.sort(key=lambda line: (line.muted, not line.still_there))
     measured = measured_names(reader, run, outline.nodes)
     names, of_clients = measured.names, measured.of_clients
-    counts = _told_by(reader, run, rounds, [name for name in of_clients if name in {*FIRST_SIGHT, *LEARNING}])
+    # How many nodes told each of these signs, in a few rounds from all over the run.
+    sampled = sorted({rounds[int((i + 0.5) * len(rounds) / SAMPLED)] for i in range(SAMPLED)}) if rounds else []
+    counts = count_nodes_that_told(reader, run, [n for n in of_clients if n in {*FIRST_SIGHT, *LEARNING}], sampled)
     return Overview(
         verdict=judge(cases, facts),
         cases=lines[:LONGEST_LIST],
@@ -106,15 +95,15 @@ def overview(reader: Reader, run: str) -> Overview:
         clients=len(outline.clients),
         first_round=rounds[0] if rounds else None,
         last_round=rounds[-1] if rounds else None,
-        signs=[_sign(name) for name in sorted(of_clients, key=_order)],
+        signs=[
+            copied(SignLine, known_metric(name), vital=name in VITAL_SIGNS) for name in sorted(of_clients, key=_order)
+        ],
         sign=_for_clients(counts, of_clients),
         learning=_for_learning(counts, of_clients),
         outcomes=_outcomes(reader, run, names, outline.outcomes),
         scale="scale.gsc" if "scale.gsc" in names else None,
         families=[
-            FamilyLine(family, FAMILIES[family].rows, statistics_of(family))
-            for family in queries.layer_families(reader, run)
-            if family in FAMILIES and FAMILIES[family].columns is not HISTOGRAM_COLUMNS
+            family for family in known_families(reader, run) if FAMILIES[family.name].columns is not HISTOGRAM_COLUMNS
         ],
     )
 
@@ -137,12 +126,6 @@ def suspects(cases: Iterable[Case], labels: Mapping[str, str]) -> list[SuspectLi
     return sorted(worst.values(), key=lambda line: (line.severity == "note", -(line.score or 0.0)))
 
 
-def _told_by(reader: Reader, run: str, rounds: Sequence[int], names: Sequence[str]) -> dict[str, list[int]]:
-    """How many nodes told each of these signs, in a few rounds from all over the run."""
-    chosen = sorted({rounds[int((i + 0.5) * len(rounds) / SAMPLED)] for i in range(SAMPLED)}) if rounds else []
-    return count_nodes_that_told(reader, run, names, chosen)
-
-
 def _for_clients(counts: Mapping[str, Sequence[int]], names: Sequence[str]) -> str | None:
     """The first sign that most clients have in most rounds: one that is probed now and then leaves a map empty."""
     most = max((sum(counts[name]) for name in FIRST_SIGHT if name in counts), default=0)
@@ -161,10 +144,6 @@ def _outcomes(reader: Reader, run: str, names: Collection[str], known: SeriesByN
     own = [name for name in names if name.startswith("user.")][:8]
     measured = {name for name, _ in {**known, **(series_of(reader, run, own, (None, "server")) if own else {})}}
     return [name for name in (*OUTCOMES, *own) if name in measured]
-
-
-def _sign(name: str) -> SignLine:
-    return SignLine(name, unit_of(name), meaning_of(name), name in VITAL_SIGNS)
 
 
 def _order(name: str) -> tuple[int, int, str]:

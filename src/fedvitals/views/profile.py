@@ -103,7 +103,7 @@ def profile_of(
     latency = latency_of(described, times, transfers) if clock == "virtual" else None
     rows = what_if(times, transfers=transfers, latency=latency, paths=paths)
     traffic = traffic_of(transfers, events, queries.attendance(reader, run), described.tables, described.topology)
-    clients, server = _sum(client.parts for time in times for client in time.clients), _server(times)
+    _, worked = reader.history(run).series("time.worked", None)
     needs = _needed(times, traffic, target_seconds, latencies(transfers) if latency is None else latency)
     return Profile(
         run=described,
@@ -111,9 +111,11 @@ def profile_of(
         clocks=clocks,
         verdict=verdict,
         times=tuple(times),
-        path_parts=_sum(link.parts for judged in verdict.by_round for link in judged.path.links) if verdict else {},
-        client_parts=clients,
-        server_parts=server,
+        path_parts=seconds_by_part(link.parts for judged in verdict.by_round for link in judged.path.links)
+        if verdict
+        else {},
+        client_parts=seconds_by_part(client.parts for time in times for client in time.clients),
+        server_parts=seconds_by_part(time.server.parts for time in times if time.server is not None),
         unaccounted=median(time.unaccounted for time in times) if times else None,
         waterfall=shown,
         path=None if shown is None else paths[times.index(shown)],
@@ -129,16 +131,11 @@ def profile_of(
         needed=needs,
         needed_why=None if needs else _why_not_needed(traffic),
         target_seconds=target_seconds,
-        waited_for=_waited_for(times, paths),
+        waited_for=waited_for(times, paths),
         waits={} if shown is None or _in_turns(paths[times.index(shown)]) else waiting_for(shown),
-        worked=_worked(reader, run),
+        worked=median(worked) if worked else None,
         left_open=left_open,
     )
-
-
-def _worked(reader: Reader, run: str) -> float | None:
-    _, shares = reader.history(run).series("time.worked", None)
-    return median(shares) if shares else None
 
 
 def _finished(times: list[RoundTime], run: Run) -> tuple[list[RoundTime], int | None]:
@@ -153,7 +150,8 @@ def _in_turns(path: CriticalPath) -> bool:
     return path.shape.slots is not None
 
 
-def _waited_for(times: Iterable[RoundTime], paths: Iterable[CriticalPath]) -> dict[str, float]:
+def waited_for(times: Iterable[RoundTime], paths: Iterable[CriticalPath]) -> dict[str, float]:
+    """Return the seconds that clients waited for each node, the most first; of none where they take turns."""
     waited: dict[str, float] = {}
     for time, path in zip(times, paths, strict=True):
         whom = {} if _in_turns(path) else waiting_for(time)
@@ -182,17 +180,13 @@ def _shown(times: Sequence[RoundTime], number: int | None, run: str) -> RoundTim
     raise ConfigError(f"The run {run} has no times of round {number}. {there}.")
 
 
-def _sum(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def seconds_by_part(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Seconds by part, in the one order of parts."""
     sums: dict[str, float] = {}
     for seconds_by_part in parts:
         for part, seconds in seconds_by_part.items():
             sums[part] = sums.get(part, 0.0) + seconds
     return {part: sums[part] for part in sorted(sums, key=lambda p: ORDER.index(p) if p in ORDER else len(ORDER))}
-
-
-def _server(times: Iterable[RoundTime]) -> dict[str, float]:
-    return _sum(time.server.parts for time in times if time.server is not None)
 
 
 def _reached(reader: Reader, run: str, traffic: Traffic) -> tuple[AccuracyMilestone, ...]:
@@ -216,9 +210,8 @@ def _needed(
     for time in times:
         busy = []
         for client in time.clients:
-            parts = (
-                client.reported if time.overlapping else client.parts
-            )  # asynchronous journeys begin before the round
+            # Asynchronous journeys begin before the round.
+            parts = client.reported if time.overlapping else client.parts
             if parts.get("download", 0.0) + parts.get("upload", 0.0) > 0 and not parts.get("away"):
                 ways.setdefault(client.node, []).append(parts)
                 busy.append(math.fsum(s for part, s in parts.items() if part not in ("wait", "idle")))

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fedvitals.analysis.bottleneck import judge_round
-from fedvitals.analysis.critical_path import CriticalPath, PathLink, critical_path
+from fedvitals.analysis.critical_path import CriticalPath, critical_path
 from fedvitals.analysis.timeline import NodeTime, RoundTime, main_clock, timeline, waiting_for
-from fedvitals.catalog import meaning_of, unit_of
 from fedvitals.errors import ConfigError
+from fedvitals.plain_json import copied
 from fedvitals.records import Span, is_client, natural
 from fedvitals.store.read import queries
 from fedvitals.store.read.metrics import value_of_federation
 from fedvitals.store.read.paging import records_of_kind
 from fedvitals.store.read.reader import Reader
+from fedvitals.views.outline import Known, known_metric
 
-SORTS = ("slowest", "name")
 SLOWEST = 10  # rounds that are named as the slowest
 NAMED = 5  # nodes that a line about waiting names
 CLOCKS = {"real": "time.round", "virtual": "time.round_virtual"}
@@ -76,34 +76,34 @@ class RoundLength:
     seconds: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundPage:
-    """Everything that the page of a round shows."""
+    """Everything that the page of a round shows; of a round that was not timed, its neighbours only."""
 
     run: str
     round: int
     clock: str
     clocks: tuple[str, ...]
-    timed: bool  # False: nothing of this round was timed
-    complete: bool  # False: it has no end yet, or it failed
-    seconds: float | None
-    headline: str
-    kind: str | None  # what it is bound by
-    share: float | None
-    shares: Mapping[str, float]  # of the critical path, by kind of work
+    timed: bool = False  # False: nothing of this round was timed
+    complete: bool = False  # False: it has no end yet, or it failed
+    seconds: float | None = None
+    headline: str = "Nothing of this round was timed."
+    kind: str | None = None  # what it is bound by
+    share: float | None = None
+    shares: Mapping[str, float] = field(default_factory=dict)  # of the critical path, by kind of work
     previous: int | None
     next: int | None
     slowest: tuple[RoundLength, ...]  # rounds, the longest first
     place: int | None  # of this round among all, 1 is the longest
     rounds: int
-    path: tuple[LanePart, ...]
-    lanes: tuple[Lane, ...]
-    total: int  # nodes
-    waited: tuple[Waited, ...]
-    folded: bool  # parts of some node are sums, laid out one after the other
-    unaccounted: float | None  # largest share of a node's round that no part explains
-    left_out: int  # Spans that cannot be true
-    in_turns: bool  # clients shared a process, so each waits for all the others
+    path: tuple[LanePart, ...] = ()
+    lanes: tuple[Lane, ...] = ()
+    total: int = 0  # nodes
+    waited: tuple[Waited, ...] = ()
+    folded: bool = False  # parts of some node are sums, laid out one after the other
+    unaccounted: float | None = None  # largest share of a node's round that no part explains
+    left_out: int = 0  # Spans that cannot be true
+    in_turns: bool = False  # clients shared a process, so each waits for all the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,21 +116,12 @@ class RoundRow:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundColumn:
-    """A metric in the table of a round."""
-
-    name: str
-    unit: str
-    meaning: str
-
-
-@dataclass(frozen=True, slots=True)
 class RoundTable:
     """The metrics of a round, a row for each node."""
 
     run: str
     round: int
-    columns: tuple[RoundColumn, ...]
+    columns: tuple[Known, ...]
     whole: tuple[float | None, ...]  # the federation's own values
     rows: tuple[RoundRow, ...]
     total: int
@@ -172,39 +163,27 @@ def round_page(
         "place": longest.index(number) + 1 if number in lengths else None,
         "rounds": len(rounds),
     }
-    return _page(time, around, sort, limit, offset)
-
-
-def _page(time: RoundTime | None, around: Mapping[str, object], sort: str, limit: int, offset: int) -> RoundPage:
-    known: dict[str, object] = {
-        "timed": False, "complete": False, "seconds": None, "headline": "Nothing of this round was timed.",
-        "kind": None, "share": None, "shares": {}, "path": (), "lanes": (), "total": 0, "waited": (), "folded": False,
-        "unaccounted": None, "left_out": 0, "in_turns": False,
-    }  # fmt: skip
-    if time is not None:
-        path = critical_path(time)
-        verdict = judge_round(time, path)
-        turns = path.shape.slots is not None
-        whom = {} if turns else waiting_for(time)
-        nodes = _ordered(time, path, sort)
-        known |= {
-            "timed": True,
-            "complete": time.complete,
-            "seconds": time.seconds,
-            "headline": f"{verdict.text[:1].upper()}{verdict.text[1:]}.",
-            "kind": verdict.kind,
-            "share": verdict.share,
-            "shares": verdict.shares,
-            "path": tuple(_path_parts(path, time)),
-            "lanes": tuple(_lane(node, path, whom) for node in nodes[offset : offset + limit]),
-            "total": len(nodes),
-            "waited": _waited(time, whom),
-            "folded": any(stay.folded for node in nodes for stay in node.stays),
-            "unaccounted": time.unaccounted,
-            "left_out": time.left_out,
-            "in_turns": turns,
-        }
-    return RoundPage(**{**around, **known})  # type: ignore[arg-type]
+    if time is None:
+        return copied(RoundPage, **around)
+    path = critical_path(time)
+    verdict = judge_round(time, path)
+    turns = path.shape.slots is not None
+    whom = {} if turns else waiting_for(time)
+    nodes = _ordered(time, path, sort)
+    return copied(
+        RoundPage,
+        time,
+        verdict,
+        timed=True,
+        headline=f"{verdict.text[:1].upper()}{verdict.text[1:]}.",
+        path=tuple(_path_parts(path, time)),
+        lanes=tuple(_lane(node, path, whom) for node in nodes[offset : offset + limit]),
+        total=len(nodes),
+        waited=_waited(time, whom),
+        folded=any(stay.folded for node in nodes for stay in node.stays),
+        in_turns=turns,
+        **around,
+    )
 
 
 def lengths_of(reader: Reader, run: str, clock: str) -> dict[int, float]:
@@ -250,13 +229,10 @@ def _path_parts(path: CriticalPath, time: RoundTime) -> list[LanePart]:
     for link in path.links:
         at = link.began - time.began
         for part, seconds in link.parts.items() or ((link.part, link.seconds),):
-            parts.append(LanePart(part, at, seconds, True, _whose(link)))
+            whose = link.node if link.shared < 2 else f"{link.node} and {link.shared - 1} more in turns"
+            parts.append(LanePart(part, at, seconds, True, whose))
             at += seconds
     return parts
-
-
-def _whose(link: PathLink) -> str:
-    return link.node if link.shared < 2 else f"{link.node} and {link.shared - 1} more in turns"
 
 
 def _waited(time: RoundTime, whom: Mapping[str, str]) -> tuple[Waited, ...]:
@@ -296,7 +272,7 @@ def round_table(
     return RoundTable(
         run,
         number,
-        tuple(_column(name) for name in wanted),
+        tuple(map(known_metric, wanted)),
         tuple(value_of_federation(reader, run, name, number) for name in wanted),
         tuple(
             RoundRow(node, is_client(node), tuple(values[name].get(node) for name in wanted))
@@ -305,7 +281,3 @@ def round_table(
         len(nodes),
         sort,
     )
-
-
-def _column(name: str) -> RoundColumn:
-    return RoundColumn(name, unit_of(name), meaning_of(name))

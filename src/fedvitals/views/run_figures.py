@@ -92,14 +92,10 @@ def federation(reader: Reader, run: str, name: str) -> ValuesByRound:
 
 def _peak(reader: Reader, run: str) -> float | None:
     for name in PEAKS:
-        values = [
-            v
-            for by_round in values_of_everybody(reader, run, name).values()
-            for v in by_round.values()
-            if math.isfinite(v)
-        ]
-        if values:
-            return max(values)
+        peaks = [highest(by_round) for by_round in values_of_everybody(reader, run, name).values()]
+        known = [peak for peak in peaks if peak is not None]
+        if known:
+            return max(known)
     return None
 
 
@@ -137,17 +133,9 @@ def traffic_sums(reader: Reader, run: str) -> Traffic:
             books[i].setdefault(place, []).append([*(float(amount or 0) for amount in flow), 0.0, 0.0])
     rounds = sorted({number for book in books for number in book})
     by_round = [[Flow.of(book.get(number, ())) for book in books] for number in rounds]
-    flows = [Flow.of(flow for own in book.values() for flow in own) for book in books]
-    return Traffic(
-        flows[0],
-        flows[1],
-        flows[2],
-        flows[3].bytes,
-        None,
-        (),
-        tuple(
-            RoundTraffic(number, up, down, between, telemetry.bytes, None, {}, once[number])
-            for number, (up, down, between, telemetry) in zip(rounds, by_round, strict=True)
-        ),
-        (),
+    up, down, between, telemetry = (Flow.of(flow for own in book.values() for flow in own) for book in books)
+    traffic = tuple(
+        RoundTraffic(number, sent, received, others, own.bytes, None, {}, once[number])
+        for number, (sent, received, others, own) in zip(rounds, by_round, strict=True)
     )
+    return Traffic(up, down, between, telemetry.bytes, None, (), traffic, ())

@@ -10,38 +10,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fedvitals import __version__
-from fedvitals.catalog import LEVELS, meaning_of, unit_of
-from fedvitals.plain_json import finite
+from fedvitals.catalog import LEVELS
+from fedvitals.plain_json import copied, finite
 from fedvitals.records import Run
-from fedvitals.stats import FAMILIES, statistics_of
 from fedvitals.store.read import queries
 from fedvitals.store.read.metrics import series_of
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.read.runs import count_runs, rounds_and_last_record
-from fedvitals.views.card import percent_of
+from fedvitals.views.card import percent_of, setting_of
+from fedvitals.views.outline import FamilyKnown, Known, known_families, known_metric
 from fedvitals.views.traffic_counts import traffic_total
 
 LAB_ROUNDS = 10  # of an experiment that does not say how many
 RunState = Literal["running", "silent", "finished"]
 SILENT = 60.0  # seconds without a record, and without a writer that we could see, after which nobody should wait
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """A metric that the run has values of."""
-
-    name: str
-    unit: str
-    meaning: str
-
-
-@dataclass(frozen=True, slots=True)
-class FamilyKnown:
-    """A family of layer statistics that the run has."""
-
-    name: str
-    rows: str  # what its layers are: parameters, modules
-    statistics: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,39 +82,26 @@ def status_of(reader: Reader, run: str, *, written: bool = False, now: float | N
     last_record = finite(rounds_and_last_record(reader, run)[1])
     times, costs = (series.get((name, None), ([], []))[1] for name in ("time.round", "monitor.cost"))
     level, sent = privacy_level(described), traffic_total(reader, run)
-    return Status(
-        id=run,
-        name=described.name,
+    return copied(
+        Status,
+        described,
+        summary,
         state=state_of(described.finished, last_record, described.started, written=written, now=now),
-        host=described.host,
-        topology=described.topology,
-        seed=described.seed,
         started=finite(described.started),
-        finished=described.finished,
-        seconds=summary.seconds,
         last_record=last_record,
         rounds=len(rounds),
         rounds_planned=planned_rounds(described),
         first_round=rounds[0] if rounds else None,
         last_round=rounds[-1] if rounds else None,
-        clients=summary.clients,
         accuracy=finite(summary.accuracy),
         loss=finite(summary.loss),
         round_seconds=finite(times[-1]) if times else None,
         bytes=None if sent is None else sent.bytes,
         telemetry_bytes=None if sent is None else sent.telemetry,
-        findings=summary.findings,
-        lost=summary.lost,
         cost_percent=percent_of(costs, times),
         privacy=f"{level}: {LEVELS[level]}",
-        metrics=tuple(_known(name) for name in queries.metric_names(reader, run)),
-        families=tuple(
-            FamilyKnown(name, FAMILIES[name].rows, tuple(statistics_of(name)))
-            for name in queries.layer_families(reader, run)
-            if name in FAMILIES
-        ),
-        config=described.config,
-        versions=described.versions,
+        metrics=tuple(known_metric(name) for name in queries.metric_names(reader, run)),
+        families=tuple(known_families(reader, run)),
     )
 
 
@@ -169,10 +138,5 @@ def planned_rounds(run: Run) -> int | None:
 
 def privacy_level(run: Run) -> int:
     """Return the privacy level that the run's monitor was set to."""
-    ours = run.config.get("fedvitals", {})
-    level = ours.get("privacy", 3) if isinstance(ours, Mapping) else 3
+    level = setting_of(run, "privacy", 3)
     return level if isinstance(level, int) and 0 <= level < len(LEVELS) else 3
-
-
-def _known(name: str) -> Known:
-    return Known(name, unit_of(name), meaning_of(name))

@@ -27,6 +27,7 @@ DOTS = {"tree": 200}  # nodes with a dot of their own; of more, those that are w
 MOST_DOTS = 1500  # of other pictures than trees, whose leaves stand in one line
 ILL = 120  # of these, at most so many that are ill
 HEALTHS = ("critical", "warning", "note", "failed", "ok", "absent")  # the worst first
+AMOUNTS = ("bytes", "raw_bytes", "messages", "share")  # of an edge, after its two ends
 SHARED = 20  # changes of the groups that are told
 
 
@@ -43,8 +44,8 @@ class PlacedNode:
     sent: float
     received: float
     present: bool  # in this round
-    count: int  # clients that it stands for
-    members: tuple[str, ...]  # some of them
+    count: int = 1  # clients that it stands for
+    members: tuple[str, ...] = ()  # some of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,17 +140,17 @@ def _groups(reader: Reader, run: str, number: int) -> tuple[dict[str, list[str]]
         if when is not None:
             changed.append(when)
             if when <= number:
-                groups = {str(group): [str(n) for n in nodes] for group, nodes in event.data.items() if _is_list(nodes)}
+                groups = {
+                    str(group): [str(n) for n in nodes]
+                    for group, nodes in event.data.items()
+                    if isinstance(nodes, list | tuple)
+                }
     if not groups:  # a host that tells no groups may still name each client's
         members = groups_of_spans(reader, run, number)
         for group, node in sorted(members, key=lambda row: natural(row[1])):
             if is_client(node):
                 groups.setdefault(group, []).append(node)
     return dict(sorted(groups.items(), key=lambda item: natural(item[0]))), changed
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)
 
 
 def _kind(topology: str | None, messages: Iterable[Message], groups: Mapping[str, Any]) -> str:
@@ -198,8 +199,6 @@ def _nodes(
                 sent=sent.get(node, 0.0),
                 received=received.get(node, 0.0),
                 present=present,
-                count=1,
-                members=(),
             )
         )
     return placed
@@ -280,16 +279,8 @@ def _join(nodes: list[PlacedNode], edges: list[PlacedEdge]) -> tuple[list[Placed
     sums: dict[tuple[str, str], PlacedEdge] = {}
     for edge in edges:
         pair = stands_for.get(edge.sender, edge.sender), stands_for.get(edge.receiver, edge.receiver)
-        known = sums.get(pair)
-        sums[pair] = (
-            replace(edge, sender=pair[0], receiver=pair[1])
-            if known is None
-            else replace(
-                known,
-                bytes=known.bytes + edge.bytes,
-                raw_bytes=known.raw_bytes + edge.raw_bytes,
-                messages=known.messages + edge.messages,
-                share=known.share + edge.share,
-            )
-        )
+        amounts = [getattr(edge, name) for name in AMOUNTS]
+        if pair in sums:
+            amounts = [getattr(sums[pair], name) + amount for name, amount in zip(AMOUNTS, amounts, strict=True)]
+        sums[pair] = PlacedEdge(*pair, *amounts)
     return kept, sorted(sums.values(), key=lambda edge: -edge.bytes)

@@ -103,6 +103,13 @@ def whole_percent(share: float | None) -> str:
     return NONE if share is None or not math.isfinite(share) else f"{100 * share:.0f} %"
 
 
+def compared(value: float | None, unit: str) -> str:
+    """A number of a comparison of runs: «never» for rounds that were not reached, «3 ×» for factors."""
+    if value is None and unit == "rounds":
+        return "never"
+    return f"{number(value)} ×" if unit == "times" and value is not None else with_unit(value, unit)
+
+
 def with_unit(value: float | None, unit: str) -> str:
     """A metric's value in the catalogue's unit, as people write it."""
     known = {"seconds": seconds, "s": seconds, "bytes": size, "B": size, "share": percent}

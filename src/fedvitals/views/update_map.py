@@ -11,8 +11,7 @@ of a single round shows more of that round; it is turned (orthogonal Procrustes)
 from __future__ import annotations
 
 import base64
-import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -24,6 +23,7 @@ from fedvitals.records import is_client, natural
 from fedvitals.stats import Array
 from fedvitals.store.read import sketches as read_sketches
 from fedvitals.store.read.reader import Reader
+from fedvitals.views.memo import Remembered
 
 MOST_ROUNDS = 10_000  # that a slider is told of
 MOST_POINTS = 5_000
@@ -93,37 +93,24 @@ class Layouts:
     """Planes of runs and layouts of rounds, remembered as long as no further sketch comes. One for all requests."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[tuple[str, Kind, int], tuple[object, Array, Layout]] = OrderedDict()
-        self._planes: OrderedDict[str, tuple[object, Array]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._known = Remembered[tuple[str, Kind, int], Layout](LAYOUTS)
+        self._planes = Remembered[str, Array](PLANES)
 
-    def plane(self, reader: Reader, run: str, rounds: Sequence[int]) -> Array:
-        """The axes that all rounds of a run share, [256, 2]."""
+    def _plane(self, reader: Reader, run: str, rounds: Sequence[int]) -> tuple[object, Array]:
+        """The axes that all rounds of a run share, [256, 2]; before them, what changes with them."""
         chosen = pooled_rounds(rounds)
         sign = [(number, read_sketches.sketch_count(reader, run, number)) for number in chosen]
-        with self._lock:
-            known = self._planes.get(run)
-        if known is None or known[0] != sign:
-            known = sign, plane_of([directions(sketches(reader, run, number))[1] for number in chosen])
-            with self._lock:
-                self._planes[run] = known
-                while len(self._planes) > PLANES:
-                    self._planes.popitem(last=False)
-        return known[1]
+
+        def axes() -> Array:
+            return plane_of([directions(sketches(reader, run, number))[1] for number in chosen])
+
+        return sign, self._planes.get(run, sign, axes)
 
     def layout(self, reader: Reader, run: str, rounds: Sequence[int], at: int, kind: Kind = "run") -> Layout:
         """Of the round at this place among the rounds that have sketches."""
-        number, plane = rounds[at], self.plane(reader, run, rounds)
-        key, sign = (run, kind, number), read_sketches.sketch_count(reader, run, number)
-        with self._lock:
-            known = self._known.get(key)
-        if known is None or known[0] != sign or known[1] is not plane:
-            known = sign, plane, layout_of(sketches(reader, run, number), plane, kind)
-            with self._lock:
-                self._known[key] = known
-                while len(self._known) > LAYOUTS:
-                    self._known.popitem(last=False)
-        return known[2]
+        number, (sign, plane) = rounds[at], self._plane(reader, run, rounds)
+        own = read_sketches.sketch_count(reader, run, number), sign
+        return self._known.get((run, kind, number), own, lambda: layout_of(sketches(reader, run, number), plane, kind))
 
 
 def pooled_rounds(rounds: Sequence[int]) -> Sequence[int]:

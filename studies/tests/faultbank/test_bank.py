@@ -24,6 +24,7 @@ from fedvitals_studies.faultbank.outcome import alarm_of, outcome_of, planted, s
 from fedvitals_studies.faultbank.recording import ABSENT, KEPT, Recording
 from fedvitals_studies.faultbank.run import About
 from fedvitals_studies.faultbank.score import Alarm, Planted
+from support.conditions import holds_for_each
 from support.paths import ROOT
 
 pytestmark = pytest.mark.thorough  # seconds of training, or of other processes
@@ -161,7 +162,7 @@ def test_a_case_that_fails_is_told_and_the_others_go_on(bank, tmp_path, monkeypa
     monkeypatch.setattr(pool, "watch", fail)
     told = dict.fromkeys([case.name for case in bank.cases])
     pool.watch_all(bank.cases, tmp_path, None, 1, told.__setitem__)
-    assert all("no mine/" in text for text in told.values())
+    assert holds_for_each("no mine/" in text for text in told.values())
 
 
 def test_an_outcome_says_what_was_planted_and_what_everybody_said(bank, runs):
@@ -180,7 +181,7 @@ def test_an_outcome_says_what_was_planted_and_what_everybody_said(bank, runs):
         "differential activations",
     }  # fmt: skip
     assert {alarm.round for alarm in found.methods["FedDebug, count told"]} == {3, 7}
-    assert all(set(scores) == set(found.present) for scores in found.scores.values())
+    assert holds_for_each(set(scores) == set(found.present) for scores in found.scores.values())
     assert found.seconds_rounds > 0
     clean = outcome_of(well, *twin)
     assert clean.clean
@@ -214,7 +215,7 @@ def test_a_detector_that_fails_is_told_with_its_case(bank, runs, tmp_path, monke
     monkeypatch.setattr(faultbank_outcome, "DETECTORS", (broken,))
     told = {}
     assert faultbank_examine.examine_all(bank.cases, runs, tmp_path, 1, told.__setitem__) == []
-    assert all("a detector's own" in text for text in told.values())
+    assert holds_for_each("a detector's own" in text for text in told.values())
     assert len(told) == 2
 
 

@@ -18,6 +18,7 @@ from fedvitals_studies.reproduce.conditions import BEGINNING_OF, BY_NAME, CONDIT
 from fedvitals_studies.reproduce.results import KNOWN_GTSRB, Results, checked, file_of, load, objections, save
 from fedvitals_studies.reproduce.study import measure_all, plan
 from support import invented_results as invented
+from support.conditions import holds_for_each
 
 CENTRALIZED = BY_NAME["extended-centralized-baseline"]
 
@@ -39,7 +40,7 @@ def test_conditions_are_those_of_the_paper():
     assert {c.scenario for c in initial} == {"baseline"}
     assert len(extended) == 6
     assert {c.rounds for c in extended} == {50}
-    assert all(c.clipped == (c.scenario == "baseline") for c in extended)
+    assert holds_for_each(c.clipped == (c.scenario == "baseline") for c in extended)
     assert {c.clients for c in initial + extended} == {100}
     assert len(BY_NAME) == len(CONDITIONS)
 
@@ -69,7 +70,7 @@ def test_every_claim_and_every_figure_of_the_paper_has_a_criterion():
     claims, choices = read()
     assert {claim.id.split(".")[0] for claim in claims} == set("12345")
     assert {number for claim in claims for number in claim.figures} == set(range(6, 30))
-    assert all(claim.why and claim.checks for claim in claims)
+    assert holds_for_each(claim.why and claim.checks for claim in claims)
     sensitivity = {c.name for c in CONDITIONS if c.study == "sensitivity" and c.scenario == "baseline" and c.clipped}
     assert sensitivity <= {choice.condition for choice in choices}
 
@@ -459,4 +460,4 @@ def test_the_rehearsal_runs_every_condition(tmp_path, capsys):
     result = json.loads(out)["result"]
     assert result["conditions"] == {"done": 14, "of": 14}
     assert result["reproduction"] is False
-    assert all(file_of(tmp_path, condition.name, 0).exists() for condition in quick("digits"))
+    assert holds_for_each(file_of(tmp_path, condition.name, 0).exists() for condition in quick("digits"))

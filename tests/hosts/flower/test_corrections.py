@@ -10,6 +10,7 @@ import fedvitals as fv
 from fedvitals.diagnosis.corrections.correction_trials import FIRST_MODEL
 from fedvitals.diagnosis.finding import finding
 from fedvitals.records import Action, Span, Where
+from support.conditions import holds_for_each
 from support.flower.federation import (
     HandGrid,
     client_app,
@@ -155,10 +156,10 @@ def test_a_robust_rule_takes_the_place_of_the_mean():
 def test_rolled_back_the_clients_begin_from_the_earlier_model():
     result, grid, _, refusals = corrected(action("roll_back", restore=1), since=3)
     sent = {n: {told for m in grid.requests if is_round(m, n) for told in [arrays_of(m)]} for n in (1, 2, 3)}
-    assert all(len(models) == 1 for models in sent.values())
+    assert holds_for_each(len(models) == 1 for models in sent.values())
     assert sent[3] == sent[2] != sent[1]
     again = values(plain(rounds=2).arrays)  # the third round is the second once more
-    assert all(np.allclose(found, again[name], atol=1e-6) for name, found in values(result.arrays).items())
+    assert holds_for_each(np.allclose(found, again[name], atol=1e-6) for name, found in values(result.arrays).items())
     assert not refusals
 
 
@@ -194,7 +195,7 @@ def arrays_of(message):
 def test_what_cannot_be_done_is_refused_with_a_sentence_and_training_goes_on(prescribed, words):
     result, _, _, refusals = corrected(prescribed)
     assert [kind for kind, _ in refusals] == [prescribed.kind] * 3
-    assert all(words in why for _, why in refusals)
+    assert holds_for_each(words in why for _, why in refusals)
     assert numbers(result.arrays) == numbers(plain().arrays)
 
 
@@ -246,7 +247,7 @@ def test_a_client_side_cure_is_told_as_refused():
         result, _ = federate(FedAvg(), with_mod(), monitor, rounds=6, **worse)
     refused = [a for a in sink.of(Action) if a.status == "refused"]
     assert "clip_gradients" in {a.kind for a in refused}
-    assert all("up to the clients" in a.arguments["why"] for a in refused)
+    assert holds_for_each("up to the clients" in a.arguments["why"] for a in refused)
     assert not [a for a in sink.of(Action) if a.status == "applied"]
     assert result.arrays
 

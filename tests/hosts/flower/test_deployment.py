@@ -13,6 +13,7 @@ from fedvitals.store import open_reader
 from fedvitals.store.read import queries
 from fedvitals.store.upkeep.doctor import examine
 from fedvitals_studies.flower.app_folder import write_app
+from support.conditions import holds_for_each
 from support.flower.processes import Federation, SuperNode, deployed, until
 from support.flower.records import SLOW, check_trace, cohorts, events_of, runs_of
 
@@ -110,7 +111,7 @@ def check_second_run(federation: Federation, app: Path, store: Path, nodes: list
     settings = {"num_server_rounds": 1, "fraction_evaluate": 0.0, "min_nodes": 3, "round_timeout": SLOW}
     run = federation.submit(app, store=store, **settings)
     assert run.wait(SLOW) == 0, run.log()[-3000:]
-    assert all(node.alive for node in nodes)
+    assert holds_for_each(node.alive for node in nodes)
     _, second = runs_of(store)
     assert cohorts(store, second)[1]["answered"] == everybody
     check_trace(store, second, nodes)

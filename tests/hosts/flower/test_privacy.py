@@ -16,6 +16,7 @@ from fedvitals.hosts.flower.reply_envelope import KEY, LARGEST_PAYLOAD, REPLY_SH
 from fedvitals.measurements import single_records
 from fedvitals.records import Event, Finding, LayerStats, Metric, Run, Sketch, Span
 from fedvitals.transport.wire.payload import decode
+from support.conditions import holds_for_each
 from support.flower.federation import LAYERS, RUNS, client_app, federate, is_round, model, node_of, training, watched
 
 SECRET = "patient 4711"
@@ -51,7 +52,7 @@ def test_below_level_3_no_layer_and_no_word_leaves_a_client(level):
         assert kinds(records) <= {Run, Span, Event, Metric}
         assert not [r for r in records if isinstance(r, Run) and r.tables]
         most = 2 if level is None else level
-        assert all(level_of(r) <= most for r in records if isinstance(r, Metric))
+        assert holds_for_each(level_of(r) <= most for r in records if isinstance(r, Metric))
         assert [r for r in records if isinstance(r, Span)]
 
 
@@ -140,7 +141,7 @@ def test_with_a_protecting_mod_in_the_chain_levels_above_1_are_refused_and_it_is
     chain = [ours, passing] if ours_first else [passing, ours]
     for records, *_ in letters(client_app(*chain)):
         assert LayerStats not in kinds(records)
-        assert all(level_of(r) <= 1 for r in records if isinstance(r, Metric))
+        assert holds_for_each(level_of(r) <= 1 for r in records if isinstance(r, Metric))
     assert found
     refusals = [r.getMessage() for r in caplog.records if "privacy level 3 is refused" in r.getMessage()]
     assert len(refusals) == 1

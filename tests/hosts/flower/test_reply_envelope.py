@@ -35,6 +35,7 @@ from fedvitals.store.read.queries import list_runs
 from fedvitals.time_parts import JOURNEY, ROUND
 from fedvitals.transport.wire.fields import Limits
 from fedvitals.transport.wire.payload import decode, encode
+from support.conditions import holds_for_each
 from support.flower.federation import client_app, federate, node_of, numbers, rewritten, training, watched, with_mod
 
 pytestmark = pytest.mark.thorough  # CI runs it; `scripts/test --fast` does not
@@ -63,7 +64,7 @@ def check_refused(model, sink, honest):
     assert [span.where.round for span in sink.of(Span, ROUND)] == [1, 2]
     assert [(e.where.node, e.where.round) for e in sink.events("telemetry.refused")] == [(LIAR, 1), (LIAR, 2)]
     assert {span.where.node for span in sink.of(Span, "client")} == OTHERS
-    assert all({*e.data["answered"]} == {*OTHERS, LIAR} for e in sink.events("cohort"))
+    assert holds_for_each({*e.data["answered"]} == {*OTHERS, LIAR} for e in sink.events("cohort"))
 
 
 def with_fields(**changes):
@@ -171,7 +172,7 @@ def test_of_nobody_means_of_its_sender():
     """A number of the whole federation cannot be told by one of its clients."""
     _, sink = lied_to(payload(Metric(HERE, 1.0, "accuracy", 1.0), Metric(HERE, 1.0, "time.worked", 9.0)))
     assert {m.where.node for m in sink.metrics("accuracy") if m.value == 1.0} == {LIAR}
-    assert all(0 <= m.value <= 1 for m in sink.metrics("time.worked", node=None))
+    assert holds_for_each(0 <= m.value <= 1 for m in sink.metrics("time.worked", node=None))
 
 
 def test_whatever_a_client_says_of_itself_no_detector_stumbles():
@@ -258,7 +259,7 @@ def test_a_clock_that_is_wrong_bends_no_time_of_the_server(ahead, its_records, h
         for span in sink.of(Span, round=number):
             assert whole.at - 0.001 <= span.at
             assert span.at + span.seconds <= whole.at + whole.seconds + 0.1  # a clock's reading or two
-    assert all(0 <= m.value <= 1 for m in sink.metrics("time.worked"))
+    assert holds_for_each(0 <= m.value <= 1 for m in sink.metrics("time.worked"))
     assert sink.value("time.clock_error", node=LIAR, round=1) == pytest.approx(ahead, abs=1)
 
 
@@ -284,7 +285,7 @@ def test_a_reply_in_anothers_name_is_told_of_the_one_that_was_asked(honest):
     assert numbers(result.arrays) == honest
     refused = sink.events("telemetry.refused")
     assert {e.where.node for e in refused} == {LIAR}
-    assert all("102" in e.message for e in refused)
+    assert holds_for_each("102" in e.message for e in refused)
     assert len(sink.of(Span, "client", node="102")) == 2
 
 

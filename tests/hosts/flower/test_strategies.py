@@ -11,6 +11,7 @@ from flwr.serverapp.strategy import FedAvg
 import fedvitals as fv
 from fedvitals.records import Span
 from fedvitals.time_parts import ROUND
+from support.conditions import holds_for_each
 from support.flower.federation import (
     HandGrid,
     client_app,
@@ -178,7 +179,7 @@ def test_a_setting_that_is_empty_is_no_trouble():
     strategy = recording(FedAvg)()
     with watched() as (monitor, sink):
         federate(strategy, with_mod(), monitor, train_config=config)
-    assert all(keys == ["arrays", "metrics"] for replies in strategy.seen[::2] for *_, (keys, _) in replies)
+    assert holds_for_each(keys == ["arrays", "metrics"] for replies in strategy.seen[::2] for *_, (keys, _) in replies)
     assert len(sink.of(Span, "client")) == 8
 
 

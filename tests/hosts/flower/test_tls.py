@@ -19,6 +19,7 @@ from cryptography.x509.oid import NameOID
 from fedvitals.store import open_reader
 from fedvitals.store.read import queries
 from fedvitals_studies.flower.app_folder import write_app
+from support.conditions import holds_for_each
 from support.flower.processes import SHORT, Certificates, Federation, SuperNode, deployed
 from support.flower.records import SLOW, check_trace, cohorts, events_of, runs_of
 
@@ -85,7 +86,7 @@ def check_telemetry(store: Path, run: str, nodes: list[SuperNode]) -> None:
     check_trace(store, run, nodes)
     with open_reader(store) as reader:
         table = queries.round_table(reader, run, 1)
-    assert all({"time.client", "update.norm", "update.samples"} <= set(table[node]) for node in everybody)
+    assert holds_for_each({"time.client", "update.norm", "update.samples"} <= set(table[node]) for node in everybody)
     told = {e.where.node: e.data["partition"] for e in events_of(store, run, "client.partition")}
     assert told == {node.identity: i for i, node in enumerate(nodes)}
 

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
-from fedvitals.cli import doctor, flower, flower_local
+from fedvitals.cli import doctor, flower
 from fedvitals.cli.main import main
 from fedvitals.errors import ConfigError
 from fedvitals.hosts.flower.environment import SITE_FOLDER, FlowerEnvironment
@@ -269,12 +269,12 @@ def test_flowers_servers_are_started_with_their_own_arguments(program):
 )
 def test_which_superlink_flwr_goes_to(tmp_path, arguments, expected):
     home = {"FLWR_HOME": str(tmp_path)}
-    assert flower_local.remote_address(arguments, home) is None  # there is no file yet
+    assert flower.remote_address(arguments, home) is None  # there is no file yet
     (tmp_path / "config.toml").write_text(
         '[superlink]\ndefault = "here"\n[superlink.here]\naddress = ":local:"\n[superlink.far]\n'
         'address = "10.0.0.1:8000"\n[superlink.memory]\naddress = ":local-in-memory:"\n'
     )
-    assert flower_local.remote_address(arguments, home) == expected
+    assert flower.remote_address(arguments, home) == expected
 
 
 def test_what_is_said_where_nothing_was_recorded(capsys, tmp_path):
@@ -343,7 +343,7 @@ def test_flower_run_watches_a_simulation_and_changes_no_bit_of_it(flwr, app, tmp
     place, plain, ours = Path(sys.executable).parent, tmp_path / "plain.npz", tmp_path / "ours.npz"
     with superlink(flwr.settings) as port:
         words = [place / "flwr", "run", app, "--stream", "-c", f"out='{plain}'"]
-        its = flwr.settings | {flower_local.PORT: str(port)}
+        its = flwr.settings | {flower.PORT: str(port)}
         subprocess.run(words, env=its, cwd=tmp_path / "cwd", capture_output=True, timeout=240, check=True)
     store = tmp_path / "runs.db"
     run = flwr(sys.executable, "-m", "fedvitals.cli", "flower", "run", app, "--store", store, "-c", f"out='{ours}'")

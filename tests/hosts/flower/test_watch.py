@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`fv.watch` inside of a Flower app's own handlers: it finds the mod's scope, and writes nothing beside the run."""
 
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -10,7 +11,10 @@ from flwr.serverapp.strategy import FedAvg
 from torch.nn import functional
 
 import fedvitals as fv
+from fedvitals.probes.allowance import Turn
+from fedvitals.probes.presets import SCALE_ROUNDS
 from fedvitals.records import LayerStats, Run, Span
+from support.conditions import holds_for_each
 from support.flower.federation import RUNS, client_app, federate, is_round, training, watched
 
 NODES = {"100", "101", "102", "103"}
@@ -85,8 +89,17 @@ def test_what_is_measured_at_steps_belongs_to_the_client_of_the_round():
             assert sink.value("gradient.norm", round=number, node=node) > 0
     parts = [span.attributes["parts"] for span in sink.of(Span, "client")]
     assert len(parts) == 8
-    assert all({"forward", "backward", "optimizer"} <= {*told} for told in parts)
+    assert holds_for_each({"forward", "backward", "optimizer"} <= {*told} for told in parts)
     assert {run.name for run in sink.of(Run)} == {"run"}
+
+
+def test_whose_turn_it_is_follows_the_rounds_of_the_server():
+    """Though a client's records do not say the round: nothing that happened in its process before decides."""
+    with watched() as (monitor, sink):
+        run(handler(watch), monitor)
+    measured = {(m.where.round, m.where.node) for m in sink.metrics("scale.images")}
+    nodes = itertools.product((1, 2), NODES)
+    assert measured == {(number, node) for number, node in nodes if not Turn(number).lag(node, SCALE_ROUNDS)} != set()
 
 
 def test_at_level_3_gradients_have_layers():

@@ -15,6 +15,7 @@ from fedvitals.lab.data.datasets import load
 from fedvitals.lab.data.partition_picture import LINES, SHADES, partition_heat_map
 from fedvitals.lab.data.small import Synthetic
 from fedvitals.lab.streams import stream
+from support.conditions import holds_for_each
 
 
 def dataset(labels, groups=None, shape=(1, 2, 2)):
@@ -63,10 +64,10 @@ def test_every_sample_is_used_exactly_once(partition, labels, clients, share, le
     assert len(shards) == clients
     everything = torch.cat([torch.cat([shard.train, shard.test]) for shard in shards])
     assert everything.sort().values.tolist() == list(range(len(labels)))
-    assert all(len(shard.train) >= least for shard in shards)
-    assert all(shard.train.dtype == shard.test.dtype == torch.int64 for shard in shards)
+    assert holds_for_each(len(shard.train) >= least for shard in shards)
+    assert holds_for_each(shard.train.dtype == shard.test.dtype == torch.int64 for shard in shards)
     again = p.deal(partition, data, clients, stream(seed, "p"), share, least)
-    assert all(
+    assert holds_for_each(
         torch.equal(a.train, b.train) and torch.equal(a.test, b.test) for a, b in zip(shards, again, strict=True)
     )
 
@@ -115,7 +116,7 @@ def test_natural_shares_out_evenly_and_needs_groups():
     groups = [number for number in range(120) for _ in range(30)]
     shards = p.deal(p.Natural(), dataset([0] * 3600, groups), 10, stream(0, "p"))
     assert {len(s.train) + len(s.test) for s in shards} == {360}
-    assert all(len(s.test) in {60, 90} for s in shards)  # 72 would be a fifth
+    assert holds_for_each(len(s.test) in {60, 90} for s in shards)  # 72 would be a fifth
     with pytest.raises(ConfigError, match="no groups"):
         p.deal(p.Natural(), dataset([0] * 10), 2, stream(0, "p"))
 
@@ -208,7 +209,7 @@ def test_feature_shift_gives_each_client_its_own_camera():
     data = load("digits")
     shards = p.deal(p.FeatureShift(brightness=0.5, rotation=30), data, 10, stream(0, "p"))
     assert len({s.brightness for s in shards}) == len({s.rotation for s in shards}) == 10
-    assert all(0.5 <= s.brightness <= 1.5 and -30 <= s.rotation <= 30 for s in shards)
+    assert holds_for_each(0.5 <= s.brightness <= 1.5 and -30 <= s.rotation <= 30 for s in shards)
     vectors = load(Synthetic(samples=100))
     with pytest.raises(ConfigError, match="Only images"):
         p.deal(p.FeatureShift(rotation=5), vectors, 2, stream(0, "p"))

@@ -3,6 +3,7 @@
 
 import copy
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from fedvitals.protocols import Stack, WorkerObserver
 from fedvitals.records import Event, LayerStats, Metric, Span
 from fedvitals.schedule import always, every
 from fedvitals_studies.bench.workloads import paper_cnn
+from support.conditions import holds_for_each
 from support.models import cnn, mlp, watched
 
 # Batched matrix products and grouped convolutions add in another order than single ones, and training carries it on.
@@ -219,8 +221,8 @@ def check_alike(sink, twin, tolerance=TOLERANCE):
             r.matrix, wanted[key(r)].matrix, rtol=tolerance, atol=tolerance / 10 * max(1, largest), err_msg=error
         )
         assert sink.table(r.table).names == twin.table(wanted[key(r)].table).names
-    data = {key(r): r.data for r in twin.of(Event)}
-    assert all(r.data == data[key(r)] for r in sink.of(Event) if r.name == "labels")
+    labels, wanted = ({key(r): r.data for r in s.of(Event) if r.name == "labels"} for s in (sink, twin))
+    assert labels == wanted
 
 
 def unequal():
@@ -284,7 +286,7 @@ def test_whoever_rests_is_not_measured(probes):
 
 @pytest.mark.parametrize("probes", ["light", "standard"])
 def test_presets_measure_the_same_names(probes):
-    """The first round, where every allowance is due."""
+    """The first round, in which the first client is due."""
     federation = small()
     twin, _ = observed(probes, federation.alone)
     sink, _ = observed(probes, federation.stacked)
@@ -365,9 +367,9 @@ def test_training_is_bit_for_bit_the_same(probes):
     _, states = observed(probes, federation.stacked)
     assert torch.equal(states, plain)
     assert torch.equal(torch.rand(1), random)
-    assert all(torch.equal(a, b) for a, (_, b) in zip(before, federation.tensors, strict=True))
+    assert holds_for_each(torch.equal(a, b) for a, (_, b) in zip(before, federation.tensors, strict=True))
     assert modes == [m.training for m in federation.module.modules()]
-    assert all(p.grad is None for p in federation.module.parameters())
+    assert holds_for_each(p.grad is None for p in federation.module.parameters())
     assert not federation.module[0]._forward_hooks
 
 
@@ -431,7 +433,7 @@ def test_stack_left_open_does_not_stop_the_next():
 
 def test_what_is_logged_of_a_stacked_client_stands_for_its_loss():
     federation = small()
-    monitor, sink = watched("standard")
+    monitor, sink = watched(replace(preset("standard"), fit_percent=None))
     with monitor, monitor.round(0):
         worker = monitor.host.for_worker()
         assert isinstance(worker, WorkerObserver)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fedvitals.catalog import CATALOG
 from fedvitals.diagnosis import cases
-from fedvitals.diagnosis.issues import issue
+from fedvitals.diagnosis.issues import table
 from fedvitals.errors import ConfigError
 from fedvitals.sinks.alerts import evaluation
 from fedvitals.sinks.alerts.rules import SEVERITIES, UNITS, Condition, FindingCondition, Gap, parse, rule, unknown_names
@@ -106,7 +106,7 @@ def test_settings_of_a_rule():
 def test_words_are_those_of_the_diagnosis():
     """Siblings may not import each other: what is written twice must stay the same."""
     assert evaluation.QUIET == cases.QUIET_ROUNDS
-    assert set(SEVERITIES) == set(issue.SEVERITIES)
+    assert set(SEVERITIES) == set(table.SEVERITIES)
     said = unknown_names(
         [rule("finding NAN_UPDTE"), rule("finding in clients"), rule("loss > 1")], {"NAN_UPDATE": "client"}
     )

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fedvitals.cli.lab.progress import Alarms, EndedRun, Progress, remember
-from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.cli.options import print_json, store_options
+from fedvitals.cli.screen import size
 from fedvitals.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -55,8 +56,7 @@ if TYPE_CHECKING:
 @click.option("--tape/--no-tape", default=None, help="Keep what a replay needs, beside the store.  [default: --tape]")
 @click.option("--tape-budget", default="1 GB", show_default=True, metavar="SIZE", help="The most that the tape takes.")
 @click.option("--unwatched", is_flag=True, help="Train without the monitor: nothing is stored.")
-@store_option
-@json_option
+@store_options
 def command(
     experiment: str,
     changes: tuple[str, ...],
@@ -98,7 +98,6 @@ def command(
 
 
 def _download(experiment: Experiment, folder: str | None) -> None:
-    from fedvitals.cli.screen import size
     from fedvitals.lab.data import datasets
     from fedvitals.lab.description import kind_of
 

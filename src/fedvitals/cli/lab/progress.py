@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import click
 
+from fedvitals.cli.screen import new_progress
+
 if TYPE_CHECKING:
     from fedvitals.lab import Experiment, Round
     from fedvitals.records import Record
@@ -47,7 +49,7 @@ class Progress:
 
     def __init__(self, experiment: Experiment, *, plain: bool) -> None:
         self._rounds, self._name = experiment.rounds, experiment.name
-        self._bar = None if plain or not sys.stderr.isatty() else _bar()
+        self._bar = None if plain or not sys.stderr.isatty() else new_progress("{task.fields[accuracy]}")
         self._task: Any = None
         self.done = 0  # rounds
 
@@ -75,14 +77,6 @@ class Progress:
             click.echo(text, err=True)
         else:
             self._bar.console.print(text, highlight=False, markup=False)
-
-
-def _bar() -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[accuracy]}")
-    return Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
 
 
 def remember(folder: Path, run: str | None, experiment: Experiment) -> None:

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from fedvitals.analysis.traffic import ClientTraffic, Flow, Traffic
-    from fedvitals.views.machine import Memory
-    from fedvitals.views.profile import Profile
+from rich.text import Text
+
+from fedvitals.analysis.traffic import ClientTraffic, Flow, Traffic
+from fedvitals.cli.bars import BLUE, GREEN, GREY, ORANGE, PINK, SKY, in_lines, percent, shares_of
+from fedvitals.cli.screen import APART, new_table, number, seconds, shown, size, with_unit
+from fedvitals.views.machine import ROOM, Memory
+from fedvitals.views.profile import Profile
 
 OUTCOMES = {"answered": "█", "late": "l", "lost": "x", "failed": "f", "away": "-"}
 MEMORY = {
@@ -21,6 +24,9 @@ MEMORY = {
     "memory.tensors": "a step's tensors",
     "memory.limit": "there is",
 }
+TENSORS = {
+    "model": BLUE, "buffers": GREEN, "gradients": SKY, "optimizer": ORANGE, "activations": PINK, "telemetry": GREY,
+}  # fmt: skip
 GROWS = ("memory.resident", "memory.cuda_allocated", "memory.cuda_reserved")
 WIDTH = 24  # cells of a history
 
@@ -36,8 +42,6 @@ def print_costs(console: Any, profile: Profile, rows: int | None) -> None:
 
 
 def _throughput(console: Any, profile: Profile, rows: int | None) -> None:
-    from fedvitals.cli.screen import number, seconds, shown
-
     clients = profile.throughput
     if not clients:
         return
@@ -55,8 +59,6 @@ def _throughput(console: Any, profile: Profile, rows: int | None) -> None:
 
 def _grown(console: Any, memory: Memory, rows: int | None) -> None:
     """While which clients the process grew most, and whose training kept the most; of one client that is told above."""
-    from fedvitals.cli.screen import shown, size
-
     if len(memory.grown) > 1:
         most_grown = [growth for growth in memory.grown if growth.bytes > 0][: 3 if rows else None]
         for title, growth in zip(["grew most with", *[""] * len(most_grown)], most_grown, strict=False):
@@ -71,19 +73,12 @@ def _grown(console: Any, memory: Memory, rows: int | None) -> None:
 
 
 def _memory(console: Any, profile: Profile, rows: int | None) -> None:
-    from rich.text import Text
-
-    from fedvitals.cli.bars import BLUE, GREEN, GREY, ORANGE, PINK, SKY, in_lines, shares_of
-    from fedvitals.cli.screen import shown, size
-
     memory = profile.memory
     if memory is None:
         return
     console.print("[bold]Memory[/bold]")
-    order = [*MEMORY]
-    for peak in sorted(
-        memory.peaks, key=lambda reading: order.index(reading.metric) if reading.metric in order else len(order)
-    ):
+    order = {metric: place for place, metric in enumerate(MEMORY)}
+    for peak in sorted(memory.peaks, key=lambda reading: order.get(reading.metric, len(order))):
         whose = f" ({shown(peak.growth_node)})" if peak.growth_node and peak.growth_node != peak.node else ""
         grew = f", grew by {size(peak.growth_bytes)} over the run{whose}"
         grew = grew if peak.metric in GROWS and peak.growth_bytes > 0 else ""
@@ -92,16 +87,11 @@ def _memory(console: Any, profile: Profile, rows: int | None) -> None:
         console.print(f"  {name:20} {size(peak.bytes):>9}  [dim]{where}round {peak.round}{grew}[/dim]")
     _grown(console, memory, rows)
     if memory.shares:
-        colours = dict(zip(("model", "buffers", "gradients", "optimizer", "activations", "telemetry"),
-                           (BLUE, GREEN, SKY, ORANGE, PINK, GREY), strict=True))  # fmt: skip
         bar, items = Text(f"  tensors of {plain(memory.node or '')}  "), []
         for share, cells in shares_of(memory.shares, max(10, console.width - 20 - len(memory.node or ""))).items():
-            bar.append(share[0].upper() * cells, f"black on {colours[share]}")
-            items.append(
-                Text.assemble(
-                    (share[0].upper(), f"black on {colours[share]}"), f" {share} {size(memory.shares[share])}"
-                )
-            )
+            letter, style = share[0].upper(), f"black on {TENSORS[share]}"
+            bar.append(letter * cells, style)
+            items.append(Text.assemble((letter, style), f" {share} {size(memory.shares[share])}"))
         console.print(bar, no_wrap=True)
         for line in in_lines("  ", items, console.width):
             console.print(line)
@@ -110,37 +100,19 @@ def _memory(console: Any, profile: Profile, rows: int | None) -> None:
 
 
 def _machine(console: Any, profile: Profile) -> None:
-    from fedvitals.cli.screen import shown
-    from fedvitals.views.machine import ROOM
-
     if not profile.machine:
         return
     console.print("[bold]Machines[/bold]")
     for reading in profile.machine:
         extreme = "at least" if reading.metric in ROOM else "at most"
-        values = (
-            f"{_reading(reading.mean, reading.unit)} on average, {extreme} {_reading(reading.extreme, reading.unit)}"
-        )
+        mean, most = (with_unit(value, reading.unit) for value in (reading.mean, reading.extreme))
         where = f"{shown(reading.node)}, round {reading.round}" if reading.node else f"round {reading.round}"
         name = shown(reading.metric.removeprefix("machine.").replace("_", " ").replace(".", " "))
-        console.print(f"  {name:20} {values}  [dim]{where}[/dim]")
+        console.print(f"  {name:20} {mean} on average, {extreme} {most}  [dim]{where}[/dim]")
     console.print()
 
 
-def _reading(value: float, unit: str) -> str:
-    from fedvitals.cli.screen import number, size, with_unit
-
-    match unit:
-        case "bytes/s":
-            return f"{size(value)}/s"
-        case "percent":
-            return f"{number(value)} %"
-    return with_unit(value, unit)
-
-
 def _operators(console: Any, profile: Profile, rows: int | None) -> None:
-    from fedvitals.cli.screen import seconds, shown, size
-
     if not profile.operators:
         return
     newest = profile.operators[-1]
@@ -156,9 +128,6 @@ def _operators(console: Any, profile: Profile, rows: int | None) -> None:
 
 
 def _traffic(console: Any, traffic: Traffic, rows: int | None) -> None:
-    from fedvitals.cli.bars import in_lines, percent
-    from fedvitals.cli.screen import size
-
     moved = traffic.bytes
     if not moved and not traffic.telemetry_bytes and not traffic.clients:
         return
@@ -173,10 +142,7 @@ def _traffic(console: Any, traffic: Traffic, rows: int | None) -> None:
     if traffic.retries:
         console.print(f"  {'sent again':20} {traffic.retries:>9}  [dim]the same message twice in a round[/dim]")
     if traffic.layers and moved:
-        layers = [
-            f"{plain(layer_traffic.layer)} {percent(layer_traffic.share)}"
-            for layer_traffic in traffic.layers[: 4 if rows else None]
-        ]
+        layers = [f"{plain(own.layer)} {percent(own.share)}" for own in traffic.layers[: 4 if rows else None]]
         more = [f"{len(traffic.layers) - len(layers)} more"] if len(layers) < len(traffic.layers) else []
         packed = ["(after compression in proportion)"] if (traffic.up.compression or 1) != 1 else []
         for line in in_lines(f"  {'by layer':20} ", [*layers, *more, *packed], console.width):
@@ -187,11 +153,6 @@ def _traffic(console: Any, traffic: Traffic, rows: int | None) -> None:
 
 def _failures(console: Any, traffic: Traffic, rows: int | None) -> None:
     """Who was away, late, lost or failed, over its rounds; the worst first."""
-    from rich.table import Table
-
-    from fedvitals.cli.bars import percent
-    from fedvitals.cli.screen import number, shown
-
     ill = sorted((client for client in traffic.clients if _ailing(client)), key=lambda client: -_ailing(client))
     if not ill:
         if traffic.clients:
@@ -199,10 +160,8 @@ def _failures(console: Any, traffic: Traffic, rows: int | None) -> None:
         return
     console.print()
     console.print("[bold]Who was away, late, lost or failed[/bold]")
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("", "asked", "available", "failures", "late", "lost", "failed", "over its rounds"):
-        left = title in ("", "over its rounds")
-        table.add_column(title, justify="left" if left else "right", no_wrap=True)
+    titles = ("", ">asked", ">available", ">failures", ">late", ">lost", ">failed", "over its rounds")
+    table = new_table(*titles, padding=APART, no_wrap=True)
     for client in ill[:rows]:
         counts = [number(client.count(outcome)) for outcome in ("late", "lost", "failed")]
         shares = ["–" if share is None else percent(share) for share in (client.availability, client.failure_rate)]
@@ -213,8 +172,6 @@ def _failures(console: Any, traffic: Traffic, rows: int | None) -> None:
 
 
 def _flow(flow: Flow) -> str:
-    from fedvitals.cli.screen import number, size
-
     words = []
     if flow.compression is not None and flow.compression != 1:
         words.append(f"{size(flow.raw_bytes)} before compression, {number(flow.compression)} : 1")
@@ -230,8 +187,6 @@ def plain(text: str) -> str:
 
 def rate(bits_per_second: float) -> str:
     """As links are sold: bits a second."""
-    from fedvitals.cli.screen import size
-
     return size(bits_per_second).replace("B", "bit") + "/s"
 
 
@@ -249,8 +204,6 @@ def _history(client: ClientTraffic) -> str:
 
 
 def _needed(console: Any, profile: Profile, rows: int | None) -> None:
-    from fedvitals.cli.screen import seconds, shown
-
     short = [link for link in profile.needed if _short(link.bits_per_second, link.now_bits_per_second)]
     if not profile.needed:
         if profile.target_seconds is not None:
@@ -266,11 +219,9 @@ def _needed(console: Any, profile: Profile, rows: int | None) -> None:
     for link in short[:rows]:
         has = "?" if link.now_bits_per_second is None else rate(link.now_bits_per_second)
         late = f", latency {seconds(link.latency_seconds)}" if link.latency_seconds else ""
-        needs = (
-            f"none is enough: the rest takes {seconds(link.other_seconds)}{late} already"
-            if link.bits_per_second is None
-            else f"needs {rate(link.bits_per_second)}"
-        )
+        needs = f"none is enough: the rest takes {seconds(link.other_seconds)}{late} already"
+        if link.bits_per_second is not None:
+            needs = f"needs {rate(link.bits_per_second)}"
         console.print(f"  {shown(link.node):8} has {has}, {needs}")
     if rows is not None and len(short) > rows:
         console.print(f"  [dim]and {len(short) - rows} more: --all[/dim]")
@@ -282,17 +233,10 @@ def _short(needs: float | None, has: float | None) -> bool:
 
 
 def _reached(console: Any, profile: Profile) -> None:
-    from rich.table import Table
-
-    from fedvitals.cli.bars import percent
-    from fedvitals.cli.screen import number, seconds, size
-
     if not profile.reached:
         return
     best = profile.reached[0].best
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("To reach", "rounds", "seconds", "virtual", "bytes"):
-        table.add_column(title, justify="left" if title == "To reach" else "right", no_wrap=True)
+    table = new_table("To reach", ">rounds", ">seconds", ">virtual", ">bytes", padding=APART, no_wrap=True)
     missed = []
     for target in profile.reached:
         if target.round is None:

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from fedvitals.cli.bars import percent
+from fedvitals.cli.screen import APART, new_table, seconds, shown, size
+from fedvitals.diagnosis.memory_fit import DeviceFit, device_table
 from fedvitals.errors import ConfigError, MissingExtraError
+from fedvitals.views.profile import Profile
 
 if TYPE_CHECKING:
-    from fedvitals.diagnosis.memory_fit import DeviceFit
     from fedvitals.lab.rerun import RemedyTrial
-    from fedvitals.views.profile import Profile
 
 COSTLY = 0.05  # of accuracy: less may be chance, with one seed
 
@@ -60,25 +62,18 @@ def devices_for(profile: Profile) -> list[DeviceFit]:
         from fedvitals.lab.network.profiles import DEVICES
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "torch", "lab", "The list of devices") from error
-    from fedvitals.diagnosis.memory_fit import device_table
-
     sizes = {name: float(device.memory_bytes) for name, device in DEVICES.items()}
     return sorted(device_table(memory.shares, sizes, memory.batch), key=lambda row: -row.memory_bytes)
 
 
 def print_tried(console: Any, profile: Profile, tried: list[RemedyTrial]) -> None:
-    from rich.table import Table
-
-    from fedvitals.cli.bars import percent
-    from fedvitals.cli.screen import seconds, shown
-
     console.print()
     if not tried:
         why = "none was computed" if not profile.remedies else f"of {len(profile.remedies)} remedies it can run none"
         console.print(f"[bold]Tried in the lab[/bold]  nothing: {why}.")
         return
     console.print(f"[bold]Tried in the lab[/bold]  a round took {seconds(tried[0].before)} before")
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = new_table(padding=APART)
     table.add_column("", overflow="fold")
     for title in ("predicted", "measured", "gain"):
         table.add_column(title, justify="right", no_wrap=True)
@@ -98,27 +93,19 @@ def _score(value: float | None) -> str:
 
 
 def print_devices(console: Any, profile: Profile, rows: list[DeviceFit]) -> None:
-    from rich.table import Table
-
-    from fedvitals.cli.screen import shown, size
-
     memory = profile.memory
     if memory is None:
         return
     batch = "" if memory.batch is None else f", batches of {memory.batch:.0f}"
     peak = size(rows[0].peak_bytes)
     console.print(f"\n[bold]Devices[/bold]  {shown(memory.node or '')} takes {peak} at its predicted peak{batch}")
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = new_table(padding=APART)
     for title in ("", "it has", "", "" if all(row.fits for row in rows) else "what would fit"):
         right = title == "it has"
         table.add_column(title, justify="right" if right else "left", overflow="fold", no_wrap=title == "it has")
     for row in rows:
         ways = [f"{remedy.text}: {size(remedy.bytes)}" for remedy in row.remedies]
         remedies_text = "\n".join(ways) or ("" if row.fits else "nothing that is known: a smaller model")
-        table.add_row(
-            shown(row.device),
-            size(row.memory_bytes),
-            "fits" if row.fits else "[bold]does not fit[/bold]",
-            remedies_text,
-        )
+        verdict = "fits" if row.fits else "[bold]does not fit[/bold]"
+        table.add_row(shown(row.device), size(row.memory_bytes), verdict, remedies_text)
     console.print(table)

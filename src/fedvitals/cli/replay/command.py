@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fedvitals.cli.options import json_option, print_json, store_option
+from fedvitals.cli.options import print_json, run_options
 from fedvitals.cli.replay import flower as replay_flower
+from fedvitals.cli.screen import size
 
 if TYPE_CHECKING:
     from fedvitals.replay.debugger.debugger_output import DebuggerOutput
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 
 @click.command(epilog="Exit code: 1 if --verify finds a difference, 0 if not, 2 for wrong use or nothing to read.")
-@click.argument("run")
 @click.option("--verify", is_flag=True, help="Run rounds again, and prove by digests that all bits are the same.")
 @click.option("--rounds", metavar="3-9", help="With --verify: these rounds only.")
 @click.option("--round", "number", type=int, help="Begin at this round.")
@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 @click.option("--data", type=click.Path(), help="Where the data set lies, if not where it did.")
 @click.option("--script", metavar="FILE", help="Take commands from a file; - is standard input.")
 @click.option("-c", "commands", multiple=True, metavar='"goto 12; into c7"', help="Take these commands.")
-@store_option
-@json_option
+@run_options
 def command(
     run: str,
     verify: bool,
@@ -102,8 +101,6 @@ def _place(session: Session, number: int | None, node: str | None) -> DebuggerOu
 
 
 def _overview(session: Session, place: DebuggerOutput | None, as_json: bool) -> None:
-    from fedvitals.cli.screen import size
-
     covered = session.overview()
     if not as_json:
         click.echo(str(covered if place is None else place))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fedvitals.cli.options import print_json
+from fedvitals.cli.options import opened_run, print_json
 from fedvitals.errors import FedvitalsError
 
 if TYPE_CHECKING:
@@ -55,11 +55,10 @@ def rerun(
 
 def _by_store(run: str, store: str | None) -> str | None:
     """What clients call a run that has a name of its own in the store."""
-    from fedvitals.store import open_reader
     from fedvitals.store.read import queries
 
-    with contextlib.suppress(FedvitalsError), open_reader(store) as reader:
-        flower_config = queries.get_run(reader, queries.find_run(reader, run)).config.get("flower")
+    with contextlib.suppress(FedvitalsError), opened_run(store, run) as (reader, chosen):
+        flower_config = queries.get_run(reader, chosen).config.get("flower")
         number = flower_config.get("run") if isinstance(flower_config, dict) else None
         return None if number is None else f"flower-{number}"
     return None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import click
 
+from fedvitals.cli.screen import new_progress
 from fedvitals.errors import ConfigError, FedvitalsError
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class ProgressBar:
         if not self._shown or first == last:
             return
         if self._bar is None:
-            self._bar = _bar()
+            self._bar = new_progress(transient=True)
             self._bar.start()
             self._bar.add_task(f"rounds {first}–{last} again", total=last - first + 1)
         self._bar.update(self._bar.task_ids[0], completed=number - first + 1)
@@ -161,11 +162,3 @@ class ProgressBar:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-
-def _bar() -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    return Progress(*columns, console=Console(stderr=True), transient=True)

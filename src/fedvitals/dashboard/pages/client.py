@@ -1,28 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the page of one client: verdict, findings, facts, failures, events, and its neighbours in the table."""
+"""Computes the page of one client: verdict, findings, facts, failures, events, vital signs, times, and its neighbours.
+
+Its own values and its newest deviation are a few seeks each, also among a thousand clients; the cohort's band beside
+them comes from `views.series`, sign by sign. Spans are found by round, not by node: of many clients, the newest rounds
+are read, and the answer says how many.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from fedvitals.analysis.timeline import NodeTime, main_clock, timeline
 from fedvitals.catalog import CATALOG, meaning_of, unit_of
 from fedvitals.diagnosis.cases import Case
+from fedvitals.diagnosis.evidence.outlier_ranking import FEWEST, robust_scores
 from fedvitals.errors import ConfigError
+from fedvitals.plain_json import copied, finite
 from fedvitals.records import FAILURES as FAILED
 from fedvitals.records import Event, natural
+from fedvitals.store.read import queries
 from fedvitals.store.read.events import events_of_node
 from fedvitals.store.read.metrics import newest_of_node, values_of_nodes
 from fedvitals.store.read.nodes import clients_by_number
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.briefs import Brief, brief, marked
-from fedvitals.views.cases import cases_of, concerns, traceback_of
+from fedvitals.store.read.spans import spans_of_node
+from fedvitals.time_parts import REST
+from fedvitals.views.cases import Brief, brief, cases_of, concerns, marked, traceback_of
 from fedvitals.views.clients import FAR, ClientRow
 from fedvitals.views.labels import named
+from fedvitals.views.profile import ORDER
+from fedvitals.views.series import Numbers, Series, json_numbers, series
 from fedvitals.views.units import number
 from fedvitals.views.verdict import WARM, Facts, facts_of, judge
 
@@ -176,10 +188,9 @@ def _facts(reader: Reader, run: str, node: str) -> list[Fact]:
             continue
         round_index, value = newest
         cohort = values_of_nodes(reader, run, name, round_index, clients)
-        finite = [v for v in cohort.values() if math.isfinite(v)]
-        middle = float(np.median(finite)) if len(finite) > 1 and CATALOG[name].unit != "class" else None
-        known = value if value is not None and math.isfinite(value) else None
-        facts.append(Fact(name, unit_of(name), meaning_of(name), known, round_index, middle, len(cohort)))
+        known = [v for v in cohort.values() if math.isfinite(v)]
+        middle = float(np.median(known)) if len(known) > 1 and CATALOG[name].unit != "class" else None
+        facts.append(Fact(name, unit_of(name), meaning_of(name), finite(value), round_index, middle, len(cohort)))
     return facts
 
 
@@ -222,12 +233,146 @@ def events_of(reader: Reader, run: str, node: str, names: Sequence[str] = (), li
 def _event(event: Event) -> ClientEvent:
     lines = traceback_of(event)
     kind = event.data.get("exception")
-    return ClientEvent(
-        at=event.at if math.isfinite(event.at) else None,
+    return copied(
+        ClientEvent,
+        event,
+        at=finite(event.at),
         round=event.where.round,
-        level=event.level,
-        name=event.name,
         message=event.message[:MESSAGE],
         exception=str(kind)[:200] if kind is not None else None,
         traceback="\n".join(lines)[-TRACEBACK:] if lines else None,
     )
+
+
+SIGNS = (
+    "accuracy", "loss", "local.accuracy", "local.loss", "fit.loss_before", "fit.accuracy_after", "gradient.norm",
+    "gradient.norm_max", "scale.gsc", "update.norm", "update.cosine_mean", "update.cosine_previous", "weight.drift",
+    "weight.update_ratio", "time.client_virtual", "time.client", "traffic.sent", "traffic.received", "memory.resident",
+)  # fmt: skip
+OWN = 8  # metrics of the user's own
+FLOOR = 0.05  # of the median: spread that peers always have, so that rounding does not become a deviation
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSign:
+    """One vital sign of a client."""
+
+    series: Series
+    value: float | None  # the newest; None: NaN or infinite
+    median: float | None  # of all clients in that round
+    round: int | None
+    z: float | None  # robust deviations from the median; None: too few peers, or not finite
+    odd: bool  # the newest value is NaN or infinite
+
+
+def client_signs(
+    reader: Reader, run: str, node: str, points: int = 500, first: int | None = None, last: int | None = None
+) -> list[ClientSign]:
+    """Return every sign that the client told, the most deviating first."""
+    own = [name for name in queries.metric_names(reader, run) if name.startswith("user.")][:OWN]
+    asked = _Asked(reader, run, node, clients_by_number(reader, run), points, first, last)
+    signs = [sign for name in (*SIGNS, *own) if (sign := _sign(asked, name))]
+    return sorted(signs, key=lambda sign: (not sign.odd, -abs(sign.z or 0.0)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    reader: Reader
+    run: str
+    node: str
+    clients: Collection[int]
+    points: int
+    first: int | None
+    last: int | None
+
+
+def _sign(asked: _Asked, name: str) -> ClientSign | None:
+    reader, run, node = asked.reader, asked.run, asked.node
+    if reader.names.number(name) is None:
+        return None
+    line = series(reader, run, name, node, asked.points, asked.first, asked.last)
+    rounds = [number for number, value in zip(line.last, line.values, strict=True) if value is not None]
+    newest = max([*rounds[-1:], *line.odd[-1:]], default=None)
+    if newest is None:
+        return None
+    cohort = values_of_nodes(reader, run, name, newest, asked.clients)
+    value = cohort.get(reader.names.number(node) or 0, math.nan)
+    middle, z = deviation(value, cohort)
+    odd = newest in line.odd
+    return ClientSign(line, value if math.isfinite(value) else None, middle, newest, z, odd)
+
+
+def deviation(value: float, cohort: Mapping[int, float]) -> tuple[float | None, float | None]:
+    """The cohort's median, and how many robust standard deviations the value lies from it (see `robust_scores`)."""
+    finite = np.array([v for v in cohort.values() if math.isfinite(v)])
+    if not len(finite):
+        return None, None
+    middle = float(np.median(finite))
+    if len(finite) < FEWEST or not math.isfinite(value):
+        return middle, None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        z = float(robust_scores(finite, FLOOR * abs(middle), np.array(value)))
+    # All the same, and nothing to compare it with but zero.
+    return middle, z if math.isfinite(z) else 0.0 if value == middle else None
+
+
+SPANS = 30_000  # that are looked at, of all nodes
+FEWEST_ROUNDS = 10
+MOST_ROUNDS = 400
+LENGTH = {"real": "time.client", "virtual": "time.client_virtual"}
+
+
+@dataclass(frozen=True, slots=True)
+class TimePart:
+    """One part of a client's time over the rounds."""
+
+    name: str
+    values: Numbers  # seconds
+    waiting: bool  # the client itself does nothing in it
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTimes:
+    """Where a client's time went."""
+
+    clock: str
+    rounds: list[int]
+    parts: list[TimePart]  # in the order of a round
+    own: Numbers  # seconds that the client took, without waiting
+    median: Numbers  # of all clients
+    failed: list[int]  # rounds
+    of: int  # rounds that the run has
+
+
+def client_times(
+    reader: Reader, run: str, node: str, first: int | None = None, last: int | None = None, most: int = SPANS
+) -> ClientTimes:
+    """Read where a client's time went in the newest rounds, or in those from `first` to `last`."""
+    every = reader.history(run).rounds()
+    wanted = [r for r in every if (first is None or r >= first) and (last is None or r <= last)]
+    clients = clients_by_number(reader, run)
+    wanted = wanted[-min(MOST_ROUNDS, max(FEWEST_ROUNDS, most // max(1, len(clients)))) :]
+    times = timeline(spans_of_node(reader, run, node, wanted[0], wanted[-1])) if wanted else []
+    clock = main_clock(times) if times else "real"
+    own: dict[int, NodeTime] = {
+        time.round: time.nodes[node] for time in times if time.clock == clock and node in time.nodes
+    }
+    rounds = sorted(own)
+    names = {part for times_of_round in own.values() for part, seconds in times_of_round.parts.items() if seconds > 0}
+    order = sorted(names, key=lambda part: ORDER.index(part) if part in ORDER else len(ORDER))
+    return ClientTimes(
+        clock=clock,
+        rounds=rounds,
+        parts=[
+            TimePart(part, json_numbers([own[r].parts.get(part, 0.0) for r in rounds]), part in REST) for part in order
+        ],
+        own=json_numbers([sum(s for part, s in own[r].parts.items() if part not in REST) for r in rounds]),
+        median=json_numbers([_median(reader, run, LENGTH[clock], number, clients) for number in rounds]),
+        failed=[number for number in rounds if own[number].failed],
+        of=len(every),
+    )
+
+
+def _median(reader: Reader, run: str, name: str, number: int, clients: Collection[int]) -> float:
+    finite = [v for v in values_of_nodes(reader, run, name, number, clients).values() if math.isfinite(v)]
+    return float(np.median(finite)) if finite else math.nan

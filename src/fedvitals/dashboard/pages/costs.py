@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedvitals.analysis.traffic import accuracy_milestones
+from fedvitals.analysis.traffic import AccuracyMilestone, accuracy_milestones
 from fedvitals.catalog import CATALOG
 from fedvitals.records import is_client
 from fedvitals.store.read import queries
@@ -98,19 +98,6 @@ class Messages:
 
 
 @dataclass(frozen=True, slots=True)
-class ReachedAt:
-    """What it took to reach an accuracy."""
-
-    accuracy: float
-    round: int | None
-    rounds: int | None
-    seconds: float | None
-    virtual_seconds: float | None
-    bytes: float | None
-    best: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class TrafficPage:
     """What a run sent."""
 
@@ -124,7 +111,7 @@ class TrafficPage:
     total_clients: int
     kinds: tuple[Messages, ...]  # of the newest rounds
     kinds_rounds: int
-    reached: tuple[ReachedAt, ...]
+    reached: tuple[AccuracyMilestone, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +213,7 @@ def _at_its_largest(matrix: Matrix | None, whole: Matrix, node: str) -> float | 
 def _grown(matrix: Matrix | None) -> tuple[Bytes, ...]:
     if matrix is None or not matrix.nodes:
         return ()
-    total = np.nansum(np.where(np.isfinite(matrix.values), matrix.values, np.nan).astype(float), axis=1)
+    total = matrix.sums(axis=1)
     order = np.argsort(-total, kind="stable")[:NAMED]
     return tuple(Bytes(matrix.nodes[i], float(total[i])) for i in order if total[i] > 0)
 
@@ -278,8 +265,7 @@ def traffic_page(reader: Reader, run: str) -> TrafficPage | None:
 
 
 def _by_round(matrix: Matrix) -> dict[int, float]:
-    total = np.nansum(np.where(np.isfinite(matrix.values), matrix.values, np.nan).astype(float), axis=0)
-    return dict(zip(matrix.rounds, total.tolist(), strict=True))
+    return dict(zip(matrix.rounds, matrix.sums(axis=0).tolist(), strict=True))
 
 
 def _of_others(reader: Reader, run: str) -> dict[int, float]:
@@ -296,14 +282,12 @@ def _of_others(reader: Reader, run: str) -> dict[int, float]:
 def _clients(sent: Matrix, received: Matrix) -> list[ClientBytes]:
     sums: dict[str, list[float]] = {}
     for column, matrix in enumerate((sent, received)):
-        total = np.nansum(np.where(np.isfinite(matrix.values), matrix.values, np.nan).astype(float), axis=1)
+        total = matrix.sums(axis=1)
         for node, value, rounds in zip(matrix.nodes, total.tolist(), matrix.there.sum(axis=1).tolist(), strict=True):
             own = sums.setdefault(node, [0.0, 0.0, 0.0])
             own[column] += value
             own[2] = max(own[2], rounds)
-    clients = [
-        ClientBytes(node, sums_of_node[0], sums_of_node[1], int(sums_of_node[2])) for node, sums_of_node in sums.items()
-    ]
+    clients = [ClientBytes(node, up, down, int(rounds)) for node, (up, down, rounds) in sums.items()]
     return sorted(clients, key=lambda client: -client.sent - client.received)
 
 
@@ -318,7 +302,7 @@ def _kinds(reader: Reader, run: str) -> tuple[tuple[Messages, ...], int]:
     return tuple(sorted(kinds, key=lambda messages: -messages.bytes)), len(rounds)
 
 
-def _reached(reader: Reader, run: str, spent: dict[int, float]) -> tuple[ReachedAt, ...]:
+def _reached(reader: Reader, run: str, spent: dict[int, float]) -> tuple[AccuracyMilestone, ...]:
     """What it took to reach an accuracy, by the federation's own evaluation, else by its median client."""
     history = reader.history(run)
     accuracy: dict[int, float] = {}
@@ -331,7 +315,4 @@ def _reached(reader: Reader, run: str, spent: dict[int, float]) -> tuple[Reached
         return ()
     times = [dict(zip(*history.series(name, None), strict=True)) for name in ("time.round", "time.round_virtual")]
     whole = {number: int(value) for number, value in spent.items()}
-    levels = accuracy_milestones(accuracy, seconds=times[0], virtual_seconds=times[1], bytes=whole)
-    return tuple(
-        ReachedAt(r.accuracy, r.round, r.rounds, r.seconds, r.virtual_seconds, r.bytes, r.best) for r in levels
-    )
+    return accuracy_milestones(accuracy, seconds=times[0], virtual_seconds=times[1], bytes=whole)

@@ -21,7 +21,7 @@ from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import case_key, cases_of, text_of
 from fedvitals.views.labels import labels_of
-from fedvitals.views.verdict_words import clause
+from fedvitals.views.verdict import clause
 
 if TYPE_CHECKING:
     from fedvitals.replay.tape.journal import RoundEntry
@@ -277,13 +277,12 @@ def _state(index: Opened, entry: RoundEntry, before: int | None) -> dict[str, An
     tape, model, after = index.tape, entry.state.get("model"), entry.after.get("model")
     names = tape.setting.layers[:LAYERS]
     steps = _steps(index, entry)
-    layers = []
-    for i, name in enumerate(names):
-        norm = None if model is None or i >= len(model.norms) else model.norms[i]
-        norm_after = None if after is None or i >= len(after.norms) else after.norms[i]
-        known = model is not None and after is not None and i < min(len(model.layers), len(after.layers))
-        same = model.layers[i] == after.layers[i] if known and model is not None and after is not None else None
-        layers.append(LayerState(name, norm, norm_after, same, steps.get(name)))
+    norms = [dict(zip(names, () if mark is None else mark.norms, strict=False)) for mark in (model, after)]
+    digests = [() if mark is None else mark.layers for mark in (model, after)]
+    same = {name: first == second for name, first, second in zip(names, *digests, strict=False)}
+    layers = [
+        LayerState(name, norms[0].get(name), norms[1].get(name), same.get(name), steps.get(name)) for name in names
+    ]
     others = [(name, mark) for name, mark in entry.state.items() if name != "model"][:STATES]
     return {
         "digest": None if model is None else model.digest,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fedvitals.plain_json import finite
 from fedvitals.protocols import Node
 from fedvitals.stats import EXPONENTS, LOWEST_EXPONENT, Array, derive
 from fedvitals.store.read.layer_history import layer_history
@@ -86,8 +87,7 @@ def distribution(
     low, high = _ends(shares)
     bins, heights = _joined(shares, low, high)
     ridges = tuple(
-        Ridge(number, json_numbers(row), _finite(zeros.get(number)))
-        for number, row in zip(wanted, heights, strict=True)
+        Ridge(number, json_numbers(row), finite(zeros.get(number))) for number, row in zip(wanted, heights, strict=True)
     )
     note = f"One bin for each sign and power of two; smaller than {_label(low)} is in the innermost, zeros are in none."
     names = tuple(_label(abs(place) + low - 1, place < 0) for place in bins)
@@ -115,10 +115,6 @@ def _joined(shares: Array, low: int, high: int) -> tuple[list[int], Array]:
     kept[..., 0] += shares[..., :low].sum(axis=-1)
     sizes = range(1, high - low + 2)
     return [*(-place for place in reversed(sizes)), *sizes], np.concatenate([kept[:, 0, ::-1], kept[:, 1]], axis=1)
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not np.isfinite(value) else float(value)
 
 
 _UP = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")

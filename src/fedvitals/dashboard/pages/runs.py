@@ -7,21 +7,34 @@ and to sort is looked up for the runs of the page only.
 
 from __future__ import annotations
 
-import threading
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import attrgetter
+from statistics import median
 from typing import Any, Literal, get_args
 
-from fedvitals.dashboard.pages.run_summary import RunFacts, Spark, facts_of
 from fedvitals.diagnosis.issues.table import SEVERITIES
+from fedvitals.plain_json import copied, finite
+from fedvitals.records import Run, is_client
+from fedvitals.store import Target
 from fedvitals.store.marks import Mark, marks
+from fedvitals.store.read import runs as stored_runs
+from fedvitals.store.read.metrics import has_metric, newest_outcomes
+from fedvitals.store.read.nodes import count_clients
 from fedvitals.store.read.reader import Reader
-from fedvitals.store.read.runs import last_records_of_open_runs, run_heads
-from fedvitals.views.status import RunState, state_of
-from fedvitals.views.verdict import State
+from fedvitals.store.read.runs import RunHead
+from fedvitals.store.read.storage import count_layer_matrices, count_rows, packed_bytes
+from fedvitals.store.tapes import tape_bytes
+from fedvitals.views.cases import case_key, cases_of
+from fedvitals.views.gaps import gaps_of
+from fedvitals.views.memo import Remembered
+from fedvitals.views.status import RunState, planned_rounds, state_of
+from fedvitals.views.traffic_counts import traffic_total
+from fedvitals.views.verdict import State, Verdict, facts_in_short, judge
 
 Sort = Literal[
     "newest", "worst", "health", "name", "progress", "accuracy", "findings", "duration", "bytes", "clients", "host",
@@ -88,15 +101,9 @@ class RunsPage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
+class _Head(RunHead):
     """What is known of every run without looking at its records."""
 
-    id: str
-    name: str
-    host: str
-    topology: str | None
-    started: float | None
-    finished: float | None
     last_record: float | None  # of runs without an end
     written: bool
     state: RunState
@@ -111,8 +118,7 @@ class RunList:
     """The list of runs, with what is remembered of each; for several threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._facts: dict[str, tuple[str, RunFacts]] = {}
+        self._facts = Remembered[str, RunFacts](REMEMBERED)
 
     def page(
         self,
@@ -143,52 +149,19 @@ class RunList:
         )
 
     def _row(self, reader: Reader, version: Callable[[str], str], head: _Head) -> RunRow:
-        facts = self._known(reader, version(head.id), head)
+        facts = self._facts.get(head.id, version(head.id), lambda: facts_of(reader, head.id, head.marks))
         end = head.finished if head.finished is not None else facts.last_record
-        return RunRow(
-            id=head.id,
-            name=head.name,
-            host=head.host,
-            topology=head.topology,
-            tags=head.tags,
-            state=head.state,
-            written=head.written,
-            health=facts.verdict.state,
-            headline=facts.verdict.headline,
-            key=facts.verdict.key,
-            findings=facts.findings,
-            rounds=facts.rounds,
-            planned=facts.planned,
-            started=head.started,
-            finished=head.finished,
-            last_record=facts.last_record,
-            seconds=None if end is None or head.started is None else max(0.0, end - head.started),
-            clients=facts.clients,
-            accuracy=facts.accuracy,
-            loss=facts.loss,
-            spark=facts.spark,
-            bytes=facts.bytes,
-        )
-
-    def _known(self, reader: Reader, version: str, head: _Head) -> RunFacts:
-        with self._lock:
-            known = self._facts.get(head.id)
-        if known is not None and known[0] == version:
-            return known[1]
-        facts = facts_of(reader, head.id, head.marks)
-        with self._lock:
-            self._facts[head.id] = version, facts
-            if len(self._facts) > REMEMBERED:
-                del self._facts[next(iter(self._facts))]
-        return facts
+        seconds = None if end is None or head.started is None else max(0.0, end - head.started)
+        # Of both, the last record is that of the facts: a head knows it of runs without an end only.
+        return copied(RunRow, facts, head, facts.verdict, health=facts.verdict.state, state=head.state, seconds=seconds)
 
 
 def _heads(reader: Reader, is_written: Callable[[str, bool], bool], now: float) -> list[_Head]:
-    runs = list(run_heads(reader))
+    runs = list(stored_runs.run_heads(reader))
     by_run = {
         run: tuple(same) for run, same in groupby(sorted(marks(reader), key=attrgetter("run")), key=attrgetter("run"))
     }
-    last_records = last_records_of_open_runs(reader)
+    last_records = stored_runs.last_records_of_open_runs(reader)
     newest = max((run.started or 0.0 for run in runs if run.finished is None), default=None)
     heads = []
     for run in runs:
@@ -198,8 +171,8 @@ def _heads(reader: Reader, is_written: Callable[[str, bool], bool], now: float) 
             last = run.started if last is None else last
             written = is_written(run.id, (run.started or 0.0) == newest)
         state = state_of(run.finished, last, run.started, written=written, now=now)
-        described = (run.id, run.name, run.host, run.topology, run.started, run.finished)
-        heads.append(_Head(*described, last, written, state, by_run.get(run.id, ())))
+        marks_of_run = by_run.get(run.id, ())
+        heads.append(copied(_Head, run, last_record=last, written=written, state=state, marks=marks_of_run))
     return heads
 
 
@@ -240,3 +213,128 @@ VALUES: Mapping[str, Callable[[Any], Any]] = {
     "clients": attrgetter("clients"),
 }
 assert set(VALUES) == set(get_args(Sort)) - {"newest"}  # noqa: S101 - a word without a meaning is our own mistake
+
+
+# Bytes that a row takes with its part of the indexes, as measured in stores of real runs; what is packed is counted.
+_ROWS = {"metric": 75, "event": 400, "span": 390, "transfer": 75, "sketch": 150, "finding": 1400, "action": 500}
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What would go if the run were deleted."""
+
+    id: str
+    name: str
+    rounds: int
+    records: int
+    bytes: int  # about
+    tape_bytes: int = 0  # of its tape, which goes with it
+
+
+def contents_of(reader: Reader, run: str, store: Target = None) -> Contents:
+    """Count what deleting a run would remove; `store`: where its tape lies, if that counts too."""
+    counts = count_rows(reader, run, _ROWS)
+    return Contents(
+        id=run,
+        name=stored_runs.run_name(reader, run),
+        rounds=len(reader.history(run).rounds()),
+        records=sum(counts.values()) + count_layer_matrices(reader, run),
+        bytes=packed_bytes(reader, run) + sum(_ROWS[table] * count for table, count in counts.items()),
+        tape_bytes=0 if store is None else tape_bytes(store, run),
+    )
+
+
+POINTS = 60  # of a sparkline
+
+
+@dataclass(frozen=True, slots=True)
+class Spark:
+    """A metric's course in few points, which keep the extremes."""
+
+    name: str
+    of: str  # «federation» or «median client»
+    rounds: tuple[int, ...]
+    values: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What the list tells of a run."""
+
+    rounds: int
+    planned: int | None
+    last_record: float | None
+    clients: int
+    accuracy: float | None
+    loss: float | None
+    spark: Spark | None
+    bytes: int | None  # of the training, without telemetry
+    findings: dict[str, int]  # cases by severity, without muted ones
+    verdict: Verdict
+
+
+def facts_of(reader: Reader, run: str, marks: Sequence[Mark] = ()) -> RunFacts:
+    """Read the facts of a run that has these marks."""
+    rounds, last = stored_runs.rounds_and_last_record(reader, run)
+    described, clients = stored_runs.run_settings(reader, run) or Run(run, "", ""), count_clients(reader, run)
+    total, outcomes = traffic_total(reader, run), newest_outcomes(reader, run, ("accuracy", "loss"))
+    findings, verdict = _judged(reader, described, marks, rounds, clients)
+    return RunFacts(
+        rounds=rounds,
+        planned=planned_rounds(described),
+        last_record=finite(last),
+        clients=clients,
+        accuracy=finite(outcomes["accuracy"]),
+        loss=finite(outcomes["loss"]),
+        spark=sparkline_of(reader, run, "accuracy") or sparkline_of(reader, run, "loss"),
+        bytes=None if total is None else total.bytes,
+        findings=findings,
+        verdict=verdict,
+    )
+
+
+def _judged(
+    reader: Reader, run: Run, marks: Sequence[Mark], rounds: int, clients: int
+) -> tuple[dict[str, int], Verdict]:
+    """Cases by severity, and the verdict: as `verdict_of` gives it, but for the details that a list has no room for."""
+    cases = cases_of(reader, run.id)
+    facts = facts_in_short(run, rounds, clients, marks, gaps_of(reader, run.id))
+    counted = Counter(case.severity for case in cases if case_key(case) not in facts.muted)
+    return {severity: counted[severity] for severity in SEVERITIES}, judge(cases, facts)
+
+
+def sparkline_of(reader: Reader, run: str, name: str) -> Spark | None:
+    """Return the federation's own values, else the median client's of some rounds; None where nothing was measured."""
+    history = reader.history(run)
+    for node in (None, "server"):
+        rounds, values = history.series(name, node)
+        if rounds:
+            return Spark(name, "federation", *thinned(rounds, values))
+    known = history.rounds()
+    if not known or not has_metric(reader, run, name):
+        return None
+    picked = (
+        known if len(known) <= POINTS else [known[round(i * (len(known) - 1) / (POINTS - 1))] for i in range(POINTS)]
+    )
+    cohort = {n: [v for node, v in history.latest(name, n).items() if is_client(node)] for n in picked}
+    medians = [(n, _median(own)) for n, own in cohort.items() if own]
+    return Spark(name, "median client", tuple(n for n, _ in medians), tuple(v for _, v in medians)) if medians else None
+
+
+def _median(values: Sequence[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return median(finite) if finite else None
+
+
+def thinned(rounds: Sequence[int], values: Sequence[float]) -> tuple[tuple[int, ...], tuple[float | None, ...]]:
+    """Reduce to `POINTS`: the smallest and largest of each stretch, and the newest; None for what is not finite."""
+    places = list(range(len(rounds)))
+    if len(places) > POINTS:
+        stretches, newest = (POINTS - 1) // 2, places.pop()
+        cuts = [i * len(places) // stretches for i in range(stretches + 1)]
+        kept: list[int] = []
+        for start, end in pairwise(cuts):
+            finite = [p for p in places[start:end] if math.isfinite(values[p])] or places[start : start + 1]
+            kept += sorted({min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)})
+        places = [*kept, newest]
+    return tuple(rounds[p] for p in places), tuple(values[p] if math.isfinite(values[p]) else None for p in places)

@@ -8,24 +8,25 @@ the newest rounds, unless others are asked for, and the page says which. For all
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple, TypeVar
 
 from fedvitals.analysis.bottleneck import RunVerdict, judge
 from fedvitals.analysis.critical_path import CriticalPath, critical_path
-from fedvitals.analysis.remedies import Remedy, remedies
-from fedvitals.analysis.stragglers import Straggler, stragglers
-from fedvitals.analysis.timeline import RoundTime, main_clock, rounds_of_clock, timeline, waiting_for
-from fedvitals.analysis.what_if import WhatIfRow, what_if
+from fedvitals.analysis.remedies import remedies
+from fedvitals.analysis.stragglers import stragglers
+from fedvitals.analysis.timeline import RoundTime, main_clock, rounds_of_clock, timeline
+from fedvitals.analysis.what_if import what_if
 from fedvitals.errors import ConfigError
+from fedvitals.plain_json import copied
 from fedvitals.records import Span, Transfer
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.read.runs import end_of_run
 from fedvitals.store.read.spans import count_between, count_spans, records_between
 from fedvitals.views.memo import remembered
-from fedvitals.views.profile import ORDER
+from fedvitals.views.profile import seconds_by_part, waited_for
 
 R = TypeVar("R", Span, Transfer)
 SPANS = 4000  # that are read unless somebody asks for more: a third of a second
@@ -116,7 +117,7 @@ class WaitedFor:
     share: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimeCosts:
     """Where the time of some rounds went."""
 
@@ -126,10 +127,10 @@ class TimeCosts:
     window: Window
     timed: bool
     headline: str
-    kind: str | None
-    share: float | None
-    shares: Mapping[str, float]
-    seconds: float | None  # of a round, the mean
+    kind: str | None = None
+    share: float | None = None
+    shares: Mapping[str, float] = field(default_factory=dict)
+    seconds: float | None = None  # of a round, the mean
     path: tuple[Spent, ...]  # the rounds' own length, along their critical paths
     clients: tuple[Spent, ...]  # all clients' time together
     server: tuple[Spent, ...]
@@ -174,26 +175,24 @@ def _time_costs(reader: Reader, asked: _Asked) -> TimeCosts:
     times, paths = looked.times, looked.paths
     verdict = judge(times, paths=paths)
     waited = _waited_for(times, paths)
-    return TimeCosts(
+    return copied(
+        TimeCosts,
+        looked,
+        verdict,
         run=run,
-        clock=looked.clock,
-        clocks=looked.clocks,
-        window=looked.window,
         timed=verdict is not None,
         headline=verdict.text if verdict else "No round of these was timed: there is nothing to say about their time.",
-        kind=verdict.kind if verdict else None,
-        share=verdict.share if verdict else None,
-        shares=verdict.shares if verdict else {},
-        seconds=verdict.seconds if verdict else None,
         path=_spent(link.parts for path in paths for link in path.links),
         clients=_spent(client.parts for time in times for client in time.clients),
         server=_spent(time.server.parts for time in times if time.server is not None),
         rounds=_lines(verdict),
-        stragglers=tuple(_slow(straggler) for straggler in stragglers(times, most=NAMED, paths=paths)),
+        stragglers=tuple(
+            copied(SlowNode, slow, history=tuple(copied(SlowTurn, turn) for turn in slow.history))
+            for slow in stragglers(times, most=NAMED, paths=paths)
+        ),
         waited_for=waited[:NAMED],
         waited=sum(waiting.seconds for waiting in waited),
         unaccounted=median(time.unaccounted for time in times) if times else None,
-        left_open=looked.left_open,
     )
 
 
@@ -215,8 +214,10 @@ def _changes(reader: Reader, asked: _Asked) -> Changes:
         looked.clock,
         looked.window,
         max((row.before for row in rows), default=None),
-        tuple(_change(row) for row in better),
-        tuple(_remedy(remedy) for remedy in remedies(verdict, rows)) if verdict else (),
+        tuple(copied(Gain, row, why="", cut=row.cut[:CUT]) for row in better),
+        tuple(copied(Gain, remedy, cut=(), lost=None, lost_of="") for remedy in remedies(verdict, rows))
+        if verdict
+        else (),
     )
 
 
@@ -279,66 +280,18 @@ def _between(reader: Reader, run: str, kind: type[R], window: Window) -> Sequenc
 
 
 def _spent(parts: Iterable[Mapping[str, float]]) -> tuple[Spent, ...]:
-    """Seconds by part, in the one order of parts."""
-    sums: dict[str, float] = {}
-    for seconds_by_part in parts:
-        for part, seconds in seconds_by_part.items():
-            sums[part] = sums.get(part, 0.0) + seconds
+    sums = seconds_by_part(parts)
     whole = sum(sums.values())
-    order = sorted(sums, key=lambda part: ORDER.index(part) if part in ORDER else len(ORDER))
-    return tuple(Spent(part, sums[part], sums[part] / whole if whole > 0 else 0.0) for part in order)
+    return tuple(Spent(part, seconds, seconds / whole if whole > 0 else 0.0) for part, seconds in sums.items())
 
 
 def _lines(verdict: RunVerdict | None) -> tuple[RoundLine, ...]:
     rounds = [] if verdict is None else sorted(verdict.by_round, key=lambda judged: -judged.seconds)
-    return tuple(RoundLine(judged.round, judged.seconds, judged.kind, judged.text) for judged in rounds)
-
-
-def _slow(straggler: Straggler) -> SlowNode:
-    turns = tuple(SlowTurn(turn.round, turn.seconds, turn.peers, turn.determined) for turn in straggler.history)
-    return SlowNode(
-        straggler.node,
-        straggler.rounds,
-        straggler.determined,
-        straggler.seconds_lost,
-        straggler.part,
-        straggler.typical,
-        straggler.peers,
-        turns,
-    )
-
-
-def _change(row: WhatIfRow) -> Gain:
-    return Gain(
-        row.name, "", row.before, row.after, row.share, row.assumes, row.costs, row.cut[:CUT], row.lost, row.lost_of,
-        row.at_most,
-    )  # fmt: skip
-
-
-def _remedy(remedy: Remedy) -> Gain:
-    return Gain(
-        remedy.name,
-        remedy.why,
-        remedy.before,
-        remedy.after,
-        remedy.share,
-        remedy.assumes,
-        remedy.costs,
-        (),
-        None,
-        "",
-        remedy.at_most,
-    )
+    return tuple(copied(RoundLine, judged, headline=judged.text) for judged in rounds)
 
 
 def _waited_for(times: Sequence[RoundTime], paths: Sequence[CriticalPath]) -> tuple[WaitedFor, ...]:
-    """For whom clients waited, the most first; not where they take turns, and each waits for all the others."""
-    waited: dict[str, float] = {}
-    for time, path in zip(times, paths, strict=True):
-        whom = {} if path.shape.slots is not None else waiting_for(time)
-        for client in time.clients:
-            if client.node in whom:
-                waited[whom[client.node]] = waited.get(whom[client.node], 0.0) + client.parts["wait"]
+    """For whom clients waited, the most first."""
+    waited = waited_for(times, paths)
     whole = sum(waited.values())
-    order = sorted(waited, key=lambda node: -waited[node])
-    return tuple(WaitedFor(node, waited[node], waited[node] / whole) for node in order if whole > 0)
+    return tuple(WaitedFor(node, seconds, seconds / whole) for node, seconds in waited.items() if whole > 0)

@@ -179,7 +179,8 @@ def _compared(
     keep = [i for i, node in enumerate(updates.nodes) if node not in drop]
     before = updates.starts["model"]
     all_of_them = _aggregated(own, updates, range(len(updates.nodes)), memory)
-    after = tape.tensors(entry.after["model"].digest) if _is_there(tape, entry) else None
+    recorded = entry.after.get("model")
+    after = tape.tensors(recorded.digest) if recorded is not None and tape.has(recorded.digest) else None
     changed = _aggregated(own if rule == RECORDED else _rule(rule, len(keep)), updates, keep, memory)
     step = (all_of_them if after is None else flat(after.values())) - before
     other = changed - before
@@ -195,10 +196,6 @@ def _compared(
         None if not whole[0] or whole[2] is None else whole[2] / whole[0], whole[3], tuple(layers[:LAYERS]),
         tuple(notes),
     )  # fmt: skip
-
-
-def _is_there(tape: TapeReader, entry: RoundEntry) -> bool:
-    return "model" in entry.after and tape.has(entry.after["model"].digest)
 
 
 def _own_rule(tape: TapeReader, entry: RoundEntry) -> tuple[Any, dict[str, Any], list[str]]:

@@ -6,16 +6,14 @@ A client's name travels as a query parameter: it may hold slashes, dots and ques
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, HTTPException, Query, Request
-from fastapi.responses import Response
+from fastapi import APIRouter, HTTPException, Query, Request, Response
 
 from fedvitals.dashboard.answers import answer
-from fedvitals.dashboard.pages.client import ClientPage, client_page
+from fedvitals.dashboard.pages import client as client_pages
 from fedvitals.dashboard.pages.layer_deviation import ClientLayers, client_layers
-from fedvitals.dashboard.pages.round_times import ClientTimes, client_times
-from fedvitals.dashboard.pages.sign_deviation import ClientSign, client_signs
 from fedvitals.dashboard.reader_cache import ReaderCache
 from fedvitals.dashboard.routes.overview import Points
 from fedvitals.dashboard.routes.parameters import First, Last, RunPath
@@ -55,26 +53,22 @@ def clients(
     return answer(request, run, lambda reader, run_id: clients_page(_roster(request, reader, run_id), **wanted))
 
 
-@router.get("/api/runs/{run}/client", response_model=ClientPage)
+@router.get("/api/runs/{run}/client", response_model=client_pages.ClientPage)
 def client(request: Request, run: RunPath, node: Node) -> Response:
     """One client: verdict, findings, facts, failures, events, and its neighbours in the order of trouble."""
 
-    def work(reader: Reader, run_id: str) -> ClientPage:
-        return client_page(reader, _known(reader, run_id, node), node, _roster(request, reader, run_id).rows)
+    def work(reader: Reader, run_id: str, node: str) -> client_pages.ClientPage:
+        return client_pages.client_page(reader, run_id, node, _roster(request, reader, run_id).rows)
 
-    return answer(request, run, work)
+    return answer(request, run, _of_client, work, node)
 
 
-@router.get("/api/runs/{run}/client/signs", response_model=list[ClientSign])
+@router.get("/api/runs/{run}/client/signs", response_model=list[client_pages.ClientSign])
 def signs(
     request: Request, run: RunPath, node: Node, points: Points = 500, first: First = None, last: Last = None
 ) -> Response:
     """Its vital signs over the rounds, the most deviating first."""
-    return answer(
-        request,
-        run,
-        lambda reader, run_id: client_signs(reader, _known(reader, run_id, node), node, points, first, last),
-    )
+    return answer(request, run, _of_client, client_pages.client_signs, node, points, first, last)
 
 
 @router.get("/api/runs/{run}/client/layers", response_model=ClientLayers)
@@ -88,21 +82,13 @@ def layers(
     last: Last = None,
 ) -> Response:
     """Its layers against the median client's, by round."""
-    return answer(
-        request,
-        run,
-        lambda reader, run_id: client_layers(
-            reader, _known(reader, run_id, node), node, family, statistic, first, last
-        ),
-    )
+    return answer(request, run, _of_client, client_layers, node, family, statistic, first, last)
 
 
-@router.get("/api/runs/{run}/client/times", response_model=ClientTimes)
+@router.get("/api/runs/{run}/client/times", response_model=client_pages.ClientTimes)
 def times(request: Request, run: RunPath, node: Node, first: First = None, last: Last = None) -> Response:
     """Where its time went, by round."""
-    return answer(
-        request, run, lambda reader, run_id: client_times(reader, _known(reader, run_id, node), node, first, last)
-    )
+    return answer(request, run, _of_client, client_pages.client_times, node, first, last)
 
 
 @router.get("/api/runs/{run}/map", response_model=UpdateMap)
@@ -119,28 +105,19 @@ def map_of_updates(
         layouts: Layouts = request.app.state.reader_cache.layouts  # here: those of a store that was replaced are gone
         history = reader.history(run_id)
         rounds = history.rounds()
-        groups = groups_of(history, rounds[-1]) if rounds else {}
-        return update_map(
-            reader,
-            run_id,
-            layouts,
-            round_index=round,
-            node=node,
-            kind=plane,
-            severities=severities(reader, run_id),
-            groups=groups,
-        )
+        about = {"severities": severities(reader, run_id), "groups": groups_of(history, rounds[-1]) if rounds else {}}
+        return update_map(reader, run_id, layouts, round_index=round, node=node, kind=plane, **about)
 
     return answer(request, run, work)
 
 
 def _roster(request: Request, reader: Reader, run: str) -> Roster:
     cache: ReaderCache = request.app.state.reader_cache
-    return cache.rosters.roster(reader, run, cache.version(run))
+    return cache.rosters.roster(reader, run, cache.tracker.version(run))
 
 
-def _known(reader: Reader, run: str, node: str) -> str:
-    """The run, where it has that node; 404 where it has not."""
+def _of_client(reader: Reader, run: str, work: Callable[..., Any], node: str, *arguments: Any) -> Any:
+    """What `work` gives of a client; 404 where the run has no such node."""
     if not has_node(reader, run, node):
         raise HTTPException(404, f"The run {run} has no client '{node}'.")
-    return run
+    return work(reader, run, node, *arguments)

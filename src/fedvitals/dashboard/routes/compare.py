@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from typing import Annotated
 
-from fastapi import APIRouter, HTTPException, Query, Request
-from fastapi.responses import Response
+from fastapi import APIRouter, Query, Request, Response
 from pydantic import StringConstraints
 
 from fedvitals.dashboard.answers import answer
-from fedvitals.errors import ConfigError
 from fedvitals.store.read.queries import find_run
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.comparison.page import ComparePage, compare_page
@@ -22,30 +18,7 @@ from fedvitals.views.run_figures import Figures, figures_of
 router = APIRouter(tags=["compare"])
 MOST = 6  # sides
 REPEATS = 10  # runs of a side, the newest
-REMEMBERED = 80  # runs
 Name = Annotated[str, StringConstraints(min_length=1, max_length=300)]
-
-
-class Remembered:
-    """Figures of runs, until they change: who adds a run to a comparison does not wait for the others again."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._figures: OrderedDict[tuple[str, str], Figures] = OrderedDict()
-
-    def figures(self, reader: Reader, run: str, version: str) -> Figures:
-        """Return the figures of a run at this version, read once."""
-        with self._lock:
-            known = self._figures.get((run, version))
-        if known is None:
-            known = figures_of(reader, run)
-        with self._lock:
-            for old in [key for key in self._figures if key[0] == run]:
-                del self._figures[old]
-            self._figures[run, version] = known
-            while len(self._figures) > REMEMBERED:
-                self._figures.popitem(last=False)
-        return known
 
 
 @router.get("/api/compare", response_model=ComparePage)
@@ -60,21 +33,19 @@ def compare(
     Runs of one name and one configuration, which differ by their seeds only, are one side. With `repeats`, all such
     runs in the store are taken, not only those named: of each side the newest ten.
     """
-    cache = request.app.state.reader_cache
-    state = request.app.state
-    if not hasattr(state, "compared"):
-        state.compared = Remembered()
+    cache, known = request.app.state.reader_cache, request.app.state.compared
 
     def meant(reader: Reader) -> list[str]:
-        try:
-            ids = list(dict.fromkeys(find_run(reader, run) for run in runs))
-            first = ids[0] if baseline is None else find_run(reader, baseline)
-        except ConfigError as error:
-            raise HTTPException(404, str(error)) from error
+        ids = list(dict.fromkeys(find_run(reader, run) for run in runs))
+        first = ids[0] if baseline is None else find_run(reader, baseline)
         return chosen(reader, [first, *(run for run in ids if run != first)], repeats=repeats, most=REPEATS)
 
+    def figures(reader: Reader, run: str) -> Figures:
+        """The figures of a run, until it changes: who adds one to a comparison does not wait for the others again."""
+        read: Figures = known.get(run, cache.tracker.version(run), lambda: figures_of(reader, run))
+        return read
+
     def work(reader: Reader) -> ComparePage:
-        known = lambda reader, run: state.compared.figures(reader, run, cache.version(run))  # noqa: E731
-        return compare_page(sides_of(reader, meant(reader), figures=known))
+        return compare_page(sides_of(reader, meant(reader), figures=figures))
 
     return answer(request, None, work, about=meant)

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
-from fastapi.responses import Response
+from fastapi import APIRouter, Query, Request, Response
 
+from fedvitals.dashboard.answers import answer
 from fedvitals.dashboard.pages.ridges import Distribution, distribution
 from fedvitals.dashboard.routes.parameters import FURTHEST, First, Last, RunPath
-from fedvitals.dashboard.routes.rounds import named
 from fedvitals.views.layers import LayersPage, layers_page
 
 router = APIRouter(tags=["layers"])
@@ -34,22 +33,8 @@ def get_layers(
     last: Last = None,
 ) -> Response:
     """Statistics through the depth and over the rounds; average gradients; dead and saturated units."""
-    return named(
-        request,
-        run,
-        lambda reader, run: layers_page(
-            reader,
-            run,
-            family=family,
-            statistic=statistic,
-            node=node,
-            selected=selected,
-            every_layer=every_layer,
-            first=first,
-            last=last,
-            columns=columns,
-        ),
-    )
+    where: dict[str, Any] = {"node": node, "selected": selected, "first": first, "last": last, "columns": columns}
+    return answer(request, run, layers_page, family=family, statistic=statistic, every_layer=every_layer, **where)
 
 
 @router.get("/api/runs/{run}/layers/distribution", response_model=Distribution)
@@ -61,4 +46,4 @@ def get_distribution(
     selected: Round = None,
 ) -> Response:
     """How a layer's gradient was distributed, round by round; where that was not measured, its spread."""
-    return named(request, run, lambda reader, run: distribution(reader, run, layer, node, selected))
+    return answer(request, run, distribution, layer, node, selected)

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
-from fastapi.responses import Response
+from fastapi import APIRouter, Query, Request, Response
 
 from fedvitals.dashboard.answers import answer
-from fedvitals.dashboard.routes.parameters import FURTHEST, First, Last, RunPath
+from fedvitals.dashboard.routes.parameters import FURTHEST, First, Last, Names, RunPath
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.grid import Grid
 from fedvitals.views.heat import Sort, client_grid, layer_grid
@@ -20,14 +19,8 @@ from fedvitals.views.series import Band, Series, band, median_series, several_se
 
 router = APIRouter(tags=["overview"])
 Sign = Annotated[str, Query(min_length=1, max_length=300, description="Name of a metric.")]
-Signs = Annotated[
-    list[Annotated[str, Query(min_length=1, max_length=300)]],
-    Query(max_length=16, description="Names of metrics; give the parameter once for each."),
-]
-Nodes = Annotated[
-    list[Annotated[str, Query(min_length=1, max_length=300)]],
-    Query(max_length=16, description="Nodes whose own values are wanted; none: the federation's."),
-]
+Signs = Annotated[Names, Query(max_length=16, description="Names of metrics; give the parameter once for each.")]
+Nodes = Annotated[Names, Query(max_length=16, description="Nodes whose own values are wanted; none: the federation's.")]
 Points = Annotated[int, Query(ge=1, le=4000, description="At most so many; more rounds share buckets.")]
 
 
@@ -82,13 +75,8 @@ def get_grid(
     last: Last = None,
 ) -> Response:
     """A sign of all clients over the rounds, as a heat map has it."""
-    return answer(
-        request,
-        run,
-        lambda reader, run: client_grid(
-            reader, run, sign, sort=sort, offset=offset, limit=rows, columns=columns, first=first, last=last
-        ),
-    )
+    page: dict[str, Any] = {"offset": offset, "limit": rows, "columns": columns}
+    return answer(request, run, client_grid, sign, sort=sort, first=first, last=last, **page)
 
 
 @router.get("/api/runs/{run}/layer-grid", response_model=Grid)
@@ -102,11 +90,7 @@ def get_layer_grid(
     last: Last = None,
 ) -> Response:
     """A statistic of the federation's layers over the rounds, in the order of the model."""
-    return answer(
-        request,
-        run,
-        lambda reader, run: layer_grid(reader, run, family, statistic, first=first, last=last, columns=columns),
-    )
+    return answer(request, run, layer_grid, family, statistic, first=first, last=last, columns=columns)
 
 
 @router.get("/api/runs/{run}/phases", response_model=Phases)
@@ -114,4 +98,4 @@ def get_phases(
     request: Request, run: RunPath, points: Points = 500, first: First = None, last: Last = None
 ) -> Response:
     """What the rounds' time went to, and their bytes."""
-    return answer(request, run, lambda reader, run: phases(reader, run, points, first, last))
+    return answer(request, run, phases, points, first, last)

@@ -9,5 +9,6 @@ from fastapi import Path, Query
 
 FURTHEST = 2**53  # the largest whole number that a browser can say
 RunPath = Annotated[str, Path(max_length=300, description="Id of a run, its name, or the beginning of its id.")]
+Names = list[Annotated[str, Query(min_length=1, max_length=300)]]
 First = Annotated[int | None, Query(alias="from", ge=-FURTHEST, le=FURTHEST, description="First round.")]
 Last = Annotated[int | None, Query(alias="to", ge=-FURTHEST, le=FURTHEST, description="Last round.")]

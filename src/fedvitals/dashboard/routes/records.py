@@ -6,8 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, HTTPException, Query, Request
-from fastapi.responses import Response
+from fastapi import APIRouter, HTTPException, Query, Request, Response
 
 from fedvitals.dashboard.answers import answer
 from fedvitals.dashboard.routes.parameters import RunPath
@@ -49,11 +48,11 @@ def records(
     if not known.issuperset(chosen):
         foreign = next(key for key in chosen if key not in known)
         raise HTTPException(422, f"A {kind} has no {foreign}, so none can be chosen by it. Leave «{foreign}» out.")
-    return answer(request, run, lambda reader, run_id: _page(reader, table, {"run": run_id, **chosen}, after, limit))
+    return answer(request, run, _page, table, chosen, after, limit)
 
 
-def _page(reader: Reader, table: Table, wanted: dict[str, Any], after: int, limit: int) -> Records:
-    columns, page = page_of_table(reader, table, wanted, after, limit)
+def _page(reader: Reader, run: str, table: Table, chosen: dict[str, Any], after: int, limit: int) -> Records:
+    columns, page = page_of_table(reader, table, {"run": run, **chosen}, after, limit)
     rows = tuple(tuple(_readable(value) for value in row) for row in page)
     more = len(page) == limit
     return Records(table.name, columns, rows, int(page[-1][0]) if more else None)

@@ -10,16 +10,13 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
-from fastapi import APIRouter, HTTPException, Path, Query, Request
-from fastapi.responses import Response
+from fastapi import APIRouter, Path, Query, Request, Response
 
 from fedvitals.dashboard.answers import answer
 from fedvitals.dashboard.pages.replay import ReplayIndex, ReplayRound, replay_index, replay_round
-from fedvitals.dashboard.pages.tape_index import NoTapeError, sign_of
+from fedvitals.dashboard.pages.tape_index import sign_of
 from fedvitals.dashboard.pages.what_if import WhatIf, what_if
-from fedvitals.dashboard.reader_cache import ReaderCache
 from fedvitals.dashboard.routes.parameters import FURTHEST, RunPath
-from fedvitals.errors import ConfigError
 from fedvitals.store import Target
 from fedvitals.store.read.reader import Reader
 
@@ -32,17 +29,14 @@ Sort = Literal["trouble", "-trouble", "name", "-name", "weight", "-weight", "nor
                "-last"]  # fmt: skip
 
 
-def taped(request: Request, run: str, work: Callable[[Reader, Target, str], Any]) -> Response:
-    """As `answer`; what is on the tape counts for the ETag, too. No tape, no such round: not found."""
-    cache: ReaderCache = request.app.state.reader_cache
+def taped(request: Request, run: str, work: Callable[..., Any], *arguments: Any, **settings: Any) -> Response:
+    """As `answer`; what is on the tape counts for the ETag, too."""
+    store: Target = request.app.state.reader_cache.target
 
-    def work_or_404(reader: Reader, run: str) -> Any:
-        try:
-            return work(reader, cache.target, run)
-        except (ConfigError, NoTapeError) as error:
-            raise HTTPException(404, str(error)) from error
+    def read(reader: Reader, run: str) -> Any:
+        return work(reader, store, run, *arguments, **settings)
 
-    return answer(request, run, work_or_404, also=lambda run: f"-{sign_of(cache.target, run)}")
+    return answer(request, run, read, also=lambda run: f"-{sign_of(store, run)}")
 
 
 @router.get("/api/runs/{run}/replay", response_model=ReplayIndex)
@@ -62,13 +56,7 @@ def get_replay_round(
     offset: Annotated[int, Query(ge=0, le=FURTHEST)] = 0,
 ) -> Response:
     """The state at a round: model, layers, metrics, who answered and how; and the commands that run it again."""
-    return taped(
-        request,
-        run,
-        lambda reader, store, run: replay_round(
-            reader, store, run, number, node or None, sort=sort, limit=limit, offset=offset
-        ),
-    )
+    return taped(request, run, replay_round, number, node or None, sort=sort, limit=limit, offset=offset)
 
 
 @router.get("/api/runs/{run}/replay/{number}/whatif", response_model=WhatIf)
@@ -83,4 +71,4 @@ def get_what_if(
 ) -> Response:
     """The round put together otherwise, from whole updates on the tape; where they are not there, it says so."""
     nodes = tuple(dict.fromkeys(unquote(node) for node in drop.split(",") if node))
-    return taped(request, run, lambda reader, store, run: what_if(reader, store, run, number, drop=nodes, rule=rule))
+    return taped(request, run, what_if, number, drop=nodes, rule=rule)

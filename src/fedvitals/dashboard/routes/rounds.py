@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, HTTPException, Path, Query, Request
-from fastapi.responses import Response
+from fastapi import APIRouter, Path, Query, Request, Response
 
 from fedvitals.dashboard.answers import answer
 from fedvitals.dashboard.pages.costs import Costs, costs
 from fedvitals.dashboard.pages.time_costs import Changes, TimeCosts, changes, time_costs
-from fedvitals.dashboard.routes.parameters import FURTHEST, First, Last, RunPath
-from fedvitals.errors import ConfigError
-from fedvitals.store.read.reader import Reader
+from fedvitals.dashboard.routes.parameters import FURTHEST, First, Last, Names, RunPath
 from fedvitals.views.round import RoundPage, RoundTable, round_page, round_table
 from fedvitals.views.topology import TopologyPage, topology_page
 
@@ -24,24 +20,12 @@ Number = Annotated[int, Path(alias="number", ge=-FURTHEST, le=FURTHEST, descript
 Offset = Annotated[int, Query(ge=0, le=FURTHEST)]
 
 
-def named(request: Request, run: str, work: Callable[[Reader, str], Any]) -> Response:
-    """As `answer`; a round, node, metric or clock that the run does not have is not found."""
-
-    def work_or_404(reader: Reader, run: str) -> Any:
-        try:
-            return work(reader, run)
-        except ConfigError as error:
-            raise HTTPException(404, str(error)) from error
-
-    return answer(request, run, work_or_404)
-
-
 @router.get("/api/runs/{run}/profile", response_model=TimeCosts)
 def get_profile(
     request: Request, run: RunPath, clock: Clock = None, first: First = None, last: Last = None
 ) -> Response:
     """What some rounds are bound by, what their time went to, and who held them up; without `from`, the newest."""
-    return named(request, run, lambda reader, run: time_costs(reader, run, clock=clock, first=first, last=last))
+    return answer(request, run, time_costs, clock=clock, first=first, last=last)
 
 
 @router.get("/api/runs/{run}/profile/changes", response_model=Changes)
@@ -49,13 +33,13 @@ def get_changes(
     request: Request, run: RunPath, clock: Clock = None, first: First = None, last: Last = None
 ) -> Response:
     """What would have made these rounds shorter: the what-if table and the remedies."""
-    return named(request, run, lambda reader, run: changes(reader, run, clock=clock, first=first, last=last))
+    return answer(request, run, changes, clock=clock, first=first, last=last)
 
 
 @router.get("/api/runs/{run}/costs", response_model=Costs)
 def get_costs(request: Request, run: RunPath) -> Response:
     """Memory by what it is for, traffic by client and kind, and what the machine did."""
-    return named(request, run, costs)
+    return answer(request, run, costs)
 
 
 @router.get("/api/runs/{run}/rounds/{number}", response_model=RoundPage)
@@ -69,11 +53,7 @@ def get_round(
     offset: Offset = 0,
 ) -> Response:
     """One round: what every node did and when, its critical path, and who waited for whom."""
-    return named(
-        request,
-        run,
-        lambda reader, run: round_page(reader, run, number, clock=clock, sort=sort, limit=limit, offset=offset),
-    )
+    return answer(request, run, round_page, number, clock=clock, sort=sort, limit=limit, offset=offset)
 
 
 @router.get("/api/runs/{run}/rounds/{number}/metrics", response_model=RoundTable)
@@ -81,20 +61,13 @@ def get_round_metrics(
     request: Request,
     run: RunPath,
     number: Number,
-    names: Annotated[
-        list[Annotated[str, Query(min_length=1, max_length=300)]],
-        Query(max_length=32, description="Metrics; give the parameter once for each."),
-    ] = [],  # noqa: B006 - FastAPI copies it
+    names: Annotated[Names, Query(max_length=32, description="Metrics; give the parameter once for each.")] = [],  # noqa: B006 - FastAPI copies it
     sort: Annotated[str, Query(max_length=300, description="A metric, the largest first; «-NAME»: the smallest.")] = "",
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     offset: Offset = 0,
 ) -> Response:
     """The round's metrics, a row a node."""
-    return named(
-        request,
-        run,
-        lambda reader, run: round_table(reader, run, number, names, sort=sort, limit=limit, offset=offset),
-    )
+    return answer(request, run, round_table, number, names, sort=sort, limit=limit, offset=offset)
 
 
 @router.get("/api/runs/{run}/topology", response_model=TopologyPage)
@@ -109,4 +82,4 @@ def get_topology(
     ] = None,
 ) -> Response:
     """Who talked to whom in a round, how much, and who was ill."""
-    return named(request, run, lambda reader, run: topology_page(reader, run, number, most=most))
+    return answer(request, run, topology_page, number, most=most)

@@ -7,12 +7,10 @@ import threading
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException, Path, Query, Request
-from fastapi.responses import Response
+from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
 
-from fedvitals.dashboard.answers import Failure, answer, encode
-from fedvitals.dashboard.pages.runs import Order, RunList, RunsAsked, RunsPage, Sort
-from fedvitals.dashboard.pages.storage import Contents, contents_of
+from fedvitals.dashboard.answers import Failure, answer, changed
+from fedvitals.dashboard.pages.runs import Contents, Order, RunList, RunsAsked, RunsPage, Sort, contents_of
 from fedvitals.dashboard.presence import writers
 from fedvitals.dashboard.routes.parameters import RunPath
 from fedvitals.dashboard.routes.status import this_minute
@@ -67,25 +65,18 @@ def runs(
     asked = RunsAsked(search, state, health, tag, sort, order, limit, offset)
     cache = request.app.state.reader_cache
 
+    run_list: RunList = request.app.state.run_list
+
     def work(reader: Reader) -> RunsPage:
-        return _list_of(request).page(reader, cache.version, asked, writers(reader, cache.target))
+        return run_list.page(reader, cache.tracker.version, asked, writers(reader, cache.target))
 
     return answer(request, None, work, also=this_minute())
-
-
-def _list_of(request: Request) -> RunList:
-    state = request.app.state
-    if not hasattr(state, "run_list"):
-        state.run_list = RunList()
-    run_list: RunList = state.run_list
-    return run_list
 
 
 @router.get("/api/runs/{run}/contents", response_model=Contents)
 def contents(request: Request, run: RunPath) -> Response:
     """What would go if the run were deleted."""
-    target = request.app.state.reader_cache.target
-    return answer(request, run, lambda reader, run_id: contents_of(reader, run_id, target))
+    return answer(request, run, contents_of, request.app.state.reader_cache.target)
 
 
 @router.put("/api/runs/{run}/tags/{tag:path}", response_model=Tags, responses=CONFLICT)
@@ -98,7 +89,7 @@ def add_tag(request: Request, run: RunPath, tag: TagPath) -> Response:
     if word not in known and len(known) >= MOST_TAGS:
         raise HTTPException(409, f"A run has at most {MOST_TAGS} tags. Remove one first.")
     set_mark(request.app.state.reader_cache.target, run_id, "tag", word, "")
-    return _answer(Tags(run_id, _tags(request, run_id)))
+    return changed(Tags(run_id, _tags(request, run_id)))
 
 
 @router.delete("/api/runs/{run}/tags/{tag:path}", response_model=Tags, responses=CONFLICT)
@@ -106,7 +97,7 @@ def remove_tag(request: Request, run: RunPath, tag: TagPath) -> Response:
     """Take a tag from a run; one that it does not have is no error."""
     run_id = _exact(request, run)
     clear_mark(request.app.state.reader_cache.target, run_id, "tag", tag)
-    return _answer(Tags(run_id, _tags(request, run_id)))
+    return changed(Tags(run_id, _tags(request, run_id)))
 
 
 @router.delete("/api/runs/{run}", response_model=Deleted, responses=CONFLICT)
@@ -124,7 +115,7 @@ def delete(request: Request, run: RunPath) -> Response:
     if not cleared.removed:
         raise HTTPException(404, f"There is no run '{run_id}' any more.")
     gone = cleared.removed[0]
-    return _answer(Deleted(run_id, gone.name, gone.rows, gone.bytes, gone.tape_bytes))
+    return changed(Deleted(run_id, gone.name, gone.rows, gone.bytes, gone.tape_bytes))
 
 
 def _exact(request: Request, run: str) -> str:
@@ -138,7 +129,3 @@ def _exact(request: Request, run: str) -> str:
 def _tags(request: Request, run: str) -> tuple[str, ...]:
     with request.app.state.reader_cache.reader() as reader:
         return tuple(sorted(mark.target for mark in marks(reader, run) if mark.kind == "tag"))
-
-
-def _answer(value: Any) -> Response:
-    return Response(encode(value), media_type="application/json", headers={"Cache-Control": "no-store"})

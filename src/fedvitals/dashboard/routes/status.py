@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of what every page shows at its edges: the store, and the state of a run."""
+"""Routes of what every page shows at its edges: the store, the state of a run, and which runs have changed."""
 
 from __future__ import annotations
 
 import time
 
-from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi.responses import StreamingResponse
 
 from fedvitals.dashboard.answers import answer
 from fedvitals.dashboard.presence import is_written
@@ -25,8 +25,7 @@ def this_minute() -> str:
 @router.get("/api/store", response_model=StoreStatus)
 def store(request: Request) -> Response:
     """The store that is shown."""
-    shown = request.app.state.reader_cache.shown
-    return answer(request, None, lambda reader: store_status(reader, shown))
+    return answer(request, None, store_status, request.app.state.reader_cache.shown)
 
 
 @router.get("/api/runs/{run}", response_model=Status)
@@ -38,3 +37,14 @@ def status(request: Request, run: RunPath) -> Response:
         return status_of(reader, run_id, written=is_written(reader, target, run_id))
 
     return answer(request, run, work, also=this_minute())
+
+
+@router.get("/api/live", include_in_schema=False)  # a stream without an end is nothing that a schema can say
+async def live(request: Request) -> StreamingResponse:
+    if request.app.state.live.full:
+        raise HTTPException(503, "Too many pages are open on this dashboard. Close some.")
+    return StreamingResponse(
+        request.app.state.live.events(),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+    )

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE
+from fedvitals.errors import ConfigError
 from fedvitals.protocols import Correction, History
 from fedvitals.records import Action, Finding
 
@@ -44,11 +45,8 @@ RUN_KINDS = (
 KINDS = ("exclude", *CLIENT_KINDS, *RUN_KINDS, "advise")
 OPT_IN_KINDS = ("stop_client_at_nonfinite",)
 ONE_ROUND_KINDS = ("roll_back", "resample")  # done in one round, not in force for many
-CUMULATIVE_KINDS = (
-    "client_rate",
-    "server_rate",
-    "shorten_local_training",
-)  # factors multiply; others cannot be doubled
+# Factors multiply; others cannot be doubled.
+CUMULATIVE_KINDS = ("client_rate", "server_rate", "shorten_local_training")
 
 PAPERS_CLIPPING = 1.0  # norm of each tensor, as in the study that this project continues
 UPDATE_ROOM = 2.0  # how much longer than the median an update may be
@@ -69,91 +67,73 @@ def suspect_of(finding: Finding) -> str | None:
     return finding.suspects[0].node if len(finding.suspects) == 1 else None
 
 
+def target_of(action: Action, allowed: str) -> str:
+    """Return an action's target. Raises ConfigError, naming what is `allowed`, if it has none."""
+    if action.target is None:
+        raise ConfigError(f"'{action.kind}' needs a target: {allowed}.")
+    return action.target
+
+
+def positive_argument(action: Action, name: str) -> float:
+    """Return a number of an action's arguments. Raises ConfigError unless it is finite and above 0."""
+    value = action.arguments.get(name)
+    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"'{action.kind}' needs '{name}', finite and above 0; got {value!r}.")
+    return float(value)
+
+
 def _action(finding: Finding, kind: str, target: str | None = None, **arguments: Any) -> Action:
     return Action(finding.where, finding.at, finding_label(finding), kind, target, arguments)
 
 
-def exclude(finding: Finding, history: History) -> Action | None:  # noqa: ARG001 - a correction's signature
-    """Leave the suspect's update of this round out."""
-    suspect = suspect_of(finding)
-    return None if suspect is None else _action(finding, "exclude", suspect)
+def _on_suspect(kind: str, **arguments: Any) -> Correction:
+    """Return a correction of the client or group that a finding is about; None of a finding about the whole run."""
+
+    def correction(finding: Finding, history: History) -> Action | None:  # noqa: ARG001 - a correction's signature
+        suspect = suspect_of(finding)
+        return None if suspect is None else _action(finding, kind, suspect, **arguments)
+
+    return correction
 
 
-def quarantine(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
-    """Leave the suspect's updates out until it has been without a finding for a while."""
-    suspect = suspect_of(finding)
-    return None if suspect is None else _action(finding, "quarantine", suspect)
+def _on_run(kind: str, **arguments: Any) -> Correction:
+    """Return a correction of the whole run."""
+
+    def correction(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
+        return _action(finding, kind, **arguments)
+
+    return correction
+
+
+exclude, quarantine = _on_suspect("exclude"), _on_suspect("quarantine")
+halve_weight = _on_suspect("reweight", factor=0.5)
+clip_gradients = _on_run("clip_gradients", limit=PAPERS_CLIPPING)
+stop_client_at_nonfinite = _on_run("stop_client_at_nonfinite")
+trimmed_mean = _on_run("robust_aggregator", rule="trimmed_mean", fraction=0.2)
+roll_back = _on_run("roll_back")  # CorrectionTrials adds the round to restore: it knows the trend of the loss
+resample = _on_run("resample")
+server_slower, server_faster = _on_run("server_rate", factor=0.3), _on_run("server_rate", factor=4.0)
+client_slower = _on_run("client_rate", factor=0.3)
+shorter = _on_run("shorten_local_training", factor=0.5)
 
 
 def weigh_like_others(finding: Finding, history: History) -> Action | None:
     """Give the suspect the weight of a median client; half of its own where claimed sample counts are unknown."""
     suspect = suspect_of(finding)
-    if suspect is None:
-        return None
     claimed = history.latest("update.samples", finding.where.round or 0)
     others = [value for node, value in claimed.items() if node != suspect and math.isfinite(value)]
-    if not others:
-        return _action(finding, "reweight", suspect, factor=0.5)
+    if suspect is None or not others:
+        return halve_weight(finding, history)
     return _action(finding, "reweight", suspect, samples=max(1, round(float(np.median(others)))))
-
-
-def halve_weight(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
-    """Halve the suspect's weight."""
-    suspect = suspect_of(finding)
-    return None if suspect is None else _action(finding, "reweight", suspect, factor=0.5)
-
-
-def clip_gradients(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
-    """Clip each tensor's gradient on every client."""
-    return _action(finding, "clip_gradients", limit=PAPERS_CLIPPING)
 
 
 def clip_updates(finding: Finding, history: History) -> Action | None:
     """Clip updates to a little more than the norm that was usual before the problem began."""
     since = int(finding.evidence.get("since", finding.where.round or 0))
-    norms = [
-        value
-        for round_index in history.rounds()[-20:]
-        if round_index <= since
-        for value in history.latest("update.norm", round_index).values()
-        if math.isfinite(value) and value > 0
-    ]
-    return _action(finding, "clip_updates", norm=UPDATE_ROOM * float(np.median(norms))) if norms else None
-
-
-def stop_client_at_nonfinite(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
-    """End a client's local training at its first loss that is not finite."""
-    return _action(finding, "stop_client_at_nonfinite")
-
-
-def trimmed_mean(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
-    """Aggregate with a trimmed mean instead of the average."""
-    return _action(finding, "robust_aggregator", rule="trimmed_mean", fraction=0.2)
-
-
-def roll_back(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
-    """Restore an earlier model; `CorrectionTrials` decides which one."""
-    return _action(
-        finding, "roll_back"
-    )  # CorrectionTrials adds the round to restore, since it knows the trend of the loss
-
-
-def resample(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
-    """Choose another cohort in the next round."""
-    return _action(finding, "resample")
-
-
-def _rate(kind: str, factor: float) -> Correction:
-    def correction(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
-        return _action(finding, kind, factor=factor)
-
-    correction.__name__ = f"{kind}_{factor:g}"
-    return correction
-
-
-server_slower, server_faster = _rate("server_rate", 0.3), _rate("server_rate", 4.0)
-client_slower = _rate("client_rate", 0.3)
-shorter = _rate("shorten_local_training", 0.5)
+    rounds = [round_index for round_index in history.rounds()[-20:] if round_index <= since]
+    norms = [norm for round_index in rounds for norm in history.latest("update.norm", round_index).values()]
+    usual = [norm for norm in norms if math.isfinite(norm) and norm > 0]
+    return _action(finding, "clip_updates", norm=UPDATE_ROOM * float(np.median(usual))) if usual else None
 
 
 def advise(finding: Finding, history: History) -> Action | None:  # noqa: ARG001

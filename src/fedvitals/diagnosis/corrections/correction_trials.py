@@ -65,6 +65,31 @@ class ActiveCorrection:
         return str(self.action.arguments["id"])
 
 
+@dataclass
+class ComingRound:
+    """What is known before a round: how the global model did, and since when its loss may be seen as one trend."""
+
+    index: int
+    model: ModelTrend
+    history: History
+    trend_since: int
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Return round, loss and accuracy of the newest model, for people to read."""
+        return self.model.state(self.index)
+
+    @property
+    def best_if_worse(self) -> int | None:
+        """Return the round of the best model if the newest models are clearly worse, else None."""
+        return self.model.best_if_worse(self.index, self.trend_since)
+
+    @property
+    def loss_trend(self) -> LossTrend:
+        """Return where the loss was going."""
+        return loss_trend_of(self.model.loss, self.index - 1, self.trend_since)
+
+
 class CorrectionTrials:
     """Decides which corrections of a run are suggested, tried, kept and undone.
 
@@ -126,206 +151,160 @@ class CorrectionTrials:
     def prescribed(self, round_index: int) -> Sequence[Action]:
         """Return the actions in force in the coming round, and which checkpoints are to be kept."""
         history = self._history()
-        model_trend = model_trend_of(history)
+        coming = ComingRound(round_index, model_trend_of(history), history, self._trend_since)
         with self._lock:
             new_findings = self._new_findings.pop(round_index - 1, [])
-            self._new_findings = {
-                past_round: findings for past_round, findings in self._new_findings.items() if past_round >= round_index
-            }
-        once = [
-            *self._review(round_index, model_trend, new_findings),
-            *self._begin_trials(round_index, model_trend, new_findings, history),
-        ]
-        wanted = {a.arguments["restore"] for a in once if "restore" in a.arguments}
-        first = {FIRST_MODEL} if model_trend.learnt_nothing else set()
-        keep = sorted({round_index - 1, *wanted, *first, *self._checkpoints(model_trend, round_index)})
+            self._new_findings = {r: findings for r, findings in self._new_findings.items() if r >= round_index}
+        once = self._review(coming, new_findings)
+        once += self._begin_trials(coming, new_findings)
+        back = {a.arguments.get("restore") for a in once}
+        back |= {t.action.arguments.get("restore") for t in self._active.values() if t.began == round_index}
+        first = FIRST_MODEL if coming.model.learnt_nothing else None
+        wanted = {round_index - 1, coming.model.best_round(round_index), first, *back}
+        keep = sorted(past_round for past_round in wanted if past_round is not None)
         checkpoint = Action(Where(self._run, round_index), time.time(), "", "checkpoint", None, {"keep": keep})
         return [checkpoint, *once, *(t.action for t in self._active.values() if t.action.kind not in ONE_ROUND_KINDS)]
 
-    def _checkpoints(self, model_trend: ModelTrend, round_index: int) -> set[int]:
-        """Return the rounds of the best model so far and of those that are restored now."""
-        best = model_trend.best_round(round_index)
-        back = {t.action.arguments.get("restore") for t in self._active.values() if t.began == round_index}
-        return {past_round for past_round in (best, *back) if past_round is not None}
+    def _restart_trend(self, coming: ComingRound) -> None:
+        """Begin a new trend of the loss with the coming round, because it begins from an earlier model."""
+        self._trend_since = coming.trend_since = coming.index
 
     # -- keeping and undoing ------------------------------------------------------------------------------------------
 
-    def _review(self, round_index: int, model_trend: ModelTrend, new_findings: Sequence[Finding]) -> list[Action]:
+    def _review(self, coming: ComingRound, new_findings: Sequence[Finding]) -> list[Action]:
         labels = {finding_label(finding) for finding in new_findings}
         actions: list[Action] = []
         on_trial = [t for t in self._active.values() if not t.kept]
         for correction in list(self._active.values())[::-1]:
+            of_client = correction.action.kind in CLIENT_KINDS
             if correction.action.finding in labels:
-                correction.last_seen = round_index - 1
+                correction.last_seen = coming.index - 1
             if not correction.kept:
-                of_clients = correction.action.kind in CLIENT_KINDS
-                together = [t for t in on_trial if t.action.kind in CLIENT_KINDS] if of_clients else [correction]
-                actions += self._judge_trial(correction, together, round_index, model_trend)
-            elif correction.action.kind in CLIENT_KINDS and round_index - 1 - correction.last_seen >= correction.term:
-                self._end(
-                    correction, round_index, model_trend, "Its time is over: admitted again, on probation.", helped=True
-                )
-            elif correction.raises and model_trend.best_if_worse(round_index, self._trend_since) is not None:
-                actions += self._undo(correction, round_index, model_trend, "The loss rose under it, later.")
+                together = [t for t in on_trial if t.action.kind in CLIENT_KINDS] if of_client else [correction]
+                actions += self._judge_trial(correction, together, coming)
+            elif of_client and coming.index - 1 - correction.last_seen >= correction.term:
+                self._end(correction, coming, "Its time is over: admitted again, on probation.", helped=True)
+            elif correction.raises and coming.best_if_worse is not None:
+                actions += self._undo(correction, coming, "The loss rose under it, later.")
                 break  # the newest first, and then see
         return actions
 
     def _judge_trial(
-        self,
-        correction: ActiveCorrection,
-        together: Sequence[ActiveCorrection],
-        round_index: int,
-        model_trend: ModelTrend,
+        self, correction: ActiveCorrection, together: Sequence[ActiveCorrection], coming: ComingRound
     ) -> list[Action]:
         """Keep, undo or continue a trial. Clients excluded one after the other are judged together: each alone may
         make no difference.
         """
-        first = together[0]
-        losses = [
-            model_trend.loss[past_round]
-            for past_round in sorted(model_trend.loss)
-            if first.began <= past_round < round_index
-        ]
+        first, watch = together[0], self.policy.watch
+        losses = [loss for r, loss in sorted(coming.model.loss.items()) if first.began <= r < coming.index]
         verdict = judge_correction(first.before, losses, correction.restored, raising=correction.raises)
-        if verdict == "worse" and model_trend.more_accurate(first.began, round_index):
+        if verdict == "worse" and coming.model.more_accurate(first.began, coming.index):
             verdict = "better"  # a few samples got wrong with great certainty, for many got right
-        rounds, waited = (
-            round_index - together[-1].began,
-            round_index - first.began >= LONGEST_TRIAL * self.policy.watch,
-        )
-        broken = verdict == "worse" and (len(losses) >= 2 or log_losses(losses[-1:])[0] == float("inf"))
-        if broken:
-            return self._undo(correction, round_index, model_trend, "The loss rose under it.")
-        if not waited and (rounds < self.policy.watch or len(losses) < min(FEWEST, self.policy.watch)):
+        rounds, waited = coming.index - together[-1].began, coming.index - first.began >= LONGEST_TRIAL * watch
+        if verdict == "worse" and (len(losses) >= 2 or log_losses(losses[-1:])[0] == float("inf")):
+            return self._undo(correction, coming, "The loss rose under it.")
+        if not waited and (rounds < watch or len(losses) < min(FEWEST, watch)):
             return []
-        if verdict == "better":
-            correction.kept, correction.kept_since = True, round_index
-            why = "The loss is better than the trend before it."
-            correction.action = self._emit_status(
-                correction.action, "applied", round_index, why=why, after=model_trend.state(round_index)
-            )
-            return []
-        return self._undo(correction, round_index, model_trend, "The loss is no better than the trend before it.")
+        if verdict != "better":
+            return self._undo(correction, coming, "The loss is no better than the trend before it.")
+        correction.kept, correction.kept_since = True, coming.index
+        why = "The loss is better than the trend before it."
+        correction.action = self._emit_status(correction.action, "applied", coming.index, why=why, after=coming.state)
+        return []
 
-    def _undo(self, correction: ActiveCorrection, round_index: int, model_trend: ModelTrend, why: str) -> list[Action]:
+    def _undo(self, correction: ActiveCorrection, coming: ComingRound, why: str) -> list[Action]:
         """End a correction; where the model is worse than it has been, restore the best one."""
         actions = []
-        best = model_trend.best_if_worse(round_index, self._trend_since)
+        best = coming.best_if_worse
         if best is not None:
-            arguments = {"restore": best, "id": f"{round_index}-{next(self._numbers)}"}
+            arguments = {"restore": best, "id": f"{coming.index}-{next(self._numbers)}"}
             restoring = replace(correction.action, kind="roll_back", target=None, arguments=arguments)
-            actions = [
-                self._emit_status(restoring, "applied", round_index, why=f"Undoing {correction.action.kind}. {why}")
-            ]
-            self._trend_since = round_index
-        self._end(correction, round_index, model_trend, why, helped=False)
+            undoing = f"Undoing {correction.action.kind}. {why}"
+            actions = [self._emit_status(restoring, "applied", coming.index, why=undoing)]
+            self._restart_trend(coming)
+        self._end(correction, coming, why, helped=False)
         return actions
 
-    def _end(
-        self, correction: ActiveCorrection, round_index: int, model_trend: ModelTrend, why: str, *, helped: bool
-    ) -> None:
+    def _end(self, correction: ActiveCorrection, coming: ComingRound, why: str, *, helped: bool) -> None:
         del self._active[correction.number]
         if not helped:
-            self._failed_in[correction.action.finding, correction.action.kind] = round_index
-        self._emit_status(correction.action, "undone", round_index, why=why, after=model_trend.state(round_index))
+            self._failed_in[correction.action.finding, correction.action.kind] = coming.index
+        self._emit_status(correction.action, "undone", coming.index, why=why, after=coming.state)
 
     # -- beginning ----------------------------------------------------------------------------------------------------
 
-    def _begin_trials(
-        self,
-        round_index: int,
-        model_trend: ModelTrend,
-        new_findings: Sequence[Finding],
-        history: History,
-    ) -> list[Action]:
+    def _begin_trials(self, coming: ComingRound, new_findings: Sequence[Finding]) -> list[Action]:
         """Start new trials: of clients first, since a client may be the cause; of the whole run one at a time."""
         certain = [f for f in new_findings if f.severity != "note" and f.confidence >= self.policy.confidence]
         actions: list[Action] = []
         for finding in sorted(certain, key=lambda f: (suspect_of(f) is None, -f.confidence)):
-            action = self._next_action(finding, history, round_index)
+            action = self._next_action(finding, coming)
             if action is None:
                 continue
-            if not model_trend.loss:
-                self._refuse(
-                    action, round_index, "No loss of the global model is known, so nothing could be judged: log it."
-                )
+            if not coming.model.loss:
+                why = "No loss of the global model is known, so nothing could be judged: log it."
+                self._refuse(action, coming.index, why)
             elif action.kind in CLIENT_KINDS:
-                self._try_on_client(action, finding, round_index, model_trend, history)
-            elif all(t.kept and round_index - t.kept_since >= self.policy.watch for t in self._active.values()):
-                actions += self._try_on_run(action, finding, round_index, model_trend)
+                self._try_on_client(action, finding, coming)
+            elif all(t.kept and coming.index - t.kept_since >= self.policy.watch for t in self._active.values()):
+                actions += self._try_on_run(action, finding, coming)
         return actions
 
-    def _next_action(self, finding: Finding, history: History, round_index: int) -> Action | None:
+    def _next_action(self, finding: Finding, coming: ComingRound) -> Action | None:
         """Return the first correction that may be tried and has not failed lately."""
         label = finding_label(finding)
         running = [t.action for t in self._active.values()]
-        for action in corrections_for(finding, history):
+        for action in corrections_for(finding, coming.history):
             tried = self._failed_in.get((label, action.kind))
             same = [a for a in running if (a.kind, a.target) == (action.kind, action.target)]
             if action.kind in CLIENT_KINDS and same:
                 return None  # it is being treated already, for this or for another finding
             if self.policy.word(finding.issue, action.kind) != "auto" or action.kind in ("advise", "exclude"):
                 continue
-            if (tried is not None and round_index - tried < FORGOTTEN) or (
-                same and action.kind not in CUMULATIVE_KINDS
-            ):
-                continue
-            return action
+            failed_lately = tried is not None and coming.index - tried < FORGOTTEN
+            if not failed_lately and (not same or action.kind in CUMULATIVE_KINDS):
+                return action
         return None
 
-    def _try_on_client(
-        self,
-        action: Action,
-        finding: Finding,
-        round_index: int,
-        model_trend: ModelTrend,
-        history: History,
-    ) -> None:
-        clients = {n for past_round in history.rounds()[-10:] for n in history.latest("update.norm", past_round)}
+    def _try_on_client(self, action: Action, finding: Finding, coming: ComingRound) -> None:
+        rounds = coming.history.rounds()[-10:]
+        clients = {n for past_round in rounds for n in coming.history.latest("update.norm", past_round)}
         quarantined = sum(t.action.kind == "quarantine" for t in self._active.values())
         if action.kind == "quarantine" and quarantined + 1 > max(1.0, MOST_AWAY * len(clients)):
             already = f"{quarantined} of {len(clients)} clients are in quarantine already: no more are shut out."
-            self._refuse(action, round_index, already)
+            self._refuse(action, coming.index, already)
             return
-        loss_trend = loss_trend_of(model_trend.loss, round_index - 1, self._trend_since)
-        if loss_trend.rounds < FEWEST and not math.isinf(loss_trend.level):
+        if coming.loss_trend.rounds < FEWEST and not math.isinf(coming.loss_trend.level):
             return  # nothing yet to compare with; the finding will come again
         relapses = self._relapses.get(action.finding, 0)
         self._relapses[action.finding] = relapses + 1
-        self._start(action, finding, round_index, model_trend, term=self.policy.term * 2**relapses)
+        self._start(action, finding, coming, term=self.policy.term * 2**relapses)
 
-    def _try_on_run(self, action: Action, finding: Finding, round_index: int, model_trend: ModelTrend) -> list[Action]:
-        loss_trend = loss_trend_of(model_trend.loss, round_index - 1, self._trend_since)
+    def _try_on_run(self, action: Action, finding: Finding, coming: ComingRound) -> list[Action]:
+        loss_trend = coming.loss_trend
         raising = float(action.arguments.get("factor", 0.0)) > 1
-        early = loss_trend.end > float(max(log_losses([*model_trend.loss.values()]))) - HALVED
+        early = loss_trend.end > float(max(log_losses([*coming.model.loss.values()]))) - HALVED
         if not (loss_trend.too_slow and early if raising else loss_trend.unhealthy):
             return []  # it learns: nothing that is done to all of it could be told from harm
-        best = None if raising else model_trend.best_if_worse(round_index, self._trend_since)
-        if not raising and loss_trend.rounds >= FEWEST and model_trend.learnt_nothing:
+        best = None if raising else coming.best_if_worse
+        if not raising and loss_trend.rounds >= FEWEST and coming.model.learnt_nothing:
             best = FIRST_MODEL  # all that came after it is of no use
         if action.kind == "roll_back" and best is None:
             return []
         if best is not None:
             action = replace(action, arguments={**action.arguments, "restore": best})
-        correction = self._start(action, finding, round_index, model_trend, term=0)
+        correction = self._start(action, finding, coming, term=0)
         if best is not None:
-            correction.restored = model_trend.loss.get(
-                best
-            )  # from the first model it must learn: staying as good is not enough
-            self._trend_since = round_index
+            # From the first model it must learn: staying as good is not enough.
+            correction.restored = coming.model.loss.get(best)
+            self._restart_trend(coming)
         return [correction.action] if action.kind in ONE_ROUND_KINDS else []
 
-    def _start(
-        self, action: Action, finding: Finding, round_index: int, model_trend: ModelTrend, term: int
-    ) -> ActiveCorrection:
-        numbered = replace(action, arguments={**action.arguments, "id": f"{round_index}-{next(self._numbers)}"})
-        announced = self._emit_status(
-            numbered, "trial", round_index, why=finding.message, before=model_trend.state(round_index)
-        )
-        loss_trend = loss_trend_of(model_trend.loss, round_index - 1, self._trend_since)
-        correction = ActiveCorrection(
-            announced, finding, round_index, loss_trend, term, last_seen=round_index - 1, trend_since=self._trend_since
-        )
+    def _start(self, action: Action, finding: Finding, coming: ComingRound, term: int) -> ActiveCorrection:
+        numbered = replace(action, arguments={**action.arguments, "id": f"{coming.index}-{next(self._numbers)}"})
+        announced = self._emit_status(numbered, "trial", coming.index, why=finding.message, before=coming.state)
+        correction = ActiveCorrection(announced, finding, coming.index, coming.loss_trend, term)
+        correction.last_seen, correction.trend_since = coming.index - 1, self._trend_since
         self._active[correction.number] = correction
         return correction
 

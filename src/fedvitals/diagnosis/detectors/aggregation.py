@@ -38,11 +38,8 @@ LEAST_GROUP, MOST_GROUP = 2, 0.4  # clients; share of the cohort
 CHANGES, BEFORE = (3, 5, 8), 4  # participations since a change that are looked at, and before it
 FEWER_CLASSES = 0.2  # nats of the labels' entropy
 FAIR_SHARE = 0.12  # of the cohort, that must have changed together
-RISEN, RISEN_MANY, RISEN_UNLIKE = (
-    {2: 9.0, 3: 5.5},
-    3.8,
-    8.0,
-)  # robust standard deviations, by how many must have changed
+# Robust standard deviations, by how many must have changed.
+RISEN, RISEN_MANY, RISEN_UNLIKE = ({2: 9.0, 3: 5.5}, 3.8, 8.0)
 
 WIDE, WIDE_LAYERS = 30.0, 0.5  # times the peers' running variance, in at least this share of the layers
 

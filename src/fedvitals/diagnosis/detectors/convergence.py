@@ -48,14 +48,8 @@ def overfitting(history: History, round_index: int) -> Iterator[Finding]:
     gap = _loss_table(history, round_index)
     if gap is None or not _is_overfitted(gap):
         return
-    before = next(
-        (
-            g
-            for n in range(round_index - 1, max(round_index - LOOK_BACK, 0), -1)
-            if (g := _loss_table(history, n)) is not None
-        ),
-        None,
-    )
+    tables = (_loss_table(history, n) for n in range(round_index - 1, max(round_index - LOOK_BACK, 0), -1))
+    before = next((table for table in tables if table is not None), None)
     if before is None or not _is_overfitted(before):
         return
     known, unknown, trained = gap.mean(axis=0)
@@ -112,11 +106,8 @@ def _steady_server_steps(history: History, round_index: int, count: int) -> list
 
     Momentum at the server makes every step a different mixture of the past; no rate is steady then.
     """
-    steps = [
-        server_step(history, past_round)
-        for past_round in range(round_index - count + 1, round_index + 1)
-        if past_round > 0
-    ]
+    rounds = range(max(1, round_index - count + 1), round_index + 1)
+    steps = [server_step(history, past_round) for past_round in rounds]
     certain = [step for step in steps if step is not None and step.fit >= CERTAIN and step.rate > 0]
     if len(certain) < count or max(s.rate for s in certain) > STEADY * min(s.rate for s in certain):
         return []

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from fedvitals.diagnosis.evidence.attendance import clients_of, groups_of, rounds_until
+from fedvitals.diagnosis.evidence.attendance import clients_of, groups_of, median_of_others, rounds_until
 from fedvitals.diagnosis.evidence.transformed_updates import transformation
 from fedvitals.diagnosis.evidence.update_mismatch import (
     COHORT_WIDE_SHARE,
@@ -44,6 +44,7 @@ def _duplicates(history: History, round_index: int) -> tuple[Finding, ...]:
 
 def _duplicate_findings(history: History, round_index: int) -> Iterator[Finding]:
     pairs = dict.fromkeys(_equal_pairs(history, round_index), 1.0) or _nearly_equal_pairs(history, round_index)
+    nearest = _peer_statistic(history, round_index, "nearest")
     for pair, cosine in pairs.items():
         copier = _likelier_copier(history, round_index, pair)
         order = pair if copier in (None, pair[0]) else pair[::-1]
@@ -59,7 +60,7 @@ def _duplicate_findings(history: History, round_index: int) -> Iterator[Finding]
                 text,
                 confidence=1.0 if cosine == 1.0 else 0.97,
                 node=node,
-                numbers=[Number("update.peers.nearest", cosine, _usual_nearest(history, round_index, pair))],
+                numbers=[Number("update.peers.nearest", cosine, median_of_others(nearest, pair))],
                 suspects=suspects,
                 more={"pair": list(order), "copier": copier},
             )
@@ -73,11 +74,8 @@ def _equal_pairs(history: History, round_index: int) -> list[Pair]:
     twins = history.latest("update.duplicates", round_index)
     if not twins:
         return []
-    norms, clients, groups = (
-        history.latest("update.norm", round_index),
-        clients_of(history, round_index),
-        groups_of(history, round_index),
-    )
+    norms = history.latest("update.norm", round_index)
+    clients, groups = clients_of(history, round_index), groups_of(history, round_index)
     if groups and len(twins) > len(clients) / 2:
         return []  # groups whose members average with each other at each step, and then send the same
     classes: dict[float, list[Node]] = {}
@@ -104,14 +102,10 @@ def _nearly_equal_pairs(history: History, round_index: int) -> dict[Pair, float]
     values = _peer_statistic(history, round_index, "nearest")
     if max(values.values(), default=0.0) <= COPY or transformation(history, round_index) is not None:
         return {}
-    altered, unaltered, groups = (
-        clients_with_altered_updates(history, round_index),
-        clients_with_trained_updates(history, round_index),
-        groups_of(history, round_index),
-    )
-    steps = _peer_statistic(
-        history, round_index, "step"
-    )  # what several send back is nearer to the server's step than to each other
+    altered, groups = clients_with_altered_updates(history, round_index), groups_of(history, round_index)
+    unaltered = clients_with_trained_updates(history, round_index)
+    # What several send back is nearer to the server's step than to each other.
+    steps = _peer_statistic(history, round_index, "step")
     alike: dict[float, list[Node]] = {}
     for node, value in values.items():
         if value > COPY and steps.get(node, 0.0) <= value:
@@ -149,11 +143,6 @@ def _likelier_copier(history: History, round_index: int, pair: Pair) -> Node | N
     return None
 
 
-def _usual_nearest(history: History, round_index: int, pair: Pair) -> float | None:
-    others = [value for node, value in _peer_statistic(history, round_index, "nearest").items() if node not in pair]
-    return float(np.median(others)) if others else None
-
-
 def free_riders(history: History, round_index: int) -> Sequence[Finding]:
     """FREE_RIDER: an update of zeros, or the server's last step sent back."""
     return _free_riders(history, round_index)
@@ -169,15 +158,13 @@ def _free_rider_findings(history: History, round_index: int) -> Iterator[Finding
     idle = [node for node, zero in history.latest("update.zero", round_index).items() if zero]
     for node in idle if len(clients) > 1 and len(idle) <= max(1, COHORT_WIDE_SHARE * len(clients)) else ():
         text = f"{node} sent back the model that it got: its update is exactly zero."
-        number = Number("update.norm", 0.0, _median_of_others(history.latest("update.norm", round_index), node))
+        number = Number("update.norm", 0.0, median_of_others(history.latest("update.norm", round_index), [node]))
         yield finding("FREE_RIDER", round_index, text, confidence=1.0, node=node, numbers=[number])
     steps = _peer_statistic(history, round_index, "step")
     if max(steps.values(), default=0.0) <= STEP or transformation(history, round_index) is not None:
         return
-    altered, unaltered = (
-        clients_with_altered_updates(history, round_index),
-        clients_with_trained_updates(history, round_index),
-    )
+    altered = clients_with_altered_updates(history, round_index)
+    unaltered = clients_with_trained_updates(history, round_index)
     nearest = _peer_statistic(history, round_index, "nearest")
     for node, cosine in steps.items():
         others = [value for other, value in steps.items() if other != node and other not in altered]
@@ -201,8 +188,3 @@ def _peer_statistic(history: History, round_index: int, statistic: str) -> Mappi
     if not nodes or not values.size:
         return {}
     return {node: float(value) for node, value in zip(nodes, values[:, 0, 0], strict=True) if np.isfinite(value)}
-
-
-def _median_of_others(values: Mapping[Node, float], node: Node) -> float | None:
-    others = [value for other, value in values.items() if other != node]
-    return float(np.median(others)) if others else None

@@ -9,14 +9,14 @@ accused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from fedvitals.diagnosis.detectors.copies import duplicates, free_riders
 from fedvitals.diagnosis.detectors.nonfinite import nonfinite
-from fedvitals.diagnosis.evidence.attendance import clients_of, events_in, rounds_until, value_before
+from fedvitals.diagnosis.evidence.attendance import clients_of, events_in, median_of_others, rounds_until, value_before
 from fedvitals.diagnosis.evidence.transformed_updates import transformation
 from fedvitals.diagnosis.evidence.update_mismatch import clients_with_trained_updates
 from fedvitals.diagnosis.finding import Number, finding
@@ -43,13 +43,9 @@ def misfits(history: History, round_index: int) -> Iterator[Finding]:
         issue = "WRONG_SAMPLE_COUNT" if weight else "SHAPE_OR_DTYPE_MISMATCH"
         why = "it claims a number of samples that is none" if weight else "its shape or type is not the model's"
         text = f"The update of {node} was refused: {why}."
-        since = _first_refused(history, round_index, node)
+        refused = [e.where.round for e in history.events("update.refused") if e.where.node == node]
+        since = min((past_round for past_round in refused if past_round is not None), default=round_index)
         yield finding(issue, round_index, text, confidence=1.0, since=since, node=node)
-
-
-def _first_refused(history: History, round_index: int, node: Node | None) -> int:
-    rounds = [event.where.round for event in history.events("update.refused") if event.where.node == node]
-    return min((past_round for past_round in rounds if past_round is not None), default=round_index)
 
 
 def no_weight(history: History, round_index: int) -> Iterator[Finding]:
@@ -198,7 +194,7 @@ def old_updates(history: History, round_index: int) -> Iterator[Finding]:
     near = [node for node, cosine in cosines.items() if cosine > SAME_DIRECTION]
     if near and transformation(history, round_index) is not None:  # coarse values repeat themselves
         near = []
-    usual = _median_of_others(cosines, near) if near else None
+    usual = median_of_others(cosines, near) if near else None
     # Where everybody's updates hardly change, as with whole batches and small steps, a repetition is nothing; nor is it
     # where the client trained what it sent.
     unchanged = clients_with_trained_updates(history, round_index) if near else set()
@@ -219,11 +215,6 @@ def old_updates(history: History, round_index: int) -> Iterator[Finding]:
 def _same_norm(history: History, node: Node, norm: float, round_index: int) -> bool:
     before = value_before(history, "update.norm", node, round_index)
     return before is not None and norm > 0 and abs(before[1] - norm) <= SAME_NORM * norm
-
-
-def _median_of_others(values: Mapping[Node, float], left_out: Sequence[Node]) -> float | None:
-    others = [value for node, value in values.items() if node not in left_out]
-    return float(np.median(others)) if others else None
 
 
 DETECTORS: tuple[Detector, ...] = (

@@ -274,10 +274,8 @@ def memory_words(history: History, round_index: int, event: Event) -> tuple[str,
     if not shares:
         return "", {}
     text, peak = "", predicted_peak(shares, batch, tried)
-    limit, resident = (
-        _newest_value(history, "memory.limit", round_index, node),
-        _newest_value(history, "memory.resident", round_index, node),
-    )
+    limit = _newest_value(history, "memory.limit", round_index, node)
+    resident = _newest_value(history, "memory.resident", round_index, node)
     wholes = [whole for whole in (resident, limit) if whole]
     more: dict[str, Any] = {"shares": shares, "peak_bytes": peak}
     more |= {"resident_bytes": resident} if resident else {}

@@ -37,15 +37,8 @@ class PlainRuleLimits:
 
     def __post_init__(self) -> None:
         low, high = self.layer_norm if self.layer_norm is not None else (1.0, 2.0)
-        named = {
-            "loss_ratio": self.loss_ratio,
-            "swing": self.swing,
-            "gradient_norm": self.gradient_norm,
-            "change": self.change,
-            "weight": self.weight,
-            "layer_norm (smallest)": low,
-            "layer_norm (largest)": high,
-        }
+        named = {name: getattr(self, name) for name in ("loss_ratio", "swing", "gradient_norm", "change", "weight")}
+        named |= {"layer_norm (smallest)": low, "layer_norm (largest)": high}
         for name, limit in named.items():
             if limit is not None and not limit > 0:
                 raise ConfigError(f"{name} of plain_rules must be above 0, or None to leave it out; got {limit}.")

@@ -50,9 +50,9 @@ class MetricCurve:
         return self.values[-count:]
 
 
-def metric_curve(history: History, name: str, round_index: int, node: Node | None = None) -> MetricCurve:
+def metric_curve(history: History, name: str, round_index: int) -> MetricCurve:
     """Return a metric's values up to and including a round."""
-    rounds, values = history.series(name, node)
+    rounds, values = history.series(name, None)
     count = bisect_right(rounds, round_index)
     return MetricCurve(name, tuple(rounds[:count]), np.array(values[:count], dtype=np.float64))
 
@@ -221,11 +221,8 @@ def layer_profile(history: History, round_index: int) -> LayerProfile | None:
     bias = bias_of(names[places[-1]])
     last = names.index(bias) if bias in names and bias != names[places[-1]] else None
     classes = int(counts[last]) if last is not None and np.isfinite(counts[last]) else 0
-    chance = (
-        chance_level(history, round_index, classes)
-        if last is not None and _mean_entropy(history, round_index, last)
-        else np.nan
-    )
+    known = last is not None and _mean_entropy(history, round_index, last)
+    chance = chance_level(history, round_index, classes) if known else np.nan
     return LayerProfile(tuple(names[i] for i in places), elasticity[places], typical[places] == 0, chance)
 
 

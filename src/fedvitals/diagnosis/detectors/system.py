@@ -81,7 +81,8 @@ def failures(history: History, round_index: int) -> Iterator[Finding]:
         who = event.where.node or "The round"
         since = _first_round_of(history, round_index, event)
         before = "" if since == round_index else f" (since round {since})"
-        text, sure = f"{who} failed{_error_words(event)}{before}.", 1.0
+        error = f" with {event.data['exception']}" if event.data.get("exception") is not None else ""
+        text, sure = f"{who} failed{error}{before}.", 1.0
         shares: Mapping[str, Any] = {}
         if issue == "OUT_OF_MEMORY":
             text, sure = killed_words(history, round_index, event) or (text, sure)
@@ -103,11 +104,6 @@ def failures(history: History, round_index: int) -> Iterator[Finding]:
             doing = f", said by {event.data['doing']}" if "doing" in event.data else ""
             yield finding("DISK_FULL", round_index, f"The server's disk is full{doing}.", confidence=0.95)
             return
-
-
-def _error_words(event: Event) -> str:
-    kind = event.data.get("exception")
-    return "" if kind is None else f" with {kind}"
 
 
 def _kind_of_failure(event: Event) -> str:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import History, Node
@@ -60,6 +62,12 @@ def value_before(history: History, name: str, node: Node | None, round_index: in
     return None
 
 
+def median_of_others(values: Mapping[Node, float], left_out: Collection[Node]) -> float | None:
+    """Return the median of a metric over all but these nodes; None if there are no others."""
+    others = [value for node, value in values.items() if node not in left_out]
+    return float(np.median(others)) if others else None
+
+
 def values_up_to(series: tuple[list[int], list[float]], round_index: int) -> list[tuple[int, float]]:
     """Return a metric's (round, value) pairs up to and including a round."""
     rounds, values = series
@@ -83,11 +91,9 @@ class ClientCalls:
     wrong: tuple[bool, ...]
 
 
-def calls_by_client(
-    history: History, round_index: int, names: Iterable[str], most: int = LOOK_BACK
-) -> dict[Node, ClientCalls]:
+def calls_by_client(history: History, round_index: int, names: Iterable[str]) -> dict[Node, ClientCalls]:
     """Return every client's calls in the newest rounds; a call failed if an event of one of these names reports it."""
-    numbers = rounds_until(history, round_index, most)
+    numbers = rounds_until(history, round_index)
     trouble: dict[int, dict[Node, bool]] = {past_round: {} for past_round in numbers}
     wanted = set(names)
     for event in history.events(None, numbers[0]) if numbers else ():

@@ -155,17 +155,15 @@ class EvidenceView:
     def from_json(cls, document: dict[str, Any]) -> EvidenceView:
         """Return the view from its JSON document."""
         limits = {name: [(float(b), float(h)) for b, h in pairs] for name, pairs in document["limits"].items()}
-        certainty = (np.array(document["certainty"][0]), np.array(document["certainty"][1]))
+        arrays = {name: np.array(document[name]) for name in ("weights", "kind_weights", "kind_offsets")}
         return cls(
             trees=BoostedTrees.from_json(document["trees"]),
-            weights=np.array(document["weights"]),
             offset=float(document["offset"]),
             limits=limits,
-            certainty=certainty,
+            certainty=_certainty(document),
             kinds=tuple(document["kinds"]),
-            kind_weights=np.array(document["kind_weights"]),
-            kind_offsets=np.array(document["kind_offsets"]),
             scored=int(document["scored"]),
+            **arrays,
         )
 
     def evidence(self, feature_rows: Array, linear: Array | None = None) -> Array:
@@ -215,6 +213,9 @@ def shipped_model() -> EvidenceModel:
     text = importlib.resources.files(__package__).joinpath("evidence.json").read_text(encoding="utf-8")
     document = json.loads(text)
     views = {name: EvidenceView.from_json(document["views"][name]) for name in VIEWS}
-    return EvidenceModel(
-        views, (np.array(document["certainty"][0]), np.array(document["certainty"][1])), document["bank"]
-    )
+    return EvidenceModel(views, _certainty(document), document["bank"])
+
+
+def _certainty(document: dict[str, Any]) -> tuple[Array, Array]:
+    before, after = document["certainty"]
+    return np.array(before), np.array(after)

@@ -9,7 +9,7 @@ only, so a client with non-finite values comes before all scores.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,12 +44,11 @@ def robust_scores(values: Array, floor: float, of: Array | None = None) -> Array
     return np.asarray(((values if of is None else of) - middle) / np.hypot(spread, floor))
 
 
-def rank_outlier_clients(history: History, rounds: Sequence[int] | None = None) -> list[Outlier]:
+def rank_outlier_clients(history: History) -> list[Outlier]:
     """Return every client of the newest rounds, the largest outlier first."""
-    chosen = (rounds if rounds is not None else history.rounds())[-NEWEST:]
     scores: dict[Node, list[tuple[float, str]]] = {}
     broken: dict[Node, float] = {}
-    for round_index in chosen:
+    for round_index in history.rounds()[-NEWEST:]:
         for node, score in _scores_of_round(history, round_index).items():
             scores.setdefault(node, []).append(score)
         for node, count in nonfinite_counts(history, round_index).items():

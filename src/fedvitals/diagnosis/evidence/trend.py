@@ -138,10 +138,8 @@ class EvidenceTrend:
             self.altered_since, self.suspected_kinds, self.kind_chances = {}, {}, {}
         if self.scores is None:
             return
-        altered, unaltered = (
-            clients_with_altered_updates(history, round_index),
-            clients_with_trained_updates(history, round_index),
-        )
+        altered = clients_with_altered_updates(history, round_index)
+        unaltered = clients_with_trained_updates(history, round_index)
         for node in vital_signs.nodes if altered or self.altered_since else ():
             if node in altered:
                 self.altered_since.setdefault(node, round_index)

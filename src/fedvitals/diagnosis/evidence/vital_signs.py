@@ -69,10 +69,6 @@ def _artanh(cosines: Array) -> Array:
     return np.arctanh(np.clip(cosines, -0.9995, 0.9995))
 
 
-def _closeness(cosines: Array) -> Array:
-    return -np.log(np.clip(1 - cosines, 1e-4, 2.0))
-
-
 _LOSS, _SHARE = 0.05, 1e-3  # added before a logarithm, so that 0 has one
 _OFFSET = {
     **dict.fromkeys(("loss_before", "loss_after", "loss_p90"), _LOSS),
@@ -151,7 +147,7 @@ def _update_signs(
         "previous": _artanh(metric("update.cosine_previous")),
         "step": _artanh(peers["step"]),
         "back": _artanh(peers["back"]),
-        "nearest": _closeness(nearest),
+        "nearest": -np.log(np.clip(1 - nearest, 1e-4, 2.0)),
         "signs": peers["signs"],
         "classes": _artanh(peers["classes"]),
         "classes_min": _artanh(peers["classes_min"]),

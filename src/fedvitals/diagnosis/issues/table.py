@@ -2,29 +2,50 @@
 """All issues in one table, from which `docs/issues.md` is generated.
 
 A detector reports only an issue's code and its numbers. Symptom, causes, remedies and what would refute it are written
-once, in the modules of this folder, so that every finding of an issue answers the same questions.
+once, in the TOML files of this folder (one per family), so that every finding of an issue answers the same questions.
 """
 
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from fedvitals.diagnosis.issues.aggregation import AGGREGATION
-from fedvitals.diagnosis.issues.client import CLIENT
-from fedvitals.diagnosis.issues.convergence import CONVERGENCE
-from fedvitals.diagnosis.issues.gradient import GRADIENT
-from fedvitals.diagnosis.issues.issue import FAMILIES, SEVERITIES, Issue
-from fedvitals.diagnosis.issues.system import SYSTEM
+import msgspec
 
-__all__ = ["FAMILIES", "ISSUES", "ISSUES_BY_CODE", "RATES", "SEVERITIES", "Issue", "measured_rates"]
-
-ISSUES: tuple[Issue, ...] = (*CONVERGENCE, *CLIENT, *AGGREGATION, *GRADIENT, *SYSTEM)
-ISSUES_BY_CODE = {issue.code: issue for issue in ISSUES}
-
-RATES = Path(__file__).with_name("rates.json")
+FAMILIES = ("convergence", "client", "aggregation", "gradient", "system")
+SEVERITIES = ("critical", "warning", "note")  # the worst first
+FOLDER = Path(__file__).parent
+RATES = FOLDER / "rates.json"
 """Written by the fault bank: {"bank": digest, "healthy_rounds": number, "per_100_rounds": {code: rate}}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """What is known of one kind of problem: its symptom, causes, remedies, and what would refute a finding of it."""
+
+    code: str
+    title: str
+    family: str
+    severity: str  # of a finding that does not say its own: «note», «warning», «critical»
+    symptom: str = ""
+    causes: tuple[str, ...] = ()  # the likeliest first
+    remedies: tuple[str, ...] = ()  # the first to try first
+    refutation: str = ""  # what would prove the finding wrong
+    reference: str = ""
+    exact: bool = False  # an equality test: no false alarm is possible, and none is budgeted
+
+
+def _issues_of(family: str) -> tuple[Issue, ...]:
+    """Return the issues of a family's TOML file, in the order of the file; its tables are named by the codes."""
+    tables = tomllib.loads((FOLDER / f"{family}.toml").read_text(encoding="utf-8"))
+    return tuple(msgspec.convert({**table, "code": code, "family": family}, Issue) for code, table in tables.items())
+
+
+ISSUES = tuple(issue for family in FAMILIES for issue in _issues_of(family))
+ISSUES_BY_CODE = {issue.code: issue for issue in ISSUES}
 
 
 def measured_rates() -> Mapping[str, float]:

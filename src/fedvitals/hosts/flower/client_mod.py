@@ -30,12 +30,14 @@ from fedvitals.hosts.flower.reply_envelope import (
     bytes_of,
     journey_id,
     node_name,
+    round_of_message,
     run_name,
     telemetry_budget,
     trace_id,
 )
 from fedvitals.monitor.workers import WorkerObserver
 from fedvitals.probes import numpy_updates
+from fedvitals.probes.allowance import Turn
 from fedvitals.probes.backends import torch_is_loaded
 from fedvitals.probes.presets import Preset, check_name, resolve
 from fedvitals.records import Layer, LayerTable
@@ -159,6 +161,7 @@ class ClientMod:
             span=journey_id(message.metadata.message_id),
             known=frozenset(),
             initial=None,
+            turn=Turn(round_of_message(message)),
         )
         worker.payload()  # what is left of a message that failed: it would ride with another client's reply
         return worker

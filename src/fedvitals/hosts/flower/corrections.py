@@ -7,13 +7,13 @@ have to happen there (gradient clipping, another learning rate) are refused, wit
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, Message, MetricRecord
 
+from fedvitals.diagnosis.corrections.catalog import positive_argument, target_of
 from fedvitals.diagnosis.corrections.correction_trials import FIRST_MODEL
 from fedvitals.errors import ConfigError
 from fedvitals.hosts.flower import arrays
@@ -45,37 +45,33 @@ class CorrectionsInForce:
 
 def quarantine(in_force: CorrectionsInForce, action: Action) -> None:
     """Leave the client's updates out."""
-    in_force.quarantined.add(_target(action))
+    in_force.quarantined.add(target_of(action, "a client"))
 
 
 def reweight(in_force: CorrectionsInForce, action: Action) -> None:
     """Change the client's sample count, or multiply its weight by a factor."""
-    node = _target(action)
+    node = target_of(action, "a client")
     if "samples" in action.arguments:
         in_force.samples[node] = int(action.arguments["samples"])
     else:
-        in_force.factors[node] = in_force.factors.get(node, 1.0) * _positive(action, "factor")
+        in_force.factors[node] = in_force.factors.get(node, 1.0) * positive_argument(action, "factor")
 
 
 def clip_updates(in_force: CorrectionsInForce, action: Action) -> None:
     """Limit the norm of updates."""
-    in_force.longest = _positive(action, "norm")
+    in_force.longest = positive_argument(action, "norm")
 
 
 def server_rate(in_force: CorrectionsInForce, action: Action) -> None:
     """Multiply the server's step by a factor."""
-    in_force.server_rate *= _positive(action, "factor")
+    in_force.server_rate *= positive_argument(action, "factor")
 
 
 def robust_aggregator(in_force: CorrectionsInForce, action: Action) -> None:
     """Aggregate with a robust rule of the lab."""
-    from fedvitals.lab import toml  # noqa: PLC0415 - the lab is needed by those alone whom this correction meets
-    from fedvitals.lab.experiment import AGGREGATORS, kinds_of  # noqa: PLC0415
+    from fedvitals.lab.corrections import robust_rule  # noqa: PLC0415 - loads the lab, which others do not need
 
-    table = {key: value for key, value in action.arguments.items() if key in ("fraction", "faulty", "keep")}
-    in_force.robust = toml.decode_kind(
-        "aggregator", {"kind": action.arguments.get("rule"), **table}, kinds_of(AGGREGATORS)
-    )
+    in_force.robust = robust_rule(action)
 
 
 def roll_back(in_force: CorrectionsInForce, action: Action) -> None:
@@ -205,16 +201,3 @@ def _flat(tensors: Mapping[str, Tensor]) -> Tensor:
     import torch  # noqa: PLC0415 - for corrections alone
 
     return torch.cat([t.reshape(-1).float() for t in tensors.values()]) if tensors else torch.zeros(0)
-
-
-def _target(action: Action) -> str:
-    if action.target is None:
-        raise ConfigError(f"'{action.kind}' needs a target: a client.")
-    return action.target
-
-
-def _positive(action: Action, name: str) -> float:
-    value = action.arguments.get(name)
-    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"'{action.kind}' needs '{name}', finite and above 0; got {value!r}.")
-    return float(value)

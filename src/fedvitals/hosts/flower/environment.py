@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from fedvitals.errors import ConfigError
 from fedvitals.store import store_target
@@ -42,36 +43,30 @@ class FlowerEnvironment:
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> FlowerEnvironment:
         """Return the settings of these environment variables; an empty variable counts as unset."""
-        values = {name: environment.get(variable) or None for name, variable in VARIABLE_NAMES.items()}
-        level, words = values["privacy"], values["tracebacks"]
-        if level is not None and not level.isdecimal():
-            raise ConfigError(f"{VARIABLE_NAMES['privacy']} is a level from 0 to 4, got '{level}'.")
-        return cls(
-            store=values["store"],
-            run=values["run"],
-            probes=values["probes"],
-            privacy=None if level is None else int(level),
-            tracebacks=None if words is None else words != "0",
-            tape=values["tape"],
-        )
+        values: dict[str, Any] = {name: environment.get(variable) for name, variable in VARIABLE_NAMES.items()}
+        values = {name: value for name, value in values.items() if value}
+        if "privacy" in values:
+            if not values["privacy"].isdecimal():
+                raise ConfigError(f"{VARIABLE_NAMES['privacy']} is a level from 0 to 4, got '{values['privacy']}'.")
+            values["privacy"] = int(values["privacy"])
+        if "tracebacks" in values:
+            values["tracebacks"] = values["tracebacks"] != "0"
+        return cls(**values)
 
     def variables(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """Return the variables that make a process, and all that it starts, watched.
 
         `inherited`: the environment that they are added to; its values hold where these settings are None.
         """
-        settings: dict[str, str | int | None] = {
-            "store": self.store,
-            "run": self.run,
-            "probes": self.probes,
-            "privacy": self.privacy,
-            "tracebacks": None if self.tracebacks is None else int(self.tracebacks),
-            "tape": None if self.tape is None else Path(self.tape).absolute().as_posix(),
-        }
+        settings = {name: value for name, value in asdict(self).items() if value is not None}
+        if "tracebacks" in settings:
+            settings["tracebacks"] = int(settings["tracebacks"])
+        if "tape" in settings:
+            settings["tape"] = Path(settings["tape"]).absolute().as_posix()
         path = inherited.get("PYTHONPATH", "")
         if path.split(os.pathsep)[0] != str(SITE_FOLDER):
             path = f"{SITE_FOLDER}{os.pathsep}{path}" if path else str(SITE_FOLDER)
-        named = {VARIABLE_NAMES[name]: str(value) for name, value in settings.items() if value is not None}
+        named = {VARIABLE_NAMES[name]: str(value) for name, value in settings.items()}
         return {SWITCH_VARIABLE: "1", "PYTHONPATH": path, **named}
 
 

@@ -41,13 +41,9 @@ def client_failure_of(error: Error, phase: str) -> ClientFailure:
     code, reason = int(error.code), str(error.reason or "")[:LONGEST]
     first, _, rest = reason.partition("\n")
     raised = _CLASS.search(first)
-    kind = (
-        raised[1].rpartition(".")[2]
-        if raised
-        else "WorkerDied"
-        if code == APP_CRASHED
-        else _NAMES.get(code, f"ERROR_{code}")
-    )
+    kind = "WorkerDied" if code == APP_CRASHED else _NAMES.get(code, f"ERROR_{code}")
+    if raised is not None:
+        kind = raised[1].rpartition(".")[2]
     data: dict[str, Any] = {"exception": kind, "code": code, "phase": phase}
     if rest.startswith("Traceback"):
         data["traceback"] = rest

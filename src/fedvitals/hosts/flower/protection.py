@@ -21,7 +21,8 @@ DEEPEST = 100  # frames and mods that are looked at
 
 def hiding_mods(call_next: Any) -> list[str]:
     """Return the names of protecting mods around the caller and inside of what it calls."""
-    names = [_name(mod) for mod in (*_outside(), *_inside(call_next))]
+    mods = (*_outside(), *_inside(call_next))
+    names = [getattr(mod, "__name__", None) or type(mod).__name__ for mod in mods]
     return [name for name in names if name in MODS]
 
 
@@ -79,7 +80,3 @@ def _outside() -> Iterator[Any]:
         if frame.f_code.co_name == "new_ffn" and "_mod" in frame.f_locals:
             yield frame.f_locals["_mod"]
         frame = frame.f_back
-
-
-def _name(mod: Any) -> str:
-    return getattr(mod, "__name__", None) or type(mod).__name__

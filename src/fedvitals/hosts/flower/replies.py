@@ -119,11 +119,10 @@ def _log_metrics(server_rounds: ServerRounds, request: ClientRequest, reply: Mes
     if request.phase == TRAIN and server_rounds.weight in metrics:
         server_rounds.monitor.host.log({"update.samples": metrics.pop(server_rounds.weight)}, node=request.node)
     metrics.pop(server_rounds.weight, None)
-    named = (
-        with_known_names(metrics) if request.phase == TRAIN else {f"{request.phase}.{k}": v for k, v in metrics.items()}
-    )
+    named = with_known_names(metrics)
     if request.phase != TRAIN:
-        named |= {"local." + k: v for k, v in with_known_names(metrics).items() if k in ("loss", "accuracy")}
+        local = {f"local.{k}": v for k, v in named.items() if k in ("loss", "accuracy")}
+        named = {f"{request.phase}.{k}": v for k, v in metrics.items()} | local
     kept = _within_quota(server_rounds.metric_names.setdefault(request.node, set()), named)
     if len(kept) < len(named):
         text = f"{len(named) - len(kept)} of {len(named)} metrics of {request.node} were left out: too many names."

@@ -73,13 +73,8 @@ class ServerRounds:
         weight: str = "num-examples",
         hidden: str | None = None,
     ) -> None:
-        self.monitor, self.guard_mode, self.layers, self.weight, self.hidden = (
-            monitor,
-            guard_mode,
-            layers,
-            weight,
-            hidden,
-        )
+        self.monitor, self.guard_mode, self.layers = monitor, guard_mode, layers
+        self.weight, self.hidden = weight, hidden
         self.corrections = FlowerCorrections(monitor.host)
         self.models = KnownModels(layers)
         self.tape = ServerTape(self)  # for the tape, if there is one
@@ -91,9 +86,8 @@ class ServerRounds:
         self._lock = threading.RLock()
         self._pending: dict[str, ClientRequest] = {}  # by the message's id
         self.unanswered: dict[str, ClientRequest] = {}  # given up by the server, and still without an answer
-        self.dead_processes: dict[
-            str, ClientRequest
-        ] = {}  # processes that died, and with whom: see `failures.dead_process`
+        # Processes that died, and with whom: see `failures.dead_process`.
+        self.dead_processes: dict[str, ClientRequest] = {}
         self._phases: dict[str, PhaseParticipation] = {}
         self._worked: list[tuple[float, float]] = []  # stretches in which somebody did something
         self._began = 0.0
@@ -112,10 +106,8 @@ class ServerRounds:
                 return
             self.end()
             before = self.start_of(model)
-            self._guarded(
-                "prescribing",
-                lambda: self.corrections.follow(self.monitor.host.prescribed(round_index), round_index, before),
-            )
+            prescribed = self.monitor.host.prescribed
+            self._guarded("prescribing", lambda: self.corrections.follow(prescribed(round_index), round_index, before))
             self.models.forget()
             self._restored_model = self.corrections.restored or self._restored_model
             start = self.start_of(model)
@@ -271,9 +263,8 @@ class ServerRounds:
             for key in [key for key, owing in self.unanswered.items() if owing.node == request.node]:
                 self.unanswered.pop(key)
             began = time.perf_counter()
-            instead = self._guarded(
-                "reading a reply", lambda: replies.read_reply(self, request, reply, at), request.node
-            )
+            read = functools.partial(replies.read_reply, self, request, reply, at)
+            instead = self._guarded("reading a reply", read, request.node)
             self.monitor.host.spent("receive", time.perf_counter() - began)
             if isinstance(instead, guard.NonFiniteUpdateError):
                 self._pending.clear()  # nobody waits for the others any more
@@ -287,9 +278,8 @@ class ServerRounds:
         with self._lock:
             request = self.unanswered.pop(reply.metadata.reply_to_message_id, None)
             if request is not None:
-                self._guarded(
-                    "reading a late reply", lambda: replies.read_late_reply(self, request, reply, at), request.node
-                )
+                read = functools.partial(replies.read_late_reply, self, request, reply, at)
+                self._guarded("reading a late reply", read, request.node)
 
     def replies_given_up(self, ids: set[str]) -> None:
         """Note that no reply to these messages came in time."""

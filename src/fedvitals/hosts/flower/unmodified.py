@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,6 +24,7 @@ from fedvitals.hosts.flower.client_mod import TRAIN, ClientMod, client_mod
 from fedvitals.hosts.flower.environment import FlowerEnvironment
 from fedvitals.hosts.flower.grid_hooks import MARK
 from fedvitals.hosts.flower.reply_envelope import run_name
+from fedvitals.hosts.flower.rerun.app import with_subclasses
 from fedvitals.monitor.monitor import Monitor
 
 logger = logging.getLogger("fedvitals")
@@ -45,21 +46,14 @@ def _with_our_mod(mods: Sequence[Any] | None) -> Sequence[Any] | None:
         return mods
     try:
         settings = FlowerEnvironment.read(os.environ)
-        own: dict[str, Any] = {
-            "privacy": settings.privacy,
-            "tracebacks": bool(settings.tracebacks),
-            "tape": _folder(settings),
-        }
-        ours = client_mod(probes=settings.probes or "standard", **own)
+        # Without the extra that tapes need, the app is watched without one.
+        folder = None if _tape(settings) is None else settings.tape
+        probes, tracebacks = settings.probes or "standard", bool(settings.tracebacks)
+        ours = client_mod(probes=probes, privacy=settings.privacy, tracebacks=tracebacks, tape=folder)
     except Exception as error:  # noqa: BLE001 - the app runs, whatever happens to us
         _warn(error)
         return mods
     return [ours, *others]
-
-
-def _folder(settings: FlowerEnvironment) -> str | None:
-    """Return the folder of this client's tape; without the extra that tapes need, the app is watched without a tape."""
-    return None if _tape(settings) is None else settings.tape
 
 
 def _tape(settings: FlowerEnvironment) -> Any:
@@ -112,7 +106,7 @@ class ServerAppRun:
         is one.
         """
         self._wait()
-        for kind in (Strategy, *_subclasses_of(Strategy)):
+        for kind in with_subclasses(Strategy):
             _hook_start(kind)
         self.attach_legacy(app)
         server_fn: Callable[..., Any] | None = getattr(app, "_server_fn", None)
@@ -244,13 +238,6 @@ def _hook_start(kind: type) -> None:
 
     setattr(start, MARK, True)
     kind.start = start  # type: ignore[attr-defined]
-
-
-def _subclasses_of(kind: type) -> Iterator[type]:
-    children: list[type] = kind.__subclasses__()
-    for child in children:
-        yield child
-        yield from _subclasses_of(child)
 
 
 def _warn(error: Exception, does: str = "does not watch") -> None:

@@ -61,11 +61,7 @@ class Decoder:
 
     def traces(self, request: Any) -> DecodedRecords:
         """Decode a request for /v1/traces."""
-        taken = DecodedRecords()
-        for resource, ours, spans in _scopes(request.resource_spans, "scope_spans", "spans"):
-            for span in spans:
-                _add(taken, self._span, span, resource, ours)
-        return taken
+        return _decoded(self._span, request.resource_spans, "scope_spans", "spans")
 
     def metrics(self, request: Any) -> DecodedRecords:
         """Decode a request for /v1/metrics."""
@@ -86,11 +82,7 @@ class Decoder:
 
     def logs(self, request: Any) -> DecodedRecords:
         """Decode a request for /v1/logs."""
-        taken = DecodedRecords()
-        for resource, ours, records in _scopes(request.resource_logs, "scope_logs", "log_records"):
-            for record in records:
-                _add(taken, self._log, record, resource, ours)
-        return taken
+        return _decoded(self._log, request.resource_logs, "scope_logs", "log_records")
 
     def _span(self, span: Any, resource: Attributes, ours: bool) -> Iterator[Record]:
         attributes = resource | _attributes(span.attributes)
@@ -170,6 +162,15 @@ class Decoder:
             source = _name(source, "source")
             return (f"otlp-{source}" if source.startswith(MONITOR) else source), sequence
         return self._source, next(self._sequence)
+
+
+def _decoded(make: Callable[..., Iterable[Record]], resources: Any, scopes: str, items: str) -> DecodedRecords:
+    """Return what `make` gives for each item, its resource's attributes, and whether fedvitals wrote it."""
+    taken = DecodedRecords()
+    for resource, ours, group in _scopes(resources, scopes, items):
+        for item in group:
+            _add(taken, make, item, resource, ours)
+    return taken
 
 
 def _add(taken: DecodedRecords, make: Callable[..., Iterable[Record]], *arguments: Any) -> None:

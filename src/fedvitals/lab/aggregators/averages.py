@@ -136,11 +136,8 @@ class FedAvg(Aggregator, frozen=True):
 
         def conclude(mean: Tensor) -> Tensor:
             # At rate 1 the mean itself, since server + (mean − server) rounds, and a server's NaN would stay for ever.
-            return (
-                scaled_step(server, mean, weights, self.server_learning_rate)
-                if self.server_learning_rate != 1
-                else mean
-            )
+            rate = self.server_learning_rate
+            return mean if rate == 1 else scaled_step(server, mean, weights, rate)
 
         return MeanAccumulator(server, conclude)
 

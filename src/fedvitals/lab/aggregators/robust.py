@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,6 +62,14 @@ class Robust(Aggregator, frozen=True):
     def keeps_all_states(self) -> bool:
         return True
 
+    def combine(self, states: Sequence[Tensor], samples: Sequence[float], server: Tensor, weights: int) -> Tensor:
+        """Return the new state from all states, which are sorted by node."""
+        raise NotImplementedError
+
+    def begin(self, server: Tensor, memory: Memory, weights: int) -> Accumulator:
+        del memory  # these rules remember nothing
+        return CollectingAccumulator(server, lambda states, samples: self.combine(states, samples, server, weights))
+
 
 class TrimmedMean(Robust, frozen=True):
     """Coordinate-wise mean without the `fraction` at each end (Yin et al. 2018).
@@ -73,17 +82,15 @@ class TrimmedMean(Robust, frozen=True):
     def __post_init__(self) -> None:
         require(0 <= self.fraction < 0.5, "fraction of trimmed_mean", self.fraction, "from 0 up to, not including, 0.5")
 
-    def begin(self, server: Tensor, memory: Memory, weights: int) -> Accumulator:
-        del memory, weights
-        return CollectingAccumulator(server, lambda states, _: trimmed_mean(states, self.fraction))
+    def combine(self, states: Sequence[Tensor], *_: Any) -> Tensor:
+        return trimmed_mean(states, self.fraction)
 
 
 class Median(Robust, frozen=True):
     """Coordinate-wise median; of an even number the mean of the two in the middle (Yin et al. 2018)."""
 
-    def begin(self, server: Tensor, memory: Memory, weights: int) -> Accumulator:
-        del memory, weights
-        return CollectingAccumulator(server, lambda states, _: median(states))
+    def combine(self, states: Sequence[Tensor], *_: Any) -> Tensor:
+        return median(states)
 
 
 class Krum(Robust, frozen=True):
@@ -101,11 +108,8 @@ class Krum(Robust, frozen=True):
     def min_updates(self) -> int:
         return 2 * self.faulty + 3
 
-    def begin(self, server: Tensor, memory: Memory, weights: int) -> Accumulator:
-        del memory
-        return CollectingAccumulator(
-            server, lambda states, _: states[krum_order(states, self.faulty, server, weights)[0]]
-        )
+    def combine(self, states: Sequence[Tensor], _: Sequence[float], server: Tensor, weights: int) -> Tensor:
+        return states[krum_order(states, self.faulty, server, weights)[0]]
 
 
 class MultiKrum(Robust, frozen=True):
@@ -122,17 +126,12 @@ class MultiKrum(Robust, frozen=True):
     def min_updates(self) -> int:
         return 2 * self.faulty + 3
 
-    def begin(self, server: Tensor, memory: Memory, weights: int) -> Accumulator:
-        del memory
-
-        def rule(states: Sequence[Tensor], _: Sequence[float]) -> Tensor:
-            keep = len(states) - self.faulty if self.keep is None else self.keep
-            if keep > len(states):
-                raise AggregationError(f"multi_krum cannot keep {keep} of {len(states)} updates. Lower `keep`.")
-            best = sorted(krum_order(states, self.faulty, server, weights)[:keep])
-            return weighted_combination([states[row] for row in best], [1.0] * keep)
-
-        return CollectingAccumulator(server, rule)
+    def combine(self, states: Sequence[Tensor], _: Sequence[float], server: Tensor, weights: int) -> Tensor:
+        keep = len(states) - self.faulty if self.keep is None else self.keep
+        if keep > len(states):
+            raise AggregationError(f"multi_krum cannot keep {keep} of {len(states)} updates. Lower `keep`.")
+        best = sorted(krum_order(states, self.faulty, server, weights)[:keep])
+        return weighted_combination([states[row] for row in best], [1.0] * keep)
 
 
 class GeometricMedian(Robust, frozen=True):
@@ -151,19 +150,13 @@ class GeometricMedian(Robust, frozen=True):
         require_positive("tolerance of geometric_median", self.tolerance)
         require_positive("smoothing of geometric_median", self.smoothing)
 
-    def begin(self, server: Tensor, memory: Memory, weights: int) -> Accumulator:
-        del memory
-
-        def rule(states: Sequence[Tensor], _: Sequence[float]) -> Tensor:
-            finite = [state for state, good in zip(states, are_finite(states), strict=True) if good]
-            if not finite:  # nothing to go by: the result says so
-                return weighted_combination(states, [1.0] * len(states))
-            shares = geometric_median_shares(
-                update_gram_matrix(finite, server, weights), self.iterations, self.tolerance, self.smoothing
-            )
-            return weighted_combination(finite, shares.tolist())
-
-        return CollectingAccumulator(server, rule)
+    def combine(self, states: Sequence[Tensor], _: Sequence[float], server: Tensor, weights: int) -> Tensor:
+        finite = [state for state, good in zip(states, are_finite(states), strict=True) if good]
+        if not finite:  # nothing to go by: the result says so
+            return weighted_combination(states, [1.0] * len(states))
+        products = update_gram_matrix(finite, server, weights)
+        shares = geometric_median_shares(products, self.iterations, self.tolerance, self.smoothing)
+        return weighted_combination(finite, shares.tolist())
 
 
 class NormClipping(Robust, frozen=True):
@@ -185,19 +178,16 @@ class NormClipping(Robust, frozen=True):
         return self.norm is None
 
     def begin(self, server: Tensor, memory: Memory, weights: int) -> Accumulator:
-        del memory
-        if self.norm is not None:
-            return ClippedMeanAccumulator(server, weights, self.norm)
+        if self.norm is None:
+            return super().begin(server, memory, weights)
+        return ClippedMeanAccumulator(server, weights, self.norm)
 
-        def rule(states: Sequence[Tensor], samples: Sequence[float]) -> Tensor:
-            norms = torch.stack([update_norm(state, server, weights) for state in states])
-            bound = float(np.median(norms.cpu().numpy()))
-            clipping = ClippedMeanAccumulator(server, weights, bound)
-            for state, weight in zip(states, samples, strict=True):
-                clipping.add(state, weight, "")
-            return clipping.finish()
-
-        return CollectingAccumulator(server, rule)
+    def combine(self, states: Sequence[Tensor], samples: Sequence[float], server: Tensor, weights: int) -> Tensor:
+        norms = torch.stack([update_norm(state, server, weights) for state in states])
+        clipping = ClippedMeanAccumulator(server, weights, float(np.median(norms.cpu().numpy())))
+        for state, weight in zip(states, samples, strict=True):
+            clipping.add(state, weight, "")
+        return clipping.finish()
 
 
 class ClippedMeanAccumulator(MeanAccumulator):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from fedvitals.lab.data.arrays import Arrays, CheckedArrays, check_arrays, diges
 from fedvitals.lab.data.gtsrb import GTSRB
 from fedvitals.lab.data.image_archives import CIFAR10, FashionMNIST
 from fedvitals.lab.data.small import Digits, Synthetic
-from fedvitals.lab.data.sources import Progress, download_folder, fetch, search_folders, user_cache
+from fedvitals.lab.data.sources import Progress, PublishedDataset, download_folder, fetch, search_folders, user_cache
 from fedvitals.lab.streams import stream
 
 DATASETS = (Digits, Synthetic, GTSRB, FashionMNIST, CIFAR10)
@@ -102,20 +102,11 @@ def _load(described: DatasetDescription | Arrays, folder: str | os.PathLike[str]
         sources, read = described.find(search_folders(folder))
         kind = str(described.__struct_config__.tag)
         arrays, known_digest = data_cache.load_or_build(cache or user_cache(), kind, sources, read)
-    arrays_checked = check_arrays(arrays)
-    if isinstance(described, GTSRB | FashionMNIST | CIFAR10) and (described.samples or described.test_samples):
-        arrays_checked, known_digest = _subset(arrays_checked, described.samples, described.test_samples), None
-    return Dataset(
-        arrays.name,
-        arrays_checked.x,
-        arrays_checked.y,
-        arrays_checked.test_x,
-        arrays_checked.test_y,
-        arrays_checked.groups,
-        arrays_checked.classes,
-        known_digest or digest(arrays_checked),
-        getattr(described, "divisor", 255.0),
-    )
+    checked = check_arrays(arrays)
+    if isinstance(described, PublishedDataset) and (described.samples or described.test_samples):
+        checked, known_digest = _subset(checked, described.samples, described.test_samples), None
+    divisor = getattr(described, "divisor", 255.0)
+    return Dataset(arrays.name, **vars(checked), digest=known_digest or digest(checked), divisor=divisor)
 
 
 def download(name: str, folder: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> list[Path]:
@@ -131,19 +122,11 @@ def download(name: str, folder: str | os.PathLike[str] | None = None, progress: 
 
 def _subset(arrays: CheckedArrays, samples: int | None, test_samples: int | None) -> CheckedArrays:
     """Return a fixed subset of the data set, in the original order."""
-    keep, keep_test = (
-        _subset_indices(len(arrays.y), samples, "train"),
-        _subset_indices(len(arrays.test_y), test_samples, "test"),
-    )
+    keep = _subset_indices(len(arrays.y), samples, "train")
+    keep_test = _subset_indices(len(arrays.test_y), test_samples, "test")
     groups = None if arrays.groups is None else arrays.groups[keep]
-    return replace(
-        arrays,
-        x=arrays.x[keep],
-        y=arrays.y[keep],
-        groups=groups,
-        test_x=arrays.test_x[keep_test],
-        test_y=arrays.test_y[keep_test],
-    )
+    test_x, test_y = arrays.test_x[keep_test], arrays.test_y[keep_test]
+    return CheckedArrays(arrays.x[keep], arrays.y[keep], test_x, test_y, groups, arrays.classes)
 
 
 def _subset_indices(length: int, wanted: int | None, part: str) -> Tensor:

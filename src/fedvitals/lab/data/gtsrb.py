@@ -26,8 +26,7 @@ import numpy as np
 from fedvitals.errors import ConfigError, MissingExtraError
 from fedvitals.lab.data.arrays import Arrays
 from fedvitals.lab.data.limits import check_npz_size, read_member
-from fedvitals.lab.data.sources import Source, missing_dataset_error
-from fedvitals.lab.description import Description, require
+from fedvitals.lab.data.sources import PublishedDataset, Source, missing_dataset_error
 
 CLASSES, SIDE = 43, 32
 TRAIN_IMAGES, TEST_IMAGES = 39_209, 12_630
@@ -40,11 +39,9 @@ TRAIN, TEST, TRUTH = "GTSRB/Final_Training/Images", "GTSRB/Final_Test/Images", "
 ARCHIVE = "https://sid.erda.dk/public/archives/daaeac0d7ce1152aea9b61d9f1e19370"
 
 
-class GTSRB(Description, frozen=True):
+class GTSRB(PublishedDataset, frozen=True):
     """39,209 and 12,630 images of 43 classes, or a fixed subset."""
 
-    samples: int | None = None
-    test_samples: int | None = None
     divisor: float = 255.0  # of the pixels: 1 leaves them from 0 to 255
 
     sources: ClassVar[tuple[Source, ...]] = (
@@ -52,10 +49,6 @@ class GTSRB(Description, frozen=True):
         Source(f"{ARCHIVE}/{ZIPS[1]}", ZIPS[1], "md5:c7e4e6327067d32654124b0fe9e82185"),
         Source(f"{ARCHIVE}/{ZIPS[2]}", ZIPS[2], "md5:fe31e9c9270bbcd7b84b7f21a9d9d9e5"),
     )
-
-    def __post_init__(self) -> None:
-        for name, value in (("samples", self.samples), ("test_samples", self.test_samples)):
-            require(value is None or value >= 1, f"{name} of gtsrb", value, "at least 1")
 
     def find(self, folders: Sequence[Path]) -> tuple[list[Path], Callable[[], Arrays]]:
         """Return the files or folders of the data set, and the function that reads them."""
@@ -172,14 +165,9 @@ def _read_official(train: _Tree, test: _Tree, truth: str) -> Arrays:
     labelled.sort()
     groups = [label * 100 + track for label, track, _, _ in labelled]
     tests = sorted((row["Filename"], int(row["ClassId"])) for row in _rows(truth, TRUTH))
-    return _assemble(
-        (
-            _images(train, [name for *_, name in labelled]),
-            _numbers([label for label, *_ in labelled]),
-            _numbers(groups),
-        ),
-        (_images(test, [name for name, _ in tests]), _numbers([label for _, label in tests]), None),
-    )
+    images, test_images = _images(train, [name for *_, name in labelled]), _images(test, [name for name, _ in tests])
+    labels, test_labels = _numbers([label for label, *_ in labelled]), _numbers([label for _, label in tests])
+    return _assemble((images, labels, _numbers(groups)), (test_images, test_labels, None))
 
 
 def _training_rows(train: _Tree) -> Iterator[tuple[str, dict[str, str]]]:

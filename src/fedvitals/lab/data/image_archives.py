@@ -20,17 +20,13 @@ from fedvitals.errors import ConfigError, MissingExtraError
 from fedvitals.lab.data.arrays import Arrays
 from fedvitals.lab.data.limits import check_npz_size, read_bounded, read_gzip
 from fedvitals.lab.data.pickles import read_batch as pickled_batch
-from fedvitals.lab.data.sources import Source, missing_dataset_error
-from fedvitals.lab.description import Description, require
+from fedvitals.lab.data.sources import PublishedDataset, Source, missing_dataset_error
 
 Numbers = np.ndarray[Any, Any]
 
 
-class FashionMNIST(Description, frozen=True):
+class FashionMNIST(PublishedDataset, frozen=True):
     """60,000 and 10,000 grey images of clothes, 28 × 28 (H. Xiao, K. Rasul, R. Vollgraf 2017), or a subset."""
-
-    samples: int | None = None
-    test_samples: int | None = None
 
     files: ClassVar[tuple[str, ...]] = (
         "train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte",
@@ -47,9 +43,6 @@ class FashionMNIST(Description, frozen=True):
         for address, name, checksum in zip([page] * 4, files, checksums, strict=True)
     )
 
-    def __post_init__(self) -> None:
-        _check_sizes("fashion_mnist", self.samples, self.test_samples)
-
     def find(self, folders: Sequence[Path]) -> tuple[list[Path], Callable[[], Arrays]]:
         """Return the files of the data set, and the function that reads them."""
         for folder in folders:
@@ -62,14 +55,11 @@ class FashionMNIST(Description, frozen=True):
         )
 
 
-class CIFAR10(Description, frozen=True):
+class CIFAR10(PublishedDataset, frozen=True):
     """50,000 and 10,000 colour images, 32 × 32 (A. Krizhevsky 2009), or a subset.
 
     The JPEG copy (`cifar10_jpeg.npz`) does not have the original pixels; a data set read from it is named accordingly.
     """
-
-    samples: int | None = None
-    test_samples: int | None = None
 
     page: ClassVar[str] = "https://www.cs.toronto.edu/~kriz/cifar.html"
     sources: ClassVar[tuple[Source, ...]] = (
@@ -79,9 +69,6 @@ class CIFAR10(Description, frozen=True):
             "md5:c32a1d4ab5d03f1284b67883e8d87530",
         ),
     )
-
-    def __post_init__(self) -> None:
-        _check_sizes("cifar10", self.samples, self.test_samples)
 
     def find(self, folders: Sequence[Path]) -> tuple[list[Path], Callable[[], Arrays]]:
         """Return the files of the data set, and the function that reads them."""
@@ -98,11 +85,6 @@ class CIFAR10(Description, frozen=True):
                 return [copy], partial(_read_jpeg_copy, copy)
         wanted = "cifar-10-binary.tar.gz or cifar-10-python.tar.gz (or its content, a folder of batches)"
         raise missing_dataset_error("cifar10", self.page, wanted, folders)
-
-
-def _check_sizes(kind: str, samples: int | None, test_samples: int | None) -> None:
-    for name, value in (("samples", samples), ("test_samples", test_samples)):
-        require(value is None or value >= 1, f"{name} of {kind}", value, "at least 1")
 
 
 def _require_all(name: str, paths: list[Path], page: str) -> list[Path]:

@@ -217,10 +217,8 @@ def deal(
     if not isinstance(partition, FeatureShift):
         return [Shard(train, test) for train, test in split]
     drawn = 2 * torch.rand(clients, 2, generator=generator, dtype=torch.float64) - 1
-    brightness, rotation = (
-        (1 + partition.brightness * drawn[:, 0]).tolist(),
-        (partition.rotation * drawn[:, 1]).tolist(),
-    )
+    brightness = (1 + partition.brightness * drawn[:, 0]).tolist()
+    rotation = (partition.rotation * drawn[:, 1]).tolist()
     return [Shard(*pair, light, turn) for pair, light, turn in zip(split, brightness, rotation, strict=True)]
 
 

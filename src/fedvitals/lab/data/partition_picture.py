@@ -29,17 +29,15 @@ def partition_heat_map(shards: Sequence[Shard], dataset: Dataset, width: int = 1
         if lines <= LINES:
             break
         per_row *= 2
-        names, counts = _row_names(len(shards), per_row), _sum_neighbours(counts)
+        firsts = range(0, len(shards), per_row)
+        names = [f"c{first}-{min(first + per_row, len(shards)) - 1}" for first in firsts]
+        counts = torch.stack([pair.sum(0) for pair in torch.split(counts, 2)])  # an odd last row stays alone
     side_by_side = [" │ ".join(rows[line::lines]).rstrip() for line in range(lines)]
     who = "one client" if per_row == 1 else f"{per_row} clients"
     title = f"{len(shards)} clients, {int(counts.sum())} samples of {dataset.name}; a row is {who}, a column a class"
     largest = int(counts.max())
-    legend = [f"{shade} ≤ {_shade_threshold(largest, number)}" for number, shade in enumerate(SHADES) if number]
+    legend = [f"{shade} ≤ {-(-largest * number // 4)}" for number, shade in enumerate(SHADES) if number]
     return "\n".join([title, "  ".join([f"{SHADES[0]} none", *legend]), *side_by_side])
-
-
-def _shade_threshold(largest: int, number: int) -> int:
-    return -(-largest * number // 4)
 
 
 def _rows(names: Sequence[str], counts: torch.Tensor) -> list[str]:
@@ -50,12 +48,3 @@ def _rows(names: Sequence[str], counts: torch.Tensor) -> list[str]:
         f"{name:<{name_width}} {''.join(SHADES[shade] for shade in row)} {total:>{number_width}}"
         for name, row, total in zip(names, shades.tolist(), counts.sum(1).tolist(), strict=True)
     ]
-
-
-def _row_names(clients: int, per_row: int) -> list[str]:
-    return [f"c{first}-{min(first + per_row, clients) - 1}" for first in range(0, clients, per_row)]
-
-
-def _sum_neighbours(counts: torch.Tensor) -> torch.Tensor:
-    """Add neighbouring rows; an odd last row stays alone."""
-    return torch.stack([pair.sum(0) for pair in torch.split(counts, 2)])

@@ -11,8 +11,10 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from fedvitals.errors import ConfigError
+from fedvitals.lab.description import Description, kind_of, require
 
 Progress = Callable[[str, int, int | None], None]
 """Told again and again: the file, the bytes that have come, and how many there will be, where that is known."""
@@ -27,6 +29,19 @@ class Source:
     url: str
     file: str  # below the folder of data
     checksum: str  # "md5:…" or "sha256:…"
+
+
+class PublishedDataset(Description, frozen=True):
+    """Base class of data sets that their authors publish as files: the whole, or a fixed subset of so many samples."""
+
+    samples: int | None = None
+    test_samples: int | None = None
+    sources: ClassVar[tuple[Source, ...]]
+
+    def __post_init__(self) -> None:
+        kind = kind_of(type(self).__name__)
+        for name, value in (("samples", self.samples), ("test_samples", self.test_samples)):
+            require(value is None or value >= 1, f"{name} of {kind}", value, "at least 1")
 
 
 def user_cache() -> Path:
@@ -50,14 +65,12 @@ def search_folders(folder: str | os.PathLike[str] | None = None) -> list[Path]:
     return [*from_environment, Path.cwd().parent / "shared" / "data", user_cache() / "data"]
 
 
-def missing_dataset_error(
-    name: str, page: str, files: str, looked: Sequence[Path], download: bool = True
-) -> ConfigError:
+def missing_dataset_error(name: str, page: str, files: str, looked: Sequence[Path]) -> ConfigError:
     """Return the error for a missing data set: where it was searched for, where to get it, where to put it."""
-    offer = " or let `fedvitals lab` fetch it with --download," if download else ""
     return ConfigError(
-        f"The data set {name} was not found in {', '.join(map(str, looked))}. Get it from {page},{offer} and put "
-        f"{files} into one of these folders, or into one that you name with --data or {VARIABLE}."
+        f"The data set {name} was not found in {', '.join(map(str, looked))}. Get it from {page}, or let "
+        f"`fedvitals lab` fetch it with --download, and put {files} into one of these folders, or into one that you "
+        f"name with --data or {VARIABLE}."
     )
 
 

@@ -102,10 +102,12 @@ class Engine:
                 f"and workers=1; got engine='{name}' and workers={self.workers}."
             )
         executor = executor_factory(site, name, device, precision)
-        self._pool = (
-            WorkerPool(executor, site.layout.size, site.experiment.clients, self.workers) if self.workers > 1 else None
-        )
-        self._executor = executor() if self._pool is None else None
+        self._pool: WorkerPool | None = None
+        self._executor: Executor | None = None
+        if self.workers > 1:
+            self._pool = WorkerPool(executor, site.layout.size, site.experiment.clients, self.workers)
+        else:
+            self._executor = executor()
 
     def train(
         self, tasks: Sequence[Task], observer: Observer, absorb: Callable[[bytes], None] | None = None
@@ -155,13 +157,11 @@ class Engine:
 
     def _batches(self, tasks: Sequence[Task]) -> Iterator[list[Task]]:
         """Split the tasks into batches: one task each, or one stack. The number of processes has no influence."""
-        members = sum(len(task.nodes) for task in tasks)
-        if self.name != "stacked":
-            largest = 1
-        else:
-            largest = (
-                self._executor.largest(members) if isinstance(self._executor, StackedExecutor) else stack_size(members)
-            )
+        members, largest = sum(len(task.nodes) for task in tasks), 1
+        if isinstance(self._executor, StackedExecutor):
+            largest = self._executor.largest(members)
+        elif self.name == "stacked":
+            largest = stack_size(members)
         batch: list[Task] = []
         members = 0
         for task in tasks:

@@ -60,7 +60,6 @@ class WorkerPool:
         self._workers: list[_Worker] = []
         for _ in range(workers):
             self._workers.append(self._start())
-        self.deaths = 0
         self._closing = weakref.finalize(self, _stop, self._workers)
 
     def close(self) -> None:
@@ -133,9 +132,8 @@ class WorkerPool:
 
     def _collect(self, jobs: dict[int, _Job], done: dict[int, tuple[Any, bytes]]) -> None:
         """Wait until a worker returns a result or dies."""
-        by_handle: dict[Any, _Worker] = {w.pipe: w for w in self._workers} | {
-            w.process.sentinel: w for w in self._workers
-        }
+        by_handle: dict[Any, _Worker] = {w.pipe: w for w in self._workers}
+        by_handle |= {w.process.sentinel: w for w in self._workers}
         ready = multiprocessing.connection.wait([*by_handle])
         for worker in {id(by_handle[handle]): by_handle[handle] for handle in ready}.values():
             try:
@@ -151,12 +149,8 @@ class WorkerPool:
     def _replace(self, worker: _Worker, jobs: dict[int, _Job], done: dict[int, tuple[Any, bytes]]) -> None:
         """Replace a dead worker: its current job has failed, the jobs it had not begun are handed out again."""
         worker.process.join()
-        code = worker.process.exitcode
-        self.deaths += 1
-        lost = list(worker.jobs)
-        fresh = self._start()
-        worker.process, worker.pipe = fresh.process, fresh.pipe
-        worker.jobs.clear()
+        code, lost = worker.process.exitcode, list(worker.jobs)
+        self._restart(worker)
         if lost:
             job = jobs[lost[0]]
             if isinstance(job.work, EvaluationJob):
@@ -178,9 +172,12 @@ class WorkerPool:
             if worker.jobs:
                 worker.process.kill()
                 worker.process.join()
-                fresh = self._start()
-                worker.process, worker.pipe = fresh.process, fresh.pipe
-                worker.jobs.clear()
+                self._restart(worker)
+
+    def _restart(self, worker: _Worker) -> None:
+        fresh = self._start()
+        worker.process, worker.pipe = fresh.process, fresh.pipe
+        worker.jobs.clear()
 
     def _start(self) -> _Worker:
         context = multiprocessing.get_context("fork")

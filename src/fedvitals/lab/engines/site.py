@@ -34,15 +34,9 @@ class Site:
     def of(cls, experiment: Experiment, data: str | os.PathLike[str] | None = None) -> Site:
         """Create everything that an experiment describes, from its seed."""
         dataset = load(experiment.dataset, data)
-        dealt = deal(
-            experiment.partition,
-            dataset,
-            experiment.clients,
-            streams.stream(experiment.seed, "partition"),
-            experiment.test_share,
-        )
-        stream = streams.stream(experiment.seed, "model")
-        module = models.build(experiment.model, dataset, stream)
+        dealing, drawing = (streams.stream(experiment.seed, purpose) for purpose in ("partition", "model"))
+        dealt = deal(experiment.partition, dataset, experiment.clients, dealing, experiment.test_share)
+        module = models.build(experiment.model, dataset, drawing)
         layout = StateLayout.of(module)
         state = layout.flat(module)
         fault_table.apply_initial(experiment.faults, layout.views(state), experiment.seed)

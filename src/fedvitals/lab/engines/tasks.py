@@ -53,3 +53,7 @@ class Update:
     sent: bool = False  # what is wrong with its sending has been applied
     error: str | None = None  # why there is nothing to use: the client failed; `state` is then its start
     error_type: str | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Note that the client failed with this error."""
+        self.error, self.error_type = f"{type(error).__name__}: {error}", type(error).__name__

@@ -46,10 +46,8 @@ class Replica:
         self.settings = settings
         self.start = [p.detach().clone() for p in self.parameters] if settings.proximal else None
         if self.optimizer is None or self._made_for != settings.optimizer:
-            self.optimizer, self._made_for = (
-                make_optimizer(settings.optimizer, self.parameters, fast=self.fast),
-                settings.optimizer,
-            )
+            self.optimizer = make_optimizer(settings.optimizer, self.parameters, fast=self.fast)
+            self._made_for = settings.optimizer
         self.optimizer.state.clear()
 
     def load(self, state: Tensor) -> None:
@@ -141,6 +139,13 @@ class _Member:
             self.error = error
         self.seconds += time.perf_counter() - began
 
+    def update(self, task: Task, row: Tensor) -> Update:
+        """Return the client's update, whose state is `row`."""
+        update = Update(self.node, row, task.start, len(self.y), task.group, self.losses, self.steps, self.seconds)
+        if self.error is not None:
+            update.fail(self.error)
+        return update
+
 
 class Replicas:
     """The replicas of one process, created on demand: as many as the largest group has members."""
@@ -168,9 +173,8 @@ def _train_members(task: Task, replicas: Replicas, watcher: WorkerObserver, out:
     members = [_Member(site, task, node, replicas[i]) for i, node in enumerate(task.nodes)]
     watched = [m for m in members if not fault_table.telemetry_is_lost(site.experiment.faults, task.round, m.node)]
     for m in watched:
-        watcher.client_begin(
-            m.node, m.replica.module, m.replica.optimizer, (m.x, m.y), task.group, loss=F.cross_entropy
-        )
+        model = (m.replica.module, m.replica.optimizer)
+        watcher.client_begin(m.node, *model, (m.x, m.y), task.group, loss=F.cross_entropy)
     last = max(m.steps for m in members) - 1
     for step in range(last + 1):
         for m in members:
@@ -185,7 +189,7 @@ def _train_members(task: Task, replicas: Replicas, watcher: WorkerObserver, out:
             row.copy_(task.start)
     for m in reversed(watched):
         watcher.client_end(m.node, m.error)
-    return [_update(task, m, row) for m, row in zip(members, out, strict=True)]
+    return [m.update(task, row) for m, row in zip(members, out, strict=True)]
 
 
 def _exchange(task: Task, members: list[_Member], out: Tensor) -> None:
@@ -195,18 +199,3 @@ def _exchange(task: Task, members: list[_Member], out: Tensor) -> None:
     samples = torch.tensor([float(len(m.y)) for m in members])
     for m, row in zip(members, task.exchange(out, samples), strict=True):
         m.replica.load(row)
-
-
-def _update(task: Task, m: _Member, row: Tensor) -> Update:
-    return Update(
-        node=m.node,
-        state=row,
-        start=task.start,
-        samples=len(m.y),
-        group=task.group,
-        losses=m.losses,
-        steps=m.steps,
-        seconds=m.seconds,
-        error=None if m.error is None else f"{type(m.error).__name__}: {m.error}",
-        error_type=None if m.error is None else type(m.error).__name__,
-    )

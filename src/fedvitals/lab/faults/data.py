@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.description import require
-from fedvitals.lab.faults.fault import Family, Fault, require_some_nodes, require_whole_number, require_within
+from fedvitals.lab.faults.fault import Fault, Index, Positive, Several, Share
 
 
 def _chance(count: int, rate: float, stream: torch.Generator) -> Tensor:
@@ -28,13 +28,7 @@ def _check_labels(labels: tuple[int, ...], classes: int, kind: str) -> None:
 class LabelNoise(Fault, frozen=True):
     """An annotator who guesses: a share of the labels is replaced, each by a random other class."""
 
-    rate: float = 0.8
-    family: ClassVar[Family] = "client"
-    issue: ClassVar[str] = "label_noise"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_within(self, "rate", 0, 1, above=True)
+    rate: Share = 0.8
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:
         struck = _chance(len(y), self.rate, stream)
@@ -45,17 +39,12 @@ class LabelNoise(Fault, frozen=True):
 class LabelFlip(Fault, frozen=True):
     """One class mistaken for another: samples of class `source` are labelled `target`."""
 
-    source: int = 0
-    target: int = 1
-    rate: float = 1.0
-    family: ClassVar[Family] = "client"
-    issue: ClassVar[str] = "label_flip"
+    source: Index = 0
+    target: Index = 1
+    rate: Share = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_whole_number(self, "source", 0)
-        require_whole_number(self, "target", 0)
-        require_within(self, "rate", 0, 1, above=True)
         require(self.source != self.target, "target of label_flip", self.target, "another class than its source")
 
     def check_classes(self, classes: int) -> None:
@@ -71,8 +60,6 @@ class MissingClasses(Fault, frozen=True):
     """A client that never sees some classes: its samples of them are removed."""
 
     missing: tuple[int, ...] = (0,)
-    family: ClassVar[Family] = "client"
-    issue: ClassVar[str] = "missing_classes"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,13 +84,7 @@ class MissingClasses(Fault, frozen=True):
 class InputNoise(Fault, frozen=True):
     """A bad sensor: noise on every input, `deviation` times the standard deviation of the client's data."""
 
-    deviation: float = 1.0
-    family: ClassVar[Family] = "client"
-    issue: ClassVar[str] = "input_noise"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_within(self, "deviation", 0, above=True)
+    deviation: Positive = 1.0
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         noise = torch.randn(x.shape, generator=stream, dtype=x.dtype)
@@ -113,13 +94,10 @@ class InputNoise(Fault, frozen=True):
 class InputScale(Fault, frozen=True):
     """Unnormalised inputs, such as pixels from 0 to 255 instead of 0 to 1: every input is multiplied by a factor."""
 
-    factor: float = 255.0
-    family: ClassVar[Family] = "client"
-    issue: ClassVar[str] = "input_scale"
+    factor: Positive = 255.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_within(self, "factor", 0, above=True)
         require(self.factor != 1, "factor of input_scale", self.factor, "another number than 1, which changes nothing")
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
@@ -132,14 +110,8 @@ class GroupLeftBehind(Fault, frozen=True):
     Images are rotated by 180°, other inputs reversed, for a `share` of each client's samples.
     """
 
-    share: float = 1.0
-    family: ClassVar[Family] = "aggregation"
-    issue: ClassVar[str] = "group_left_behind"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_some_nodes(self)
-        require_within(self, "share", 0, 1, above=True)
+    share: Share = 1.0
+    needs_others: ClassVar[bool] = True
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         turned = x.flip(-1) if x.dim() <= 2 else x.flip((-2, -1))
@@ -153,14 +125,11 @@ class DominantClient(Fault, frozen=True):
     The same samples are repeated; what matters is that an average weighted by samples is nearly this client's model.
     """
 
-    factor: int = 20
-    family: ClassVar[Family] = "aggregation"
-    issue: ClassVar[str] = "dominant_client"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_some_nodes(self)
-        require_whole_number(self, "factor", 2)
+    factor: Several = 20
+    needs_others: ClassVar[bool] = True
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         return x.repeat(self.factor, *[1] * (x.dim() - 1)), y.repeat(self.factor)
+
+
+FAULTS = (LabelNoise, LabelFlip, MissingClasses, InputNoise, InputScale, GroupLeftBehind, DominantClient)

@@ -8,14 +8,16 @@ state: all it knows is passed to its hook, so that a resumed run continues as if
 from __future__ import annotations
 
 import difflib
+import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, cast, get_type_hints
 
 import msgspec
 import torch
 from torch import Tensor
 
+from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE
 from fedvitals.errors import ConfigError
 from fedvitals.lab.description import Description, kind_of, require
 from fedvitals.lab.engines.tasks import Node, Update
@@ -47,11 +49,21 @@ class Fault(Description, frozen=True, kw_only=True):
     since: int = 0
     until: int | None = None
 
-    family: ClassVar[Family]
-    issue: ClassVar[str]  # the code in `diagnosis.issues.table`, in lower case, that a detector should name
+    family: ClassVar[Family]  # that of its issue unless the class says another
+    issue: ClassVar[str]  # the code in `diagnosis.issues.table`, in lower case, that a detector should name; its own
+    # kind unless the class says another
     strikes: ClassVar[Literal["clients", "server", "run"]] = "clients"
     drops_telemetry: ClassVar[bool] = False  # whether what the monitor measures on the client gets lost
     applied_last: ClassVar[bool] = False  # whether it must come after all other faults of the same update
+    needs_others: ClassVar[bool] = False  # whether some clients must stay unaffected
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        if "issue" not in cls.__dict__:
+            cls.issue = kind_of(cls.__name__)
+        issue = ISSUES_BY_CODE.get(cls.issue.upper())
+        if "family" not in cls.__dict__ and issue is not None:
+            cls.family = cast("Family", issue.family)
 
     def __post_init__(self) -> None:
         name = kind_of(type(self).__name__)
@@ -67,6 +79,10 @@ class Fault(Description, frozen=True, kw_only=True):
         )
         good = self.until is None or (_is_whole_number(self.until) and self.until >= self.since)
         require(good, f"last round (until) of {name}", self.until, f"{self.since} (since) or more, or left out")
+        fits = self.nodes != "all" or not self.needs_others
+        require(fits, f"nodes of {name}", self.nodes, "a list of some of the clients")
+        for field, check in _limit_checks(type(self)):
+            check(self, field)
 
     def active(self, round_index: int, node: Node) -> bool:
         """Return whether it affects this node in this round."""
@@ -174,10 +190,22 @@ def require_whole_number(fault: Fault, field: str, low: int) -> None:
     require(fits, f"{field} of {kind_of(type(fault).__name__)}", value, f"a whole number, {low} or more")
 
 
-def require_some_nodes(fault: Fault) -> None:
-    """Raise ConfigError if the fault affects all nodes, because it needs some that are unaffected."""
-    name = kind_of(type(fault).__name__)
-    require(fault.nodes != "all", f"nodes of {name}", fault.nodes, "a list of some of the clients")
+@functools.cache
+def _limit_checks(kind: type[Fault]) -> tuple[tuple[str, Callable[[Fault, str], None]], ...]:
+    """Return the fields of a fault whose types have limits, each with the function that checks it."""
+    types = get_type_hints(kind, include_extras=True)
+    return tuple((name, check) for name, field in types.items() for check in getattr(field, "__metadata__", ()))
+
+
+# Types of settings with their limits, which are checked when a fault is created.
+Share = Annotated[float, functools.partial(require_within, low=0, high=1, above=True)]
+Positive = Annotated[float, functools.partial(require_within, low=0, above=True)]
+NotNegative = Annotated[float, functools.partial(require_within, low=0)]
+AtLeastOne = Annotated[float, functools.partial(require_within, low=1)]
+AboveOne = Annotated[float, functools.partial(require_within, low=1, above=True)]
+Index = Annotated[int, functools.partial(require_whole_number, low=0)]
+Count = Annotated[int, functools.partial(require_whole_number, low=1)]
+Several = Annotated[int, functools.partial(require_whole_number, low=2)]
 
 
 def weight_names(names: Sequence[str]) -> list[str]:

@@ -9,9 +9,10 @@ import msgspec
 import torch
 from torch import Tensor
 
+from fedvitals.lab.aggregators.averages import scaled_step
 from fedvitals.lab.data.partition import ClassesPerClient
 from fedvitals.lab.description import kind_of, require
-from fedvitals.lab.faults.fault import Family, Fault, RunFault, require_whole_number, require_within
+from fedvitals.lab.faults.fault import AtLeastOne, Count, Fault, Positive, RunFault
 
 if TYPE_CHECKING:
     from fedvitals.lab.experiment import Experiment
@@ -20,15 +21,8 @@ if TYPE_CHECKING:
 class Overfitting(RunFault, frozen=True):
     """Too much training on too little data: a client has `samples` samples and trains on them for `epochs` epochs."""
 
-    samples: int = 16
-    epochs: int = 50
-    family: ClassVar[Family] = "convergence"
-    issue: ClassVar[str] = "overfitting"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_whole_number(self, "samples", 1)
-        require_whole_number(self, "epochs", 1)
+    samples: Count = 16
+    epochs: Count = 50
 
     def experiment(self, experiment: Experiment) -> Experiment:
         local = msgspec.structs.replace(experiment.local, iterations=None, epochs=self.epochs)
@@ -42,17 +36,9 @@ class Overfitting(RunFault, frozen=True):
 class ClientDrift(RunFault, frozen=True):
     """Clients that drift apart: each knows few classes and trains long with a high rate between two aggregations."""
 
-    classes: int = 2
-    iterations: int = 100
-    factor: float = 5.0  # of the learning rate
-    family: ClassVar[Family] = "convergence"
-    issue: ClassVar[str] = "client_drift"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_whole_number(self, "classes", 1)
-        require_whole_number(self, "iterations", 1)
-        require_within(self, "factor", 1)
+    classes: Count = 2
+    iterations: Count = 100
+    factor: AtLeastOne = 5.0  # of the learning rate
 
     def experiment(self, experiment: Experiment) -> Experiment:
         optimizer = experiment.local.optimizer
@@ -65,25 +51,22 @@ class ClientDrift(RunFault, frozen=True):
 
 class _ServerRate(Fault, frozen=True, kw_only=True):
     nodes: tuple[str, ...] | str = ("server",)
-    factor: float = 1.0
-    family: ClassVar[Family] = "convergence"
+    factor: Positive = 1.0
     strikes: ClassVar[Literal["clients", "server", "run"]] = "server"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         kind = kind_of(type(self).__name__)
         require(self.nodes == ("server",), f"nodes of {kind}", self.nodes, '["server"], or left out')
-        require_within(self, "factor", 0, above=True)
 
     def server(self, before: Tensor, after: Tensor, weights: int) -> Tensor:
-        step = (after[:weights] - before[:weights]) * self.factor
-        return torch.cat((before[:weights] + step, after[weights:]))
+        return scaled_step(before, after, weights, self.factor)
 
 
 class ServerRateTooHigh(_ServerRate, frozen=True):
     """An untuned server learning rate: the server's step is `factor` times too large."""
 
-    factor: float = 3.0
+    factor: Positive = 3.0
     issue: ClassVar[str] = "divergence"
 
     def __post_init__(self) -> None:
@@ -94,9 +77,12 @@ class ServerRateTooHigh(_ServerRate, frozen=True):
 class ServerRateTooLow(_ServerRate, frozen=True):
     """An untuned server learning rate: the server takes only `factor` of its step."""
 
-    factor: float = 0.05
+    factor: Positive = 0.05
     issue: ClassVar[str] = "plateau"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.factor < 1, "factor of server_rate_too_low", self.factor, "below 1")
+
+
+FAULTS = (Overfitting, ClientDrift, ServerRateTooHigh, ServerRateTooLow)

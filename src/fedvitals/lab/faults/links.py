@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+import functools
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 
 from fedvitals.lab.engines.tasks import Update
-from fedvitals.lab.faults.fault import Family, Fault, ModelHistory, require_within
+from fedvitals.lab.faults.fault import AboveOne, Fault, ModelHistory, Positive, Share, require_within
 
 if TYPE_CHECKING:
     from fedvitals.lab.network.virtual_clock import Journey
@@ -22,13 +23,7 @@ def _happens(rate: float, stream: torch.Generator) -> bool:
 class DropOut(Fault, frozen=True):
     """A client that is unavailable, in each round with this probability."""
 
-    rate: float = 1.0
-    family: ClassVar[Family] = "system"
-    issue: ClassVar[str] = "drop_out"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_within(self, "rate", 0, 1, above=True)
+    rate: Share = 1.0
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:
         return dataclasses.replace(journey, available=journey.available and not _happens(self.rate, stream))
@@ -37,13 +32,7 @@ class DropOut(Fault, frozen=True):
 class Straggler(Fault, frozen=True):
     """A slow or busy machine: the client computes `factor` times as long."""
 
-    factor: float = 10.0
-    family: ClassVar[Family] = "system"
-    issue: ClassVar[str] = "straggler"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_within(self, "factor", 1, above=True)
+    factor: AboveOne = 10.0
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:  # noqa: ARG002
         return dataclasses.replace(journey, compute=journey.compute * self.factor)
@@ -55,13 +44,7 @@ class Timeout(Fault, frozen=True):
     The update is late if the network has a deadline; a server without one waits.
     """
 
-    seconds: float = 3600.0
-    family: ClassVar[Family] = "system"
-    issue: ClassVar[str] = "timeout"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_within(self, "seconds", 0, above=True)
+    seconds: Positive = 3600.0
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:  # noqa: ARG002
         return dataclasses.replace(journey, upload=journey.upload + self.seconds)
@@ -70,13 +53,8 @@ class Timeout(Fault, frozen=True):
 class LostMessage(Fault, frozen=True):
     """A dropped connection: the update never arrives, in each round with this probability."""
 
-    rate: float = 1.0
-    family: ClassVar[Family] = "system"
+    rate: Share = 1.0
     issue: ClassVar[str] = "communication_failure"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_within(self, "rate", 0, 1, above=True)
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:
         return dataclasses.replace(journey, lost=journey.lost or _happens(self.rate, stream))
@@ -88,16 +66,10 @@ class CorruptedMessage(Fault, frozen=True):
     If silent, one bit flips in a share of the numbers; a flip in the exponent may make a number huge or NaN.
     """
 
-    rate: float = 1.0
+    rate: Share = 1.0
     silent: bool = False
-    share: float = 0.001  # of the numbers, when it is silent
-    family: ClassVar[Family] = "system"
+    share: Share = 0.001  # of the numbers, when it is silent
     issue: ClassVar[str] = "communication_failure"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_within(self, "rate", 0, 1, above=True)
-        require_within(self, "share", 0, 1, above=True)
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:
         if self.silent:
@@ -118,13 +90,7 @@ class CorruptedMessage(Fault, frozen=True):
 class ClockSkew(Fault, frozen=True):
     """A wrong clock: the client's timestamps are this many seconds late (or early, if negative)."""
 
-    seconds: float = 3600.0
-    family: ClassVar[Family] = "system"
-    issue: ClassVar[str] = "clock_skew"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_within(self, "seconds", -1e9, 1e9)
+    seconds: Annotated[float, functools.partial(require_within, low=-1e9, high=1e9)] = 3600.0
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:  # noqa: ARG002
         return dataclasses.replace(journey, clock_offset=journey.clock_offset + self.seconds)
@@ -133,6 +99,7 @@ class ClockSkew(Fault, frozen=True):
 class TelemetryLost(Fault, frozen=True):
     """A firewall that only passes models: the client trains and sends its update, but its telemetry is lost."""
 
-    family: ClassVar[Family] = "system"
-    issue: ClassVar[str] = "telemetry_lost"
     drops_telemetry: ClassVar[bool] = True
+
+
+FAULTS = (DropOut, Straggler, Timeout, LostMessage, CorruptedMessage, ClockSkew, TelemetryLost)

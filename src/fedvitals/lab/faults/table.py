@@ -19,53 +19,8 @@ from torch import Tensor
 from fedvitals.errors import ConfigError
 from fedvitals.lab.description import kind_of
 from fedvitals.lab.engines.tasks import Node, Update
-from fedvitals.lab.faults.data import (
-    DominantClient,
-    GroupLeftBehind,
-    InputNoise,
-    InputScale,
-    LabelFlip,
-    LabelNoise,
-    MissingClasses,
-)
+from fedvitals.lab.faults import data, federation, links, training, updates
 from fedvitals.lab.faults.fault import Fault, ModelHistory, layer_name, missing_layer_message
-from fedvitals.lab.faults.federation import ClientDrift, Overfitting, ServerRateTooHigh, ServerRateTooLow
-from fedvitals.lab.faults.links import (
-    ClockSkew,
-    CorruptedMessage,
-    DropOut,
-    LostMessage,
-    Straggler,
-    TelemetryLost,
-    Timeout,
-)
-from fedvitals.lab.faults.training import (
-    BrokenBatchNorm,
-    Crash,
-    DeadUnits,
-    DiskFull,
-    ExplodingInitialisation,
-    FrozenLayer,
-    MemoryHog,
-    NotFinite,
-    SaturatedUnits,
-    VanishingInitialisation,
-    WrongLearningRate,
-)
-from fedvitals.lab.faults.updates import (
-    DtypeMismatch,
-    Duplicate,
-    FreeRider,
-    Gaussian,
-    InnerProduct,
-    LittleIsEnough,
-    Scaling,
-    ShapeMismatch,
-    SignFlip,
-    StaleUpdate,
-    WrongSampleCount,
-    ZeroWeight,
-)
 from fedvitals.lab.state import StateLayout
 from fedvitals.lab.streams import stream
 
@@ -74,16 +29,8 @@ if TYPE_CHECKING:
     from fedvitals.lab.local import Local
     from fedvitals.lab.network.virtual_clock import Journey
 
-FAULTS: tuple[type[Fault], ...] = (
-    *(LabelNoise, LabelFlip, MissingClasses, InputNoise, InputScale, GroupLeftBehind, DominantClient),
-    *(WrongLearningRate, FrozenLayer, NotFinite, BrokenBatchNorm, Crash, MemoryHog, DiskFull),
-    *(ExplodingInitialisation, VanishingInitialisation, DeadUnits, SaturatedUnits),
-    *(StaleUpdate, FreeRider, Duplicate, SignFlip, Scaling, Gaussian, LittleIsEnough, InnerProduct),
-    *(WrongSampleCount, ZeroWeight, ShapeMismatch, DtypeMismatch),
-    *(DropOut, Straggler, Timeout, LostMessage, CorruptedMessage, ClockSkew, TelemetryLost),
-    *(Overfitting, ClientDrift, ServerRateTooHigh, ServerRateTooLow),
-)
-
+MODULES = (data, training, updates, links, federation)
+FAULTS: tuple[type[Fault], ...] = tuple(fault for module in MODULES for fault in module.FAULTS)
 Faults = Sequence[Fault]
 NAMED = 12  # nodes that a message lists before it gives only the first and the last
 SERVER = "server"

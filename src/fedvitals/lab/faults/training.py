@@ -15,14 +15,17 @@ from torch import Tensor
 from fedvitals.errors import ConfigError
 from fedvitals.lab.description import kind_of, require
 from fedvitals.lab.faults.fault import (
+    AboveOne,
+    Count,
     Family,
     Fault,
+    Index,
     Layer,
+    Positive,
     RunFault,
+    Share,
     layer_name,
     missing_layer_message,
-    require_whole_number,
-    require_within,
     weight_names,
 )
 
@@ -35,13 +38,10 @@ MEGABYTE = 1 << 20
 class WrongLearningRate(Fault, frozen=True):
     """A client with its own configuration: its learning rate is `factor` times that of the others."""
 
-    factor: float = 10.0
-    family: ClassVar[Family] = "client"
-    issue: ClassVar[str] = "wrong_learning_rate"
+    factor: Positive = 10.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_within(self, "factor", 0, above=True)
         require(self.factor != 1, "factor of wrong_learning_rate", self.factor, "another number than 1")
 
     def local(self, settings: Local) -> Local:
@@ -54,8 +54,6 @@ class FrozenLayer(Fault, frozen=True):
     """A forgotten `requires_grad = False`: one layer gets no gradient and stays unchanged."""
 
     layer: Layer = 0
-    family: ClassVar[Family] = "client"
-    issue: ClassVar[str] = "frozen_layer"
 
     def gradient(self, gradients: Mapping[str, Tensor], step: int, stream: torch.Generator) -> None:  # noqa: ARG002
         name = layer_name([*gradients], self.layer)
@@ -68,13 +66,12 @@ class NotFinite(Fault, frozen=True):
 
     value: Literal["nan", "inf", "-inf"] = "nan"
     layer: Layer = 0
-    at_step: int = 0
+    at_step: Index = 0
     family: ClassVar[Family] = "aggregation"
     issue: ClassVar[str] = "nan_gradient"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_whole_number(self, "at_step", 0)
         require(self.value in ("nan", "inf", "-inf"), "value of not_finite", self.value, '"nan", "inf" or "-inf"')
 
     def gradient(self, gradients: Mapping[str, Tensor], step: int, stream: torch.Generator) -> None:  # noqa: ARG002
@@ -90,13 +87,8 @@ class BrokenBatchNorm(Fault, frozen=True):
     Training in batches does not use them, so only an evaluation of the averaged model reveals the fault.
     """
 
-    factor: float = 1000.0
-    family: ClassVar[Family] = "aggregation"
+    factor: AboveOne = 1000.0
     issue: ClassVar[str] = "batch_norm_statistics"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_within(self, "factor", 1, above=True)
 
     def check_tensors(self, names: tuple[str, ...]) -> None:
         if not any(name.endswith("running_var") for name in names):
@@ -119,14 +111,8 @@ class BrokenBatchNorm(Fault, frozen=True):
 class Crash(Fault, frozen=True):
     """A bug in a client's own code: an exception during local training."""
 
-    at_step: int = 0
+    at_step: Index = 0
     message: str = "an error on purpose, made by the lab"
-    family: ClassVar[Family] = "system"
-    issue: ClassVar[str] = "crash"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_whole_number(self, "at_step", 0)
 
     def step(self, step: int) -> None:
         if step == self.at_step:
@@ -138,16 +124,10 @@ class MemoryHog(Fault, frozen=True):
     be.
     """
 
-    megabytes: int = 256
-    at_step: int = 0
+    megabytes: Count = 256
+    at_step: Index = 0
     fatal: bool = False
-    family: ClassVar[Family] = "system"
     issue: ClassVar[str] = "out_of_memory"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_whole_number(self, "megabytes", 1)
-        require_whole_number(self, "at_step", 0)
 
     def step(self, step: int) -> None:
         if step != self.at_step:
@@ -160,13 +140,7 @@ class MemoryHog(Fault, frozen=True):
 class DiskFull(Fault, frozen=True):
     """A client that cannot write its checkpoint: no space left on its disk."""
 
-    at_step: int = 0
-    family: ClassVar[Family] = "system"
-    issue: ClassVar[str] = "disk_full"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_whole_number(self, "at_step", 0)
+    at_step: Index = 0
 
     def step(self, step: int) -> None:
         if step == self.at_step:
@@ -184,13 +158,8 @@ def _matrices(tensors: Mapping[str, Tensor]) -> list[Tensor]:
 class ExplodingInitialisation(RunFault, frozen=True):
     """A wrong gain in the initialisation: every weight matrix of the initial model is `factor` times too large."""
 
-    factor: float = 10.0
-    family: ClassVar[Family] = "gradient"
+    factor: AboveOne = 10.0
     issue: ClassVar[str] = "exploding_gradient"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_within(self, "factor", 1, above=True)
 
     def initial(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> None:  # noqa: ARG002
         for weight in _matrices(tensors):
@@ -200,13 +169,11 @@ class ExplodingInitialisation(RunFault, frozen=True):
 class VanishingInitialisation(RunFault, frozen=True):
     """A wrong gain in the initialisation: every weight matrix of the initial model is scaled by `factor`, below 1."""
 
-    factor: float = 0.01
-    family: ClassVar[Family] = "gradient"
+    factor: Positive = 0.01
     issue: ClassVar[str] = "vanishing_gradient"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_within(self, "factor", 0, above=True)
         require(self.factor < 1, "factor of vanishing_initialisation", self.factor, "below 1")
 
     def initial(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> None:  # noqa: ARG002
@@ -217,15 +184,9 @@ class VanishingInitialisation(RunFault, frozen=True):
 class _Units(RunFault, frozen=True):
     """Base class of faults in which units of one layer start where their activation has no slope."""
 
-    share: float = 0.9
+    share: Share = 0.9
     layer: Layer = 0
-    strength: float = 100.0
-    family: ClassVar[Family] = "gradient"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_within(self, "share", 0, 1, above=True)
-        require_within(self, "strength", 0, above=True)
+    strength: Positive = 100.0
 
     def check_tensors(self, names: tuple[str, ...]) -> None:
         name, kind = layer_name(names, self.layer), kind_of(type(self).__name__)
@@ -255,8 +216,6 @@ class DeadUnits(_Units, frozen=True):
     With LeakyReLU such units still have a slope and recover.
     """
 
-    issue: ClassVar[str] = "dead_units"
-
     def initial(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> None:
         bias, struck = self.biases(tensors, stream)
         bias[struck] = -self.strength
@@ -267,9 +226,13 @@ class SaturatedUnits(_Units, frozen=True):
     negative.
     """
 
-    issue: ClassVar[str] = "saturated_units"
-
     def initial(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> None:
         bias, struck = self.biases(tensors, stream)
         signs = torch.randint(0, 2, (len(struck),), generator=stream).to(bias.dtype) * 2 - 1
         bias[struck] = signs * self.strength
+
+
+FAULTS = (
+    *(WrongLearningRate, FrozenLayer, NotFinite, BrokenBatchNorm, Crash, MemoryHog, DiskFull),
+    *(ExplodingInitialisation, VanishingInitialisation, DeadUnits, SaturatedUnits),
+)

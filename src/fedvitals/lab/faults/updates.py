@@ -18,12 +18,12 @@ from torch import Tensor
 from fedvitals.lab.description import require
 from fedvitals.lab.engines.tasks import Node, Update
 from fedvitals.lab.faults.fault import (
-    Family,
+    Count,
     Fault,
     ModelHistory,
+    NotNegative,
+    Positive,
     RunFault,
-    require_some_nodes,
-    require_whole_number,
     require_within,
 )
 
@@ -53,13 +53,7 @@ class StaleUpdate(Fault, frozen=True):
     one.
     """
 
-    rounds: int = 3
-    family: ClassVar[Family] = "client"
-    issue: ClassVar[str] = "stale_update"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_whole_number(self, "rounds", 1)
+    rounds: Count = 3
 
     @property
     def history_rounds(self) -> int:
@@ -80,13 +74,7 @@ class FreeRider(Fault, frozen=True):
     In the first round there is no step to repeat, and it returns the model unchanged.
     """
 
-    noise: float = 0.05  # of the step's norm
-    family: ClassVar[Family] = "client"
-    issue: ClassVar[str] = "free_rider"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_within(self, "noise", 0)
+    noise: NotNegative = 0.05  # of the step's norm
 
     @property
     def history_rounds(self) -> int:
@@ -105,13 +93,8 @@ class FreeRider(Fault, frozen=True):
 class SignFlip(Fault, frozen=True):
     """An attacker: the update with its sign reversed, `strength` times as long."""
 
-    strength: float = 1.0
-    family: ClassVar[Family] = "client"
+    strength: Positive = 1.0
     issue: ClassVar[str] = "byzantine"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_within(self, "strength", 0, above=True)
 
     def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
         _send(update, _change(update, past.weights) * -self.strength)
@@ -120,13 +103,11 @@ class SignFlip(Fault, frozen=True):
 class Scaling(Fault, frozen=True):
     """An attacker who wants more influence, or a sum sent as a mean: the update times a factor."""
 
-    factor: float = 10.0
-    family: ClassVar[Family] = "client"
+    factor: NotNegative = 10.0
     issue: ClassVar[str] = "byzantine"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_within(self, "factor", 0)
         require(self.factor != 1, "factor of scaling", self.factor, "another number than 1, which changes nothing")
 
     def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
@@ -138,14 +119,9 @@ class Gaussian(Fault, frozen=True):
     it.
     """
 
-    strength: float = 2.0
+    strength: Positive = 2.0
     add: bool = False
-    family: ClassVar[Family] = "client"
     issue: ClassVar[str] = "byzantine"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_within(self, "strength", 0, above=True)
 
     def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:
         change = _change(update, past.weights)
@@ -156,13 +132,10 @@ class Gaussian(Fault, frozen=True):
 class WrongSampleCount(Fault, frozen=True):
     """A client that counts wrongly, or wants more weight: it claims `factor` times its number of samples."""
 
-    factor: float = 20.0
-    family: ClassVar[Family] = "client"
-    issue: ClassVar[str] = "wrong_sample_count"
+    factor: NotNegative = 20.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_within(self, "factor", 0)
         require(self.factor != 1, "factor of wrong_sample_count", self.factor, "another number than 1")
 
     def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
@@ -172,7 +145,6 @@ class WrongSampleCount(Fault, frozen=True):
 class ZeroWeight(RunFault, frozen=True):
     """A data set that was not mounted: every client reports no samples, and nothing can be averaged."""
 
-    family: ClassVar[Family] = "aggregation"
     issue: ClassVar[str] = "zero_total_weight"
 
     def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
@@ -182,14 +154,9 @@ class ZeroWeight(RunFault, frozen=True):
 class ShapeMismatch(Fault, frozen=True):
     """A client with another version of the model: its update is `missing` numbers too short."""
 
-    missing: int = 1
-    family: ClassVar[Family] = "aggregation"
+    missing: Count = 1
     issue: ClassVar[str] = "shape_or_dtype_mismatch"
     applied_last: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_whole_number(self, "missing", 1)
 
     def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
         update.state = update.state[: max(0, len(update.state) - self.missing)].clone()
@@ -199,7 +166,6 @@ class DtypeMismatch(Fault, frozen=True):
     """A client that trains in another precision and sends its numbers in it."""
 
     dtype: Literal["float64", "float16", "bfloat16"] = "float64"
-    family: ClassVar[Family] = "aggregation"
     issue: ClassVar[str] = "shape_or_dtype_mismatch"
     applied_last: ClassVar[bool] = True
 
@@ -234,14 +200,12 @@ class Duplicate(Fault, frozen=True):
     """A client that copies: it sends a peer's update (`of`, or a random one in each round), with a little noise."""
 
     of: str | None = None
-    noise: float = 0.0  # of the update's norm
-    family: ClassVar[Family] = "client"
+    noise: NotNegative = 0.0  # of the update's norm
     issue: ClassVar[str] = "duplicate_update"
+    needs_others: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_some_nodes(self)
-        require_within(self, "noise", 0)
         require(self.of not in self.nodes, "peer (of) of duplicate", self.of, "another node than those that copy")
 
     def collude(
@@ -268,22 +232,18 @@ class LittleIsEnough(Fault, frozen=True):
     """
 
     deviations: float | None = None
-    family: ClassVar[Family] = "client"
     issue: ClassVar[str] = "byzantine"
+    needs_others: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_some_nodes(self)
         if self.deviations is not None:
             require_within(self, "deviations", 0, above=True)
 
     def collude(
-        self,
-        updates: Sequence[Update],
-        affected: Sequence[Node],
-        past: ModelHistory,
-        stream: torch.Generator,  # noqa: ARG002
+        self, updates: Sequence[Update], affected: Sequence[Node], past: ModelHistory, stream: torch.Generator
     ) -> None:
+        del stream  # nothing is drawn
         honest, struck = _honest(updates, affected), _struck(updates, affected)
         if not honest or not struck:
             return
@@ -308,24 +268,22 @@ class InnerProduct(Fault, frozen=True):
     negative.
     """
 
-    strength: float = 0.5
-    family: ClassVar[Family] = "client"
+    strength: Positive = 0.5
     issue: ClassVar[str] = "byzantine"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_some_nodes(self)
-        require_within(self, "strength", 0, above=True)
+    needs_others: ClassVar[bool] = True
 
     def collude(
-        self,
-        updates: Sequence[Update],
-        affected: Sequence[Node],
-        past: ModelHistory,
-        stream: torch.Generator,  # noqa: ARG002
+        self, updates: Sequence[Update], affected: Sequence[Node], past: ModelHistory, stream: torch.Generator
     ) -> None:
+        del stream  # nothing is drawn
         honest = _honest(updates, affected)
         if honest:
             mean = torch.stack([_change(update, past.weights) for update in honest]).mean(0)
             for update in _struck(updates, affected):
                 _send(update, mean * -self.strength)
+
+
+FAULTS = (
+    *(StaleUpdate, FreeRider, Duplicate, SignFlip, Scaling, Gaussian, LittleIsEnough, InnerProduct),
+    *(WrongSampleCount, ZeroWeight, ShapeMismatch, DtypeMismatch),
+)

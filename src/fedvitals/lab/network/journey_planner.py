@@ -90,17 +90,16 @@ class JourneyPlanner:
                     queue = self.sending_seconds(sent)
         needed = None if self.network.over_selection == 1 else max(1, round(e.clients * e.participation))
         averaging = virtual_clock.aggregation_seconds(self.network, len(self.journeys), self._site.layout.size)
-        self.timings.append(
-            time_synchronous_round(
-                [*self.journeys.values()],
-                began=began,
-                needed=needed,
-                deadline=self.network.deadline_seconds,
-                aggregate=averaging,
-                edge_transfers=self.edge_transfers,
-            )
+        timing = time_synchronous_round(
+            [*self.journeys.values()],
+            began=began,
+            needed=needed,
+            deadline=self.network.deadline_seconds,
+            aggregate=averaging,
+            edge_transfers=self.edge_transfers,
         )
-        return self.timings[-1]
+        self.timings.append(timing)
+        return timing
 
     def sending_seconds(self, receivers: int) -> float:
         """Return the seconds until the server has sent the model to this many receivers."""
@@ -111,9 +110,8 @@ class JourneyPlanner:
         """Add an evaluation at the server to the round; returns its seconds."""
         if not self.timings or self.network is None:
             return 0.0
-        seconds = virtual_clock.evaluation_seconds(
-            self.network, len(self._site.dataset.test_y), self._site.forward_flops
-        )
+        samples, flops = len(self._site.dataset.test_y), self._site.forward_flops
+        seconds = virtual_clock.evaluation_seconds(self.network, samples, flops)
         self.timings[-1] = dataclasses.replace(self.timings[-1], evaluate=seconds)
         return seconds
 
@@ -126,11 +124,9 @@ class JourneyPlanner:
         """Return the seconds of a model's transfer between an edge node and the server, or None if it takes no time."""
         if sender == "server" and receiver in self.edge_transfers:
             return self.edge_transfers[receiver].download or None
-        return (
-            (self.edge_transfers[sender].upload or None)
-            if receiver == "server" and sender in self.edge_transfers
-            else None
-        )
+        if receiver == "server" and sender in self.edge_transfers:
+            return self.edge_transfers[sender].upload or None
+        return None
 
 
 def drop_unused(tasks: Sequence[Task], timing: RoundTiming, observer: Observer) -> list[Task]:

@@ -24,19 +24,11 @@ def record_round_spans(timings: Sequence[RoundTiming], observer: Observer, *, me
     round_span = observer.span(None, ROUND, began, seconds, clock="virtual")
     record_server_span(observer, round_span, began, seconds, timings)
     for timing in timings:
-        parents = {
-            group.name: observer.span(
-                group.name,
-                EDGE,
-                timing.began,
-                group.seconds,
-                parent=round_span,
-                clock="virtual",
-                parts=group.parts,
-                waited_for=group.waited_for,
-            )
-            for group in timing.groups
-        }
+        parents: dict[str, str | None] = {}
+        for group in timing.groups:
+            more = {"clock": "virtual", "parts": group.parts, "waited_for": group.waited_for}
+            span = observer.span(group.name, EDGE, timing.began, group.seconds, parent=round_span, **more)
+            parents[group.name] = span
         accepted, late, failed = set(timing.accepted), set(timing.late), set(timing.failed)
         for journey in timing.journeys:
             parts = timing.parts(journey)

@@ -203,25 +203,14 @@ class CudaStackedRound(StackedRound):
         self._taken, self._pulled = 0, False
         super().__init__(executor, tasks)
         self._fill_table()
-        self.executor.plan = self._fastest_plan()
+        self.executor.plan = plan = self._fastest_plan()
         # What a captured graph depends on, besides its data.
-        self._graph_key = (
-            self.executor.plan.name,
-            self.local.clip,
-            self._optimizer_settings(),
-            self._watched,
-            self._pulled,
-        )
+        self._graph_key = (plan.name, self.local.clip, self._optimizer_settings(), self._watched, self._pulled)
         has_gradient_faults = bool(self.gradient_faults) or self.stop_at_nonfinite
-        parts = (
-            [[self._compute_gradients], [self._measure]]
-            if has_gradient_faults
-            else [[self._compute_gradients, self._measure]]
-        )
-        self._graphs = [
-            self._graph(f"{number}{has_gradient_faults}", work)
-            for number, work in enumerate([*parts, [self._optimise]])
-        ]
+        parts = [[self._compute_gradients, self._measure], [self._optimise]]
+        if has_gradient_faults:  # which act between the two
+            parts = [[self._compute_gradients], [self._measure], [self._optimise]]
+        self._graphs = [self._graph(f"{number}{has_gradient_faults}", work) for number, work in enumerate(parts)]
         self._stack_exchange = self._find_stack_exchange()
         self.buffers.counter.zero_()
 
@@ -250,10 +239,8 @@ class CudaStackedRound(StackedRound):
 
     def prepare_next_round(self) -> None:
         """Draw the batches of the next round while the device is busy, in case it has the same clients."""
-        self._buffer_pool.next_batches = (
-            self._batches_key(self.round_index + 1),
-            super().batches(self.round_index + 1),
-        )
+        following = self.round_index + 1
+        self._buffer_pool.next_batches = (self._batches_key(following), super().batches(following))
 
     def _batches_key(self, round_index: int) -> Any:
         """Return everything that the batches depend on."""
@@ -325,9 +312,8 @@ class CudaStackedRound(StackedRound):
             layer_sums = layer_sums.sum(1, keepdim=True)
         norms = layer_sums[..., SUM_SQUARES].sqrt()
         # The sums leave out what is not finite; a norm does not.
-        norms = norms.masked_fill(layer_sums[..., INFS] > 0, torch.inf).masked_fill(
-            layer_sums[..., NANS] > 0, torch.nan
-        )
+        norms = norms.masked_fill(layer_sums[..., INFS] > 0, torch.inf)
+        norms = norms.masked_fill(layer_sums[..., NANS] > 0, torch.nan)
         factors = (settings.limit / norms).clamp(max=1.0).float().expand(-1, len(buffers.sizes)).contiguous()
         kernel.scale(buffers.gradients, factors, buffers.layer_of)
 
@@ -394,9 +380,8 @@ class CudaStackedRound(StackedRound):
             for plan in plans if len(plans) > 1 else ():
                 executor.plan = plan
                 try:
-                    times[plan.name] = _seconds(
-                        captured(self._compute_gradients, [self._compute_gradients] * _WARM_UPS, _pool(executor.device))
-                    )
+                    work = self._compute_gradients
+                    times[plan.name] = _seconds(captured(work, [work] * _WARM_UPS, _pool(executor.device)))
                 except Exception as error:  # noqa: BLE001 - no memory, no graph of it, or Triton cannot compile it
                     _LOG.info("The plan '%s' cannot be used here: %s", plan.name, error)
             _chosen[key] = _clearly_fastest(times) if times else plans[-1].name

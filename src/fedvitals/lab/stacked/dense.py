@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-Slope = Callable[[Tensor], Tensor]
-
 
 @dataclass(frozen=True, slots=True)
 class _Activation:

@@ -67,25 +67,23 @@ class StackedExecutor:
             )
         if precision not in PRECISIONS:
             raise ConfigError(unknown("precision", precision, PRECISIONS))
-        self.site, self.layout, self.device = site, site.layout, torch.device(device)
-        self.precision = precision
+        self.site, self.layout = site, site.layout
+        self.device, self.precision = torch.device(device), precision
         self.module = copy.deepcopy(site.module).to(self.device)
         self.kept: dict[Node, tuple[list[Tensor], float]] = {}  # optimisers' states, where the experiment keeps them
-        self.plan: StackPlan = available_plans(self.module, self.device, precision)[
-            0
-        ]  # on CUDA the first try; the quickest later
+        # On CUDA the first try; the quickest later.
+        self.plan: StackPlan = available_plans(self.module, self.device, precision)[0]
         self.samples = StackSamples(site, self.device)
         self.buffer_pool = _cuda_buffer_pool(self) if self.device.type == "cuda" else None
 
     def train(self, tasks: Sequence[Task], watcher: WorkerObserver, out: Tensor) -> list[Update]:
-        with self._there(), reproducible_precision(self.precision):
-            return self._train(tasks, watcher, out)
-
-    def _train(self, tasks: Sequence[Task], watcher: WorkerObserver, out: Tensor) -> list[Update]:
         observer = None if type(watcher) is NullObserver else watcher
-        stacked_round = (
-            StackedRound(self, tasks) if self.buffer_pool is None else self.buffer_pool.stacked_round(tasks, observer)
-        )
+        with self._there(), reproducible_precision(self.precision):
+            if self.buffer_pool is None:
+                return self._train(StackedRound(self, tasks), observer, out)
+            return self._train(self.buffer_pool.stacked_round(tasks, observer), observer, out)
+
+    def _train(self, stacked_round: StackedRound, observer: WorkerObserver | None, out: Tensor) -> list[Update]:
         if observer is not None:
             observer.stack_begin(stacked_round.stack())
         began = time.perf_counter()
@@ -115,18 +113,16 @@ class StackedExecutor:
         """Make this device the current one, which Triton and captured graphs use."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
+    @torch.no_grad()
     def evaluate(self, job: EvaluationJob) -> tuple[Tensor, Tensor]:
-        with reproducible_precision("float32"), torch.no_grad():
-            return self._evaluate(job)
-
-    def _evaluate(self, job: EvaluationJob) -> tuple[Tensor, Tensor]:
-        parameters = self.layout.views(job.state.to(self.device))
         losses, hits = [], []
         size = TEST_BATCH[self.device.type]
-        for inputs, labels in zip(*(part.split(size) for part in self.samples.evaluation(job)), strict=True):
-            logits = functional_call(self.module, dict(parameters), (inputs,))
-            losses.append(F.cross_entropy(logits, labels, reduction="none"))
-            hits.append(logits.argmax(1) == labels)
+        with reproducible_precision("float32"):
+            parameters = dict(self.layout.views(job.state.to(self.device)))
+            for inputs, labels in zip(*(part.split(size) for part in self.samples.evaluation(job)), strict=True):
+                logits = functional_call(self.module, parameters, (inputs,))
+                losses.append(F.cross_entropy(logits, labels, reduction="none"))
+                hits.append(logits.argmax(1) == labels)
         return torch.cat(losses).cpu(), torch.cat(hits).cpu()
 
 

@@ -45,21 +45,21 @@ class StackedRound:
             for row, node in enumerate(self.nodes)
             if (gradient_fault := fault_table.gradient_fault(e.faults, self.round_index, node, e.seed)) is not None
         }
-        self.stepping = [
-            row
-            for row, node in enumerate(self.nodes)
-            if fault_table.any_active("step", e.faults, self.round_index, node)
-        ]
+        self.stepping = self._rows_with_fault("step")
         self.before = [0.0] * len(self.nodes)  # steps that each optimiser has taken already
         self.losses = torch.zeros(int(self.steps.max()), len(self.nodes), device=executor.device)
         self.allocate()
-        for row, node in enumerate(self.nodes):
-            if fault_table.any_active("state", e.faults, self.round_index, node):
-                fault_table.apply_state(
-                    e.faults, self.round_index, node, executor.layout.views(self.states[row]), e.seed
-                )
+        for row in self._rows_with_fault("state"):
+            views = executor.layout.views(self.states[row])
+            fault_table.apply_state(e.faults, self.round_index, self.nodes[row], views, e.seed)
         if e.local.keep_optimizer:
             self._restore_moments()
+
+    def _rows_with_fault(self, hook: str) -> list[int]:
+        """Return the rows of the clients on which a fault acts at this hook."""
+        faults = self.executor.site.experiment.faults
+        nodes = enumerate(self.nodes)
+        return [row for row, node in nodes if fault_table.any_active(hook, faults, self.round_index, node)]
 
     def allocate(self) -> None:
         """Allocate the clients' states and gradients, and the optimiser's tensors."""
@@ -210,20 +210,11 @@ class StackedRound:
         for row, node in enumerate(self.nodes):
             error = self.failed.get(node)
             steps = int(self.steps[row])
+            samples, group = int(self.samples[row]), self.groups[row]
+            update = Update(node, out[row], starts[row], samples, group, losses[:steps, row], steps, seconds)
             if error is not None:
                 out[row].copy_(starts[row])
-            update = Update(
-                node,
-                out[row],
-                starts[row],
-                int(self.samples[row]),
-                self.groups[row],
-                losses[:steps, row],
-                steps,
-                seconds,
-            )
-            if error is not None:
-                update.error, update.error_type = f"{type(error).__name__}: {error}", type(error).__name__
+                update.fail(error)
             updates.append(update)
         return updates
 

@@ -64,7 +64,8 @@ class Asynchronous(Description, frozen=True):
     def round(self, federation: Federation) -> Tensor:
         server, number = federation.server, federation.round
         server.memory[version_key(number)] = server.model
-        pending = PendingUpdates(federation, self._max_concurrency(federation.experiment))
+        e = federation.experiment
+        pending = PendingUpdates(federation, self.concurrency or max(1, round(e.clients * e.participation)))
         arrived = pending.collect(self.buffer)
         federation.journey_planner.journeys = {update.node: update.journey for update in arrived}
 
@@ -76,9 +77,6 @@ class Asynchronous(Description, frozen=True):
         pending.record_spans(arrived)
         pending.keep()
         return model
-
-    def _max_concurrency(self, experiment: Experiment) -> int:
-        return self.concurrency or max(1, round(experiment.clients * experiment.participation))
 
     def _discounted(self, federation: Federation, late: dict[Node, int], updates: Iterable[Update]) -> Iterator[Update]:
         """Yield the updates as changes of the current model, discounted by their staleness."""
@@ -126,13 +124,10 @@ class PendingUpdates:
         settings = federation.experiment.network
         assert settings is not None  # noqa: S101 - `check` has seen it
         self.network = settings
-        self.deadline = (
-            math.inf if settings.deadline_seconds is None else virtual_clock.to_ticks(settings.deadline_seconds)
-        )
+        limit = settings.deadline_seconds
+        self.deadline = math.inf if limit is None else virtual_clock.to_ticks(limit)
         saved: list[dict[str, Any]] = federation.server.notes.get(NOTE, [])
-        self.in_progress = [
-            PendingUpdate(entry["began"], Journey(**entry["journey"]), self.deadline) for entry in saved
-        ]
+        self.in_progress = [PendingUpdate(kept["began"], Journey(**kept["journey"]), self.deadline) for kept in saved]
         self.clock = federation.server.clock
         self.line_free: float = federation.server.notes.get(LINE, 0.0)  # when the server has sent what it is sending
         self.given_up: list[PendingUpdate] = []
@@ -200,25 +195,22 @@ class PendingUpdates:
             journey, seconds = update.journey, ends - update.journey.began
             parts = journey_parts(journey, min(seconds, self.deadline), seconds)
             trouble = {} if update.trouble is None else {update.trouble[0].removeprefix("update."): True}
-            record_journey_span(
-                observer, journey, seconds, parts, round_span, "server" if journey.node == last else last, trouble
-            )
+            waited_for = "server" if journey.node == last else last
+            record_journey_span(observer, journey, seconds, parts, round_span, waited_for, trouble)
             if update.trouble is None:
                 observer.log({**time_metrics(journey), **part_metrics(parts)}, node=journey.node)
         for journey in self.absent:
             seconds = ends - journey.began
-            record_journey_span(
-                observer, journey, seconds, journey_parts(journey, seconds, seconds), round_span, None, {}
-            )
+            parts = journey_parts(journey, seconds, seconds)
+            record_journey_span(observer, journey, seconds, parts, round_span, None, {})
         observer.log({"time.round_virtual": ends - began})
         server.clock = ends
 
     def keep(self) -> None:
         """Keep the clients in training and the models that they received; forget all others."""
         server = self.federation.server
-        server.notes[NOTE] = [
-            {"began": update.began, "journey": dataclasses.asdict(update.journey)} for update in self.in_progress
-        ]
+        kept = ((update.began, dataclasses.asdict(update.journey)) for update in self.in_progress)
+        server.notes[NOTE] = [{"began": began, "journey": journey} for began, journey in kept]
         if self.network.server_bits_per_second is not None:
             server.notes[LINE] = self.line_free
         needed = {version_key(update.began) for update in self.in_progress}

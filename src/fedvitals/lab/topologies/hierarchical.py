@@ -34,8 +34,7 @@ class Hierarchical(Description, frozen=True):
 
     def round(self, federation: Federation) -> Tensor:
         edges = assign_to_edges(federation.site.labels, self.edges)
-        there = set(federation.cohort())
-        present = {edge: tuple(n for n in members if n in there) for edge, members in edges.items()}
+        present = federation.present_members(edges)
         federation.groups(edges)
 
         model = federation.server.model

@@ -39,8 +39,7 @@ class Rings(Description, frozen=True):
     def round(self, federation: Federation) -> Tensor:
         e = federation.experiment
         rings = build_rings(federation.site.labels, self._count(e), streams.stream(e.seed, "rings"))
-        there = set(federation.cohort())
-        present = {ring: tuple(n for n in members if n in there) for ring, members in rings.items()}
+        present = federation.present_members(rings)
         federation.groups(rings)
 
         model = federation.server.model

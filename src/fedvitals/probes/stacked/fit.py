@@ -1,38 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit of stacked clients: the same numbers as `fit`, for all clients by two batched forward passes."""
+"""Fit of stacked clients: the same numbers as `fit`, for all clients that are due by two batched forward passes."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedvitals.catalog import CATALOG
+from fedvitals.probes.allowance import FIRST_SAMPLES, Turn
 from fedvitals.probes.fit import Fit, confidently_wrong, confusion, is_classifier, per_sample
-from fedvitals.probes.stacked.model import StackModel
+from fedvitals.probes.stacked.model import StackModel, rows_of
 from fedvitals.probes.view import evaluation_without_gradients
 from fedvitals.protocols import Stack
 from fedvitals.stats import Array
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Sequence[int], Tensor, Tensor]  # rows of clients, and the samples and labels of each
 Whole = npt.NDArray[np.int64]
 _MOST_PAIRS = 1_000_000  # of classes, over all clients
 
 
 class StackFit(Fit):
-    """The fit probe for a whole stack, without turns: as many samples, and as often, as the training time allows."""
+    """The fit probe for a whole stack: of the same clients, with as many samples, as if each had trained alone."""
 
-    def received(self, stack: Stack, model: StackModel) -> tuple[dict[str, Array], Batch | None]:
-        """Return metrics of the received models, [clients] each, and the samples for `trained` (None: not this
-        time).
+    def received(
+        self, stack: Stack, model: StackModel, turn: Turn | None = None
+    ) -> tuple[dict[str, Array], list[Batch]]:
+        """Return metrics of the received models, [clients] each, without values of clients that are not due; and the
+        samples for `trained`, by clients that use equally many.
         """
-        if stack.loss is None or not self._allowance.due(None):
-            return {}, None
-        x, y = (torch.as_tensor(part).to(model.states.device) for part in stack.samples(self._count))
-        if not x.shape[1]:
-            return {}, None
+        batches: list[Batch] = []
+        metrics: dict[str, Array] = {}
+        for count, rows in self._due(stack, turn or Turn()).items():
+            x, y = (rows_of(torch.as_tensor(part), rows).to(model.states.device) for part in stack.samples(count))
+            if x.shape[1]:
+                batches.append((rows, x, y))
+                fill_rows(metrics, self._received(stack, model.of_clients(rows), x, y), rows, len(stack.nodes))
+        return metrics, batches
+
+    def trained(self, stack: Stack, model: StackModel, batches: Sequence[Batch]) -> dict[str, Array]:
+        """Return metrics of the trained models on the same samples."""
+        metrics: dict[str, Array] = {}
+        for rows, x, y in batches:
+            predictions, classes = _predict(stack, model.of_clients(rows), x, y)
+            own = {"fit.loss_after": predictions[0].mean(1)}
+            if classes:
+                own["fit.accuracy_after"] = (predictions[1] == predictions[2]).mean(axis=1)
+            fill_rows(metrics, own, rows, len(stack.nodes))
+        return metrics
+
+    def _due(self, stack: Stack, turn: Turn) -> dict[int, list[int]]:
+        """Return the rows of clients that are measured, by their number of samples."""
+        rows: dict[int, list[int]] = {}
+        if stack.loss is not None:
+            silent = set(stack.silent)
+            for row, (node, own) in enumerate(zip(stack.nodes, sample_counts(stack), strict=True)):
+                count = 0 if node in silent else self.count(node, turn, own)
+                if count:
+                    rows.setdefault(count, []).append(row)
+        return rows
+
+    def _received(self, stack: Stack, model: StackModel, x: Tensor, y: Tensor) -> dict[str, Array]:
         predictions, classes = _predict(stack, model, x, y)
         losses, count = predictions[0], y.shape[1]
         metrics = {"fit.samples": np.full(len(y), float(count)), "fit.loss_before": losses.mean(1)}
@@ -44,15 +76,24 @@ class StackFit(Fit):
             metrics["fit.confusion"], pairs = confusions(labels, guesses, classes)
             metrics["fit.confused_label"], metrics["fit.confused_guess"] = pairs.T
             metrics["fit.confident_wrong"] = predictions[3].mean(axis=1)
-        return metrics, (x, y)
-
-    def trained(self, stack: Stack, model: StackModel, batch: Batch) -> dict[str, Array]:
-        """Return metrics of the trained models on the same samples."""
-        predictions, classes = _predict(stack, model, *batch)
-        metrics = {"fit.loss_after": predictions[0].mean(1)}
-        if classes:
-            metrics["fit.accuracy_after"] = (predictions[1] == predictions[2]).mean(axis=1)
         return metrics
+
+
+def sample_counts(stack: Stack) -> list[int]:
+    """Return how many samples each client has; FIRST_SAMPLES where the host does not tell."""
+    return [FIRST_SAMPLES] * len(stack.nodes) if stack.labels is None else [len(own) for own in stack.labels]
+
+
+def fill_rows(metrics: dict[str, Array], own: Mapping[str, Array], rows: Sequence[int], clients: int) -> None:
+    """Put the values of some clients into metrics of all of them, [clients] each, the others without a value.
+
+    That is a mask; NaN for a metric of which NaN says so already.
+    """
+    for name, values in own.items():
+        if name not in metrics:
+            nothing = np.full(clients, np.nan)
+            metrics[name] = nothing if CATALOG[name].rare else np.ma.masked_array(nothing, mask=True)
+        metrics[name][list(rows)] = values
 
 
 def confusions(labels: Whole, guesses: Whole, classes: int) -> tuple[Array, Array]:

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from fedvitals.kernels.cuda.sums import upload
 from fedvitals.probes.view import trained_parameters
 from fedvitals.protocols import Stack
 from fedvitals.stats import Array
@@ -20,6 +21,13 @@ _TOGETHER = 1 << 20
 # On a GPU as many as its free memory holds, up to 10,000 images of 32 × 32. For each input value a ResNet-18 keeps
 # 1.5 kB for its way back, the paper's CNN 0.1; what vmap copies, and the way back itself, comes on top.
 _TOGETHER_CUDA, _BYTES, _SHARE = 1 << 25, 4096, 0.8
+
+
+def rows_of(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return these rows of a tensor, without waiting for its device; the tensor itself if they are all."""
+    if len(rows) == len(tensor):
+        return tensor
+    return tensor.index_select(0, upload(torch.tensor(rows), tensor.device))
 
 
 class StackModel:
@@ -118,6 +126,14 @@ class StackModel:
             state = self.tensors(slice(client, client + 1))
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 tensor.copy_(state[name][0])
+
+    def of_clients(self, rows: Sequence[int]) -> StackModel:
+        """Return the models of these clients, with their present states."""
+        if len(rows) == self.clients:
+            return self
+        model = self.with_states(rows_of(self.states.detach(), rows))
+        model.clients = len(rows)
+        return model
 
     def with_states(self, states: Tensor) -> StackModel:
         """Return the same models with other states."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures clients that train as one batch: the same numbers as for each alone, for all of them at once.
 
-The counterpart of `ClientSession`. A client's cost here is arithmetic on arrays [clients, ...]: samples, allowances and
-synchronisation are those of the whole stack. Timings are a client's share of the stack's.
+The counterpart of `ClientSession`. A client's cost here is arithmetic on arrays [clients, ...]; synchronisation is that
+of the whole stack. Which clients are measured is decided for each, as if it trained alone. Timings are a client's share
+of the stack's.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from fedvitals.catalog import CATALOG
 from fedvitals.kernels import sums
 from fedvitals.kernels.cuda.sums import upload
+from fedvitals.probes.allowance import training_work
 from fedvitals.probes.fit import label_entropy, labels_of, labels_remark
 from fedvitals.probes.full_gradient import full_gradient
 from fedvitals.probes.gradients import gradient_histogram, gradients, last_gradient, summarise
@@ -29,9 +31,9 @@ from fedvitals.probes.presets import Planned
 from fedvitals.probes.results import Results
 from fedvitals.probes.scale import scale, seed_of
 from fedvitals.probes.session import LABEL_ROUNDS, Report
-from fedvitals.probes.stacked.fit import Batch, StackFit
+from fedvitals.probes.stacked.fit import Batch, StackFit, fill_rows, sample_counts
 from fedvitals.probes.stacked.full_gradient import stacked_full_gradient
-from fedvitals.probes.stacked.model import StackModel
+from fedvitals.probes.stacked.model import StackModel, rows_of
 from fedvitals.probes.stacked.nonlinearity import stacked_nonlinearity
 from fedvitals.probes.stacked.recorder import HostSums, StackHistogram, StackRecorder
 from fedvitals.probes.stacked.scale import stacked_scale
@@ -57,8 +59,8 @@ class StackSession:
         self._results = [Results() for _ in stack.nodes]
         self._steps = 0
         self._step_began = self._step_seconds = 0.0
-        self._batch: Batch | None = None
-        self._fit_cost = 0.0
+        self._batches: list[Batch] = []
+        self._turn = instruments.turns.of(None, round_index)
         self._before = self._last = self._model.matrix.detach().clone()
         self._changes: list[Tensor] = []  # [2, clients] of each step: signed and absolute
         size = (self._model.clients, self._model.sizes, self._model.trained)
@@ -113,11 +115,12 @@ class StackSession:
         brief.
         """
         ended = time.perf_counter()
-        training = ended - self._began - self.cost
         instruments, model = self._instruments, self._model
         if self._host is not None:  # who records by himself need not call us at each step
             self._guarded("the host's sums", self._count_host_steps)
         own = self._own_steps()
+        for node, count in zip(self._stack.nodes, own, strict=True):
+            instruments.turns.note(node, count)
         self._put("steps", [float(count) for count in own])
         if self._steps and not instruments.preset.brief:
             self._put("time.step", [(ended - self._began) / sum(own)] * model.clients)
@@ -128,16 +131,15 @@ class StackSession:
         self._guarded("merging gradients", self._merge)
         for index, planned in enumerate(instruments.preset.probes):
             if planned.when is at_exit:
-                self._run_at_exit(index, planned, training)
+                self._guarded(f"the probe '{planned.name}'", functools.partial(self._run_at_exit, index, planned))
         update = model.matrix.detach() - self._before
         rows = None
         if not instruments.preset.brief:
             rows = model.trained_rows(_to_host(sums(model.layers(update), clients=True)))
             self._move(rows)
         update = model.trained_columns(update)
-        if self._batch is not None:
+        if self._batches:
             self._guarded("fit", self._fit_after)
-        self._fit.settle(self._fit_cost, training)
         self.cost += time.perf_counter() - ended
         return self._results, update, rows
 
@@ -268,38 +270,61 @@ class StackSession:
                 results.metrics.append(("gradient.change_round", abs(mean[i] - before) / before, None))
             known[node] = mean[i]
 
-    def _run_at_exit(self, index: int, planned: Planned, training: float) -> None:
-        """Run a probe of the scope's end, if it is due in this round and the whole stack's training allows it."""
-        allowance, spent = self._instruments.allowances[index], 0.0
-        if (self._view.round or 0) % planned.rounds == 0 and allowance.due(None):
-            started = time.perf_counter()
-            self._guarded(f"the probe '{planned.name}'", functools.partial(self._run, planned))
-            spent = time.perf_counter() - started
-            self._instruments.costs[index] += spent
-        allowance.settle(spent, training)
+    def _run_at_exit(self, index: int, planned: Planned) -> None:
+        """Run a probe of the scope's end for the clients of which it is due in this round."""
+        rows = [] if (self._turn.round_index or 0) % planned.rounds else self._due(index, planned)
+        if not rows:
+            return
+        started, results = time.perf_counter(), self._results
+        due = set(rows)
+        self._results = [own if row in due else Results() for row, own in enumerate(results)]
+        try:
+            self._run(planned, rows)
+        finally:
+            self._results = results
+            self._instruments.costs[index] += time.perf_counter() - started
 
-    def _run(self, planned: Planned) -> None:
+    def _due(self, index: int, planned: Planned) -> list[int]:
+        """Return the rows of the clients whose training allows the probe."""
+        allowance, stack = self._instruments.allowances[index], self._stack
+        if not allowance.percent:
+            return [] if allowance.percent == 0 else [*range(self._model.clients)]
+        silent = set(stack.silent)
+        clients = zip(stack.nodes, sample_counts(stack), self._own_steps(), strict=True)
+        return [
+            row
+            for row, (node, own, steps) in enumerate(clients)
+            if node not in silent
+            and allowance.due(node, self._turn, planned.work(own), training_work(own, steps, None))
+        ]
+
+    def _run(self, planned: Planned, rows: Sequence[int]) -> None:
         probe = planned.probe
         if probe is weights:
             self._weights()
         elif probe is last_gradient and self._closing is not None and self._closing.steps:
             taken = self._closing.take()
             # Of everybody the own last step; the only one that is kept, where all are equal.
-            rows = taken[np.minimum(self._last_steps(), len(taken) - 1), np.arange(self._model.clients)]
-            self._put("gradient.norm_last", np.sqrt(rows[..., SUM_SQUARES].sum(axis=1)).tolist())
-            self._put("gradient.nonfinite", (rows[..., NANS] + rows[..., INFS]).sum(axis=1).tolist())
+            last = taken[np.minimum(self._last_steps(), len(taken) - 1), np.arange(self._model.clients)]
+            self._put("gradient.norm_last", np.sqrt(last[..., SUM_SQUARES].sum(axis=1)).tolist())
+            self._put("gradient.nonfinite", (last[..., NANS] + last[..., INFS]).sum(axis=1).tolist())
         elif isinstance(probe, scale):
-            self._scale(probe)
+            self._scale(probe, rows=rows)
         elif probe is full_gradient:
             self._full_gradient()
         elif isinstance(probe, nonlinearity) and probe.images != "all":
             self._nonlinearity(int(probe.images))
 
-    def _scale(self, probe: scale, step: int | None = None) -> None:
+    def _scale(self, probe: scale, step: int | None = None, rows: Sequence[int] | None = None) -> None:
+        """Measure the gradient scale of the clients in these rows; None: of all."""
+        rows = range(self._model.clients) if rows is None else rows
         images = self._fewest() if probe.images == "all" else int(probe.images)
-        x = torch.as_tensor(self._stack.samples(images)[0]).to(self._model.states.device)
+        x = rows_of(torch.as_tensor(self._stack.samples(images)[0]), rows).to(self._model.states.device)
         if x.shape[1]:
-            self._put_all(stacked_scale(probe, self._model, x, self._seeds()), step)
+            seeds, metrics = self._seeds(), dict[str, Array]()
+            own = stacked_scale(probe, self._model.of_clients(rows), x, [seeds[row] for row in rows])
+            fill_rows(metrics, own, rows, self._model.clients)
+            self._put_all(metrics, step)
 
     def _full_gradient(self) -> None:
         if self._stack.loss is None:
@@ -353,16 +378,13 @@ class StackSession:
             self._put("weight.drift_init", values)
 
     def _fit_before(self) -> None:
-        started = time.perf_counter()
         labels = self._stack.labels
         if labels is not None:
             self._put("samples", [float(len(own)) for own in labels])
-        metrics, self._batch = self._fit.received(self._stack, self._model)
+        metrics, self._batches = self._fit.received(self._stack, self._model, self._turn)
         self._put_all(metrics)
         if labels is not None and not self._instruments.preset.brief:
             self._tell_labels(labels)
-        if self._batch is not None:
-            self._fit_cost = time.perf_counter() - started
 
     def _tell_labels(self, labels: Sequence[Any]) -> None:
         """Report the labels of each client: when first seen, and again when a check every few rounds finds a change."""
@@ -378,10 +400,7 @@ class StackSession:
             results.remarks.append(labels_remark(histogram))
 
     def _fit_after(self) -> None:
-        started = time.perf_counter()
-        assert self._batch is not None  # noqa: S101 - asked by the caller
-        self._put_all(self._fit.trained(self._stack, self._model, self._batch))
-        self._fit_cost += time.perf_counter() - started
+        self._put_all(self._fit.trained(self._stack, self._model, self._batches))
 
     def _guarded(self, what: str, work: Callable[[], None]) -> None:
         try:

@@ -21,7 +21,7 @@ from fedvitals.errors import ConfigError
 from fedvitals.lab.corrections import CorrectionApplier
 from fedvitals.lab.engines.engine import single_threaded
 from fedvitals.lab.federation import Federation, ServerState
-from fedvitals.lab.run import run_round
+from fedvitals.lab.run import mean_metrics, run_round
 from fedvitals.protocols import History
 from fedvitals.records import Metric, Run, Where
 from fedvitals.replay.counterfactual.change import WhatIfChange, check_restores
@@ -113,13 +113,8 @@ def bisect(
     metric = _worsened_metric(player, good, bad) if metric is None else metric
     began = time.perf_counter()
     search = _Search(player, good, bad, metric, judged, until, progress)
-    evidence = gather_evidence(
-        player,
-        _first_evidence_round(player, good),
-        good,
-        bad,
-        lambda round_index: progress(f"recorded round {round_index}"),
-    )
+    begins = _first_evidence_round(player, good)
+    evidence = gather_evidence(player, begins, good, bad, lambda r: progress(f"recorded round {r}"))
     search.count("the recorded rounds, as they were")
     result, order = search.culprit, _ranked_suspects(evidence, suspects)
     result.unusual = {
@@ -149,18 +144,13 @@ class _Search:
     ) -> None:
         self._player, self._good, self._bad, self._metric = player, good, bad, metric
         self._judged, self._until, self._progress = judged, until, progress
-        self._begins: dict[
-            int, tuple[ServerState, dict[str, Tensor]]
-        ] = {}  # and the clients' optimisers, where they last
+        # The server, and the clients' optimisers where these are kept.
+        self._begins: dict[int, tuple[ServerState, dict[str, Tensor]]] = {}
         self._known: dict[tuple[frozenset[str], int], Metrics] = {}
-        recorded = {round_index: _finite(player.tape.entry(round_index).metrics) for round_index in player.tape.rounds}
+        recorded = {r: player.tape.entry(r).measured_metrics() for r in player.tape.rounds}
         at_bad = recorded[bad].get(metric, math.nan)
         self._recorded = recorded
-        self._last = [
-            round_index
-            for round_index in recorded
-            if max(good, bad - LAST) < round_index <= bad and recorded[round_index]
-        ]
+        self._last = [r for r, metrics in recorded.items() if max(good, bad - LAST) < r <= bad and metrics]
         self._worst = self.levels(())
         marks = {name: [_level(recorded[r], name) for r in (good, bad)] for name in METRICS}
         self._least = {
@@ -214,8 +204,7 @@ class _Search:
             with single_threaded():
                 run_round(federation, corrections, round_index, model, evaluate=False)
             if round_index in self._last or self._until is not None:
-                losses, hits = player.engine().evaluate(federation.server.model)
-                metrics[round_index] = {"loss": float(losses.double().mean()), "accuracy": float(hits.double().mean())}
+                metrics[round_index] = mean_metrics(*player.engine().evaluate(federation.server.model))
         return metrics
 
     # -- judgement ----------------------------------------------------------------------------------------------------
@@ -223,11 +212,7 @@ class _Search:
     def levels(self, without: Sequence[str], first: int | None = None) -> MetricLevels:
         """Return the metric levels in the last rounds up to the bad one; before a re-run begins, the recorded ones."""
         metrics = self._recorded | self.run(without, first) if without else self._recorded
-        return {
-            (round_index, name): _level(metrics[round_index], name)
-            for round_index in self._last
-            for name in self._judged
-        }
+        return {(r, name): _level(metrics[r], name) for r in self._last for name in self._judged}
 
     def shown(self, without: Sequence[str]) -> float:
         """Return the metric in the bad round without these clients."""
@@ -286,7 +271,8 @@ class _Search:
         for node in reversed(clients):
             rest = [other for other in kept if other != node]
             if rest and self.enough(rest, best):
-                kept, best = rest, _highest(best, self.levels(rest))
+                levels = self.levels(rest)
+                kept, best = rest, {key: max(best[key], levels[key]) for key in best}
         return kept
 
     def _grown(self, clients: Sequence[str], others: Sequence[str]) -> list[str]:
@@ -337,10 +323,6 @@ def _check(player: Player, good: int, bad: int, metric: str | None) -> None:
         raise ConfigError(f"The metric is one of {', '.join(METRICS)}; got '{metric}'.")
 
 
-def _highest(first: MetricLevels, second: MetricLevels) -> MetricLevels:
-    return {name: max(first[name], second[name]) for name in first}
-
-
 def _level(metrics: Mapping[str, float], name: str) -> float:
     """Return a metric's level: the higher, the better."""
     return -log_loss(metrics.get("loss")) if name == "loss" else metrics.get(name, 0.0)
@@ -348,7 +330,7 @@ def _level(metrics: Mapping[str, float], name: str) -> float:
 
 def _worsened_metric(player: Player, good: int, bad: int) -> str:
     """Return which metric shows the decline: the loss, unless only the accuracy has fallen."""
-    before, after = (_finite(player.tape.entry(round_index).metrics) for round_index in (good, bad))
+    before, after = (player.tape.entry(round_index).measured_metrics() for round_index in (good, bad))
     if log_loss(after.get("loss")) > log_loss(before.get("loss")) + LEAST or "accuracy" not in after:
         return "loss"
     return "accuracy" if after["accuracy"] < before.get("accuracy", 0.0) - LEAST else "loss"
@@ -373,15 +355,7 @@ def _history(metrics: Metrics) -> History:
     """Return a re-run's metrics as a history, for conditions."""
     store = MemoryStore()
     store.write([Run("bisect", "bisect", "lab")])
-    store.write(
-        [
-            Metric(Where("bisect", round_index), float(round_index), name, value)
-            for round_index, values in metrics.items()
-            for name, value in values.items()
-        ]
-    )
+    for round_index, values in metrics.items():
+        where = Where("bisect", round_index)
+        store.write([Metric(where, float(round_index), name, value) for name, value in values.items()])
     return store.history("bisect")
-
-
-def _finite(metrics: dict[str, float | None]) -> dict[str, float]:
-    return {name: math.nan if value is None else value for name, value in metrics.items()}

@@ -16,6 +16,7 @@ from fedvitals.lab import toml
 from fedvitals.lab.description import kind_of
 from fedvitals.lab.experiment import AGGREGATORS, Experiment, kinds_of
 from fedvitals.records import Action, Where
+from fedvitals.replay.player.player import action_of
 from fedvitals.replay.tape.reader import TapeReader
 
 EXAMPLES = (
@@ -192,15 +193,14 @@ def recorded_actions(tape: TapeReader, first: int, round_index: int) -> list[Act
     """
     if round_index not in tape.rounds:
         return []
-    recorded = tape.entry(round_index).notes.get("actions", ())
-    gone_back = _restored_before(tape, first) if any("restore" in action["arguments"] for action in recorded) else set()
+    entry = tape.entry(round_index)
+    gone_back = _restored_before(tape, first) if entry.goes_back else set()
     actions = []
-    for action in recorded:
+    for action in entry.actions:
         arguments = dict(action["arguments"])
         if _action_key(action) in gone_back:
             arguments.pop("restore", None)
-        fields = {key: value for key, value in action.items() if key not in ("where", "arguments")}
-        actions.append(Action(Where(**action["where"]), arguments=arguments, **fields))
+        actions.append(action_of({**action, "arguments": arguments}))
     return actions
 
 
@@ -223,13 +223,8 @@ def check_restores(tape: TapeReader, first: int, last: int) -> bool:
 
 
 def _restored_before(tape: TapeReader, first: int) -> set[str]:
-    return {
-        _action_key(action)
-        for round_index in tape.rounds
-        if round_index < first
-        for action in tape.entry(round_index).notes.get("actions", ())
-        if "restore" in action["arguments"]
-    }
+    actions = [action for r in tape.rounds if r < first for action in tape.entry(r).actions]
+    return {_action_key(action) for action in actions if "restore" in action["arguments"]}
 
 
 def _action_key(action: Mapping[str, Any]) -> str:

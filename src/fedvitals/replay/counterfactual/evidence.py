@@ -142,9 +142,7 @@ def _harms(
     """Return log loss without the client minus log loss with all; 0 for inconspicuous clients of a large cohort."""
     present = [node for node in player.experiment.nodes if node in updates]
     harms, whole = np.zeros(len(present)), _log_loss_of_model(player, after)
-    if len(present) < 2 or any(
-        "restore" in a["arguments"] for a in player.tape.entry(round_index).notes.get("actions", ())
-    ):
+    if len(present) < 2 or player.tape.entry(round_index).goes_back:
         return harms
     apart = np.nan_to_num(np.abs(features[:, :4])).sum(1)
     for place in sorted(range(len(present)), key=lambda i: -apart[i])[:TRIED]:

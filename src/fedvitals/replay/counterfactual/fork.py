@@ -106,9 +106,7 @@ def fork(
                 if latest.number >= last:
                     break
     result = Fork(monitor.run.id, settings.run, at, change.text, forked=done)
-    result.recorded = {
-        round_index: _recorded(player, round_index) for round_index in done if round_index in tape.rounds
-    }
+    result.recorded = {r: tape.entry(r).measured_metrics() for r in done if r in tape.rounds}
     _compare_findings(result, store, last)
     result.seconds = time.perf_counter() - began
     return result
@@ -159,11 +157,6 @@ def _config_of(store: str | Path, run: str) -> Mapping[str, Any]:
     with contextlib.suppress(ConfigError), open_reader(store) as reader:
         return queries.get_run(reader, run).config
     return {}
-
-
-def _recorded(player: Player, round_index: int) -> dict[str, float]:
-    metrics = player.tape.entry(round_index).metrics
-    return {name: float("nan") if value is None else value for name, value in metrics.items()}
 
 
 def _compare_findings(result: Fork, store: str | Path, last: int) -> None:

@@ -2,7 +2,7 @@
 """What-if without training: recorded rounds are aggregated again, with a change, from what clients sent then.
 
 In the first round that is exact. From the second on clients would have trained on other weights than they did: their
-recorded changes are added to the changed model, and the possible error is estimated (`drift.py`).
+recorded changes are added to the changed model, and the possible error is estimated (`DriftEstimate`).
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def reaggregate(
         tape.entry(round_index)  # an error that says which rounds there are
     if last < first:
         raise ConfigError(f"The last round, {last}, lies before the first, {first}.")
-    site = _changed_site(player.site, change)
+    own = player.site
+    site = Site(change.experiment(own.experiment), own.dataset, own.shards, own.module, own.layout)
     _refuse_unknowable(player, change, first, last)
     began = time.perf_counter()
     result = WhatIfResult(tape.setting.run, change.text, first, last, note=_note(change))
@@ -100,8 +101,7 @@ def reaggregate(
         stood = changed.server.model
         metrics = changed.play(round_index, updates, examined=True).metrics
         drift.add(before.model, after, stood, changed.server.model)
-        kept = tape.entry(round_index).metrics
-        recorded = {name: float("nan") if value is None else value for name, value in kept.items()}
+        recorded = tape.entry(round_index).measured_metrics()
         result.turns.append(WhatIfRound(round_index, recorded, metrics, drift.moved, drift.error, drift.relative))
         progress(round_index)
     result.seconds = time.perf_counter() - began
@@ -167,11 +167,6 @@ def _updates_on_tape(tape: TapeReader, round_index: int, server: ServerState) ->
         state, start = flattened(tape.tensors(came.mark.digest)), start_tensor(server, came.start)
         updates[came.node] = RecordedUpdate(came.node, state, start, int(came.weight), came.group)
     return updates
-
-
-def _changed_site(site: Site, change: WhatIfChange) -> Site:
-    """Return the same data and model under the changed experiment."""
-    return Site(change.experiment(site.experiment), site.dataset, site.shards, site.module, site.layout)
 
 
 def _refuse_unknowable(player: Player, change: WhatIfChange, first: int, last: int) -> None:

@@ -114,10 +114,8 @@ class Breakpoints:
         but: Collection[int] = (),
     ) -> Hits:
         """Return the hits of a round, by number; `but`: numbers that were reported already."""
-        hits_or_none = (
-            _hit_of(point, history, findings, round_index) for point in self.list() if point.number not in but
-        )
-        hits = [hit for hit in hits_or_none if hit is not None]
+        points = (point for point in self.list() if point.number not in but)
+        hits = [hit for point in points if (hit := _hit_of(point, history, findings, round_index)) is not None]
         with self._lock:
             for hit in hits:
                 if hit.number in self._points:
@@ -173,10 +171,6 @@ def _quantity_changes(quantity: Quantity, history: History, round_index: int) ->
         past = reading.past()
         if not past:
             words.append(f"{reading.label} is {reading.value:.6g}")
-        elif not _same_value(past[-1][1], reading.value):
+        elif past[-1][1] != reading.value and not (math.isnan(past[-1][1]) and math.isnan(reading.value)):
             words.append(f"{reading.label} is {reading.value:.6g}, was {past[-1][1]:.6g} in round {past[-1][0]}")
     return "; ".join(words) or None
-
-
-def _same_value(first: float, second: float) -> bool:
-    return first == second or (math.isnan(first) and math.isnan(second))

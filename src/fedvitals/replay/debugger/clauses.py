@@ -207,10 +207,8 @@ class FindingClause:
         for finding in findings:
             if finding.where.round == round_index and self._is(finding):
                 node = finding.where.node or next((s.node for s in finding.suspects), None)
-                about = f" of {node}" if node else ""
-                return (
-                    f"finding {finding.issue}{about} ({finding.severity}, {finding.confidence:.0%}): {finding.message}"
-                )
+                what = f"finding {finding.issue}" + (f" of {node}" if node else "")
+                return f"{what} ({finding.severity}, {finding.confidence:.0%}): {finding.message}"
         return None
 
     def _is(self, finding: Finding) -> bool:
@@ -227,9 +225,8 @@ class EventClause:
     node: str | None = None
 
     def __str__(self) -> str:
-        return (f"event {self.name}" if self.name else "any failure") + (
-            f" of {quoted(self.node)}" if self.node else ""
-        )
+        what = f"event {self.name}" if self.name else "any failure"
+        return what + (f" of {quoted(self.node)}" if self.node else "")
 
     def check(self, history: History) -> None:
         Quantity("loss", self.node).check(history)

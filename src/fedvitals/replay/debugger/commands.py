@@ -6,11 +6,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.replay.debugger import conditions, debugger_output, result_output
-from fedvitals.replay.debugger.debugger_output import DebuggerOutput
+from fedvitals.replay.debugger import conditions, result_output
+from fedvitals.replay.debugger.debugger_output import DebuggerOutput, table_output, text_output
 from fedvitals.replay.debugger.exporting import TENSORS
 from fedvitals.replay.debugger.printing import NOUNS
 from fedvitals.replay.debugger.session import Session
@@ -31,6 +32,11 @@ class DebuggerCommand:
     help: str
     does: Callable[[Interpreter, list[str]], CommandOutput]
     offers: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Return the command's name, the first word of its usage."""
+        return self.usage.split()[0].rstrip(",")
 
 
 class Interpreter:
@@ -94,27 +100,20 @@ def split_commands(text: str) -> list[str]:
         else:
             parts[-1].append(f'"{token}"' if ";" in token or " " in token else token)
     commands: list[str] = []
-    for part in (" ".join(part) for part in parts if part):
-        changes = (
-            commands and commands[-1].partition(" ")[0] in CHANGE_COMMANDS and part.partition(" ")[0] in CHANGE_WORDS
-        )
-        if changes:  # «whatif drop c7; clip 1.5» is one what-if
-            commands[-1] = f"{commands[-1]}; {part}"
+    for words in filter(None, parts):
+        if commands and commands[-1].partition(" ")[0] in CHANGE_COMMANDS and words[0] in CHANGE_WORDS:
+            commands[-1] += f"; {' '.join(words)}"  # «whatif drop c7; clip 1.5» is one what-if
         else:
-            commands.append(part)
+            commands.append(" ".join(words))
     return commands
-
-
-def _no_words(words: Sequence[str], name: str) -> None:
-    if words:
-        raise ConfigError(f"'{name}' stands alone; got '{' '.join(words)}' after it.")
 
 
 def _session_method(name: str) -> Callable[[Interpreter, list[str]], CommandOutput]:
     """Return a command that calls a method of the session without arguments."""
 
     def does(interpreter: Interpreter, words: list[str]) -> CommandOutput:
-        _no_words(words, name)
+        if words:
+            raise ConfigError(f"'{name}' stands alone; got '{' '.join(words)}' after it.")
         output: DebuggerOutput = getattr(interpreter.session, name)()
         return output
 
@@ -153,10 +152,6 @@ def _step(interpreter: Interpreter, words: list[str]) -> CommandOutput:
         sign = -1 if words[0] == "back" else 1
         words = words[1:]
     return interpreter.session.step(sign * (_number(words, "step 5, step back") if words else 1))
-
-
-def _print(interpreter: Interpreter, words: list[str]) -> CommandOutput:
-    return interpreter.session.show(*words)
 
 
 def _plot(interpreter: Interpreter, words: list[str]) -> CommandOutput:
@@ -202,21 +197,13 @@ def _diff(interpreter: Interpreter, words: list[str]) -> CommandOutput:
     raise ConfigError(f"The command is  diff c7 cohort, diff c7 c3, or diff round 11 12; got {_got(words)}.")
 
 
-def _break(interpreter: Interpreter, words: list[str]) -> CommandOutput:
-    points = interpreter.session.breakpoints
+def _break(interpreter: Interpreter, words: list[str], *, watch: bool = False) -> CommandOutput:
+    """Add a breakpoint, or a watchpoint; without words, list them all."""
+    session, points = interpreter.session, interpreter.session.breakpoints
     if not words:
         return "\n".join(map(str, points)) or "No breakpoints. For example:  break any NaN."
-    return _breakpoint_text(interpreter, interpreter.session.break_(" ".join(words)))
-
-
-def _watch(interpreter: Interpreter, words: list[str]) -> CommandOutput:
-    if not words:
-        return _break(interpreter, words)
-    return _breakpoint_text(interpreter, interpreter.session.watch(" ".join(words)))
-
-
-def _breakpoint_text(interpreter: Interpreter, number: int) -> str:
-    return next(str(point) for point in interpreter.session.breakpoints if point.number == number)
+    number = (session.watch if watch else session.break_)(" ".join(words))
+    return next(str(point) for point in points if point.number == number)
 
 
 def _delete(interpreter: Interpreter, words: list[str]) -> CommandOutput:
@@ -233,20 +220,15 @@ def _run(interpreter: Interpreter, words: list[str]) -> CommandOutput:
     session = interpreter.session
     hit = session.run_until(" ".join(words) or None)
     seen = [str(line) for line in session.told]
-    seen.append("Nothing was hit up to the last round." if hit is None else _hit(hit.number, str(hit), hit.said))
+    if hit is None:
+        seen.append("Nothing was hit up to the last round.")
+    elif hit.number:
+        seen.append(str(hit))
+    else:  # a sentence; metric names («update.norm») keep their spelling
+        first = hit.said if "." in hit.said.partition(" ")[0] else hit.said[:1].upper() + hit.said[1:]
+        seen.append(first.rstrip(".") + ".")
     here = session.where()
-    return debugger_output.text_output(here.title, "\n".join([*(f"  {line}" for line in seen), here.text]), here.note)
-
-
-def _hit(number: int, text: str, seen: str) -> str:
-    """Return a hit as a sentence; metric names («update.norm») keep their spelling."""
-    first = seen if "." in seen.partition(" ")[0] else seen[:1].upper() + seen[1:]
-    return text if number else first.rstrip(".") + "."
-
-
-def _findings(interpreter: Interpreter, words: list[str]) -> CommandOutput:
-    _no_words(words, "findings")
-    return interpreter.session.findings()
+    return text_output(here.title, "\n".join([*(f"  {line}" for line in seen), here.text]), here.note)
 
 
 def _verify(interpreter: Interpreter, words: list[str]) -> CommandOutput:
@@ -322,9 +304,7 @@ def _export(interpreter: Interpreter, words: list[str]) -> CommandOutput:
 def _help(_: Interpreter, words: list[str]) -> CommandOutput:
     if not words:
         rows = [(command.usage, command.help) for command in COMMANDS.values()]
-        return debugger_output.table_output(
-            "commands", ("command", "what it does"), rows, "`help print`: one of them. Tab completes."
-        )
+        return table_output("commands", ("command", "what it does"), rows, "`help print`: one of them. Tab completes.")
     name = ALIASES.get(words[0], words[0])
     if name not in COMMANDS:
         raise ConfigError(unknown("command", name, COMMANDS))
@@ -337,82 +317,79 @@ def _help(_: Interpreter, words: list[str]) -> CommandOutput:
         from fedvitals.replay.counterfactual.change import EXAMPLES  # noqa: PLC0415 - it loads the lab
 
         notes.append(f"Changes: {', '.join(EXAMPLES)}; several with «;».")
-    return debugger_output.text_output(command.usage, f"  {command.help}", "\n".join(notes))
+    return text_output(command.usage, f"  {command.help}", "\n".join(notes))
 
 
-COMMANDS: Mapping[str, DebuggerCommand] = {
-    "rounds": DebuggerCommand(
-        "rounds", "The rounds on the tape, and how each can be replayed.", _session_method("rounds")
-    ),
-    "clients": DebuggerCommand(
-        "clients", "Who took part in this round, and what came of it.", _session_method("clients")
-    ),
-    "goto": DebuggerCommand("goto 12", "To the beginning of a round.", _goto, ("numbers",)),
-    "next": DebuggerCommand("next", "To the next round.", _session_method("next")),
-    "back": DebuggerCommand("back", "To the round before.", _session_method("back")),
-    "into": DebuggerCommand("into c7", "Into a client's local training: run again, step by step.", _into, ("nodes",)),
-    "step": DebuggerCommand("step, step 5, step back", "On, or back, in a client's local training.", _step, ("back",)),
-    "out": DebuggerCommand("out", "Out of the client, back to its round.", _session_method("out")),
-    "where": DebuggerCommand("where", "Where the session is.", _session_method("where")),
-    "print": DebuggerCommand(
+_COMMANDS = (
+    DebuggerCommand("rounds", "The rounds on the tape, and how each can be replayed.", _session_method("rounds")),
+    DebuggerCommand("clients", "Who took part in this round, and what came of it.", _session_method("clients")),
+    DebuggerCommand("goto 12", "To the beginning of a round.", _goto, ("numbers",)),
+    DebuggerCommand("next", "To the next round.", _session_method("next")),
+    DebuggerCommand("back", "To the round before.", _session_method("back")),
+    DebuggerCommand("into c7", "Into a client's local training: run again, step by step.", _into, ("nodes",)),
+    DebuggerCommand("step, step 5, step back", "On, or back, in a client's local training.", _step, ("back",)),
+    DebuggerCommand("out", "Out of the client, back to its round.", _session_method("out")),
+    DebuggerCommand("where", "Where the session is.", _session_method("where")),
+    DebuggerCommand(
         "print gradient conv1, print update c7",
         f"Show one of {', '.join(NOUNS)}: of a layer, a client.",
-        _print,
+        lambda interpreter, words: interpreter.session.show(*words),
         ("nouns", "nodes", "layers", "metrics"),
     ),
-    "plot": DebuggerCommand(
+    DebuggerCommand(
         "plot loss c7 loss.png, plot diff c7 cohort",
         "The same as a picture; alone: what was shown last.",
         _plot,
         ("nouns", "nodes", "layers", "metrics", *("rounds", "clients", "diff", "findings")),
     ),
-    "diff": DebuggerCommand(
+    DebuggerCommand(
         "diff c7 cohort, diff c7 c3, diff round 11 12",
         "Two clients' updates, or two rounds' models.",
         _diff,
         ("nodes", "cohort", "round"),
     ),
-    "findings": DebuggerCommand("findings", "What had been found wrong by the end of this round.", _findings),
-    "break": DebuggerCommand("break any NaN", "Stop `run` where a condition holds; alone: list them.", _break),
-    "watch": DebuggerCommand("watch update.norm of c7", "Tell when a value changes while `run` goes on.", _watch),
-    "delete": DebuggerCommand("delete 2, delete all", "Remove a breakpoint or watchpoint.", _delete),
-    "run": DebuggerCommand(
+    DebuggerCommand("findings", "What had been found wrong by the end of this round.", _session_method("findings")),
+    DebuggerCommand("break any NaN", "Stop `run` where a condition holds; alone: list them.", _break),
+    DebuggerCommand(
+        "watch update.norm of c7", "Tell when a value changes while `run` goes on.", partial(_break, watch=True)
+    ),
+    DebuggerCommand("delete 2, delete all", "Remove a breakpoint or watchpoint.", _delete),
+    DebuggerCommand(
         "run, run until accuracy < 0.5", "On to the next breakpoint, or to where a condition holds.", _run, ("until",)
     ),
-    "pause": DebuggerCommand(
+    DebuggerCommand(
         "pause",
         "Of a run that is still running: hold it after its round; `run` lets it go on.",
         _session_method("pause"),
     ),
-    "whatif": DebuggerCommand(
+    DebuggerCommand(
         "whatif drop c7, whatif clip 1.5 rounds 5-9",
         "Aggregate again with a change; nobody trains.",
         _whatif,
         ("drop", "aggregator", "clip", "weight", "learning_rate", "server_rate", "nodes"),
     ),
-    "fork": DebuggerCommand(
+    DebuggerCommand(
         "fork drop c7, fork no faults",
         "Truly run on from here with a change, as a new run.",
         _fork,
         ("drop", "aggregator", "clip", "weight", "learning_rate", "server_rate", "no", "nodes"),
     ),
-    "bisect": DebuggerCommand(
-        "bisect 8 20", "The first bad round, and whose updates made it so.", _bisect, ("numbers",)
-    ),
-    "verify": DebuggerCommand(
+    DebuggerCommand("bisect 8 20", "The first bad round, and whose updates made it so.", _bisect, ("numbers",)),
+    DebuggerCommand(
         "verify, verify 3-9, verify 12 c7",
         "Run rounds again, and prove that all bits are the same.",
         _verify,
         ("numbers", "nodes"),
     ),
-    "export": DebuggerCommand(
+    DebuggerCommand(
         "export update c7 u.safetensors",
         "A state, update or table to .safetensors, .csv or .json.",
         _export,
         ("nouns", "nodes", "layers", "table"),
     ),
-    "help": DebuggerCommand("help, help print", "This list, or one command.", _help, ("commands",)),
-}
+    DebuggerCommand("help, help print", "This list, or one command.", _help, ("commands",)),
+)
+COMMANDS: Mapping[str, DebuggerCommand] = {command.name: command for command in _COMMANDS}
 
 TABLE_COMMANDS = ("rounds", "clients", "diff", "findings", "whatif")  # what `plot` takes besides the nouns
 

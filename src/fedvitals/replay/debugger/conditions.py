@@ -164,27 +164,18 @@ def _clause(sentence: str, whole: str) -> Clause:
         after = sentence.lower().startswith("after")
         return RoundClause((match["sign"] or (">" if after else "=")).replace("==", "="), int(match["number"]))
     for pattern, make in (
-        (_NOT_FINITE, _nonfinite_clause),
+        (_NOT_FINITE, lambda match: NonfiniteClause(_nonfinite_kind(match["what"]), _node_name(match["node"]))),
         (_FINDING, _finding_clause),
         (_EVENT, _event_clause),
         (_FAILURE, _event_clause),
+        (_IS, lambda match: NonfiniteClause(_nonfinite_kind(match["what"]), quantity=parse_quantity(match["left"]))),
+        (_MOVED, _change_clause),
+        (_COMPARED, _comparison_clause),
     ):
         match = pattern.fullmatch(sentence)
         if match is not None:
             return make(match)
-    for pattern, make in ((_IS, _nonfinite_quantity_clause), (_MOVED, _change_clause), (_COMPARED, _comparison_clause)):
-        match = pattern.fullmatch(sentence)
-        if match is not None:
-            return make(match)
     raise ConfigError(f"'{whole}' is no condition that is understood here. Examples: {_examples()}.")
-
-
-def _nonfinite_clause(match: re.Match[str]) -> Clause:
-    return NonfiniteClause(_nonfinite_kind(match["what"]), _node_name(match["node"]))
-
-
-def _nonfinite_quantity_clause(match: re.Match[str]) -> Clause:
-    return NonfiniteClause(_nonfinite_kind(match["what"]), quantity=parse_quantity(match["left"]))
 
 
 def _nonfinite_kind(word: str) -> str:

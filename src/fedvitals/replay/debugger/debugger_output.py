@@ -14,7 +14,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -62,11 +62,7 @@ class DebuggerOutput:
     tensor: Any = field(default=None, compare=False, repr=False)  # the values themselves, of a tensor
 
     def __str__(self) -> str:
-        bodies: dict[str, Callable[[DebuggerOutput], str]] = {
-            TENSOR: _tensor_text,
-            TABLE: _table_text,
-            SERIES: _series_text,
-        }
+        bodies = {TENSOR: _tensor_text, TABLE: _table_text, SERIES: _series_text}
         body = bodies[self.kind](self) if self.kind in bodies else self.text
         parts = [printable(self.title), printable(body), printable(self.note)]
         return "\n".join(part for part in parts if part)
@@ -145,20 +141,10 @@ def summarize(values: Any, bins: int = BINS) -> TensorSummary:
     if finite.size:
         mean, std, low, high = (float(f(finite)) for f in (np.mean, np.std, np.min, np.max))
         counts, edges = _histogram(finite, bins)
-    return TensorSummary(
-        tuple(int(n) for n in np.shape(held)),
-        int(flat.size),
-        norm,
-        mean,
-        std,
-        low,
-        high,
-        int(np.isnan(flat).sum()),
-        int(np.isinf(flat).sum()),
-        int((flat == 0).sum()),
-        tuple(int(n) for n in counts),
-        tuple(float(e) for e in edges),
-    )
+    nans, infs, zeros = (int(mask.sum()) for mask in (np.isnan(flat), np.isinf(flat), flat == 0))
+    histogram = tuple(counts.tolist()), tuple(edges.tolist())
+    shape = tuple(np.shape(held))
+    return TensorSummary(shape, flat.size, norm, mean, std, low, high, nans, infs, zeros, *histogram)
 
 
 def _histogram(finite: Any, bins: int) -> tuple[Any, Any]:
@@ -195,13 +181,11 @@ def _tensor_text(output: DebuggerOutput) -> str:
     if summary is None:
         return ""
     shape = " × ".join(map(str, summary.shape)) or "a number"
-    odd = f"NaN {summary.nan}, Inf {summary.inf}, zeros {summary.zeros}" + (
-        f" ({summary.zeros / summary.count:.0%})" if summary.count else ""
-    )
+    share = f" ({summary.zeros / summary.count:.0%})" if summary.count else ""
     lines = [
         f"  shape {shape} ({summary.count} values)   norm {format_cell(summary.norm)}",
         "  " + "   ".join(f"{name} {format_cell(getattr(summary, name))}" for name in ("mean", "std", "min", "max")),
-        f"  {odd}",
+        f"  NaN {summary.nan}, Inf {summary.inf}, zeros {summary.zeros}{share}",
     ]
     if summary.counts:
         lines.append(

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fedvitals.errors import ConfigError
-from fedvitals.replay.debugger import debugger_output
-from fedvitals.replay.debugger.debugger_output import DebuggerOutput
+from fedvitals.replay.debugger.debugger_output import DebuggerOutput, format_cell, table_output
 from fedvitals.replay.tape.digests import Tensors, first_difference
 from fedvitals.replay.tape.retention import losses_of
 
@@ -29,27 +28,17 @@ def compare_clients(session: Session, first_node: str, second_node: str) -> Debu
         raise ConfigError(f"{first_node} does not differ from itself. Name two clients, or:  diff {first_node} cohort.")
     if COHORT in (first_node, second_node):
         return _compare_with_cohort(session, round_index, first_node if second_node == COHORT else second_node)
-    first, second = (_update(session, round_index, node) for node in (first_node, second_node))
-    rows = []
-    for name, a, b in _pairs(first, second):
-        rows.append((name, _norm(a), _norm(b), _norm(a - b), _cosine(a, b)))
+    first, second = (session.states.required_update(round_index, node) for node in (first_node, second_node))
+    rows = [(name, _norm(a), _norm(b), _norm(a - b), _cosine(a, b)) for name, a, b in _pairs(first, second)]
     columns = ("layer", f"norm {first_node}", f"norm {second_node}", "distance", "cosine")
-    return debugger_output.table_output(
-        f"updates of {first_node} and {second_node}, round {round_index}",
-        columns,
-        rows,
-        _reply_words(session, first_node, second_node),
-    )
+    title = f"updates of {first_node} and {second_node}, round {round_index}"
+    return table_output(title, columns, rows, _reply_words(session, first_node, second_node))
 
 
 def _compare_with_cohort(session: Session, round_index: int, node: str) -> DebuggerOutput:
-    own = _update(session, round_index, node)
-    replies = [
-        other
-        for other in session.tape.entry(round_index).came
-        if other.node != node and other.used and other.mark is not None
-    ]
-    others = [_update(session, round_index, other.node) for other in replies]
+    own = session.states.required_update(round_index, node)
+    used = [came.node for came in session.tape.entry(round_index).came if came.used and came.mark is not None]
+    others = [session.states.required_update(round_index, other) for other in used if other != node]
     if not others:
         raise ConfigError(f"Nothing came from anybody but {node} in round {round_index}: there is no cohort.")
     rows = []
@@ -61,7 +50,7 @@ def _compare_with_cohort(session: Session, round_index: int, node: str) -> Debug
         rows.append((name, _norm(mine), median, ratio, _cosine(mine, mean)))
     columns = ("layer", f"norm {node}", "cohort's median", "ratio", "cosine to mean")
     note = f"The cohort: the {len(others)} others whose updates were used."
-    return debugger_output.table_output(f"update of {node} and of its cohort, round {round_index}", columns, rows, note)
+    return table_output(f"update of {node} and of its cohort, round {round_index}", columns, rows, note)
 
 
 def compare_rounds(session: Session, first: int, second: int) -> DebuggerOutput:
@@ -74,7 +63,7 @@ def compare_rounds(session: Session, first: int, second: int) -> DebuggerOutput:
     columns = ("layer", f"norm {first}", f"norm {second}", "distance", "relative", "cosine")
     apart = first_difference(before, after)
     note = "They are the same to the last bit." if apart is None else _metrics(session, first, second)
-    return debugger_output.table_output(f"model at the beginnings of rounds {first} and {second}", columns, rows, note)
+    return table_output(f"model at the beginnings of rounds {first} and {second}", columns, rows, note)
 
 
 def _metrics(session: Session, first: int, second: int) -> str:
@@ -84,11 +73,7 @@ def _metrics(session: Session, first: int, second: int) -> str:
     known, parts = session.tape.rounds, []
     if first - 1 in known and second - 1 in known:
         a, b = (session.tape.entry(round_index - 1).metrics for round_index in (first, second))
-        parts = [
-            f"{name} {debugger_output.format_cell(a[name])} → {debugger_output.format_cell(b[name])}"
-            for name in a
-            if name in b
-        ]
+        parts = [f"{name} {format_cell(a[name])} → {format_cell(b[name])}" for name in a if name in b]
     if first in known and second in known:
         asked = [{came.node for came in session.tape.entry(round_index).came} for round_index in (first, second)]
         only = zip((first, second), (asked[0] - asked[1], asked[1] - asked[0]), strict=True)
@@ -101,20 +86,9 @@ def _reply_words(session: Session, first_node: str, second_node: str) -> str:
     for node in (first_node, second_node):
         came = session.states.reply_of(session.round, node)
         losses = losses_of(came)
-        course = (
-            f", loss {debugger_output.format_cell(float(losses[0]))} → {debugger_output.format_cell(float(losses[-1]))}"
-            if len(losses)
-            else ""
-        )
+        course = f", loss {format_cell(float(losses[0]))} → {format_cell(float(losses[-1]))}" if len(losses) else ""
         parts.append(f"{node}: weight {came.weight:g}{course}{'' if came.used else ', left out'}")
     return "; ".join(parts)
-
-
-def _update(session: Session, round_index: int, node: str) -> Tensors:
-    tensors = session.states.update(round_index, node)
-    if tensors is None:
-        raise ConfigError(f"Nothing of use came from {node} in round {round_index}:  clients  says why.")
-    return tensors
 
 
 def _pairs(first: Tensors, second: Tensors) -> list[tuple[str, Tensor, Tensor]]:

@@ -12,7 +12,7 @@ import safetensors.torch
 
 from fedvitals import plain_json
 from fedvitals.errors import ConfigError
-from fedvitals.replay.debugger.printing import matching_layers, parse_request, print_words
+from fedvitals.replay.debugger.printing import parse_request, print_words, required_layers
 from fedvitals.replay.tape.digests import Tensors
 
 if TYPE_CHECKING:
@@ -51,9 +51,7 @@ def _tensors(session: Session, words: Sequence[str]) -> dict[str, Any]:
     """Return the tensors to export by name: all of them, or a layer's."""
     request = parse_request(session, words[1:], free=False)
     tensors = _tensors_of(session, words[0], request.node)
-    names = tensors if request.layer is None else matching_layers(request.layer, tensors)
-    if not names:
-        raise ConfigError(f"There is nothing of '{request.layer}' here. There is: {', '.join(tensors)}.")
+    names = tensors if request.layer is None else required_layers(request.layer, tensors)
     # safetensors refuses tensors that share memory, and such as have holes
     return {name.strip("/"): tensors[name].detach().cpu().contiguous().clone() for name in names}
 

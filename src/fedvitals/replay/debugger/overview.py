@@ -9,10 +9,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fedvitals.diagnosis.cases import cases
+from fedvitals.diagnosis.memory_fit import size_words
 from fedvitals.protocols import History
 from fedvitals.records import Finding, Run
-from fedvitals.replay.debugger import debugger_output
-from fedvitals.replay.debugger.debugger_output import Cell, DebuggerOutput, format_cell, summarize
+from fedvitals.replay.debugger.debugger_output import (
+    Cell,
+    DebuggerOutput,
+    format_cell,
+    summarize,
+    table_output,
+    text_output,
+)
 from fedvitals.replay.tape.journal import ClientReply, round_ranges
 from fedvitals.replay.tape.reader import TapeReader
 from fedvitals.replay.tape.retention import losses_of
@@ -29,21 +36,16 @@ def show_run(run: Run, tape: TapeReader, findings: Sequence[Finding] = ()) -> De
     rows: list[tuple[Cell, ...]] = []
     coverage = tape.coverage()
     for how, stretch in itertools.groupby(coverage, key=lambda round_coverage: round_coverage.how):
-        stretch_rounds = [*stretch]
-        numbers = [round_coverage.round for round_coverage in stretch_rounds]
-        rows.append(
-            (
-                round_ranges(numbers),
-                how,
-                sum(round_coverage.updates for round_coverage in stretch_rounds),
-                sum(round_coverage.answers for round_coverage in stretch_rounds),
-            )
-        )
+        numbers, updates, answers = zip(*((each.round, each.updates, each.answers) for each in stretch), strict=True)
+        rows.append((round_ranges([*numbers]), how, sum(updates), sum(answers)))
     settings = tape.setting.told
     what = [f"host {tape.setting.host}", f"{len(tape.rounds)} rounds", f"tape of {size_words(tape.bytes)}"]
     what += [f"engine {settings['engine']}"] if "engine" in settings else []
     columns = ("rounds", "their state", "updates kept", "of")
-    notes = [_replay_note(tape), *[covered.trouble for covered in coverage if covered.trouble is not None][:TROUBLES]]
+    notes = ["Every round with a state before it can be run again to the last bit: --verify proves it."]
+    if tape.setting.host != "lab":
+        notes = [replay_instructions(tape)]
+    notes += [covered.trouble for covered in coverage if covered.trouble is not None][:TROUBLES]
     if run.finished is None:
         notes.append("The run has not ended: where it still trains, `pause` holds it after its round.")
     troubles = cases(findings)
@@ -52,13 +54,7 @@ def show_run(run: Run, tape: TapeReader, findings: Sequence[Finding] = ()) -> De
         notes.append(
             f"Found: {worst.issue} of {worst.place} in round {worst.first}{others}:  goto {worst.first}; findings."
         )
-    return debugger_output.table_output(f"{run.name} ({run.id}): {', '.join(what)}", columns, rows, "\n".join(notes))
-
-
-def _replay_note(tape: TapeReader) -> str:
-    if tape.setting.host == "lab":
-        return "Every round with a state before it can be run again to the last bit: --verify proves it."
-    return replay_instructions(tape)
+    return table_output(f"{run.name} ({run.id}): {', '.join(what)}", columns, rows, "\n".join(notes))
 
 
 def replay_instructions(tape: TapeReader) -> str:
@@ -84,23 +80,14 @@ def show_rounds(tape: TapeReader, findings: Sequence[Finding], here: int) -> Deb
             rows.append(("", covered.round, None, *(None for _ in SHOWN_METRICS), None, covered.how, None))
             continue
         entry = tape.entry(covered.round)
-        came = sum(reply.mark is not None for reply in entry.came)
         numbers = [entry.metrics.get(name) for name in SHOWN_METRICS]
         mark = "→" if covered.round == here else ""
+        came = f"{sum(reply.mark is not None for reply in entry.came)} of {len(entry.came)}"
+        findings_here = findings_by_round[covered.round] or None
         kept = f"{covered.updates} of {covered.answers}"
-        rows.append(
-            (
-                mark,
-                covered.round,
-                f"{came} of {len(entry.came)}",
-                *numbers,
-                findings_by_round[covered.round] or None,
-                covered.how,
-                kept,
-            )
-        )
+        rows.append((mark, covered.round, came, *numbers, findings_here, covered.how, kept))
     columns = ("", "round", "answers", *SHOWN_METRICS, "findings", "state", "updates kept")
-    return debugger_output.table_output(f"rounds on the tape: {round_ranges(tape.rounds)}", columns, rows)
+    return table_output(f"rounds on the tape: {round_ranges(tape.rounds)}", columns, rows)
 
 
 def show_clients(tape: TapeReader, history: History, round_index: int) -> DebuggerOutput:
@@ -114,7 +101,7 @@ def show_clients(tape: TapeReader, history: History, round_index: int) -> Debugg
         rows.append((came.node, came.group, came.weight, len(losses), *ends, norms.get(came.node),
                      _outcome(came) or ("" if came.mark is None else kept)))  # fmt: skip
     columns = ("client", "group", "samples", "steps", "first loss", "last loss", "update.norm", "update")
-    return debugger_output.table_output(f"clients of round {round_index}", columns, rows)
+    return table_output(f"clients of round {round_index}", columns, rows)
 
 
 def _outcome(came: ClientReply) -> str:
@@ -134,35 +121,21 @@ def show_place(session: Session) -> DebuggerOutput:
         metrics = "".join(f", {name} {format_cell(value)}" for name, value in entry.metrics.items())
         lost = sum(came.mark is None for came in entry.came)
         failed = f", {lost} of them without an answer" if lost else ""
-        finding_count = sum(finding.where.round == round_index for finding in session.findings_until())
-        text = f"  {len(entry.came)} clients{failed}{metrics}" + (
-            f", {finding_count} finding{'s' * (finding_count != 1)}" if finding_count else ""
-        )
-        actions = [
-            str(action.get("kind")) for action in entry.notes.get("actions", ()) if action.get("kind") != "checkpoint"
-        ]
-        text += f"\n  in force: {', '.join(actions)}" if actions else ""
-        return debugger_output.text_output(
-            f"round {round_index} of {known}", text, f"Its state: {session.how(round_index)}"
-        )
+        count = sum(finding.where.round == round_index for finding in session.findings_until())
+        findings = f", {count} finding{'s' * (count != 1)}" if count else ""
+        kinds = [str(action.get("kind")) for action in entry.actions]
+        actions = ", ".join(kind for kind in kinds if kind != "checkpoint")
+        text = f"  {len(entry.came)} clients{failed}{metrics}{findings}"
+        text += f"\n  in force: {actions}" if actions else ""
+        return text_output(f"round {round_index} of {known}", text, f"Its state: {session.how(round_index)}")
     trace = session.states.trace(round_index, session.node, session.step_number)
     if not trace.steps:
         action = f"  It took no step: {trace.error or 'it has nothing to train on'}"
-        return debugger_output.text_output(f"round {round_index}, in {session.node}", action)
+        return text_output(f"round {round_index}, in {session.node}", action)
     step = trace.steps[session.step_number]
     norm = sum(summarize(t, bins=1).norm ** 2 for t in (step.gradients or {}).values()) ** 0.5
     title = f"round {round_index}, in {session.node}, step {step.number} of {len(trace.steps)}"
     text = f"  loss {format_cell(step.loss)}, gradient norm {format_cell(float(norm))}, batch of {len(step.rows)}"
     if trace.error is not None and step.number == len(trace.steps) - 1:
         text += f"\n  Here it failed: {trace.error}"
-    return debugger_output.text_output(title, text, session.exactness(session.node))
-
-
-def size_words(count: int) -> str:
-    """Return a number of bytes in words."""
-    value, unit = float(count), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):  # noqa: B007 - the last one is used
-        if value < 1000:
-            break
-        value /= 1000
-    return f"{value:.3g} {unit}"
+    return text_output(title, text, session.exactness(session.node))

@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.replay.debugger import debugger_output
-from fedvitals.replay.debugger.debugger_output import DebuggerOutput, summarize
+from fedvitals.replay.debugger.debugger_output import (
+    Cell,
+    DebuggerOutput,
+    format_cell,
+    series_output,
+    summarize,
+    table_output,
+    tensor_output,
+)
+from fedvitals.replay.player.states import required
 from fedvitals.replay.tape import gradients
 from fedvitals.replay.tape.digests import Tensors
 from fedvitals.replay.tape.journal import round_ranges
@@ -74,6 +82,14 @@ def matching_layers(word: str, layers: Iterable[str]) -> list[str]:
     return [word] if word in names else [name for name in names if name.startswith(f"{module}.")]
 
 
+def required_layers(word: str, tensors: Tensors) -> list[str]:
+    """Return the layers that a word matches. Raises ConfigError if there is none."""
+    names = matching_layers(word, tensors)
+    if not names:
+        raise ConfigError(f"There is nothing of '{word}' here. There is: {', '.join(tensors)}.")
+    return names
+
+
 def _tensors(title: str, tensors: Tensors, layer: str | None, note: str = "") -> DebuggerOutput:
     """Show one layer as a tensor, or all of them as a table."""
     if layer is None:
@@ -82,13 +98,11 @@ def _tensors(title: str, tensors: Tensors, layer: str | None, note: str = "") ->
             s = summarize(tensor, bins=1)
             shape = "×".join(map(str, s.shape))
             rows.append((name, shape, s.norm, s.mean, s.std, s.min, s.max, s.nan, s.inf, s.zeros))
-        return debugger_output.table_output(title, LAYER_COLUMNS, rows, note)
-    names = matching_layers(layer, tensors)
-    if not names:
-        raise ConfigError(f"There is nothing of '{layer}' here. There is: {', '.join(tensors)}.")
+        return table_output(title, LAYER_COLUMNS, rows, note)
+    names = required_layers(layer, tensors)
     if len(names) > 1:
         note = " ".join([note, f"Also: {', '.join(names[1:])}."]).strip()
-    return debugger_output.tensor_output(f"{title}, {names[0]}", tensors[names[0]], note)
+    return tensor_output(f"{title}, {names[0]}", tensors[names[0]], note)
 
 
 def _client(request: PrintRequest, what: str) -> str:
@@ -110,11 +124,8 @@ def gradient(session: Session, request: PrintRequest) -> DebuggerOutput:
 def _recorded_gradient(session: Session, request: PrintRequest, node: str) -> DebuggerOutput:
     """Show a gradient from the tape, for hosts whose steps cannot be run again here."""
     folder = session.tape.folder
-    steps = [
-        gradient.step
-        for gradient in gradients.recorded_gradients(folder)
-        if (gradient.round, gradient.node) == (request.round, node)
-    ]
+    recorded = gradients.recorded_gradients(folder)
+    steps = [gradient.step for gradient in recorded if (gradient.round, gradient.node) == (request.round, node)]
     if not steps:
         raise ConfigError(
             f"The tape has no gradients of {node} in round {request.round}. They are kept on request: "
@@ -132,24 +143,19 @@ def weight(session: Session, request: PrintRequest) -> DebuggerOutput:
         title = f"weights of {request.node}, round {request.round}, before step {step.number}"
         return _tensors(title, step.weights or {}, request.layer, session.exactness(request.node))
     if request.node is not None:
-        sent = session.states.sent(request.round, request.node)
-        return _tensors(
-            f"weights that {request.node} sent in round {request.round}", _required(sent, request), request.layer
-        )
-    return _tensors(
-        f"weights at the beginning of round {request.round}", session.states.model(request.round), request.layer
-    )
+        sent = required(session.states.sent(request.round, request.node), request.round, request.node)
+        return _tensors(f"weights that {request.node} sent in round {request.round}", sent, request.layer)
+    model = session.states.model(request.round)
+    return _tensors(f"weights at the beginning of round {request.round}", model, request.layer)
 
 
 def update(session: Session, request: PrintRequest) -> DebuggerOutput:
     """Show what a client changed; without a client, a table of all clients of the round."""
     if request.node is not None:
-        tensors_of_node = session.states.update(request.round, request.node)
+        own = session.states.required_update(request.round, request.node)
         note = "What it sent, less what it was given."
-        return _tensors(
-            f"update of {request.node}, round {request.round}", _required(tensors_of_node, request), request.layer, note
-        )
-    rows: list[tuple[debugger_output.Cell, ...]] = []
+        return _tensors(f"update of {request.node}, round {request.round}", own, request.layer, note)
+    rows: list[tuple[Cell, ...]] = []
     for came in session.tape.entry(request.round).came:
         tensors = session.states.update(request.round, came.node)
         if tensors is None:
@@ -160,13 +166,7 @@ def update(session: Session, request: PrintRequest) -> DebuggerOutput:
         rows.append((came.node, s.norm, s.min, s.max, s.nan, s.inf, "" if came.used else "left out"))
     where = "" if request.layer is None else f", {request.layer}"
     columns = ("client", "norm", "min", "max", "NaN", "Inf", "")
-    return debugger_output.table_output(f"updates of round {request.round}{where}", columns, rows)
-
-
-def _required(tensors: Tensors | None, request: PrintRequest) -> Tensors:
-    if tensors is None:
-        raise ConfigError(f"Nothing of use came from {request.node} in round {request.round}:  clients  says why.")
-    return tensors
+    return table_output(f"updates of round {request.round}{where}", columns, rows)
 
 
 def loss(session: Session, request: PrintRequest) -> DebuggerOutput:
@@ -181,22 +181,21 @@ def loss(session: Session, request: PrintRequest) -> DebuggerOutput:
     if session.node == request.node:
         step = session.step_of(request.node)
         note = f"Step {step}: {losses[step]!r}." if step < len(losses) else ""
-    return debugger_output.series_output(
-        title, range(len(losses)), {"loss": losses}, x_name="local step", y_name="loss", note=note
-    )
+    return series_output(title, range(len(losses)), {"loss": losses}, x_name="local step", y_name="loss", note=note)
 
 
 def metric(session: Session, request: PrintRequest) -> DebuggerOutput:
     """Show a metric over the rounds, from the store or the tape; without a name, all metrics of this round."""
-    recorded = {round_index: session.tape.entry(round_index).metrics for round_index in session.tape.rounds}
+    recorded = {r: session.tape.entry(r).measured_metrics() for r in session.tape.rounds}
     if not request.rest:
         values = _metrics_of_round(session, request)
-        return debugger_output.table_output(_title("metrics", request), ("metric", "value"), sorted(values.items()))
+        title = f"metrics of round {request.round}" + (f", {request.node}" if request.node else "")
+        return table_output(title, ("metric", "value"), sorted(values.items()))
     name = request.rest[0]
     rounds, values_of = session.history.series(name, request.node)
     if not rounds and request.node is None:
         rounds = [round_index for round_index, metrics in recorded.items() if name in metrics]
-        values_of = [_number(recorded[round_index][name]) for round_index in rounds]
+        values_of = [recorded[round_index][name] for round_index in rounds]
     if not rounds:
         everyone = _metric_of_each_client(session, name)
         if everyone is not None and request.node is None:
@@ -205,7 +204,7 @@ def metric(session: Session, request: PrintRequest) -> DebuggerOutput:
         whose = f"metric of {request.node}" if request.node else "metric"
         raise ConfigError(unknown(whose, name, known))
     title = f"{name} of {request.node}" if request.node else name
-    return debugger_output.series_output(title, rounds, {request.node or name: values_of}, y_name=name)
+    return series_output(title, rounds, {request.node or name: values_of}, y_name=name)
 
 
 def _metric_of_each_client(session: Session, name: str) -> DebuggerOutput | None:
@@ -219,7 +218,7 @@ def _metric_of_each_client(session: Session, name: str) -> DebuggerOutput | None
         by_round = dict(zip(numbers, values, strict=True))
         if by_round:
             lines[node] = [by_round.get(round_index) for round_index in rounds]
-    return debugger_output.series_output(f"{name} of each client", rounds, lines, y_name=name)
+    return series_output(f"{name} of each client", rounds, lines, y_name=name)
 
 
 def _metrics_of_round(session: Session, request: PrintRequest) -> dict[str, float | None]:
@@ -233,14 +232,6 @@ def _metrics_of_round(session: Session, request: PrintRequest) -> dict[str, floa
     return values
 
 
-def _title(what: str, request: PrintRequest) -> str:
-    return f"{what} of round {request.round}" + (f", {request.node}" if request.node else "")
-
-
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else value
-
-
 def batch(session: Session, request: PrintRequest) -> DebuggerOutput:
     """Show the samples of a client's step: which of its own they are, and their labels."""
     node = _client(request, "batch")
@@ -252,10 +243,10 @@ def batch(session: Session, request: PrintRequest) -> DebuggerOutput:
     odd = f", NaN {s.nan}, Inf {s.inf}" if s.nan or s.inf else ""
     own = " ".join(str(int(row)) for row in step.rows[:SAMPLES_NAMED]) + (" ..." if len(y) > SAMPLES_NAMED else "")
     note = (
-        f"{len(y)} samples of shape {'×'.join(map(str, s.shape[1:]))}, values {debugger_output.format_cell(s.min)} to "
-        f"{debugger_output.format_cell(s.max)}{odd}. Of its own samples, these: {own}"
+        f"{len(y)} samples of shape {'×'.join(map(str, s.shape[1:]))}, values {format_cell(s.min)} to "
+        f"{format_cell(s.max)}{odd}. Of its own samples, these: {own}"
     )
-    return debugger_output.table_output(
+    return table_output(
         f"batch of {node}, round {request.round}, step {step.number}", ("label", "samples", "share"), rows, note
     )
 
@@ -272,22 +263,14 @@ def state(session: Session, request: PrintRequest) -> DebuggerOutput:
     if request.layer is not None:
         return _tensors(title, held["model"], request.layer)
     marks = session.tape.marks(request.round)
-    rows: list[tuple[debugger_output.Cell, ...]] = []
+    rows: list[tuple[Cell, ...]] = []
     for name, tensors in held.items():
         count = sum(t.numel() for t in tensors.values())
         norm = float(sum(summarize(t, bins=1).norm ** 2 for t in tensors.values()) ** 0.5)
         rows.append((name, len(tensors), count, norm, marks[name].digest if name in marks else None))
-    return debugger_output.table_output(
-        title, ("part", "tensors", "values", "norm", "digest"), rows, session.how(request.round)
-    )
+    return table_output(title, ("part", "tensors", "values", "norm", "digest"), rows, session.how(request.round))
 
 
 NOUNS: Mapping[str, Callable[[Session, PrintRequest], DebuggerOutput]] = {
-    "gradient": gradient,
-    "weight": weight,
-    "update": update,
-    "loss": loss,
-    "metric": metric,
-    "batch": batch,
-    "state": state,
+    function.__name__: function for function in (gradient, weight, update, loss, metric, batch, state)
 }

@@ -56,12 +56,9 @@ class Quantity:
         if self.node not in (None, ANY) and nodes and self.node not in nodes:
             family = self.name.rpartition(".")[0]
             layers = history.layers(family) if family in FAMILIES else ()
-            hint = (
-                f" For a layer, write «{self.name} of layer {self.node}»."
-                if _layer_named(layers, str(self.node))
-                else ""
-            )
-            raise ConfigError(unknown("node", str(self.node), nodes) + hint)
+            hint = f" For a layer, write «{self.name} of layer {self.node}»."
+            is_layer = _layer_named(layers, str(self.node)) is not None
+            raise ConfigError(unknown("node", str(self.node), nodes) + (hint if is_layer else ""))
         if self.layer is not None:
             family, _ = _statistic(self.name)
             layers = history.layers(family)
@@ -131,12 +128,8 @@ class Quantity:
 def quantity_of(name: str, node: str | None = None, layer: str | None = None) -> Quantity:
     """Return the quantity of this name. Raises ConfigError, with suggestions, for an unknown one."""
     spelling = " ".join(name.lower().split())
-    spellings = (
-        spelling,
-        spelling.replace(" ", "."),
-        spelling.replace(" ", "_"),
-        spelling.replace(" ", ".", 1).replace(" ", "_"),
-    )
+    family_first = spelling.replace(" ", ".", 1).replace(" ", "_")
+    spellings = (spelling, spelling.replace(" ", "."), spelling.replace(" ", "_"), family_first)
     if layer is not None:
         known_name = next((candidate for candidate in spellings if _is_statistic(candidate)), None)
         if known_name is None:
@@ -166,8 +159,8 @@ def _median(values: object) -> float:
 
 
 def _is_statistic(name: str) -> bool:
-    family, _, statistic = name.rpartition(".")
-    return family in FAMILIES and STATISTIC_ALIASES.get(statistic, statistic) in statistics_of(family)
+    family, statistic = _statistic(name)
+    return family in FAMILIES and statistic in statistics_of(family)
 
 
 def _statistic(name: str) -> tuple[str, str]:
@@ -194,7 +187,6 @@ def _unknown_metric(word: str) -> str:
 def _unknown_statistic(word: str) -> str:
     family = word.rpartition(".")[0]
     if family in FAMILIES:
-        return unknown(
-            f"statistic of family '{family}'", word.rpartition(".")[2], [*statistics_of(family), *STATISTIC_ALIASES]
-        )
+        known = [*statistics_of(family), *STATISTIC_ALIASES]
+        return unknown(f"statistic of family '{family}'", word.rpartition(".")[2], known)
     return unknown("family of layer statistics", family or word, FAMILIES)

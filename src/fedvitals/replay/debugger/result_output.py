@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fedvitals.replay.debugger import debugger_output
-from fedvitals.replay.debugger.debugger_output import Cell, DebuggerOutput, format_cell
+from fedvitals.replay.debugger.debugger_output import Cell, DebuggerOutput, format_cell, table_output, text_output
 from fedvitals.replay.player.proof import Proof
 from fedvitals.replay.tape.journal import round_ranges
 
@@ -33,12 +32,12 @@ def show_proof(proof: Proof, node: str | None = None) -> DebuggerOutput:
             f"most (relative; allowed: {format_cell(proof.tolerance)})."
         )
     if proof.mismatch is not None:
-        return debugger_output.text_output("NOT the recorded run", text, str(proof.mismatch))
+        return text_output("NOT the recorded run", text, str(proof.mismatch))
     what = "proved, to the last bit" if proof.exact else "the same within the tolerance"
     if not proof.proved:
-        return debugger_output.text_output("nothing was proved", text)
+        return text_output("nothing was proved", text)
     whose = "" if node is None else f"updates of {node}, "
-    return debugger_output.text_output(f"{whose}round{'s' * (count != 1)} {round_ranges(proof.proved)}: {what}", text)
+    return text_output(f"{whose}round{'s' * (count != 1)} {round_ranges(proof.proved)}: {what}", text)
 
 
 def show_whatif(result: WhatIfResult) -> DebuggerOutput:
@@ -51,9 +50,7 @@ def show_whatif(result: WhatIfResult) -> DebuggerOutput:
         "The error (as a share of how far the model moved) is that of updates trained on other weights.",
         result.note,
     ]
-    return debugger_output.table_output(
-        f"what if: {result.change}", columns, rows, " ".join(part for part in parts if part)
-    )
+    return table_output(f"what if: {result.change}", columns, rows, " ".join(part for part in parts if part))
 
 
 def show_fork(result: Fork) -> DebuggerOutput:
@@ -68,12 +65,12 @@ def show_fork(result: Fork) -> DebuggerOutput:
         if those:
             parts.append(f"Findings {what}: {', '.join(_finding(finding.issue, finding.node) for finding in those)}.")
     title = f"fork of {result.parent} at round {result.at}: {result.change}"
-    return debugger_output.table_output(title, ("round", *_heads(names, "fork")), rows, " ".join(parts))
+    return table_output(title, ("round", *_heads(names, "fork")), rows, " ".join(parts))
 
 
 def show_bisect(result: BisectResult) -> DebuggerOutput:
     """Show the result of a bisection."""
-    return debugger_output.text_output("bisect", f"  {result}")
+    return text_output("bisect", f"  {result}")
 
 
 def _finding(issue: str, node: str | None) -> str:

@@ -22,13 +22,13 @@ from fedvitals.diagnosis.cases import cases
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.protocols import History, Replayable
 from fedvitals.records import Finding, Run
-from fedvitals.replay.debugger import debugger_output, differences, overview
+from fedvitals.replay.debugger import differences, overview
 from fedvitals.replay.debugger.breakpoints import Breakpoints, Hit
 from fedvitals.replay.debugger.cached_history import CachedHistory
 from fedvitals.replay.debugger.conditions import RoundCondition, parse
-from fedvitals.replay.debugger.debugger_output import DebuggerOutput
+from fedvitals.replay.debugger.debugger_output import DebuggerOutput, table_output, text_output
 from fedvitals.replay.debugger.exporting import export_file
-from fedvitals.replay.debugger.held_run import HeldRun
+from fedvitals.replay.debugger.live_session import HeldRun
 from fedvitals.replay.debugger.printing import print_words
 from fedvitals.replay.player import proof
 from fedvitals.replay.player.loop_player import LoopPlayer, loop_player
@@ -156,10 +156,10 @@ class Session:
 
     def findings_until(self, round_index: int | None = None) -> list[Finding]:
         """Return the findings up to a round (default: all)."""
-        all_of_it = queries.records(self._reader, self.run.id, Finding)
-        return [
-            f for f in all_of_it if round_index is None or (f.where.round is not None and f.where.round <= round_index)
-        ]
+        findings = queries.records(self._reader, self.run.id, Finding)
+        if round_index is None:
+            return [*findings]
+        return [f for f in findings if f.where.round is not None and f.where.round <= round_index]
 
     def suspects(self, round_index: int) -> list[str]:
         """Return the clients that findings up to a round name."""
@@ -181,26 +181,20 @@ class Session:
 
     def findings(self) -> DebuggerOutput:
         """Show the findings up to the end of this round, worst first."""
-        attended = queries.attendance(
-            self._reader, self.run.id, {f.where.node for f in self.findings_until(self.round)}
-        )
-        attended = {
-            who: [round_index for round_index in rounds if round_index <= self.round]
-            for who, rounds in attended.items()
-        }
+        findings = self.findings_until(self.round)
+        attended = queries.attendance(self._reader, self.run.id, {f.where.node for f in findings})
+        attended = {who: [r for r in rounds if r <= self.round] for who, rounds in attended.items()}
         rows = [
             (case.severity, case.issue, case.place, case.timeline, case.newest.message)
-            for case in cases(self.findings_until(self.round), attended)
+            for case in cases(findings, attended)
         ]
         columns = ("severity", "issue", "where", "since", "what")
-        return self.kept(debugger_output.table_output(f"findings up to round {self.round}", columns, rows))
+        return self.kept(table_output(f"findings up to round {self.round}", columns, rows))
 
     def how(self, round_index: int) -> str:
         """Return in words how the state of a round is obtained."""
-        if self.tape.has_state(round_index):
-            return "Read from the tape."
         since = self.tape.nearest(round_index)
-        if since == round_index:  # of a run that goes on, it may have come just now
+        if self.tape.has_state(round_index) or since == round_index:
             return "Read from the tape."
         return "Digests only." if since is None else f"Run again from round {since}."
 
@@ -252,7 +246,7 @@ class Session:
         output = self.where()
         if wanted > last:
             text = f"{output.text}\n  That was its last step: it has sent its update (print update; out)."
-            return self.kept(debugger_output.text_output(output.title, text, output.note))
+            return self.kept(text_output(output.title, text, output.note))
         return output
 
     def out(self) -> DebuggerOutput:
@@ -391,9 +385,7 @@ class Session:
                     f"{unknown('client', node, asked)} These took part in rounds {round_ranges(numbers)}."
                 )
         ends = (numbers[0], numbers[-1]) if numbers else (self.round, self.round)
-        return proof.verify(
-            self.player, first, last, node=node, progress=lambda round_index: self.progress(round_index, *ends)
-        )
+        return proof.verify(self.player, first, last, node=node, progress=lambda r: self.progress(r, *ends))
 
     def whatif(
         self, text: str | None = None, *, first: int | None = None, last: int | None = None, **change: Any
@@ -406,12 +398,8 @@ class Session:
         from fedvitals.replay.counterfactual.reaggregate import reaggregate  # noqa: PLC0415
 
         ends = self.round if first is None else first, self.tape.rounds[-1] if last is None else last
-        return reaggregate(
-            self.player,
-            *ends,
-            change_from(text, **change),
-            progress=lambda round_index: self.progress(round_index, *ends),
-        )
+        chosen = change_from(text, **change)
+        return reaggregate(self.player, *ends, chosen, progress=lambda r: self.progress(r, *ends))
 
     def fork(
         self, text: str | None = None, *, until: int | None = None, name: str | None = None, **change: Any

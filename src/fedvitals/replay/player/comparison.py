@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fedvitals.replay.tape.digests import StateDigest
+from fedvitals.replay.tape.digests import StateDigest, TensorDifference
 from fedvitals.replay.tape.journal import ClientReply, RoundEntry
 from fedvitals.replay.tape.retention import losses_of
 
@@ -27,6 +27,10 @@ class Mismatch:
     replayed: float | str | None = None
     index: tuple[int, ...] | None = None  # of the element whose values these are; None: they are norms, or losses
     loss: tuple[float, float] | None = None  # of that step, recorded and replayed
+
+    def at(self, place: TensorDifference) -> Mismatch:
+        """Return the mismatch with the first element that differs."""
+        return replace(self, layer=place.tensor, index=place.index, recorded=place.recorded, replayed=place.replayed)
 
     def __str__(self) -> str:
         where = [f"round {self.round}"]
@@ -68,24 +72,20 @@ def _first_update_mismatch(
     """Return the mismatch of the client that differs first: where groups exchange models, it affects others."""
     mismatches: list[tuple[float, int, Mismatch]] = []
     for place, (before, after) in enumerate(zip(recorded, replayed, strict=True)):
-        if _same_reply(before, after):
-            continue
-        mismatches.append(
-            (*_first_step_and_place(place, before, after), _update_mismatch(round_index, before, after, layers))
-        )
+        if not _same_reply(before, after):
+            step = _first_differing_step(before, after)
+            mismatch = _update_mismatch(round_index, before, after, layers)
+            mismatches.append((math.inf if step is None else step, place, mismatch))
     return min(mismatches, key=lambda entry: entry[:2])[2] if mismatches else None
 
 
 def _same_reply(before: ClientReply, after: ClientReply) -> bool:
     """Return whether two replies have the same bits; norms are only for people."""
-    marks = [None if reply.mark is None else reply.mark.digest for reply in (before, after)]
-    outcomes = [(reply.weight, reply.used, reply.losses, reply.error) for reply in (before, after)]
-    return marks[0] == marks[1] and outcomes[0] == outcomes[1]
-
-
-def _first_step_and_place(place: int, before: ClientReply, after: ClientReply) -> tuple[float, int]:
-    step = _first_differing_step(before, after)
-    return (float("inf") if step is None else step), place
+    first, second = (
+        (reply.mark and reply.mark.digest, reply.weight, reply.used, reply.losses, reply.error)
+        for reply in (before, after)
+    )
+    return first == second
 
 
 def _update_mismatch(round_index: int, before: ClientReply, after: ClientReply, layers: Sequence[str]) -> Mismatch:
@@ -159,11 +159,9 @@ def deviation(recorded: RoundEntry, replayed: RoundEntry) -> float:
 
     Relative to the layer's own norm, a bias near 0 would decide.
     """
-    pairs: list[tuple[StateDigest | None, StateDigest | None]] = [
-        (recorded.state.get(k), m) for k, m in replayed.state.items()
-    ]
-    pairs += [(recorded.after.get(k), m) for k, m in replayed.after.items()]
-    pairs += [(came.mark, other.mark) for came, other in zip(recorded.came, replayed.came, strict=False)]
+    pairs = [(came.mark, other.mark) for came, other in zip(recorded.came, replayed.came, strict=False)]
+    pairs += [(recorded.state.get(name), digest) for name, digest in replayed.state.items()]
+    pairs += [(recorded.after.get(name), digest) for name, digest in replayed.after.items()]
     worst = 0.0
     for before, after in pairs:
         if before is None or after is None:

@@ -96,13 +96,8 @@ class LoopPlayer:
 
     def start(self, round_index: int) -> int:
         """Return the round from whose stored state this round can be run again. Raises StoreError if there is none."""
-        start = self.tape.nearest(round_index)
-        if start is None:
-            raise StoreError(
-                f"Round {round_index} cannot be run again: no whole state before it is on the tape any more. A larger "
-                "budget, or a smaller every=, keeps more: fv.Tape(every=1)."
-            )
-        return start
+        advice = "A larger budget, or a smaller every=, keeps more: fv.Tape(every=1)."
+        return self.tape.start_of(round_index, advice)
 
     def stored(self, round_index: int) -> LoopState:
         """Return the stored state before a round."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from fedvitals.errors import ConfigError, StoreError
+from fedvitals.errors import ConfigError
 from fedvitals.lab import experiment as lab_experiment
 from fedvitals.lab.corrections import CorrectionApplier
 from fedvitals.lab.engines.engine import FLOWER, Engine, single_threaded
@@ -27,7 +27,7 @@ from fedvitals.lab.run import prepare_site, run_round
 from fedvitals.lab.tape_recording import OPTIMIZER
 from fedvitals.protocols import Message, NullObserver, WorkerObserver
 from fedvitals.records import Action, Where
-from fedvitals.replay.tape.digests import Tensors, state_digest_of
+from fedvitals.replay.tape.digests import Tensors, bytes_of, state_digest_of, state_digests_of
 from fedvitals.replay.tape.journal import RoundEntry
 from fedvitals.replay.tape.reader import TapeReader
 from fedvitals.replay.tape.retention import finite_or_none, reply_entry_of
@@ -49,13 +49,17 @@ class ReplayedRound:
         """Return a client's message; None if it sent none."""
         return next((message for message in self.messages if message.node == node), None)
 
+    @property
+    def bytes(self) -> int:
+        """Return how many bytes its states and updates hold."""
+        return bytes_of(*self.before.values(), *self.after.values(), *(m.tensors or {} for m in self.messages))
+
     def entry(self) -> RoundEntry:
         """Return the round as the tape would have recorded it."""
         came = [reply_entry_of(m, None if m.tensors is None else state_digest_of(m.tensors)) for m in self.messages]
-        before = {name: state_digest_of(tensors) for name, tensors in self.before.items()}
-        after = {name: state_digest_of(tensors) for name, tensors in self.after.items()}
-        notes = (self.notes, self.after_notes)
-        return RoundEntry(self.number, before, notes[0], tuple(came), after, notes[1], finite_or_none(self.metrics))
+        before, after = state_digests_of(self.before), state_digests_of(self.after)
+        metrics = finite_or_none(self.metrics)
+        return RoundEntry(self.number, before, self.notes, tuple(came), after, self.after_notes, metrics)
 
 
 class PlaybackObserver(NullObserver):
@@ -70,7 +74,7 @@ class PlaybackObserver(NullObserver):
     def prescribed(self, round_index: int) -> Sequence[Action]:
         if self._tape is None or round_index not in self._tape.rounds:
             return ()
-        return [action_of(action) for action in self._tape.entry(round_index).notes.get("actions", ())]
+        return [action_of(action) for action in self._tape.entry(round_index).actions]
 
     def updates(self, round_index: int, updates: Mapping[str, Any]) -> Sequence[Action]:
         if self._left_out[0] != round_index:  # asked for each batch of updates, and read once
@@ -146,9 +150,8 @@ class Player:
         if wanted not in self._engines:
             settings = self.tape.setting.told
             device = self._device or str(settings.get("device", "cpu"))
-            name = (
-                "sequential" if settings["engine"] == FLOWER else str(settings["engine"])
-            )  # by the promise of that engine
+            # Flower's nodes train as «sequential» does, to the last bit.
+            name = "sequential" if settings["engine"] == FLOWER else str(settings["engine"])
             precision = "float32" if device == "cpu" else str(settings.get("precision", "float32"))
             self._engines[wanted] = Engine(self.site, name, wanted, device, precision)
         return self._engines[wanted]
@@ -163,13 +166,7 @@ class Player:
 
     def start(self, round_index: int) -> int:
         """Return the round from whose stored state this round can be run again. Raises StoreError if there is none."""
-        start = self.tape.nearest(round_index)
-        if start is None:
-            raise StoreError(
-                f"Round {round_index} cannot be run again: no whole state before it is on the tape any more. A larger "
-                "budget keeps more: fv.Tape(budget=...)."
-            )
-        return start
+        return self.tape.start_of(round_index, "A larger budget keeps more: fv.Tape(budget=...).")
 
     def stored(self, round_index: int) -> ServerState:
         """Return the stored state before a round; the very first one is created from the seed."""
@@ -252,6 +249,4 @@ def flattened(tensors: Tensors) -> Tensor:
 
 def _without_notes(message: Message) -> Message:
     losses = None if message.losses is None else message.losses.clone()
-    return Message(
-        message.node, message.tensors, message.weight, message.used, message.group, message.start, losses, message.error
-    )
+    return replace(message, losses=losses, notes=None)

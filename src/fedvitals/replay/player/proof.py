@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from fedvitals.errors import ConfigError
@@ -80,10 +80,9 @@ def verify(
         for played in player.rounds(begins, last, server, **alone):
             if played.number < first:
                 continue
-            entry = _only_node(
-                tape.entry(played.number) if played.number in tape.rounds else RoundEntry(played.number, {}), node
-            )
-            if played.number not in tape.rounds or entry.lost or not (entry.after or node):
+            recorded = played.number in tape.rounds
+            entry = _only_node(tape.entry(played.number) if recorded else RoundEntry(played.number, {}), node)
+            if not recorded or entry.lost or not (entry.after or node):
                 proof.unrecorded.append(played.number)
                 wrong = None
                 continue
@@ -140,12 +139,4 @@ def _with_values(wrong: Mismatch, tape: TapeReader, played: ReplayedRound) -> Mi
     if recorded is None or replayed is None or recorded.keys() != replayed.keys():
         return wrong
     difference = first_difference(recorded, replayed)
-    if difference is None:
-        return wrong
-    return replace(
-        wrong,
-        layer=difference.tensor,
-        index=difference.index,
-        recorded=difference.recorded,
-        replayed=difference.replayed,
-    )
+    return wrong if difference is None else wrong.at(difference)

@@ -57,13 +57,8 @@ def recorded_updates_of(messages: Sequence[Message], server: ServerState) -> dic
     updates = {}
     for message in messages:
         if message.tensors is not None and message.used:
-            updates[message.node] = RecordedUpdate(
-                message.node,
-                flattened(message.tensors),
-                start_tensor(server, message.start),
-                int(message.weight),
-                message.group,
-            )
+            state, start = flattened(message.tensors), start_tensor(server, message.start)
+            updates[message.node] = RecordedUpdate(message.node, state, start, int(message.weight), message.group)
     return updates
 
 

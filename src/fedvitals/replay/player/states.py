@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from fedvitals.replay.tape.reader import TapeReader
 
 MEMORY = 1 << 30  # bytes of rounds that were run again
 TRACES = 4
+T = TypeVar("T", bound=Tensors)
 
 Progress = Callable[[int, int, int], None]
 """A round that was run again, the first and the last of those that are."""
@@ -90,14 +91,13 @@ class ReplayStates:
             )
         return {name: tensor - start[name] for name, tensor in sent.items()}
 
+    def required_update(self, round_index: int, node: str) -> dict[str, Tensor]:
+        """Return what a client changed. Raises ConfigError where nothing arrived."""
+        return required(self.update(round_index, node), round_index, node)
+
     def reply_of(self, round_index: int, node: str) -> ClientReply:
         """Return a client's recorded reply. Raises ConfigError if it took no part."""
-        entry = self.tape.entry(round_index)
-        reply = entry.reply_of(node)
-        if reply is None:
-            asked = ", ".join(came.node for came in entry.came) or "nobody"
-            raise ConfigError(f"{node} took no part in round {round_index}. These did: {asked}.")
-        return reply
+        return self.tape.entry(round_index).required_reply(node)
 
     def play(self, round_index: int) -> ReplayedRound:
         """Return a round, run again from the nearest known state."""
@@ -158,17 +158,17 @@ class ReplayStates:
         """Return whether a correction restored an earlier model before this round, so that it does not begin where
         the last ended.
         """
-        if round_index not in self.tape.rounds:
-            return False
-        return any("restore" in a.get("arguments", {}) for a in self.tape.entry(round_index).notes.get("actions", ()))
+        return round_index in self.tape.rounds and self.tape.entry(round_index).goes_back
 
     def _keep(self, played: ReplayedRound) -> None:
         self._played[played.number] = played
         self._played.move_to_end(played.number)
-        while len(self._played) > 1 and sum(map(_bytes, self._played.values())) > MEMORY:
+        while len(self._played) > 1 and sum(round_.bytes for round_ in self._played.values()) > MEMORY:
             self._played.popitem(last=False)
 
 
-def _bytes(played: ReplayedRound) -> int:
-    held = [*played.before.values(), *played.after.values(), *(m.tensors or {} for m in played.messages)]
-    return sum(t.numel() * t.element_size() for tensors in held for t in tensors.values())
+def required(tensors: T | None, round_index: int, node: str) -> T:
+    """Return the tensors that a client sent. Raises ConfigError where there are none."""
+    if tensors is None:
+        raise ConfigError(f"Nothing of use came from {node} in round {round_index}:  clients  says why.")
+    return tensors

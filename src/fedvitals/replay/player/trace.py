@@ -87,10 +87,7 @@ def trace_client(
     round and its initial state, if the caller has it already. `on_step` is called before each of the client's optimiser
     steps, for a debugger.
     """
-    came = player.tape.entry(round_index).reply_of(node)
-    if came is None:
-        asked = ", ".join(reply.node for reply in player.tape.entry(round_index).came) or "nobody"
-        raise ConfigError(f"{node} took no part in round {round_index}. These did: {asked}.")
+    came = player.tape.entry(round_index).required_reply(node)
     first_round, server = begin if begin is not None else (player.start(round_index), None)
     server = player.stored(first_round) if server is None else server
     room = max(1, memory // max(1, 8 * player.site.layout.size))  # two vectors of float32 for each step

@@ -78,6 +78,11 @@ def _tensor_header(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> byt
     return f"{name} {dtype} {tuple(shape)} ".encode()
 
 
+def state_digests_of(states: Mapping[str, Tensors]) -> dict[str, StateDigest]:
+    """Return the digests of several states by name."""
+    return {name: state_digest_of(tensors) for name, tensors in states.items()}
+
+
 def digest_of(tensors: Tensors) -> str:
     """Return the digest of a state as 32 hexadecimal digits."""
     return state_digest_of(tensors).digest

@@ -7,14 +7,15 @@ JSON inside zstd, written whole or not at all: a run that is killed has every ro
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import zstandard
 
-from fedvitals.errors import StoreError
+from fedvitals.errors import ConfigError, StoreError
 from fedvitals.replay.tape.digests import StateDigest
 from fedvitals.replay.tape.objects import replace_file
 from fedvitals.replay.tape.unpack_limits import decode_json, read_json, regular_file
@@ -49,9 +50,32 @@ class RoundEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     metrics: dict[str, float | None] = {}
     lost: int = 0  # answers that the tape had no room for
 
+    @property
+    def actions(self) -> Sequence[Mapping[str, Any]]:
+        """Return the corrections that were in force, by their recorded fields."""
+        actions: Sequence[Mapping[str, Any]] = self.notes.get("actions", ())
+        return actions
+
+    @property
+    def goes_back(self) -> bool:
+        """Return whether a correction restored an earlier model before this round."""
+        return any("restore" in action.get("arguments", {}) for action in self.actions)
+
     def reply_of(self, node: str) -> ClientReply | None:
         """Return a client's reply; None if it took no part."""
         return next((reply for reply in self.came if reply.node == node), None)
+
+    def required_reply(self, node: str) -> ClientReply:
+        """Return a client's reply. Raises ConfigError if it took no part."""
+        reply = self.reply_of(node)
+        if reply is None:
+            asked = ", ".join(came.node for came in self.came) or "nobody"
+            raise ConfigError(f"{node} took no part in round {self.round}. These did: {asked}.")
+        return reply
+
+    def measured_metrics(self) -> dict[str, float]:
+        """Return the metrics, with NaN for those that were not finite."""
+        return {name: math.nan if value is None else value for name, value in self.metrics.items()}
 
 
 class TapeSettings(msgspec.Struct, omit_defaults=True):

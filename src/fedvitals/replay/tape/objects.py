@@ -124,7 +124,9 @@ def replace_file(path: Path, content: bytes) -> None:
 def pack(tensors: Tensors) -> bytes:
     """Return one byte for the width of the numbers (0: mixed), then zstd of the sorted safetensors."""
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    written = safetensors.torch.save(_copied(held), {"order": "\n".join(held)})
+    # Copies, because safetensors refuses tensors that share memory, as views of one flat vector do.
+    copies = {name: tensor.clone() for name, tensor in held.items()}
+    written = safetensors.torch.save(copies, {"order": "\n".join(held)})
     widths = {tensor.element_size() for tensor in held.values()}
     width = widths.pop() if len(widths) == 1 else 0
     if width > 1:
@@ -169,8 +171,3 @@ def _header_contents(header: bytes) -> tuple[int, list[str]]:
     if any(end < 0 for end in ends):
         raise StoreError("its header names a negative place")
     return max(ends, default=0), noted.split("\n") if noted else []
-
-
-def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies, because safetensors refuses tensors that share memory, as views of one flat vector do."""
-    return {name: tensor.clone() for name, tensor in tensors.items()}

@@ -140,6 +140,14 @@ class TapeReader:
             return 0 if self.begins_from_seed and known[:1] == [0] else None
         return self._before_restores(start, round_index)
 
+    def start_of(self, round_index: int, advice: str) -> int:
+        """Return the round that `nearest` gives. Raises StoreError with the advice if there is none."""
+        start = self.nearest(round_index)
+        if start is None:
+            why = "no whole state before it is on the tape any more"
+            raise StoreError(f"Round {round_index} cannot be run again: {why}. {advice}")
+        return start
+
     def coverage(self) -> list[RoundCoverage]:
         """Return for every round how it can be replayed, in one pass; a correction that went back costs a second look.
 
@@ -153,13 +161,11 @@ class TapeReader:
                 entry = self.journal.read(round_index)
             except StoreError as error:
                 since = None
-                coverage.append(
-                    RoundCoverage(round_index, stored=False, since=None, updates=0, answers=0, trouble=str(error))
-                )
+                coverage.append(RoundCoverage(round_index, False, None, 0, 0, trouble=str(error)))
                 continue
             stored = self._stored(entry.state)
             since = entry.round if stored else since
-            back = back or any("restore" in a.get("arguments", {}) for a in entry.notes.get("actions", ()))
+            back = back or entry.goes_back
             marks = [came.mark for came in entry.came if came.mark is not None]
             here = sum(self.has(mark.digest) for mark in marks)
             start = self.nearest(entry.round) if back else since
@@ -175,7 +181,8 @@ class TapeReader:
 
         The beginning of the first round is what a proof may start from; a proof of round 0 starts from the seed.
         """
-        before = set() if first == 0 and self.begins_from_seed else self._digests_of_state(first)
+        from_seed = first == 0 and self.begins_from_seed
+        before = set() if from_seed else {mark.digest for mark in self.marks(first).values()}
         within: set[str] = set()
         for round_index in self.rounds:
             if first <= round_index <= last:
@@ -191,15 +198,12 @@ class TapeReader:
     def _before_restores(self, start: int, round_index: int) -> int:
         """Return an earlier start if a later round went back to a state before `start`, which must be passed again."""
         for later in [r for r in self.rounds if start <= r <= round_index]:
-            for action in self.entry(later).notes.get("actions", ()):
+            for action in self.entry(later).actions:
                 target = action.get("arguments", {}).get("restore")
                 if target is not None and later > start and int(target) + 1 < start:
                     earlier = self.nearest(int(target) + 1)
                     return start if earlier is None else earlier
         return start
-
-    def _digests_of_state(self, round_index: int) -> set[str]:
-        return {mark.digest for mark in self.marks(round_index).values()}
 
     def marks(self, round_index: int) -> dict[str, StateDigest]:
         """Return the digests of a round's initial state."""

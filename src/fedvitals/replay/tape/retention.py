@@ -17,7 +17,7 @@ import torch
 
 from fedvitals.protocols import Message
 from fedvitals.records import Finding, Snapshot, Where
-from fedvitals.replay.tape.digests import StateDigest, Tensors, bytes_of, state_digest_of
+from fedvitals.replay.tape.digests import StateDigest, Tensors, bytes_of, state_digest_of, state_digests_of
 from fedvitals.replay.tape.journal import ClientReply, RoundEntry, RoundJournal, TapeSettings
 from fedvitals.replay.tape.objects import StateFiles
 
@@ -56,9 +56,8 @@ class TapeWriter:
         self.journal, self.setting, self._tape, self._tell, self._file = journal, setting, tape, tell, file
         self.objects = StateFiles(journal.folder / "objects")
         self._open: _OpenRound | None = None
-        self._recent: OrderedDict[tuple[int, str, str], tuple[StateDigest, Tensors]] = (
-            OrderedDict()
-        )  # not on disk (yet)
+        # By round, kind and name: what is not on disk (yet).
+        self._recent: OrderedDict[tuple[int, str, str], tuple[StateDigest, Tensors]] = OrderedDict()
         self._recent_bytes = 0
         self._uses: dict[str, set[tuple[str, int]]] = defaultdict(set)  # digest → (state or update, round)
         self.flagged: set[int] = set()  # rounds that a finding speaks of
@@ -81,7 +80,7 @@ class TapeWriter:
         if round_index <= self._last():
             self.journal.forget_from(round_index)
             self._known = [known for known in self._known if known < round_index]
-        marks = {name: state_digest_of(tensors) for name, tensors in state.items()}
+        marks = state_digests_of(state)
         if not self.setting.layers and "model" in state:
             self.setting.layers = tuple(state["model"])
             self.journal.set(self.setting)
@@ -137,17 +136,9 @@ class TapeWriter:
     ) -> None:
         """Write the round's entry, and remove what is no longer needed."""
         opened, self._open = self._of(round_index), None
-        after = {name: state_digest_of(tensors) for name, tensors in state.items()}
-        entry = RoundEntry(
-            round_index,
-            opened.state,
-            opened.notes,
-            tuple(opened.came),
-            after,
-            notes,
-            finite_or_none(metrics),
-            opened.lost,
-        )
+        after = state_digests_of(state)
+        before, came = (opened.state, opened.notes), tuple(opened.came)
+        entry = RoundEntry(round_index, *before, came, after, notes, finite_or_none(metrics), opened.lost)
         self.journal.write(entry)
         self._note(entry)
         for name, tensors in state.items():  # the next round's beginning; the last one's is kept at the close
@@ -198,7 +189,9 @@ class TapeWriter:
                 written = self.objects.put(mark.digest, tensors)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or not again:
-                    self._stop(error)
+                    self._stopped = True
+                    text = f"The tape keeps no more states: {error}. Digests go on; the training does, too."
+                    self._tell("warning", "tape.stopped", text)
                     return
                 self._thin(self._bytes // 2)
             else:
@@ -206,17 +199,10 @@ class TapeWriter:
                 self._uses[mark.digest].add((kind, round_index))
                 node = name if kind == UPDATE else "server"
                 kind_word = kind if kind == UPDATE else KINDS.get(name.partition("/")[0], name)
-                known = (
-                    round_index if self._open is not None else min(round_index, self._last())
-                )  # no round that never was
+                # After the last round there is no other: its end belongs to it.
+                known = round_index if self._open is not None else min(round_index, self._last())
                 self._file(Snapshot(Where(self.setting.run, known, node), time.time(), kind_word, mark.digest, written))
                 return
-
-    def _stop(self, error: OSError) -> None:
-        self._stopped = True
-        self._tell(
-            "warning", "tape.stopped", f"The tape keeps no more states: {error}. Digests go on; the training does, too."
-        )
 
     def _thin(self, most: int | None = None) -> None:
         """Reduce the tape to the budget: updates before states, healthy rounds before others, old ones first."""

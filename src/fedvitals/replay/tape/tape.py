@@ -117,11 +117,8 @@ class Tape(Sink):
         self._keeper = TapeWriter(journal, setting, self, tell, file)
         self._gate = RoundGate(folder)
         if self._wants_gradients and level < PRIVACY_LEVEL:
-            tell(
-                "warning",
-                "tape.gradients",
-                f"No gradients are kept: they need Monitor(privacy={PRIVACY_LEVEL}), got {level}.",
-            )
+            text = f"No gradients are kept: they need Monitor(privacy={PRIVACY_LEVEL}), got {level}."
+            tell("warning", "tape.gradients", text)
         elif self._wants_gradients:
             self._place.folder, self._place.budget = str(folder), self.budget
         self._thread = threading.Thread(target=self._work, name="fedvitals-tape", daemon=True)
@@ -258,3 +255,10 @@ def machine_description() -> dict[str, str]:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "system": platform.system(),
     }
+
+
+def other_machine_notes(recorded: Mapping[str, str]) -> list[str]:
+    """Return a sentence on what was otherwise where something was recorded; [] if nothing was."""
+    here = machine_description()
+    other = [f"{name} {was} (here {here.get(name)})" for name, was in recorded.items() if here.get(name) != was]
+    return [f"It was recorded with {', '.join(other)}: bits may differ."] if other else []

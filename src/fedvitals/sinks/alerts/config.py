@@ -174,16 +174,8 @@ KINDS: Mapping[str, tuple[Maker, Mapping[str, tuple[type, bool]]]] = {
     "webhook": (_webhook, {"url": (str, True), "headers": (dict, False), "ca": (str, False)}),
     "email": (
         _email,
-        {
-            "host": (str, True),
-            "from": (str, True),
-            "to": (list, True),
-            "port": (int, False),
-            "security": (str, False),
-            "user": (str, False),
-            "password": (str, False),
-            "ca": (str, False),
-        },
+        {"host": (str, True), "from": (str, True), "to": (list, True), "port": (int, False)}
+        | dict.fromkeys(("security", "user", "password", "ca"), (str, False)),
     ),
     "command": (_command, {"command": (list, True)}),
     "file": (_file, {"path": (str, True)}),

@@ -174,15 +174,11 @@ class ChannelDelivery:
             self._count_lost("given up after a day", old)
         if dead:
             self._doubt(dead, "the process that sent them died")
-        while not self._hurried():
+        while not self._stopping:
             alerts = outbox.claim(self._most, self._channel.seconds)
             if not alerts:
                 return
             self._send(outbox, alerts)
-
-    def _hurried(self) -> bool:
-        with self._changed:
-            return self._stopping
 
     def _last_attempts(self, outbox: Outbox) -> None:
         """At the end each alert gets one more attempt, whenever it would have been due."""

@@ -15,16 +15,8 @@ from email.message import EmailMessage
 from email.utils import formatdate
 
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.sinks.alerts.channels import (
-    DOUBT,
-    LATER,
-    REFUSED,
-    DeliveryError,
-    check_text,
-    hard_limit,
-    identity,
-    reason_of,
-)
+from fedvitals.sinks.alerts import channels
+from fedvitals.sinks.alerts.channels import DOUBT, LATER, REFUSED, DeliveryError
 from fedvitals.sinks.alerts.message import Message
 from fedvitals.transport.http_server import LOOPBACK
 
@@ -52,11 +44,11 @@ class Email:
             object.__setattr__(self, "to", (self.to,))
         object.__setattr__(self, "to", tuple(self.to))
         whose = f"of alert channel '{self.name}'"
-        check_text(f"The host {whose}", self.host)
+        channels.check_text(f"The host {whose}", self.host)
         if not self.to:
             raise ConfigError(f"The e-mail {whose} goes to nobody. Write to = ['you@example.org'].")
         for address in (self.sender, *self.to):
-            check_text(f"An e-mail address {whose}", address)
+            channels.check_text(f"An e-mail address {whose}", address)
             if not re.fullmatch(r"[^@\s<>,;:\"\\]+@[^@\s<>,;:\"\\]+", address) or not address.isascii():
                 raise ConfigError(f"'{address}' {whose} is no e-mail address. Write only 'name@example.org'.")
         if self.security not in PORTS:
@@ -68,7 +60,7 @@ class Email:
 
     @property
     def identity(self) -> str:
-        return identity("email", self.name, self.host, self.port, self.to)
+        return channels.identity("email", self.name, self.host, self.port, self.to)
 
     def send(self, message: Message, /) -> None:
         """Send the message, or raise DeliveryError."""
@@ -91,7 +83,7 @@ class Email:
             if handed_over:
                 raise DeliveryError(DOUBT, f"{self.host} got the message and gave no answer ({kind}).") from None
             outcome = REFUSED if isinstance(error, smtplib.SMTPNotSupportedError) else LATER
-            raise DeliveryError(outcome, f"{self.host} cannot be reached ({reason_of(error)}).") from None
+            raise DeliveryError(outcome, f"{self.host} cannot be reached ({channels.reason_of(error)}).") from None
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[smtplib.SMTP]:
@@ -109,7 +101,7 @@ class Email:
                 server.sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
 
         try:
-            with hard_limit(self.seconds, cut):
+            with channels.hard_limit(self.seconds, cut):
                 self._speak(server.connect(self.host, port))
                 if self.security == "starttls":
                     server.ehlo()

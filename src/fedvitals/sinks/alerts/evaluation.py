@@ -12,6 +12,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
+import operator
 import statistics
 import time
 from bisect import bisect_left, bisect_right
@@ -20,10 +21,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fedvitals.records import Finding, Metric, Record, natural
-from fedvitals.sinks.alerts.deduplication import CaseDeduplication
 from fedvitals.sinks.alerts.message import FIRING, RESOLVED, Alert, value_text
 from fedvitals.sinks.alerts.rules import SEVERITIES, WINDOW, Condition, FindingCondition, Rule
 
+COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
+    ">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le,
+}  # fmt: skip
 ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
 ATTENDANCE = ("steps", "update.norm")  # who has one of these took part, as for `diagnosis.cases`
 QUIET = 5  # rounds with the node but without the trouble, after which it counts as gone; as in `diagnosis.cases`
@@ -105,12 +108,12 @@ class RuleEvaluation:
         if isinstance(record, Metric) and where.round is not None and where.layer is None and not whole_of_a_group:
             self._take(record, where.round, where.node)
 
-    def alerts(self) -> list[Alert]:
-        """Return the alerts that began or ended since the last call, in order."""
-        for number in sorted(number for number in self._findings if number <= self._newest):
+    def alerts(self, *, final: bool = False) -> list[Alert]:
+        """Return the alerts that began or ended since the last call, in order; `final`: nothing more will come."""
+        for number in sorted(number for number in self._findings if final or number <= self._newest):
             for finding in self._findings.pop(number):
                 self._judge_finding(finding, number)
-        self._end_cases(final=False)
+        self._end_cases(final=final)
         alerts, self._pending = self._pending, []
         return alerts
 
@@ -120,12 +123,7 @@ class RuleEvaluation:
             for number in sorted(waiting):
                 self._judge_values(metric, number, waiting[number])
         self._waiting.clear()
-        for number in sorted(self._findings):
-            for finding in self._findings.pop(number):
-                self._judge_finding(finding, number)
-        self._end_cases(final=True)
-        alerts, self._pending = self._pending, []
-        return alerts
+        return self.alerts(final=True)
 
     @property
     def _newest(self) -> int:
@@ -178,13 +176,13 @@ class RuleEvaluation:
                 if state is not None and (state.judged is None or state.judged < number):
                     state.judged = number
                     at, value = values[node]
-                    origin = _AlertOrigin(self._run, rule, place, number, at, node, metric=metric)
-                    self._judge_value(condition, state, origin, value, common)
+                    draft = self._draft(rule, place, number, at, node=node, metric=metric)
+                    self._judge_value(rule, condition, state, draft, value, common)
 
     def _judge_value(
-        self, condition: Condition, state: _RuleState, origin: _AlertOrigin, value: float, common: float | None
+        self, rule: Rule, condition: Condition, state: _RuleState, draft: Alert, value: float, common: float | None
     ) -> None:
-        number, node = origin.round, origin.node
+        number, node = draft.round, draft.node
         bound = _bound(condition, state, common)
         only_nan = state.count > 0 and all(math.isnan(earlier) for earlier in state.stretch)
         if bound is None and not math.isnan(value) and not only_nan:  # too little to compare with
@@ -199,11 +197,11 @@ class RuleEvaluation:
             if (
                 state.count >= condition.rounds
                 and state.open_since is None
-                and _after_gap(origin.rule, state, number, origin.at)
+                and _after_gap(rule, state, number, draft.at)
             ):
-                state.severity = origin.rule.severity or "warning"
+                state.severity = rule.severity or "warning"
                 words = _words(condition, node, value, bound, state)
-                self._fire(state, origin, words, value, bound)
+                self._tell(FIRING, state, draft, words, value, bound)
             if state.count % WINDOW == 0 and condition.against in ("own", "before"):
                 # It has lasted so long that it is the usual by now.
                 state.past = deque((v for v in state.stretch if math.isfinite(v)), maxlen=WINDOW)
@@ -211,7 +209,7 @@ class RuleEvaluation:
         if state.open_since is not None:
             now = value_text(value, condition.metric)
             words = f"{condition.metric} of {_place(node)} is {now}: no longer «{condition}»"
-            self._resolve(state, origin, words, value, bound)
+            self._tell(RESOLVED, state, draft, words, value, bound)
         state.since, state.last, state.count = None, None, 0
         state.stretch.clear()
         if math.isfinite(value):
@@ -241,7 +239,8 @@ class RuleEvaluation:
                 state.count, state.last = state.count + 1, number
             if state.count >= asked.rounds and state.open_since is None and _after_gap(rule, state, number, finding.at):
                 state.severity = rule.severity or finding.severity
-                self._fire(state, _origin_of(self._run, rule, place, number, finding.at), finding.message)
+                draft = self._draft(rule, place, number, finding.at, **json.loads(place))
+                self._tell(FIRING, state, draft, finding.message)
         if len(self._pending) > first:
             self._pending[first] = replace(self._pending[first], others=len(self._pending) - first - 1)
 
@@ -274,11 +273,10 @@ class RuleEvaluation:
 
     def _end_case(self, rule: Rule, state: _RuleState, place: str, over: int) -> None:
         if state.open_since is not None:
-            origin = _origin_of(self._run, rule, place, over, self._completed.get(over, (0.0, 0.0))[0])
-            words = (
-                f"{origin.issue} at {_place(origin.node or origin.group)} has not been seen since round {state.last}"
-            )
-            self._resolve(state, origin, words)
+            at = self._completed.get(over, (0.0, 0.0))[0]
+            draft = self._draft(rule, place, over, at, **json.loads(place))
+            where = _place(draft.node or draft.group)
+            self._tell(RESOLVED, state, draft, f"{draft.issue} at {where} has not been seen since round {state.last}")
         state.since, state.last, state.count = None, None, 0
 
     # --- both --------------------------------------------------------------------------------------------------------
@@ -292,80 +290,28 @@ class RuleEvaluation:
             self.left_out += 1
         return state
 
-    def _fire(
+    def _draft(self, rule: Rule, place: str, number: int, at: float, **where: str | None) -> Alert:
+        """An alert of a rule at a place, before it is known what is to be said; `where`: node, group, layer, ..."""
+        return Alert(self._run, rule.name, place, number, FIRING, "", number, at, "", **where)  # type: ignore[arg-type]
+
+    def _tell(
         self,
+        kind: str,
         state: _RuleState,
-        origin: _AlertOrigin,
+        draft: Alert,
         words: str,
         value: float | None = None,
         bound: float | None = None,
     ) -> None:
-        state.open_since = origin.round if state.since is None else state.since
-        state.sent_round, state.sent_at = origin.round, origin.at
-        self._pending.append(origin.alert(FIRING, state, words, value, bound))
-
-    def _resolve(
-        self,
-        state: _RuleState,
-        origin: _AlertOrigin,
-        words: str,
-        value: float | None = None,
-        bound: float | None = None,
-    ) -> None:
-        self._pending.append(origin.alert(RESOLVED, state, words, value, bound))
-        state.open_since = None
-
-
-@dataclass(frozen=True, slots=True)
-class _AlertOrigin:
-    """What is known of an alert before its words."""
-
-    run: str
-    rule: Rule
-    place: str
-    round: int
-    at: float
-    node: str | None = None
-    group: str | None = None
-    layer: str | None = None
-    issue: str | None = None
-    metric: str | None = None
-
-    def alert(self, kind: str, state: _RuleState, words: str, value: float | None, bound: float | None) -> Alert:
-        return Alert(
-            run=self.run,
-            rule=self.rule.name,
-            place=self.place,
-            onset=self.round if state.open_since is None else state.open_since,
-            kind=kind,
-            severity=state.severity,
-            round=self.round,
-            at=self.at,
-            message=words,
-            node=self.node,
-            group=self.group,
-            layer=self.layer,
-            issue=self.issue,
-            metric=self.metric,
-            value=value,
-            limit=bound,
-        )
-
-
-def _origin_of(run: str, rule: Rule, place: str, number: int, at: float) -> _AlertOrigin:
-    """Of a case, whose place tells the rest."""
-    coordinates = json.loads(place)
-    return _AlertOrigin(
-        run,
-        rule,
-        place,
-        number,
-        at,
-        coordinates["node"],
-        coordinates["group"],
-        coordinates["layer"],
-        coordinates["issue"],
-    )
+        """Queue the alert that a rule began to hold (firing), or that it no longer does (resolved)."""
+        if kind == FIRING:
+            state.open_since = draft.round if state.since is None else state.since
+            state.sent_round, state.sent_at = draft.round, draft.at
+        onset = draft.round if state.open_since is None else state.open_since
+        alert = replace(draft, onset=onset, kind=kind, severity=state.severity, message=words)
+        self._pending.append(replace(alert, value=value, limit=bound))
+        if kind == RESOLVED:
+            state.open_since = None
 
 
 def _bound(condition: Condition, state: _RuleState, common: float | None) -> float | None:
@@ -385,18 +331,10 @@ def _bound(condition: Condition, state: _RuleState, common: float | None) -> flo
 
 
 def _breaks(comparison: str, value: float, bound: float) -> bool:
-    match comparison:
-        case ">":
-            return value > bound
-        case ">=":
-            return value >= bound
-        case "<":
-            return value < bound
-        case "<=":
-            return value <= bound
-        case "drops":
-            return value <= bound or math.isclose(value, bound, rel_tol=1e-9)  # 0.8 − 0.77 is not 0.03 in binary
-    return value >= bound or math.isclose(value, bound, rel_tol=1e-9)
+    if comparison in COMPARISONS:
+        return COMPARISONS[comparison](value, bound)
+    further = value <= bound if comparison == "drops" else value >= bound
+    return further or math.isclose(value, bound, rel_tol=1e-9)  # 0.8 − 0.77 is not 0.03 in binary
 
 
 def _words(condition: Condition, node: str | None, value: float, bound: float | None, state: _RuleState) -> str:
@@ -463,3 +401,43 @@ def replay(
     return sorted(
         alerts, key=lambda alert: (alert.round, alert.kind != RESOLVED, alert.rule, natural(alert.node or ""))
     )
+
+
+class CaseDeduplication:
+    """Remembers which rule reported a case on each channel. A rule that reports a higher severity is sent as well."""
+
+    def __init__(self, rules: Iterable[Rule], channels: Sequence[str]) -> None:
+        self._wanted = {rule.name: rule.channels or tuple(channels) for rule in rules}
+        self._channels = tuple(channels)
+        self._speaks: dict[tuple[str, str, str], tuple[str, str]] = {}  # channel, run, place → rule, severity
+
+    def begin(self, run: str, open_alerts: Iterable[tuple[str, str, int]]) -> None:
+        """Take over the alerts (rule, place, onset) that an earlier process sent and that are still open."""
+        order = list(self._wanted)
+        known = [(rule, place) for rule, place, _ in open_alerts if rule in self._wanted]
+        for rule, place in sorted(known, key=lambda rule_and_place: order.index(rule_and_place[0])):
+            for channel in self._wanted[rule]:
+                self._speaks.setdefault((channel, run, place), (rule, SEVERITIES[-1]))
+
+    def end(self, run: str) -> None:
+        """Forget a run."""
+        self._speaks = {key: speaker for key, speaker in self._speaks.items() if key[1] != run}
+
+    def channels(self, alert: Alert) -> list[str]:
+        """Return the channels that should receive an alert, in their order."""
+        wanted = [name for name in self._channels if name in self._wanted[alert.rule]]
+        return wanted if alert.issue is None else [name for name in wanted if self._is_news(name, alert)]
+
+    def _is_news(self, channel: str, alert: Alert) -> bool:
+        key = (channel, alert.run, alert.place)
+        rule, severity = self._speaks.get(key, (alert.rule, ""))
+        if alert.kind == RESOLVED:
+            return rule == alert.rule and self._speaks.pop(key, None) is not None
+        if rule != alert.rule and _rank(alert.severity) <= _rank(severity):
+            return False
+        self._speaks[key] = (alert.rule, alert.severity)
+        return True
+
+
+def _rank(severity: str) -> int:
+    return SEVERITIES.index(severity) if severity in SEVERITIES else -1

@@ -84,16 +84,16 @@ class Message:
         if self.test:
             return ["fedvitals: this is a test. Alerts of your federated training will arrive here."]
         runs = list(dict.fromkeys(harmless(alert.run, NAME) for alert in self.alerts))
-        linese_text = [f"fedvitals, run {', '.join(runs)}:"]
-        linese_text += [
+        lines = [f"fedvitals, run {', '.join(runs)}:"]
+        lines += [
             f"{_badge(alert)}, round {alert.round}: {harmless(alert.message, WORDS)}" for alert in self.alerts[:LINES]
         ]
         if len(self.alerts) > LINES:
-            linese_text.append(f"and {len(self.alerts) - LINES} more")
+            lines.append(f"and {len(self.alerts) - LINES} more")
         if self.doubtful:
             many = self.doubtful != 1
-            linese_text.append(f"{self.doubtful} earlier alert{'s' * many} to this channel may not have arrived.")
-        return linese_text
+            lines.append(f"{self.doubtful} earlier alert{'s' * many} to this channel may not have arrived.")
+        return lines
 
 
 def as_json(message: Message) -> dict[str, Any]:

@@ -20,29 +20,17 @@ from typing import Any
 from fedvitals.errors import ConfigError
 from fedvitals.measurements import run_of
 from fedvitals.protocols import Sink
-from fedvitals.records import (
-    Action,
-    Event,
-    Finding,
-    LayerStats,
-    Metric,
-    Record,
-    Sketch,
-    Snapshot,
-    Span,
-    Transfer,
-    Truth,
-)
+from fedvitals.records import Finding, Metric, Record
 from fedvitals.sinks.alerts.channels import Channel, Command, DeliveryError, File
 from fedvitals.sinks.alerts.config import check_channels, load, rules_of
-from fedvitals.sinks.alerts.deduplication import CaseDeduplication
 from fedvitals.sinks.alerts.delivery import ChannelDelivery
 from fedvitals.sinks.alerts.email import Email
-from fedvitals.sinks.alerts.evaluation import RuleEvaluation
+from fedvitals.sinks.alerts.evaluation import CaseDeduplication, RuleEvaluation
 from fedvitals.sinks.alerts.message import RESOLVED, Alert, Message
 from fedvitals.sinks.alerts.outbox import open_alerts, path_in
 from fedvitals.sinks.alerts.rules import FindingCondition, Rule, rule, unknown_names
 from fedvitals.sinks.alerts.webhook import Webhook
+from fedvitals.sinks.spread import all_but
 
 __all__ = ["Alert", "Alerts", "Command", "DeliveryError", "Email", "File", "Message", "Rule", "Webhook", "rule"]
 
@@ -61,7 +49,7 @@ class Alerts(Sink):
     """
 
     name = "alerts"
-    ignores = (LayerStats, Span, Transfer, Event, Sketch, Action, Snapshot, Truth)  # see `transport.sink_writer`
+    ignores = all_but(Finding, Metric)  # see `transport.sink_writer`
 
     def __init__(
         self,

@@ -17,16 +17,8 @@ from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from fedvitals.errors import ConfigError
-from fedvitals.sinks.alerts.channels import (
-    DOUBT,
-    LATER,
-    REFUSED,
-    DeliveryError,
-    check_text,
-    hard_limit,
-    identity,
-    reason_of,
-)
+from fedvitals.sinks.alerts import channels
+from fedvitals.sinks.alerts.channels import DOUBT, LATER, REFUSED, DeliveryError
 from fedvitals.sinks.alerts.message import Message, as_json, for_discord, for_slack
 
 ANSWER = 4096  # bytes of an answer that are read
@@ -52,12 +44,12 @@ class Webhook:
     def __post_init__(self) -> None:
         _split(self.url)
         for name, value in self.headers.items():
-            check_text(f"The name of a header of alert channel '{self.name}'", name)
-            check_text(f"The header '{name}' of alert channel '{self.name}'", value)
+            channels.check_text(f"The name of a header of alert channel '{self.name}'", name)
+            channels.check_text(f"The header '{name}' of alert channel '{self.name}'", value)
 
     @property
     def identity(self) -> str:
-        return identity("webhook", self.name, self.label or self.url)
+        return channels.identity("webhook", self.name, self.label or self.url)
 
     def send(self, message: Message, /) -> None:
         """Post the message, or raise DeliveryError."""
@@ -93,7 +85,7 @@ class Webhook:
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
         try:
-            with hard_limit(self.seconds, cut), contextlib.closing(connection):
+            with channels.hard_limit(self.seconds, cut), contextlib.closing(connection):
                 connection.connect()
                 path = (url.path or "/") + (f"?{url.query}" if url.query else "")
                 connection.request("POST", path, payload, dict(headers))
@@ -105,7 +97,7 @@ class Webhook:
             if whole:
                 why = f"{host} took the message and gave no answer within {self.seconds:g} s ({type(error).__name__})."
                 raise DeliveryError(DOUBT, why) from None
-            raise DeliveryError(LATER, f"{host} cannot be reached ({reason_of(error)}).") from None
+            raise DeliveryError(LATER, f"{host} cannot be reached ({channels.reason_of(error)}).") from None
         if 200 <= status < 300:
             return None
         if status in SAME_METHOD and onward:
@@ -132,7 +124,7 @@ class Webhook:
 
 def _split(url: str) -> SplitResult:
     try:
-        parts = urlsplit(check_text("The url of an alert channel", url))
+        parts = urlsplit(channels.check_text("The url of an alert channel", url))
         port = parts.port
     except ValueError:
         raise ConfigError("The url of an alert channel is not a web address. Write https://host/path.") from None

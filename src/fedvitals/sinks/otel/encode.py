@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import fedvitals
@@ -35,10 +35,7 @@ _SAMPLED = 1
 def traces(runs: Mapping[str, Run], spans: Iterable[Span], failures: Failures) -> Any:
     """Return a request for /v1/traces: each span, followed by the parts of its time."""
     request = message("collector.trace.v1.trace_service", "ExportTraceServiceRequest")()
-    for run, spans_of_run in _by_run(spans).items():
-        whole = request.resource_spans.add()
-        _describe(whole.resource, runs, run)
-        scoped = whole.scope_spans.add(scope=_scope())
+    for run, scoped, spans_of_run in _scoped(request, "spans", runs, spans):
         for span in spans_of_run:
             failure = failures.get((run, span.where.round, span.where.node)) if _failed(span) else None
             _span(scoped.spans, span, failure)
@@ -50,10 +47,7 @@ def traces(runs: Mapping[str, Run], spans: Iterable[Span], failures: Failures) -
 def gauges(runs: Mapping[str, Run], metrics: Iterable[Metric]) -> Any:
     """Return a request for /v1/metrics: one gauge per name, one point per value."""
     request = message("collector.metrics.v1.metrics_service", "ExportMetricsServiceRequest")()
-    for run, metrics_of_run in _by_run(metrics).items():
-        whole = request.resource_metrics.add()
-        _describe(whole.resource, runs, run)
-        scoped = whole.scope_metrics.add(scope=_scope())
+    for _, scoped, metrics_of_run in _scoped(request, "metrics", runs, metrics):
         gauge_of: dict[str, Any] = {}
         for metric in metrics_of_run:
             points = gauge_of.get(metric.name)
@@ -67,20 +61,24 @@ def gauges(runs: Mapping[str, Run], metrics: Iterable[Metric]) -> Any:
 def logs(runs: Mapping[str, Run], events: Iterable[Event | Finding]) -> Any:
     """Return a request for /v1/logs: events and findings."""
     request = message("collector.logs.v1.logs_service", "ExportLogsServiceRequest")()
-    for run, events_of_run in _by_run(events).items():
-        whole = request.resource_logs.add()
-        _describe(whole.resource, runs, run)
-        scoped = whole.scope_logs.add(scope=_scope())
+    for _, scoped, events_of_run in _scoped(request, "logs", runs, events):
         for event in events_of_run:
             _log(scoped.log_records, event)
     return request
 
 
-def _by_run(records: Iterable[Kind]) -> dict[str, list[Kind]]:
+def _scoped(
+    request: Any, signal: str, runs: Mapping[str, Run], records: Iterable[Kind]
+) -> Iterator[tuple[str, Any, list[Kind]]]:
+    """Yield each run, its part of the request, described, and its records."""
     by_run: dict[str, list[Kind]] = {}
     for record in records:
         by_run.setdefault(record.where.run, []).append(record)
-    return by_run
+    scope = message("common.v1.common", "InstrumentationScope")(name=names.SERVICE, version=fedvitals.__version__)
+    for run, records_of_run in by_run.items():
+        whole = getattr(request, f"resource_{signal}").add()
+        _describe(whole.resource, runs, run)
+        yield run, getattr(whole, f"scope_{signal}").add(scope=scope), records_of_run
 
 
 def _describe(resource: Any, runs: Mapping[str, Run], run: str) -> None:
@@ -97,10 +95,6 @@ def _describe(resource: Any, runs: Mapping[str, Run], run: str) -> None:
     if known is not None:
         attributes |= {names.RUN_NAME: known.name, names.HOST: known.host, names.TOPOLOGY: known.topology}
     fill(resource.attributes, attributes)
-
-
-def _scope() -> Any:
-    return message("common.v1.common", "InstrumentationScope")(name=names.SERVICE, version=fedvitals.__version__)
 
 
 def _span(spans: Any, span: Span, failure: Event | None, *, is_part: bool = False) -> None:

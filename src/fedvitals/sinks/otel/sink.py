@@ -25,21 +25,9 @@ from typing import Any, NamedTuple
 
 from fedvitals.errors import ConfigError, RecordError, unknown
 from fedvitals.protocols import Sink
-from fedvitals.records import (
-    Action,
-    Event,
-    Finding,
-    LayerStats,
-    Metric,
-    Record,
-    Run,
-    Sketch,
-    Snapshot,
-    Span,
-    Transfer,
-    Truth,
-)
+from fedvitals.records import Event, Finding, Metric, Record, Run, Span
 from fedvitals.sinks.otel.encode import gauges, logs, traces
+from fedvitals.sinks.spread import all_but
 from fedvitals.transport.logs import bounded
 from fedvitals.transport.otel_names import message
 
@@ -84,7 +72,7 @@ class OpenTelemetry(Sink):
     """
 
     name = "opentelemetry"
-    ignores = (LayerStats, Sketch, Snapshot, Transfer, Action, Truth)
+    ignores = all_but(Event, Finding, Metric, Span)
 
     def __init__(
         self,

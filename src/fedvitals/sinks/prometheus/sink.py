@@ -19,20 +19,23 @@ import importlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedvitals.errors import ConfigError, MissingExtraError
 from fedvitals.protocols import Sink
-from fedvitals.records import Action, LayerStats, Record, Run, Sketch, Snapshot, Span, Truth
+from fedvitals.records import Event, Finding, Metric, Record, Run, Transfer
 from fedvitals.sinks.prometheus.state import SIGNS, RunState, Series
+from fedvitals.sinks.spread import all_but
 from fedvitals.transport.http_server import LOOPBACK, HttpServer, Refused, Request, Response
 
 logger = logging.getLogger("fedvitals.telemetry")
 
 PORT = 9464
 NODES, WORST, SERIES, RUNS = 50, 10, 2000, 8
+AT_ONCE = 8  # scrapes
+PLAIN = "text/plain; charset=utf-8"
 RETRY_SECONDS = 10.0  # between two attempts at a port that is taken
 
 
@@ -47,7 +50,7 @@ class Prometheus(Sink):
 
     RULES = Path(__file__).with_name("rules.yml")  # alert rules for a Prometheus server
     name = "prometheus"
-    ignores = (Action, LayerStats, Sketch, Snapshot, Span, Truth)
+    ignores = all_but(Event, Finding, Metric, Transfer)
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class Prometheus(Sink):
         self._runs: dict[str, RunState] = {}
         self._open: set[str] = set()
         self._writers: set[int] = set()  # threads: each monitor's queue has one, which also closes
-        self._page: Page | None = None
+        self._page: HttpServer | None = None
         self._next_attempt = 0.0
         self._port_reported = False
 
@@ -91,7 +94,7 @@ class Prometheus(Sink):
     @property
     def url(self) -> str | None:
         """The address of the page; None while nothing is served."""
-        return None if self._page is None else self._page.url
+        return None if self._page is None else f"{self._page.url}/metrics"
 
     def write(self, records: Sequence[Record], /) -> None:
         """Take in records. Never raises, so that nothing is counted twice."""
@@ -141,7 +144,9 @@ class Prometheus(Sink):
         if self._page is not None or time.monotonic() < self._next_attempt:
             return
         try:
-            self._page = Page(self._host, self._wanted, self._token, self.render)
+            name = "fedvitals-prometheus-page"
+            where = (self._host, self._wanted, self._token)
+            self._page = HttpServer(*where, self._answer, _refuse, name=name, at_once=AT_ONCE)
         except OSError as error:
             self._next_attempt = time.monotonic() + RETRY_SECONDS
             if not self._port_reported:
@@ -152,9 +157,14 @@ class Prometheus(Sink):
                 )  # fmt: skip
             return
         # Of a port that nobody chose, nobody could know otherwise: programs without logging show warnings only.
-        logger.log(
-            logging.INFO if self._wanted else logging.WARNING, "Prometheus metrics are served on %s", self._page.url
-        )
+        logger.log(logging.INFO if self._wanted else logging.WARNING, "Prometheus metrics are served on %s", self.url)
+
+    def _answer(self, request: Request) -> Response:
+        if request.method not in ("GET", "HEAD"):
+            raise Refused(405, "The metrics are read by GET /metrics.")
+        if request.path.partition("?")[0] not in ("/metrics", "/"):
+            raise Refused(404, "The metrics are at /metrics.")
+        return Response(200, *self.render(request.headers.get("Accept", "")))
 
     def _families(self) -> Iterator[Any]:
         """Series of all runs by family, within the bound; what had no place is counted."""
@@ -193,36 +203,6 @@ class _SingleCollection:
 
     def collect(self) -> Iterator[Any]:
         return self._families
-
-
-# An HTTP server for one page, /metrics, with an optional token.
-
-
-AT_ONCE = 8  # scrapes
-PLAIN = "text/plain; charset=utf-8"
-
-Render = Callable[[str], tuple[bytes, str]]
-
-
-class Page:
-    """Serves what `render` returns, on threads of its own, until it is closed. OSError: the port is taken."""
-
-    def __init__(self, host: str, port: int, token: str | None, render: Render) -> None:
-        self._render = render
-        name = "fedvitals-prometheus-page"
-        self._server = HttpServer(host, port, token, self._answer, _refuse, name=name, at_once=AT_ONCE)
-        self.port, self.url = self._server.port, f"{self._server.url}/metrics"
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.close()
-
-    def _answer(self, request: Request) -> Response:
-        if request.method not in ("GET", "HEAD"):
-            raise Refused(405, "The metrics are read by GET /metrics.")
-        if request.path.partition("?")[0] not in ("/metrics", "/"):
-            raise Refused(404, "The metrics are at /metrics.")
-        return Response(200, *self._render(request.headers.get("Accept", "")))
 
 
 def _refuse(refused: Refused, _request: Request) -> Response:

@@ -92,6 +92,17 @@ def count_nodes_that_told(
     return {name: [counts.get((name, round_index), 0) for round_index in rounds] for name in names}
 
 
+def count_client_rounds(reader: Reader, run: str, names: Collection[str]) -> dict[str, int]:
+    """Count for each metric in how many client-rounds it was measured: its values of nodes, of whole rounds."""
+    counted = reader.database.rows(
+        "SELECT s.text, COUNT(*) FROM symbol AS s CROSS JOIN metric AS m WHERE "  # noqa: S608 - placeholders
+        f"s.text IN ({placeholders(names)}) AND m.run = ? AND m.name = s.id AND m.node IS NOT NULL "
+        "AND m.layer IS NULL AND m.step IS NULL GROUP BY s.text",
+        (*names, reader.names.number(run) or 0),
+    )
+    return {name: int(count) for name, count in counted}
+
+
 # -- values of one round -----------------------------------------------------------------------------------------------
 
 

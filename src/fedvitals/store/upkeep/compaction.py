@@ -7,13 +7,24 @@ it is merged with its neighbours into one row a layer. The newest rounds stay as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
+from fedvitals.stats import Array
 from fedvitals.store.dialect import Database
-from fedvitals.store.packing import NONE, Entries, entries_of, joined, numbers_of
+from fedvitals.store.packing import (
+    NONE,
+    Entries,
+    Whole,
+    coordinates_of,
+    entries_of,
+    joined,
+    numbers_of,
+    with_checksum,
+)
 
 NEWEST_ROUNDS = 10  # stay as they came
 CHUNK_ROUNDS = 64  # older ones are merged when there are this many
@@ -97,9 +108,9 @@ def insert_block(database: Database, head: Sequence[int | None], entries: Entrie
 
 
 def compact(database: Database, family: str, arrivals: list[int]) -> None:
-    """Merge the blocks into one with a row a layer; to be called inside a transaction.
+    """Merge the blocks, given in order of arrival, into one with a row a layer; to be called inside a transaction.
 
-    It takes the place of the last of them: so the blocks of one round stay in order of arrival.
+    It takes the place of the last of them. They stay as they are where that would change an answer: see `_overtakes`.
     """
     holes = ", ".join("?" * len(arrivals))
     blocks = database.rows(
@@ -110,7 +121,10 @@ def compact(database: Database, family: str, arrivals: list[int]) -> None:
     )
     if len(blocks) < len(arrivals):
         return  # another writer of this run was faster; whoever opens the store next sees what is left to do
-    entries = joined([entries_of(row[5], row[6], row[4]) for row in blocks])
+    parts = [entries_of(row[5], row[6], row[4]) for row in blocks]
+    if _overtakes(database, blocks[0][:4], arrivals, parts):
+        return
+    entries = joined(parts)
     numbers = np.concatenate([numbers_of(family, row[7], row[4]) for row in blocks], axis=2)
     database.execute(f"DELETE FROM layer_matrix WHERE block IN ({holes})", arrivals)  # noqa: S608
     database.execute(f"DELETE FROM layer_block WHERE arrival IN ({holes})", arrivals)  # noqa: S608
@@ -118,5 +132,33 @@ def compact(database: Database, family: str, arrivals: list[int]) -> None:
     insert_block(database, (arrivals[-1], *blocks[0][:4], len(entries.at), first, last), entries)
     database.many(
         "INSERT INTO layer_matrix (block, layer, numbers) VALUES (?, ?, ?)",
-        ((arrivals[-1], i, layer.tobytes()) for i, layer in enumerate(numbers)),
+        ((arrivals[-1], i, with_checksum(layer.tobytes())) for i, layer in enumerate(numbers)),
     )
+
+
+def _overtakes(database: Database, head: Sequence[int], arrivals: list[int], parts: Sequence[Entries]) -> bool:
+    """Return whether an entry of the blocks would come to lie behind a newer one of another layer table.
+
+    Of two entries for the same place and time, the one that arrived later counts. `head` is the blocks' run,
+    family, layer table and number of layers.
+    """
+    others = database.rows(
+        "SELECT arrival, coordinates, entries FROM layer_block WHERE run = ? AND family = ? "
+        "AND (layer_table <> ? OR layers <> ?) AND arrival > ? AND arrival < ?",
+        (*head, arrivals[0], arrivals[-1]),
+    )
+    if not others:
+        return False
+    first: dict[tuple[int, float, int], int] = {}  # where these blocks have an entry, and when the first one arrived
+    for arrival, part in zip(arrivals, parts, strict=True):
+        for place in _places(part.rounds, part.at, part.nodes):
+            first.setdefault(place, arrival)
+    return any(
+        first.get(place, arrival) < arrival
+        for arrival, coordinates, count in others
+        for place in _places(*coordinates_of(coordinates, count))
+    )
+
+
+def _places(rounds: Whole, at: Array, nodes: npt.NDArray[np.int32]) -> Iterator[tuple[int, float, int]]:
+    return zip(rounds.tolist(), at.tolist(), nodes.tolist(), strict=True)

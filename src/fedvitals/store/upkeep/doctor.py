@@ -9,11 +9,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedvitals.errors import FedvitalsError
-from fedvitals.stats import FAMILIES
+from fedvitals.errors import FedvitalsError, StoreError
 from fedvitals.store.dialect import SQLITE, Database
 from fedvitals.store.identity import continued_in, has_foreign_log, logs_aside
 from fedvitals.store.lock import owner_of
+from fedvitals.store.packing import entries_of, numbers_of
 from fedvitals.store.postgres import read_postgres
 from fedvitals.store.schema import TABLES, VERSION
 from fedvitals.store.sqlite import check_file, check_version
@@ -224,28 +224,25 @@ def _delivered(database: Database) -> Sign:
 
 
 def broken_blocks(database: Database) -> list[int]:
-    """Blocks of layer statistics whose numbers or coordinates are not of the size that they say."""
-    broken: set[int] = set()
-    blocks: dict[int, tuple[str, int, int]] = {}
-    for arrival, family, layers, entries, coordinates, details in database.rows(
-        "SELECT b.arrival, s.text, b.layers, b.entries, LENGTH(b.coordinates), LENGTH(b.details) "
-        "FROM layer_block AS b LEFT JOIN symbol AS s ON s.id = b.family"
-    ):
-        if family in FAMILIES and (coordinates, details) == (20 * entries, 28 * entries):
-            blocks[arrival] = (family, layers, entries)
-        else:
+    """Return the blocks of layer statistics that cannot be unpacked: sizes or checksums are not as they should be."""
+    known = {arrival for (arrival,) in database.rows("SELECT arrival FROM layer_block")}
+    broken = {block for (block,) in database.rows("SELECT DISTINCT block FROM layer_matrix") if block not in known}
+    for arrival in known:
+        ((family, layers, entries, coordinates, details),) = database.rows(
+            "SELECT s.text, b.layers, b.entries, b.coordinates, b.details "
+            "FROM layer_block AS b LEFT JOIN symbol AS s ON s.id = b.family WHERE b.arrival = ?",
+            (arrival,),
+        )
+        rows = database.rows("SELECT layer, numbers FROM layer_matrix WHERE block = ?", (arrival,))
+        try:
+            entries_of(coordinates, details, entries)
+            held = [len(numbers_of(family, numbers, entries)) for _, numbers in rows]
+        except (KeyError, StoreError, TypeError, ValueError, ZeroDivisionError):
             broken.add(arrival)
-    held: dict[int, int] = {}
-    for block, layer, size in database.rows("SELECT block, layer, LENGTH(numbers) FROM layer_matrix"):
-        if block not in blocks:
-            broken.add(block)
             continue
-        family, layers, entries = blocks[block]
-        rows = layers if layer < 0 else 1
-        held[block] = held.get(block, 0) + rows
-        if size != 4 * len(FAMILIES[family].columns) * entries * rows:
-            broken.add(block)
-    broken |= {arrival for arrival, (_, layers, _) in blocks.items() if held.get(arrival) != layers}
+        expected = [layers if layer < 0 else 1 for layer, _ in rows]
+        if held != expected or sum(held) != layers:
+            broken.add(arrival)
     return sorted(broken)
 
 

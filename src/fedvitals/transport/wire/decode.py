@@ -235,7 +235,7 @@ def _measurements(r: PayloadReader, e: fields.MeasurementsEntry, at: _At, identi
         raise RecordError("Measurements in a payload are of a node that it does not name.")
     return Measurements(
         *(at[0].run, at[0].round, at[1], tuple(map(r.maybe, e.nodes)), tuple(map(r.maybe, e.groups))),
-        *(tuple(map(r.word, e.names)), values, present, steps, layers),
+        *(tuple(map(r.words.__getitem__, e.names)), values, present, steps, layers),
         *(tuple(e.sketch_rows), sketches if e.sketch_rows else None, e.sketch_version, *identity),
     )
 

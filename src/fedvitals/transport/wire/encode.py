@@ -117,6 +117,10 @@ class PayloadWriter:
             self.words.append(text(value, WORD_CHARACTERS))
         return number
 
+    def words_of(self, values: Iterable[str]) -> list[int]:
+        known = self._numbers.get
+        return [self.word(value) if (number := known(value)) is None else number for value in values]
+
     def maybe(self, value: str | None) -> int | None:
         return None if value is None else self.word(value)
 
@@ -188,7 +192,7 @@ def _measurements(w: PayloadWriter, m: Measurements) -> tuple[Any, ...]:
         layers.append((w.word(part.family), w.word(part.table), part.step, part.rows, rows))
     return (
         *([w.maybe(name) for name in texts] for texts in (m.nodes, m.groups)),
-        *([w.word(name) for name in m.names], m.metric_count, None if m.steps is None else len(stepped), layers),
+        *(w.words_of(m.names), m.metric_count, None if m.steps is None else len(stepped), layers),
         *(m.sketch_rows, sketches.shape[1], m.sketch_version),
     )
 

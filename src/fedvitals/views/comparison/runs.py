@@ -127,7 +127,7 @@ def compared(sides: Sequence[Sequence[Figures]]) -> Comparison:
         _troubles(sides),
         tuple(_gsc(side) for side in sides),
         tuple(divergence_point(sides[0], other) for other in sides[1:]),
-        settings_that_differ([[f.run for f in side] for side in sides]),
+        tuple(s for s in all_settings([[f.run for f in side] for side in sides]) if s.differs),
         _confidence(sides, rows),
     )
 
@@ -179,13 +179,8 @@ def flattened(config: Any, path: str = "") -> dict[str, Any]:
     return settings
 
 
-def settings_that_differ(groups: Sequence[Sequence[Run]]) -> tuple[Setting, ...]:
-    """Return configuration, seeds, versions, host and model where the sides do not have the same."""
-    return tuple(setting for setting in all_settings(groups) if setting.differs)
-
-
 def all_settings(groups: Sequence[Sequence[Run]]) -> tuple[Setting, ...]:
-    """Return every setting of these groups of runs."""
+    """Return configuration, seeds, versions, host and model of these groups of runs."""
     tables = [_settings(group) for group in groups]
     names = dict.fromkeys(name for table in tables for name in table)
     return tuple(Setting(name, tuple(table.get(name) for table in tables)) for name in names)
@@ -237,6 +232,9 @@ def _lines(clock: str) -> list[tuple[str, str, str, str, Value]]:
     def real(f: Figures) -> float | None:
         return mean([*f.seconds.values()])
 
+    def trouble(f: Figures) -> float | None:
+        return sum(map(is_trouble, f.cases)) if f.judged else None
+
     lines: list[tuple[str, str, str, str, Value]] = [
         ("learning", "accuracy, last", "share", "higher", lambda f: last(f.accuracy)),
         ("learning", "accuracy, best", "share", "higher", lambda f: highest(f.accuracy)),
@@ -257,13 +255,7 @@ def _lines(clock: str) -> list[tuple[str, str, str, str, Value]]:
         ("bytes", "compression, up", "times", "higher", lambda f: f.traffic.up.compression),
         ("bytes", "telemetry, of all bytes", "share", "lower", lambda f: f.traffic.telemetry_share or None),
         ("findings", "issues", "cases", "lower", lambda f: len(f.cases) if f.judged else None),
-        (
-            "findings",
-            "of these trouble",
-            "cases",
-            "lower",
-            lambda f: sum(map(is_trouble, f.cases)) if f.judged else None,
-        ),
+        ("findings", "of these trouble", "cases", "lower", trouble),
     ]
     return lines
 

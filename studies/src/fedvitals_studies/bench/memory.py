@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fedvitals.resources.tensors import Activations, shares
+from fedvitals.resources.tensors import StepWatch, shares
 from fedvitals_studies.bench.workloads import WORKLOADS, Workload
 
 Row = dict[str, Any]
@@ -85,7 +85,7 @@ def seen_and_known(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor
     optimizer.step()
     optimizer.zero_grad()
     state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
-    watch = Activations().watch(model, 0)
+    watch = StepWatch({}, model, 0)
     with LiveStorages([*model.parameters(), *model.buffers(), *state, x, y]) as live:
         output = model(x)
         loss = F.cross_entropy(output, y)

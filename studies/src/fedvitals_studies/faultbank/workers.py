@@ -56,11 +56,11 @@ def in_processes(
         yield from _here(work, tasks, last)
         return
     with _one_thread_each():
-        crew = [_start(work) for _ in range(min(workers, len(tasks)))]
+        pool = [_start(work) for _ in range(min(workers, len(tasks)))]
         try:
-            yield from _elsewhere(work, deque(tasks), crew, last, end)
+            yield from _elsewhere(work, deque(tasks), pool, last, end)
         finally:
-            for worker in crew:
+            for worker in pool:
                 _stop(worker)
 
 
@@ -72,17 +72,17 @@ def _here(work: Callable[[T], R], tasks: Sequence[T], last: float) -> Iterator[t
 
 
 def _elsewhere(
-    work: Callable[[T], R], left: deque[T], crew: Sequence[_Worker[T]], last: float, end: float
+    work: Callable[[T], R], left: deque[T], pool: Sequence[_Worker[T]], last: float, end: float
 ) -> Iterator[tuple[T, R | Ended]]:
     while True:
         if time.monotonic() > last:
             left.clear()
-        for worker in crew:
+        for worker in pool:
             if worker.task is None and left:
                 worker.task = left.popleft()
                 with contextlib.suppress(OSError):  # it died: told below, by its pipe
                     worker.pipe.send(worker.task)
-        busy = {worker.pipe: worker for worker in crew if worker.task is not None}
+        busy = {worker.pipe: worker for worker in pool if worker.task is not None}
         rest = max(0.0, end - time.monotonic())
         ready = multiprocessing.connection.wait([*busy], None if math.isinf(rest) else rest) if busy else []
         if not ready:  # all is done, or the time is over

@@ -74,7 +74,7 @@ def measure(data: str | os.PathLike[str] | None = None) -> dict[str, Any]:
             times.append(time.process_time() - began)
         for name, plan in METRICS.items():
             sink, sizes = _Costs(), []
-            with Monitor(None, probes=Preset("cost", plan, fit_percent=1e-6), sinks=[sink], host="lab") as monitor:
+            with Monitor(None, probes=Preset("cost", plan, fit_percent=0), sinks=[sink], host="lab") as monitor:
                 monitor.host.round_begin(0, site.module)
                 for task in tasks:
                     watcher = monitor.host.for_worker()

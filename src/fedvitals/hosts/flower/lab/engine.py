@@ -15,7 +15,6 @@ from typing import Any, Self
 
 import torch
 from flwr.app import Message, MessageType
-from torch import Tensor
 
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.hosts.flower.lab.messages import arrays_by_state, read_reply, write_request
@@ -56,6 +55,7 @@ class FlowerEngine:
         self._place = {node: place for place, node in enumerate(site.experiment.nodes)}
         self._owing: dict[str, int] = {}  # nodes that have not answered in time, by the message
         self._here = Engine(site, "sequential")
+        self.evaluate, self.evaluate_locally = self._here.evaluate, self._here.evaluate_locally
 
     def train(
         self, tasks: Sequence[Task], observer: Observer, absorb: Callable[[bytes], None] | None = None
@@ -87,12 +87,6 @@ class FlowerEngine:
         of_task = {id(task): node for node, share in shares.items() for task in share}
         for task in tasks:
             yield [next(updates_by_node[of_task[id(task)]]) for _ in task.nodes]
-
-    def evaluate(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        return self._here.evaluate(state)
-
-    def evaluate_locally(self, states: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return self._here.evaluate_locally(states)
 
     def __enter__(self) -> Self:
         return self
@@ -159,7 +153,7 @@ class FlowerEngine:
         groups: dict[str | None, str | None] = {node: task.group for task in tasks for node in task.nodes}
         groups[None] = None
         try:
-            places = [place for item in decode(payload) for place in places_of(item)] if payload else []
+            places = [place for sent in decode(payload) for place in places_of(sent)] if payload else []
         except RecordError:
             return True  # the observer that absorbs it reports the error
         strange = next((place.node for place in places if place.node not in groups), None)

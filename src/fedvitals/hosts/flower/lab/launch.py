@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from fedvitals.errors import ConfigError, FedvitalsError, MissingExtraError
+from fedvitals.errors import ConfigError, FedvitalsError
 from fedvitals.hosts.flower.superlink import QUIET, program, superlink, termination_as_exit, with_programs
 
 OLDEST = (1, 38)  # whose SuperLink has one port for everything, and whose connections stand in $FLWR_HOME/config.toml
@@ -129,13 +129,11 @@ def _run(
 
 def write_app(folder: Path, settings: AppConfig) -> Path:
     """Write the app for Flower, a module that imports the lab's and its configuration, and return its folder."""
-    try:
-        import tomli_w  # noqa: PLC0415 - an extra
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("tomli-w", "lab", "Writing an experiment as TOML") from error
+    from fedvitals.lab import toml  # noqa: PLC0415 - loads the lab
+
     package = folder / "fedvitals_lab"
     package.mkdir(parents=True)
-    config = tomli_w.dumps({"tool": {"flwr": {"app": {"config": settings}}}})
+    config = toml.dumps({"tool": {"flwr": {"app": {"config": settings}}}})
     (folder / "pyproject.toml").write_text(APP + config, encoding="utf-8")
     (package / "__init__.py").write_text("")
     (package / "app.py").write_text(MODULE)

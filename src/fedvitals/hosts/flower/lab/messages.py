@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from msgspec.structs import asdict
 from torch import Tensor
 
 from fedvitals.errors import ConfigError, RecordError
@@ -26,6 +27,7 @@ from fedvitals.protocols import WorkerObserver
 KEY = "fedvitals.lab"  # of the one record of each kind
 VERSION = 1  # of what is written here
 HEAD = 4096  # bytes of an array's own description, at most
+S = TypeVar("S", bound=msgspec.Struct)
 EXCHANGES: dict[str, Exchange] = {"pass_on": pass_to_next, "average": average}
 
 
@@ -72,38 +74,19 @@ def write_request(tasks: Sequence[Task], experiment: str, watcher: WorkerObserve
     """Return the records that ask a node to train these tasks."""
     names = {key: str(place) for place, key in enumerate(dict.fromkeys(id(task.start) for task in tasks))}
     text, initial = write_watcher(watcher)
-    task_fields = [
-        _Task(
-            round=task.round,
-            nodes=task.nodes,
-            start=names[id(task.start)],
-            group=task.group,
-            exchange=_name_of(task.exchange),
-            iterations=task.iterations,
-            parent=task.parent,
-            local=task.local,
-            stop_at_nonfinite=task.stop_at_nonfinite,
-        )
-        for task in tasks
-    ]
-    config: dict[str, Any] = {
-        "version": VERSION,
-        "experiment": experiment,
-        "tasks": msgspec.json.encode(task_fields).decode(),
-        "watcher": text,
-        "initial": initial,
-    }
-    states = ArrayRecord({name: arrays[key] for key, name in names.items()})
-    return RecordDict({KEY: ConfigRecord(config), f"{KEY}.states": states})
+    task_fields = []
+    for task in tasks:
+        fields = {field: getattr(task, field) for field in _Task.__struct_fields__}
+        fields |= {"start": names[id(task.start)], "exchange": _name_of(task.exchange)}
+        task_fields.append(_Task(**fields))
+    config = {"experiment": experiment, "tasks": msgspec.json.encode(task_fields).decode()}
+    return _message({**config, "watcher": text, "initial": initial}, {name: arrays[key] for key, name in names.items()})
 
 
 def read_request(content: Any) -> TrainRequest:
     """Return the request of a message. Raises RecordError if it is not valid."""
     config, arrays = _records(content)
-    try:
-        task_fields = msgspec.json.decode(_field(config, "tasks", str), type=list[_Task])
-    except msgspec.MsgspecError as error:
-        raise RecordError(f"The tasks of a message cannot be read: {error}.") from error
+    task_fields = _decoded(config, "tasks", _Task)
     starts = {name: _tensor(array, None) for name, array in arrays.items()}
     tasks = []
     for task in task_fields:
@@ -111,9 +94,8 @@ def read_request(content: Any) -> TrainRequest:
             raise RecordError(f"A task of the nodes {task.nodes!r} came without its model.")
         if task.exchange is not None and task.exchange not in EXCHANGES:
             raise RecordError(f"A task asks for the exchange '{task.exchange}', which is not known here.")
-        fields = {field: getattr(task, field) for field in task.__struct_fields__}
         exchange = None if task.exchange is None else EXCHANGES[task.exchange]
-        tasks.append(Task(**{**fields, "start": starts[task.start], "exchange": exchange}))
+        tasks.append(Task(**{**asdict(task), "start": starts[task.start], "exchange": exchange}))
     watcher = read_watcher(_field(config, "watcher", str), _field(config, "initial", bytes))
     return TrainRequest(_field(config, "experiment", str), tasks, watcher)
 
@@ -124,22 +106,14 @@ def write_reply(updates: Sequence[Update], states: Tensor, payload: bytes) -> An
     """
     update_fields = [_Update(u.node, int(u.samples), u.steps, u.seconds, u.error, u.error_type) for u in updates]
     losses = torch.cat([u.losses.to(torch.float32) for u in updates])
-    config: dict[str, Any] = {
-        "version": VERSION,
-        "updates": msgspec.json.encode(update_fields).decode(),
-        "payload": payload,
-    }
-    arrays = ArrayRecord({"states": Array(states.numpy()), "losses": Array(losses.numpy())})
-    return RecordDict({KEY: ConfigRecord(config), f"{KEY}.states": arrays})
+    config = {"updates": msgspec.json.encode(update_fields).decode(), "payload": payload}
+    return _message(config, {"states": Array(states.numpy()), "losses": Array(losses.numpy())})
 
 
 def read_reply(content: Any, tasks: Sequence[Task], size: int) -> tuple[list[Update], bytes]:
     """Return the updates of these tasks, and the telemetry. Raises RecordError if they do not match."""
     config, arrays = _records(content)
-    try:
-        update_fields = msgspec.json.decode(_field(config, "updates", str), type=list[_Update])
-    except msgspec.MsgspecError as error:
-        raise RecordError(f"The updates of a message cannot be read: {error}.") from error
+    update_fields = _decoded(config, "updates", _Update)
     asked = [(task, node) for task in tasks for node in task.nodes]
     if [fields.node for fields in update_fields] != [node for _, node in asked]:
         raise RecordError(f"Updates of {len(asked)} clients were asked for, and those of others came, or of too few.")
@@ -148,25 +122,21 @@ def read_reply(content: Any, tasks: Sequence[Task], size: int) -> tuple[list[Upd
     if not {"states", "losses"} <= set(arrays):
         raise RecordError("Updates came without their states or losses.")
     states = _tensor(arrays["states"], (len(update_fields), size))
-    losses = _tensor(arrays["losses"], (sum(fields.steps for fields in update_fields),)).split(
-        [fields.steps for fields in update_fields]
-    )
+    steps = [fields.steps for fields in update_fields]
+    losses = _tensor(arrays["losses"], (sum(steps),)).split(steps)
     updates = [
-        Update(
-            node=fields.node,
-            state=state,
-            start=task.start,
-            samples=fields.samples,
-            group=task.group,
-            losses=loss,
-            steps=fields.steps,
-            seconds=fields.seconds,
-            error=fields.error,
-            error_type=fields.error_type,
-        )
+        Update(state=state, start=task.start, group=task.group, losses=loss, **asdict(fields))
         for fields, (task, _), state, loss in zip(update_fields, asked, states, losses, strict=True)
     ]
     return updates, _field(config, "payload", bytes)
+
+
+def _decoded(config: Mapping[str, Any], name: str, kind: type[S]) -> list[S]:
+    """Return the structs that a field of the message holds as JSON."""
+    try:
+        return msgspec.json.decode(_field(config, name, str), type=list[kind])  # type: ignore[valid-type]
+    except msgspec.MsgspecError as error:
+        raise RecordError(f"The {name} of a message cannot be read: {error}.") from error
 
 
 def _name_of(exchange: Exchange | None) -> str | None:
@@ -179,6 +149,11 @@ def _name_of(exchange: Exchange | None) -> str | None:
             f"Known: {', '.join(EXCHANGES)}. Use another engine."
         )
     return None
+
+
+def _message(config: dict[str, Any], arrays: dict[str, Array]) -> RecordDict:
+    """Return the two records of a message, which `_records` reads."""
+    return RecordDict({KEY: ConfigRecord({"version": VERSION, **config}), f"{KEY}.states": ArrayRecord(arrays)})
 
 
 def _records(content: Any) -> tuple[Mapping[str, Any], Mapping[str, Array]]:

@@ -10,6 +10,7 @@ import msgspec
 
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.monitor.workers import INITIAL_BYTES, WorkerObserver
+from fedvitals.probes.allowance import Turn
 from fedvitals.probes.presets import preset
 from fedvitals.protocols import NullObserver
 from fedvitals.protocols import WorkerObserver as AnyWatcher
@@ -34,6 +35,7 @@ class _ObserverFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile: bool
     capture: Capture | None
     trained: frozenset[str]
+    turn: Turn
 
 
 def write_watcher(watcher: AnyWatcher) -> tuple[str, bytes]:
@@ -66,5 +68,5 @@ def read_watcher(text: str, initial: bytes) -> AnyWatcher:
         raise RecordError(f"The observer that came with a task cannot be read: {error}.") from error
     if len(initial) > INITIAL_BYTES or len(initial) % 4:
         raise RecordError(f"The first model that came with a task has {len(initial)} bytes; {INITIAL_BYTES} may come.")
-    fields = {field: getattr(document, field) for field in document.__struct_fields__}
-    return WorkerObserver(**{**fields, "preset": preset(document.preset), "initial": initial or None})
+    fields = {**msgspec.structs.asdict(document), "preset": preset(document.preset), "initial": initial or None}
+    return WorkerObserver(**fields)

@@ -96,7 +96,7 @@ def _intercept_start() -> Iterator[None]:
     def start(strategy: Any, *_: Any, **__: Any) -> Any:
         raise _StrategyStarted(strategy)
 
-    kinds = [kind for kind in (Strategy, *_subclasses_of(Strategy)) if "start" in vars(kind)]
+    kinds = [kind for kind in with_subclasses(Strategy) if "start" in vars(kind)]
     before = [vars(kind)["start"] for kind in kinds]
     for kind in kinds:
         kind.start = start  # type: ignore[attr-defined]
@@ -107,11 +107,12 @@ def _intercept_start() -> Iterator[None]:
             kind.start = own  # type: ignore[attr-defined]
 
 
-def _subclasses_of(kind: type) -> Iterator[type]:
+def with_subclasses(kind: type) -> Iterator[type]:
+    """Yield a class and all classes that were derived from it."""
+    yield kind
     children: list[type] = kind.__subclasses__()
     for child in children:
-        yield child
-        yield from _subclasses_of(child)
+        yield from with_subclasses(child)
 
 
 # -- the folder -------------------------------------------------------------------------------------------------------

@@ -30,10 +30,10 @@ from fedvitals.hosts.flower.rerun.debugger import call_app, own_frames, post_mor
 from fedvitals.hosts.flower.rerun.server import Reaggregation, replay_aggregation
 from fedvitals.hosts.flower.tape import records
 from fedvitals.hosts.flower.tape.client import wait_for_writers
-from fedvitals.hosts.flower.tape.entries import ClientTapeFolder, ReceivedMessage, find_node, find_run
+from fedvitals.hosts.flower.tape.entries import METADATA, ClientTapeFolder, ReceivedMessage, find_node, find_run
 from fedvitals.replay.player.comparison import Mismatch
 from fedvitals.replay.tape.digests import Tensors, first_difference, state_digest_of
-from fedvitals.replay.tape.tape import machine_description
+from fedvitals.replay.tape.tape import other_machine_notes
 
 __all__ = ["Reaggregation", "Rerun", "replay_aggregation", "rerun_client"]
 TRAIN = "train"
@@ -95,7 +95,7 @@ def rerun_client(
     client_app, where = _app(app, received, site.folder)
     message, context = _message(site, received), _context(site, received)
     rerun = Rerun(name, received.node, round_index, phase, where, received.handler, recorded_error=received.error)
-    rerun.notes = _notes(received)
+    rerun.notes = other_machine_notes(received.machine)
     began = time.perf_counter()
     with replaying(), _threads(received.threads), random_generators_at(received.rng):
         try:
@@ -117,19 +117,8 @@ def rerun_client(
 
 def _message(site: ClientTapeFolder, received: ReceivedMessage) -> Message:
     content = records.content_of(received.content, site.tensors(received.run, received.sent))
-    metadata_fields = received.metadata
     try:
-        metadata = Metadata(
-            run_id=int(metadata_fields["run_id"]),
-            message_id=str(metadata_fields["message_id"]),
-            src_node_id=int(metadata_fields["src_node_id"]),
-            dst_node_id=int(metadata_fields["dst_node_id"]),
-            reply_to_message_id=str(metadata_fields["reply_to_message_id"]),
-            group_id=str(metadata_fields["group_id"]),
-            created_at=float(metadata_fields["created_at"]),
-            ttl=float(metadata_fields["ttl"]),
-            message_type=str(metadata_fields["message_type"]),
-        )
+        metadata = Metadata(**{name: kind(received.metadata[name]) for name, kind in METADATA.items()})
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(f"The message on the tape cannot be read: {type(error).__name__}: {error}") from error
     return Message(metadata=metadata, content=content)  # type: ignore[call-overload,no-any-return]
@@ -182,12 +171,6 @@ def _not_run(received: ReceivedMessage, folder: Path) -> str:
         f"This tape says its app is in {received.app}.{warning} Nothing was run: code is imported only from a folder "
         f"that you name. To run it:  {command} --app {shlex.quote(received.app)}  (in Python: app=DIR)."
     )
-
-
-def _notes(received: ReceivedMessage) -> list[str]:
-    here = machine_description()
-    other = [f"{name} {was} (here {here.get(name)})" for name, was in received.machine.items() if here.get(name) != was]
-    return [f"It was recorded with {', '.join(other)}: bits may differ."] if other else []
 
 
 @contextmanager
@@ -255,9 +238,7 @@ def _first_array_mismatch(rerun: Rerun, recorded: Tensors, replayed: Tensors) ->
             return Mismatch(rerun.round, f"reply's array {name}", rerun.node, recorded=shown[0], replayed=shown[1])
         place = first_difference({name: before}, {name: after})
         if place is not None:
-            return Mismatch(
-                rerun.round, "reply", rerun.node, None, name, place.recorded, place.replayed, index=place.index
-            )
+            return Mismatch(rerun.round, "reply", rerun.node).at(place)
     names = [", ".join(tensor) for tensor in (recorded, replayed)]
     what = "order of the reply's arrays"
     return Mismatch(rerun.round, what, rerun.node, recorded=names[0], replayed=names[1])

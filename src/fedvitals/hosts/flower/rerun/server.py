@@ -23,7 +23,7 @@ from fedvitals.hosts.flower.tape import strategy as tape_strategy
 from fedvitals.hosts.flower.tape.server import AGGREGATED, MODEL, TRAIN
 from fedvitals.replay.player.comparison import Mismatch
 from fedvitals.replay.tape.digests import StateDigest, digest_of, first_difference, state_digest_of
-from fedvitals.replay.tape.tape import machine_description
+from fedvitals.replay.tape.tape import other_machine_notes
 
 if TYPE_CHECKING:
     from fedvitals.replay.tape.journal import ClientReply, RoundEntry
@@ -254,16 +254,7 @@ def _array_mismatch(
         alike = [*before] == names and all(before[n].shape == arrays[n].shape for n in names)
         difference = first_difference(before, arrays) if alike else None
         if difference is not None:
-            return Mismatch(
-                round_index,
-                "state after",
-                None,
-                None,
-                difference.tensor,
-                difference.recorded,
-                difference.replayed,
-                index=difference.index,
-            )
+            return Mismatch(round_index, "state after").at(difference)
     return Mismatch(round_index, "state after", None, None, names[place], recorded.norms[place], replayed.norms[place])
 
 
@@ -280,13 +271,7 @@ def _notes(tape: TapeReader, entry: RoundEntry, strategy: Any) -> list[str]:
     ]
     if long:
         notes.append(f"Too long for the tape, so the replies are without: {', '.join(long[:NAMES_IN_SENTENCE])}.")
-    here = machine_description()
-    other = [
-        f"{name} {was} (here {here.get(name)})" for name, was in tape.setting.machine.items() if here.get(name) != was
-    ]
-    if other:
-        notes.append(f"It was recorded with {', '.join(other)}: bits may differ.")
-    return notes
+    return notes + other_machine_notes(tape.setting.machine)
 
 
 def _no_strategy(strategy: Any, description: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ from fedvitals.hosts.flower.protection import innermost
 from fedvitals.hosts.flower.reply_envelope import KEY, node_name, round_of_message, run_name
 from fedvitals.hosts.flower.rerun.app import PROJECT, is_app
 from fedvitals.hosts.flower.tape import records
-from fedvitals.hosts.flower.tape.entries import LONGEST, ClientTapeFolder, ReceivedMessage, source_location
+from fedvitals.hosts.flower.tape.entries import LONGEST, METADATA, ClientTapeFolder, ReceivedMessage, source_location
 from fedvitals.loop_tape import random_states
 from fedvitals.replay.tape.digests import Tensors, state_digest_of
 from fedvitals.replay.tape.tape import Tape, machine_description
@@ -86,11 +86,8 @@ class ClientTape:
         except Exception as error:  # noqa: BLE001 - training goes on, whatever happens to us
             if not self._told:
                 self._told = True
-                logger.warning(
-                    "fedvitals: this client's tape lacks something (%s: %s); training goes on.",
-                    type(error).__name__,
-                    error,
-                )
+                words = "fedvitals: this client's tape lacks something (%s: %s); training goes on."
+                logger.warning(words, type(error).__name__, error)
             return None
 
 
@@ -111,7 +108,7 @@ class MessageRecording:
             round=round_of_message(message),
             phase=metadata.message_type,
             at=time.time(),
-            metadata={name: getattr(metadata, name) for name in _METADATA},
+            metadata={name: getattr(metadata, name) for name in METADATA},
             content=content,
             state=state,
             context={
@@ -133,19 +130,17 @@ class MessageRecording:
         self._guarded(self._end, reply, error)
 
     def _end(self, reply: Any, error: BaseException | None) -> None:
+        """Write the rest on a thread while the reply is sent; a process that ends waits for its threads."""
+        arrays: Tensors = {}
         if error is not None:
             self._received.error = f"{type(error).__name__}: {error}"[:LONGEST]
-            self._finish({})
         elif isinstance(reply, Message) and reply.has_content():
             content = {key: record for key, record in reply.content.items() if key != KEY}
             self._received.reply, arrays = records.outline_of(content, whole=True)
-            self._finish(arrays)
         elif isinstance(reply, Message) and reply.has_error():
             self._received.error = str(reply.error.reason)[:LONGEST]
-            self._finish({})
-
-    def _finish(self, arrays: Tensors) -> None:
-        """Write the rest on a thread while the reply is sent; a process that ends waits for its threads."""
+        else:
+            return
         self._thread = _start_writer(self._guarded, self._close, self._thread, arrays)
 
     def _guarded(self, work: Callable[..., Any], *args: Any) -> None:
@@ -169,12 +164,6 @@ class MessageRecording:
                 site.put(received.run, arrays)
             site.write(received)
         site.thin()
-
-
-_METADATA = (
-    "run_id", "message_id", "src_node_id", "dst_node_id", "reply_to_message_id", "group_id", "created_at", "ttl",
-    "message_type",
-)  # fmt: skip
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,12 @@ LARGEST = 64 << 20  # bytes of one message's entry, without its arrays
 LONGEST = 20_000  # characters of an error
 THINNED_SHARE = 0.9  # of the budget, to which a full tape is thinned
 NAME_PATTERN = re.compile(r"[A-Za-z0-9_.-]{1,120}")  # names of runs and nodes
+# Of a message's metadata: what is kept, and of which type.
+METADATA = {
+    **dict.fromkeys(("run_id", "src_node_id", "dst_node_id"), int),
+    **dict.fromkeys(("message_id", "reply_to_message_id", "group_id", "message_type"), str),
+    **dict.fromkeys(("created_at", "ttl"), float),
+}
 FILE_PATTERN = re.compile(r"([0-9]{8,12})-([a-z]+(?:\.\w{1,80})?)")
 
 

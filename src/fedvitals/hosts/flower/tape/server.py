@@ -125,7 +125,10 @@ class ServerTape:
             error, code = str(failure.data["exception"]), failure.data["code"]
             message = protocols.Message(request.node, None, used=False, error=error, notes={"id": key, "code": code})
         elif self._server_rounds.hidden is not None:
-            self._tell_hidden(self._server_rounds.hidden)
+            if not self._told_hidden:
+                self._told_hidden = True
+                text = HIDDEN.format(why=self._server_rounds.hidden)
+                self._server_rounds.monitor.host.event("info", "tape.hidden", text)
             message = protocols.Message(request.node, None, notes={"id": key, "hidden": self._server_rounds.hidden})
         else:
             message = self._update(request, reply, key, instead)
@@ -133,7 +136,8 @@ class ServerTape:
 
     def _update(self, request: ClientRequest, reply: Message, key: str, instead: Message | None) -> protocols.Message:
         content, tensors = records.outline_of(reply.content, layers=self._server_rounds.layers)
-        notes: dict[str, Any] = {"id": key, "content": content, "request": _digest(self._request_of(request.node))}
+        asked = self._asked.get(request.node, self._config)
+        notes: dict[str, Any] = {"id": key, "content": content, "request": _digest(asked)}
         if request.node in self._asked:
             notes["asked"] = self._asked[request.node]
         if instead is not None and instead.has_error():
@@ -144,20 +148,11 @@ class ServerTape:
             request.node, tensors, _weight(reply, self._server_rounds.weight), used=instead is None, notes=notes
         )
 
-    def _request_of(self, node: str) -> Outline | None:
-        return self._asked.get(node, self._config)
-
     def missing(self, request: ClientRequest) -> None:
         """Record that a client did not reply in time."""
         if request.phase == TRAIN and self._number == request.round_index and self._recorder is not None:
-            self._recorder.messages(
-                request.round_index, [protocols.Message(request.node, None, used=False, error=LATE)]
-            )
-
-    def _tell_hidden(self, why: str) -> None:
-        if not self._told_hidden:
-            self._told_hidden = True
-            self._server_rounds.monitor.host.event("info", "tape.hidden", HIDDEN.format(why=why))
+            message = protocols.Message(request.node, None, used=False, error=LATE)
+            self._recorder.messages(request.round_index, [message])
 
     # -- aggregation --------------------------------------------------------------------------------------------------
 
@@ -216,7 +211,8 @@ def _request_outline(content: Any, model: ArrayRecord | None) -> Outline:
     if sent is not None and model is not None and _same_bytes(sent, model):
         rest = {key: record for key, record in content.items() if record is not sent}
         outline, _ = records.outline_of(rest)
-        return {**outline, _key_of(content, sent): {"kind": records.ARRAYS, "state": MODEL}}
+        key = str(next(key for key, record in content.items() if record is sent))
+        return {**outline, key: {"kind": records.ARRAYS, "state": MODEL}}
     outline, tensors = records.outline_of(content)
     from fedvitals.replay.tape.digests import digest_of  # noqa: PLC0415 - where there is a tape, there is the extra
 
@@ -225,10 +221,6 @@ def _request_outline(content: Any, model: ArrayRecord | None) -> Outline:
 
 def _same_bytes(first: ArrayRecord, second: ArrayRecord) -> bool:
     return [*first] == [*second] and all(a.data is b.data for a, b in zip(first.values(), second.values(), strict=True))
-
-
-def _key_of(content: Any, record: ArrayRecord) -> str:
-    return str(next(key for key, own in content.items() if own is record))
 
 
 def _digest(outline: Outline | None) -> str:

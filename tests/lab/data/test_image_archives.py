@@ -13,8 +13,7 @@ import torch
 from PIL import Image
 
 from fedvitals.errors import ConfigError
-from fedvitals.lab.data import image_archives as data_files
-from fedvitals.lab.data import limits
+from fedvitals.lab.data import image_archives, limits
 from fedvitals.lab.data.datasets import dataset_named, load
 from fedvitals.lab.data.image_archives import CIFAR10
 
@@ -175,14 +174,14 @@ def test_files_that_unpack_to_far_more_than_a_data_set_are_refused(tmp_path, mon
     bomb, zeros = tmp_path / "train-images-idx3-ubyte.gz", bytes(2 << 20)
     bomb.write_bytes(gzip.compress(zeros))
     with pytest.raises(ConfigError, match=r"train-images-idx3-ubyte.gz unpacks to more than 1,048,576 bytes"):
-        data_files._read_idx(bomb)
-    form = data_files.BATCH_FORMATS[0]
+        image_archives._read_idx(bomb)
+    form = image_archives.BATCH_FORMATS[0]
     with tarfile.open(tmp_path / form.archive, "w:gz") as archive:
         member = tarfile.TarInfo(f"{form.folder}/{form.batches[0]}")
         member.size = len(zeros)
         archive.addfile(member, io.BytesIO(zeros))
     with pytest.raises(ConfigError, match="unpacks to more than"):
-        data_files._read_batch_archive(tmp_path / form.archive, form)
+        image_archives._read_batch_archive(tmp_path / form.archive, form)
     np.savez_compressed(tmp_path / "copy.npz", train_jpeg=np.zeros(2 << 20, np.uint8))
     with pytest.raises(ConfigError, match=r"copy.npz would unpack to 2,0"):
-        data_files._read_jpeg_copy(tmp_path / "copy.npz")
+        image_archives._read_jpeg_copy(tmp_path / "copy.npz")
