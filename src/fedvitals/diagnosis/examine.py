@@ -114,7 +114,7 @@ class DetectorExamination:
         finished: bool = False,
     ) -> None:
         self._horizon = CutoffRound()
-        self._past = HistoryCutoff(history, self._horizon, finished=finished)
+        self.history = HistoryCutoff(history, self._horizon, finished=finished)  # as detectors see it
         self._detectors, self._failed = detectors, failed
 
     def findings_of(self, round_index: int) -> Iterator[Finding]:
@@ -126,7 +126,7 @@ class DetectorExamination:
                 # A client may send any number. Arithmetic on infinities gives NaN (∞ − ∞), which exceeds no limit, so
                 # nobody is accused of it. That is intended and needs no warning; a median of nothing still warns.
                 with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-                    findings.extend(detector(self._past, round_index))
+                    findings.extend(detector(self.history, round_index))
             except Exception as error:
                 if self._failed is None:
                     raise

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -14,8 +16,8 @@ import numpy as np
 from fedvitals.errors import RecordError
 from fedvitals.measurements import Measurements, Telemetry, single_records
 from fedvitals.protocols import Node, Sink
-from fedvitals.records import Event, LayerTable, Metric, Run, Truth, natural
-from fedvitals.stats import Array
+from fedvitals.records import Event, LayerTable, Metric, Run, Truth, is_client, natural
+from fedvitals.stats import FAMILIES, Array
 from fedvitals.store.deliveries import Intervals, fresh
 from fedvitals.store.packing import (
     Entries,
@@ -24,6 +26,7 @@ from fedvitals.store.packing import (
     Part,
     block_of,
     in_blocks,
+    in_natural_order,
     layer_matrices,
     over_nodes,
     over_rounds,
@@ -38,6 +41,71 @@ Newest = dict[Node | None, tuple[float, float]]  # node → (at, value)
 Block = tuple[str, Entries, Numbers]  # layer table, and what it holds of one round
 
 
+LATE = 16  # rounds by which a value of the run or the server may come late and is still put into a series that is kept
+Placed = tuple[float, int, Event]  # when it happened, its place in the order of arrival, and the event
+
+
+class _EventIndex:
+    """The events of a run by name and by round, oldest first; takes in what has been added to their list since."""
+
+    def __init__(self, events: list[Event]) -> None:
+        self.events = events
+        self._taken = 0
+        self._by_name: dict[str | None, list[Placed]] = {}
+        self._by_round: dict[int, list[Placed]] = {}
+        self._rounds: list[int] = []
+
+    def __call__(self, name: str | None, since: int | None) -> list[Event]:
+        """Return the events of a name (None: of all) and from a round on (None: from the beginning)."""
+        while self._taken < len(self.events):
+            self._add(self.events[self._taken])
+        if since is None:
+            return [event for _, _, event in self._by_name.get(name, ())]
+        recent = [
+            placed
+            for round_index in self._rounds[bisect_left(self._rounds, since) :]
+            for placed in self._by_round[round_index]
+            if name is None or placed[2].name == name
+        ]
+        return [event for _, _, event in sorted(recent)]
+
+    def _add(self, event: Event) -> None:
+        placed = (event.at, self._taken, event)
+        self._taken += 1
+        lists = [self._by_name.setdefault(key, []) for key in (None, event.name)]
+        if event.where.round is not None:
+            if event.where.round not in self._by_round:
+                insort(self._rounds, event.where.round)
+            lists.append(self._by_round.setdefault(event.where.round, []))
+        for same in lists:
+            insort(same, placed)  # at the end, as a rule
+
+
+@dataclass(slots=True)
+class _Series:
+    """A metric of one node over the rounds, and the rounds of all nodes that were known when it was read."""
+
+    first: int | None = None
+    known: int = 0
+    rounds: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def follow(self, by_round: dict[int, Newest], node: Node | None) -> None:
+        """Read the rounds that are new, and the newest of those before once more; all, once old ones are forgotten."""
+        first = next(iter(by_round), None)
+        if first != self.first or len(by_round) < self.known:
+            self.known, self.rounds, self.values = 0, [], []
+        recent = [*itertools.islice(reversed(by_round), len(by_round) - self.known + LATE)]
+        self.first, self.known = first, len(by_round)
+        start = bisect_left(self.rounds, min(recent, default=0))
+        newest = dict(zip(self.rounds[start:], self.values[start:], strict=True))
+        newest.update(
+            (round_index, by_round[round_index][node][1]) for round_index in recent if node in by_round[round_index]
+        )
+        rounds = sorted(newest)
+        self.rounds[start:], self.values[start:] = rounds, [newest[round_index] for round_index in rounds]
+
+
 @dataclass(slots=True)
 class _Memory:
     """What is known of one run."""
@@ -45,11 +113,33 @@ class _Memory:
     rounds: set[int] = field(default_factory=set)
     nodes: set[Node] = field(default_factory=set)
     metrics: dict[str, dict[int, Newest]] = field(default_factory=dict)
+    replaced: dict[str, int] = field(default_factory=dict)  # how often values of a metric gave way to newer ones
     events: list[Event] = field(default_factory=list)
     blocks: dict[str, list[Block]] = field(default_factory=dict)
     of_round: dict[tuple[str, int], list[Block]] = field(default_factory=dict)  # the same, by family and round
     truth: list[Truth] = field(default_factory=list)
     records: dict[type, list[Any]] = field(default_factory=dict)
+    series: dict[tuple[str, Node | None], _Series] = field(default_factory=dict)  # of the run and of the server
+    index: _EventIndex | None = None  # of `events`, made when they are asked for
+
+    def indexed_events(self) -> _EventIndex:
+        """Return the index of the events; a new one where these are another list than before."""
+        if self.index is None or self.index.events is not self.events:
+            self.index = _EventIndex(self.events)
+        return self.index
+
+
+def _keep_value(memory: _Memory, record: Metric, round_index: int) -> None:
+    """Keep a metric's value, unless a newer one is known."""
+    node = record.where.node
+    if node is None and record.where.group is not None:
+        return  # about the whole of one edge or cluster, not of the federation
+    newest = memory.metrics.setdefault(record.name, {}).setdefault(round_index, {})
+    before = newest.get(node)
+    if before is None or record.at >= before[0]:
+        newest[node] = (record.at, record.value)
+    if before is not None:
+        memory.replaced[record.name] = memory.replaced.get(record.name, 0) + 1
 
 
 class MemoryStore(Sink):
@@ -115,18 +205,23 @@ class MemoryStore(Sink):
 
     @staticmethod
     def _forget_old(memory: _Memory, window: int) -> None:
-        """Let go of all rounds but the newest; of a quarter more at once, since each time is a walk over everything."""
-        if len(memory.rounds) <= window + window // 4:
+        """Let go of all rounds but the newest; of a few more at once, since events and blocks are walked over."""
+        if len(memory.rounds) <= window + window // 32:
             return
         oldest = sorted(memory.rounds)[-window]
-        memory.rounds = {number for number in memory.rounds if number >= oldest}
-        for by_round in memory.metrics.values():
-            for number in [number for number in by_round if number < oldest]:
-                del by_round[number]
-        memory.events = [event for event in memory.events if event.where.round is None or event.where.round >= oldest]
-        for family, blocks in memory.blocks.items():
-            memory.blocks[family] = [block for block in blocks if block[1].rounds.max() >= oldest]
-        memory.of_round = {place: blocks for place, blocks in memory.of_round.items() if place[1] >= oldest}
+        gone = [number for number in memory.rounds if number < oldest]
+        memory.rounds.difference_update(gone)
+        for number in gone:
+            for by_round in memory.metrics.values():
+                by_round.pop(number, None)
+            for family in memory.blocks:
+                memory.of_round.pop((family, number), None)
+        if any(event.where.round is not None and event.where.round < oldest for event in memory.events):
+            memory.events = [
+                event for event in memory.events if event.where.round is None or event.where.round >= oldest
+            ]
+        for family, blocks in memory.blocks.items():  # the entries of a block are of one round
+            memory.blocks[family] = [block for block in blocks if block[1].rounds[0] >= oldest]
 
     def _write_run(self, run: Run) -> None:
         self.tables.update((table.digest, table) for table in run.tables)
@@ -150,12 +245,7 @@ class MemoryStore(Sink):
         if isinstance(record, Event):
             memory.events.append(as_stored(record))
         elif isinstance(record, Metric) and where.round is not None and where.layer is None:
-            if where.node is None and where.group is not None:
-                return  # about the whole of one edge or cluster, not of the federation
-            newest = memory.metrics.setdefault(record.name, {}).setdefault(where.round, {})
-            before = newest.get(where.node)
-            if before is None or record.at >= before[0]:
-                newest[where.node] = (record.at, record.value)
+            _keep_value(memory, record, where.round)
 
     @staticmethod
     def _write_measurements(memory: _Memory, measured: Measurements) -> None:
@@ -172,10 +262,13 @@ class MemoryStore(Sink):
         for column, name in enumerate(measured.names):
             rows = np.flatnonzero(present[:, column]).tolist()
             newest = memory.metrics.setdefault(name, {}).setdefault(measured.round, {}) if rows else {}
+            known = len(newest)
             for row, value in zip(rows, measured.values[rows, column].tolist(), strict=True):
                 before = newest.get(measured.nodes[row])
                 if before is None or measured.at >= before[0]:
                     newest[measured.nodes[row]] = (measured.at, value)
+            if len(newest) - known < len(rows):
+                memory.replaced[name] = memory.replaced.get(name, 0) + 1
 
     def _number(self, text: str | None) -> int | None:
         if text is None:
@@ -240,11 +333,16 @@ class MemoryHistory:
     def latest(self, name: str, round_index: int) -> Mapping[Node, float]:
         with self._store.lock:
             newest = self._store.memory(self._run).metrics.get(name, {}).get(round_index, {})
-            return {node: newest[node][1] for node in sorted((n for n in newest if n is not None), key=natural)}
+            return {node: newest[node][1] for node in in_natural_order(tuple(n for n in newest if n is not None))}
 
     def series(self, name: str, node: Node | None) -> tuple[list[int], list[float]]:
         with self._store.lock:
-            by_round = self._store.memory(self._run).metrics.get(name, {})
+            memory = self._store.memory(self._run)
+            by_round = memory.metrics.get(name, {})
+            if node is None or not is_client(node):
+                series = memory.series.setdefault((name, node), _Series())
+                series.follow(by_round, node)
+                return [*series.rounds], [*series.values]
             rounds = sorted(round_ for round_, newest in by_round.items() if node in newest)
             return rounds, [by_round[round_][node][1] for round_ in rounds]
 
@@ -275,10 +373,14 @@ class MemoryHistory:
 
     def events(self, name: str | None = None, since: int | None = None) -> Sequence[Event]:
         with self._store.lock:
-            events = [
-                event
-                for event in self._store.memory(self._run).events
-                if (name is None or event.name == name)
-                and (since is None or (event.where.round is not None and event.where.round >= since))
-            ]
-        return sorted(events, key=lambda event: event.at)
+            return self._store.memory(self._run).indexed_events()(name, since)
+
+    def changes_of(self, name: str, round_index: int) -> Hashable:
+        """Return a value that differs once answers about a metric or a family of layer statistics in a round may
+        differ.
+        """
+        with self._store.lock:
+            memory = self._store.memory(self._run)
+            if name in FAMILIES:
+                return len(memory.of_round.get((name, round_index), ())), len(self._store.tables)
+            return len(memory.metrics.get(name, {}).get(round_index, ())), memory.replaced.get(name, 0)

@@ -6,6 +6,7 @@ Entries come last so that one statistic of one layer lies in one piece, over all
 
 from __future__ import annotations
 
+import functools
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -254,6 +255,15 @@ def records_of(
     return records
 
 
+_sort_key = functools.lru_cache(maxsize=1 << 14)(natural)  # clients return
+
+
+@functools.lru_cache(maxsize=64)
+def in_natural_order(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names sorted, c2 before c10. A round asks for the same few sets of names again and again."""
+    return tuple(sorted(names, key=_sort_key))
+
+
 Part = tuple[Whole, Array, npt.NDArray[np.int32], Array]
 """Rounds, times, nodes and values of some entries."""
 
@@ -334,25 +344,49 @@ def over_nodes(
     if not slices:
         return [], np.empty((0, len(layers), len(statistics)))
     at, nodes = (np.concatenate([getattr(part, name) for part in slices]) for name in ("at", "nodes"))
-    values = np.full((len(at), len(layers), len(statistics)), np.nan)
+    groups = [*_alike(slices)]
+    if len(groups) == 1 and groups[0][0] == layers and len(groups[0][1]) == len(layers):
+        values = _statistics(family, statistics, groups[0][1])
+    else:
+        values = _placed(family, statistics, layers, groups)
+    symbols, column = _index(nodes.astype(np.int64))
+    labels = names(symbols)
+    ordered = in_natural_order(tuple(labels))
+    place = {label: i for i, label in enumerate(ordered)}
+    owners = np.array([place[label] for label in labels])[column]
+    if len(symbols) == len(owners) and np.array_equal(owners, np.arange(len(owners))):  # each once, in order, as a rule
+        return list(ordered), values
+    order = np.argsort(at, kind="stable")
+    by_node = np.full((len(symbols), *values.shape[1:]), np.nan)
+    by_node[owners[order]] = values[order]  # a node that comes twice: its newest
+    return list(ordered), by_node
+
+
+def _statistics(family: str, statistics: Sequence[str], numbers: Numbers) -> Array:
+    """The statistics of all layers of a block, [entries × layers × statistics]."""
+    rows = matrices(family, numbers)
+    if tuple(statistics) == FAMILIES[family].columns:
+        return rows
+    values = np.empty((*rows.shape[:2], len(statistics)))
+    with np.errstate(all="ignore"):
+        for column, statistic in enumerate(statistics):
+            values[..., column] = derive(family, rows, statistic)
+    return values
+
+
+def _placed(
+    family: str, statistics: Sequence[str], layers: tuple[str, ...], groups: Sequence[tuple[tuple[str, ...], Numbers]]
+) -> Array:
+    """The same for groups of slices with layers of their own, in the places of `layers`; NaN where one is missing."""
+    values = np.full((sum(numbers.shape[2] for _, numbers in groups), len(layers), len(statistics)), np.nan)
     first = 0
-    for same, numbers in _alike(slices):
+    for same, numbers in groups:
         last = first + numbers.shape[2]
         places = {name: i for i, name in enumerate(same) if i < len(numbers)}
         known = [i for i, name in enumerate(layers) if name in places]
-        rows = matrices(family, numbers[[places[layers[i]] for i in known]])
-        with np.errstate(all="ignore"):
-            for column, statistic in enumerate(statistics):
-                values[first:last, known, column] = derive(family, rows, statistic)
+        values[first:last, known] = _statistics(family, statistics, numbers[[places[layers[i]] for i in known]])
         first = last
-    symbols = sorted(set(nodes.tolist()))
-    labels = dict(zip(symbols, names(symbols), strict=True))
-    symbols.sort(key=lambda symbol: natural(labels[symbol]))
-    place = {symbol: i for i, symbol in enumerate(symbols)}
-    order = np.argsort(at, kind="stable")
-    by_node = np.full((len(symbols), *values.shape[1:]), np.nan)
-    by_node[[place[symbol] for symbol in nodes[order].tolist()]] = values[order]  # a node that comes twice: its newest
-    return [labels[symbol] for symbol in symbols], by_node
+    return values
 
 
 def _alike(slices: Sequence[Slice]) -> Iterator[tuple[tuple[str, ...], Numbers]]:

@@ -7,13 +7,15 @@ differences of this cohort: a gap that no healthy partition shows, or a sudden c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from fedvitals.diagnosis.detectors.signals import loss_curve
-from fedvitals.diagnosis.evidence.attendance import SERVER, clients_of, rounds_until, values_up_to
+from fedvitals.diagnosis.evidence.attendance import SERVER, clients_of, newest_values, rounds_until
 from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding, Suspect
 from fedvitals.stats import Array
@@ -44,7 +46,7 @@ WIDE, WIDE_LAYERS = 30.0, 0.5  # times the peers' running variance, in at least 
 
 def weight_explosion(history: History, round_index: int) -> Iterator[Finding]:
     """WEIGHT_EXPLOSION: the norm of the global weights grows by a factor, round after round."""
-    norms = values_up_to(history.series("weight.norm", SERVER), round_index)[-GROWTHS - 1 :]
+    norms = newest_values(history.series("weight.norm", SERVER), round_index, GROWTHS + 1)
     values = np.array([value for _, value in norms])
     if len(values) <= GROWTHS or not (values > 0).all() or not np.isfinite(values).all():
         return
@@ -148,12 +150,13 @@ def _of_few_classes(history: History, group: Mapping[Node, float], cohort: Itera
     return bool(inside and outside) and float(np.median(inside)) < float(np.median(outside)) - FEWER_CLASSES
 
 
+@shared
 def _excess(history: History, round_index: int) -> dict[Node, tuple[float, float]]:
     """Return how much higher than the median each client's loss on the received model is: relatively, and in robust
     deviations.
     """
     losses = {
-        node: value for node, value in history.latest("fit.loss_before", round_index).items() if np.isfinite(value)
+        node: value for node, value in history.latest("fit.loss_before", round_index).items() if math.isfinite(value)
     }
     if len(losses) < FEW_KNOWN:
         return {}

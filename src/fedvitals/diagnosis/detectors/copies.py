@@ -8,7 +8,7 @@ else distinguishes the two: a peer that changes from round to round, or telemetr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from fedvitals.diagnosis.evidence.update_mismatch import (
     clients_with_trained_updates,
 )
 from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import History, Node
 from fedvitals.records import Finding, Suspect
 
@@ -31,10 +32,19 @@ UNLIKE = 0.9  # up to which the others' must stay where telemetry tells nothing
 Pair = tuple[Node, Node]
 
 
-def duplicates(history: History, round_index: int) -> Iterator[Finding]:
+def duplicates(history: History, round_index: int) -> Sequence[Finding]:
     """DUPLICATE_UPDATE: pairs of clients that send the same, or nearly the same, update."""
+    return _duplicates(history, round_index)
+
+
+@shared
+def _duplicates(history: History, round_index: int) -> tuple[Finding, ...]:
+    return tuple(_duplicate_findings(history, round_index))
+
+
+def _duplicate_findings(history: History, round_index: int) -> Iterator[Finding]:
     pairs = dict.fromkeys(_equal_pairs(history, round_index), 1.0) or _nearly_equal_pairs(history, round_index)
-    nearest = _peer_statistic(history, "nearest", round_index)
+    nearest = _peer_statistic(history, round_index, "nearest")
     for pair, cosine in pairs.items():
         copier = _likelier_copier(history, round_index, pair)
         order = pair if copier in (None, pair[0]) else pair[::-1]
@@ -56,6 +66,7 @@ def duplicates(history: History, round_index: int) -> Iterator[Finding]:
             )
 
 
+@shared
 def _equal_pairs(history: History, round_index: int) -> list[Pair]:
     """Return pairs of equal updates; not within groups all of whose members send the same, as edges that share a
     model do.
@@ -79,6 +90,7 @@ def _equal_pairs(history: History, round_index: int) -> list[Pair]:
     return pairs
 
 
+@shared
 def _nearly_equal_pairs(history: History, round_index: int) -> dict[Pair, float]:
     """Return pairs of nearly equal updates, with their cosine.
 
@@ -87,13 +99,13 @@ def _nearly_equal_pairs(history: History, round_index: int) -> dict[Pair, float]
     where nobody else is close, and never inside a group, whose members pass models on. Nothing is returned where
     updates are transformed on their way: coarse values make honest updates alike.
     """
-    values = _peer_statistic(history, "nearest", round_index)
+    values = _peer_statistic(history, round_index, "nearest")
     if max(values.values(), default=0.0) <= COPY or transformation(history, round_index) is not None:
         return {}
     altered, groups = clients_with_altered_updates(history, round_index), groups_of(history, round_index)
     unaltered = clients_with_trained_updates(history, round_index)
     # What several send back is nearer to the server's step than to each other.
-    steps = _peer_statistic(history, "step", round_index)
+    steps = _peer_statistic(history, round_index, "step")
     alike: dict[float, list[Node]] = {}
     for node, value in values.items():
         if value > COPY and steps.get(node, 0.0) <= value:
@@ -131,20 +143,29 @@ def _likelier_copier(history: History, round_index: int, pair: Pair) -> Node | N
     return None
 
 
-def free_riders(history: History, round_index: int) -> Iterator[Finding]:
+def free_riders(history: History, round_index: int) -> Sequence[Finding]:
     """FREE_RIDER: an update of zeros, or the server's last step sent back."""
+    return _free_riders(history, round_index)
+
+
+@shared
+def _free_riders(history: History, round_index: int) -> tuple[Finding, ...]:
+    return tuple(_free_rider_findings(history, round_index))
+
+
+def _free_rider_findings(history: History, round_index: int) -> Iterator[Finding]:
     clients = clients_of(history, round_index)
     idle = [node for node, zero in history.latest("update.zero", round_index).items() if zero]
     for node in idle if len(clients) > 1 and len(idle) <= max(1, COHORT_WIDE_SHARE * len(clients)) else ():
         text = f"{node} sent back the model that it got: its update is exactly zero."
         number = Number("update.norm", 0.0, median_of_others(history.latest("update.norm", round_index), [node]))
         yield finding("FREE_RIDER", round_index, text, confidence=1.0, node=node, numbers=[number])
-    steps = _peer_statistic(history, "step", round_index)
+    steps = _peer_statistic(history, round_index, "step")
     if max(steps.values(), default=0.0) <= STEP or transformation(history, round_index) is not None:
         return
     altered = clients_with_altered_updates(history, round_index)
     unaltered = clients_with_trained_updates(history, round_index)
-    nearest = _peer_statistic(history, "nearest", round_index)
+    nearest = _peer_statistic(history, round_index, "nearest")
     for node, cosine in steps.items():
         others = [value for other, value in steps.items() if other != node and other not in altered]
         if len(others) < 2 or node in unaltered or nearest.get(node, 0.0) > cosine + 1e-3:
@@ -160,7 +181,8 @@ def free_riders(history: History, round_index: int) -> Iterator[Finding]:
             yield finding("FREE_RIDER", round_index, text, confidence=0.97, node=node, numbers=[number])
 
 
-def _peer_statistic(history: History, statistic: str, round_index: int) -> Mapping[Node, float]:
+@shared
+def _peer_statistic(history: History, round_index: int, statistic: str) -> Mapping[Node, float]:
     """Return a statistic of each client's update compared with the others of its round."""
     nodes, values = history.across("update.peers", (statistic,), round_index)
     if not nodes or not values.size:

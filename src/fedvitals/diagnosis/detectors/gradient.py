@@ -9,6 +9,7 @@ clients. The limits lie where none of the healthy runs of the fault bank's `tune
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -26,7 +27,7 @@ from fedvitals.diagnosis.detectors.signals import (
     still_units,
     training_clients,
 )
-from fedvitals.diagnosis.evidence.attendance import labels_of
+from fedvitals.diagnosis.evidence.label_counts import label_counts
 from fedvitals.diagnosis.evidence.update_mismatch import COHORT_WIDE_SHARE
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History
@@ -139,14 +140,16 @@ def _jump_findings(history: History, round_index: int) -> Iterator[Finding]:
     past = [
         history.latest("gradient.norm_max", past_round) for past_round in range(max(0, round_index - PAST), round_index)
     ]
-    everybody = [value for earlier in past for value in earlier.values() if np.isfinite(value)]
+    everybody = [value for earlier in past for value in earlier.values() if math.isfinite(value)]
     if sum(bool(earlier) for earlier in past) < 2 or not everybody:
         return
     usual = float(np.median(everybody))
     ratios = {}
     for node, value in largest.items():
-        own = max([usual, *(earlier[node] for earlier in past if np.isfinite(earlier.get(node, np.nan)))])
-        if own > 0 and np.isfinite(value):
+        if usual > 0 and not value / usual > JUMP:
+            continue  # its own usual norm is no less
+        own = max([usual, *(earlier[node] for earlier in past if math.isfinite(earlier.get(node, math.nan)))])
+        if own > 0 and math.isfinite(value):
             ratios[node] = min(value, last.get(node, value) * JUMP) / own
     jumped = {node: ratio for node, ratio in ratios.items() if ratio > JUMP}
     if len(jumped) < 2 or len(jumped) < JUMPED * len(largest) or not _loss_rose(history, round_index):
@@ -365,7 +368,7 @@ def _blind_guess_loss(history: History, round_index: int) -> float:
     layers = layer_profile(history, round_index)
     if layers is not None:
         return layers.chance
-    labels = {label for histogram in labels_of(history, round_index).values() for label in histogram}
+    labels = {label for histogram in label_counts(history, round_index).histograms.values() for label in histogram}
     return float(np.log(len(labels))) if len(labels) > 1 else float("nan")
 
 

@@ -20,6 +20,7 @@ from fedvitals.diagnosis.evidence.attendance import clients_of, events_in, media
 from fedvitals.diagnosis.evidence.transformed_updates import transformation
 from fedvitals.diagnosis.evidence.update_mismatch import clients_with_trained_updates
 from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding
 
@@ -110,7 +111,7 @@ def frozen_layers(history: History, round_index: int) -> Iterator[Finding]:
     """
     accused: dict[Node, tuple[str, str]] = {}
     for family in ("update", "gradient"):
-        zero = _zero_layers(history, family, round_index)
+        zero = _zero_layers(history, round_index, family)
         if family == "update" and zero and transformation(history, round_index) is not None:
             continue
         for node, (layer, alone) in zero.items():
@@ -128,7 +129,7 @@ def _frozen_before(history: History, family: str, round_index: int, node: Node, 
     seen = 0
     for past_round in reversed(rounds_until(history, round_index - 1)):
         if node in clients_of(history, past_round):
-            if _zero_layers(history, family, past_round).get(node, ("", False))[0] != layer:
+            if _zero_layers(history, past_round, family).get(node, ("", False))[0] != layer:
                 return False
             seen += 1
             if seen == LASTING - 1:
@@ -136,7 +137,8 @@ def _frozen_before(history: History, family: str, round_index: int, node: Node, 
     return False
 
 
-def _zero_layers(history: History, family: str, round_index: int) -> dict[Node, tuple[str, bool]]:
+@shared
+def _zero_layers(history: History, round_index: int, family: str) -> dict[Node, tuple[str, bool]]:
     """Return each client's first layer of zeros that few others share, and whether the rest of its module is not
     zero.
     """
@@ -176,10 +178,11 @@ def _with_gradient(history: History, round_index: int, nodes: list[Node]) -> npt
     owners, gradients = history.across("gradient", ("rms",), round_index)
     has_gradient = np.zeros((len(nodes), len(layers)), dtype=np.bool_)
     columns = [(layers.index(name), i) for i, name in enumerate(known) if name in layers]
-    for row, node in enumerate(nodes):
-        if node in owners:
-            for layer, column in columns:
-                has_gradient[row, layer] = gradients[owners.index(node), column, 0] > 0
+    place = {node: i for i, node in enumerate(owners)}
+    rows = [(row, place[node]) for row, node in enumerate(nodes) if node in place]
+    if rows and columns:
+        (here, there), (layer, column) = (np.array(pairs).T for pairs in (rows, columns))
+        has_gradient[np.ix_(here, layer)] = gradients[np.ix_(there, column, [0])][..., 0] > 0
     return has_gradient
 
 

@@ -8,12 +8,18 @@ without one was cut off from it by a filter, a mapping or a broken import.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from fedvitals.diagnosis.evidence.attendance import clients_of, labels_of
+import numpy as np
+
+from fedvitals.diagnosis.evidence.attendance import clients_of
+from fedvitals.diagnosis.evidence.label_counts import LabelCounts, label_counts
 from fedvitals.diagnosis.finding import Number, finding
-from fedvitals.protocols import Detector, History
+from fedvitals.diagnosis.history_cutoff import state_of
+from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding
+from fedvitals.stats import Array
 
 CHANCE = 1e-6  # of missing a class by bad luck
 ALIKE = 0.8  # share of the clients that must hold every common class, for its absence to mean anything
@@ -21,25 +27,24 @@ UNEQUAL = 3.0  # how much more than by chance the others' labels may scatter tog
 COMMON = 0.02  # share of all samples that makes a class one that everybody should have
 FEWEST = 5  # clients
 
-Histogram = Mapping[str, int]
+
+@dataclass(slots=True)
+class _Lacking:
+    """The clients that lack classes, by the histograms of one version."""
+
+    version: int = -1
+    clients: int = 0
+    classes: dict[Node, list[str]] = field(default_factory=dict)  # empty where the others are not alike
 
 
 def missing_classes(history: History, round_index: int) -> Iterator[Finding]:
     """MISSING_CLASSES: a client without classes that nearly all other clients have."""
-    histograms = labels_of(history, round_index)
-    present = clients_of(history, round_index)
-    total: dict[str, int] = {}
-    for histogram in histograms.values():
-        for label, count in histogram.items():
-            total[label] = total.get(label, 0) + count
-    samples = sum(total.values())
-    common = {label: count / samples for label, count in total.items() if count > COMMON * samples}
-    lacking = {node: _lacking(histogram, common) for node, histogram in histograms.items()}
-    few = {node: labels for node, labels in lacking.items() if labels}
-    others = [histogram for node, histogram in histograms.items() if node not in few]
-    if len(histograms) < FEWEST or len(few) > (1 - ALIKE) * len(histograms) or _scatter(others, common) > UNEQUAL:
-        return
-    for node, labels in few.items():
+    counts, lacking = label_counts(history, round_index), state_of(history, _Lacking)
+    if lacking.version != counts.version:
+        lacking.version, lacking.clients = counts.version, len(counts.histograms)
+        lacking.classes = _lacking_classes(counts)
+    present = set(clients_of(history, round_index)) if lacking.classes else set()
+    for node, labels in lacking.classes.items():
         if node not in present:
             continue
         names = ", ".join(sorted(labels, key=lambda label: (len(label), label)))
@@ -51,29 +56,38 @@ def missing_classes(history: History, round_index: int) -> Iterator[Finding]:
             node=node,
             severity="warning",
             numbers=[Number("classes missing", len(labels), 0.0)],
-            more={"classes": sorted(labels), "clients with all classes": len(histograms) - len(few)},
+            more={"classes": sorted(labels), "clients with all classes": lacking.clients - len(lacking.classes)},
         )
 
 
-def _lacking(histogram: Histogram, common: Mapping[str, float]) -> list[str]:
-    """Return the common classes of which a client has no samples, though it has too many samples for that to be
-    chance.
+def _lacking_classes(labels: LabelCounts) -> dict[Node, list[str]]:
+    """Return the common classes of which each client has no samples, though it has too many samples for that to be
+    chance; empty where clients are few, or not alike.
     """
-    absent = [label for label in common if not histogram.get(label)]
-    share = min(sum(common[label] for label in absent), 0.999)
-    return absent if sum(histogram.values()) * math.log1p(-share) < math.log(CHANCE) else []
+    counts = labels.counts
+    totals = counts.sum(axis=0)
+    samples = float(totals.sum())
+    if len(counts) < FEWEST or samples == 0:
+        return {}
+    places = np.flatnonzero(totals > COMMON * samples)
+    common, shares = counts[:, places], totals[places] / samples
+    absent = common == 0
+    missed = np.minimum(absent @ shares, 0.999)
+    few = np.flatnonzero(absent.any(axis=1) & (counts.sum(axis=1) * np.log1p(-missed) < math.log(CHANCE)))
+    if len(few) > (1 - ALIKE) * len(counts) or _scatter(np.delete(common, few, axis=0), shares) > UNEQUAL:
+        return {}
+    nodes = labels.nodes
+    return {nodes[i]: [labels.labels[places[j]] for j in np.flatnonzero(absent[i])] for i in few}
 
 
-def _scatter(histograms: Sequence[Histogram], common: Mapping[str, float]) -> float:
-    """Return how unlike the histograms are, as a normal score: about 0 for samples that were dealt at random."""
-    whole, distance = sum(common.values()), 0.0
-    for histogram in histograms:
-        size = sum(histogram.get(label, 0) for label in common)
-        for label, share in common.items():
-            expected = max(size * share / whole, 1e-9)
-            distance += (histogram.get(label, 0) - expected) ** 2 / expected
-    freedom = len(histograms) * max(1, len(common) - 1)
-    return (distance - freedom) / math.sqrt(2 * freedom) if histograms else math.inf
+def _scatter(counts: Array, shares: Array) -> float:
+    """Return how unlike the histograms [clients, classes] are, as a normal score: about 0 for samples that were dealt
+    at random.
+    """
+    expected = np.maximum(counts.sum(axis=1, keepdims=True) * shares / shares.sum(), 1e-9)
+    distance = float(((counts - expected) ** 2 / expected).sum())
+    freedom = len(counts) * max(1, counts.shape[1] - 1)
+    return (distance - freedom) / math.sqrt(2 * freedom) if len(counts) else math.inf
 
 
 DETECTORS: tuple[Detector, ...] = (missing_classes,)

@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from fedvitals.diagnosis.evidence.attendance import rounds_until, values_up_to
+from fedvitals.diagnosis.evidence.attendance import newest_values, rounds_until, values_up_to
 from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.diagnosis.history_cutoff import LOOK_BACK, shared
 from fedvitals.diagnosis.memory_fit import SHARES, WORDS, largest_share, memory_remedies, predicted_peak, size_words
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Event, Finding
@@ -63,12 +64,12 @@ class MemoryGrowth:
 
 def leaks(history: History, round_index: int) -> Iterator[Finding]:
     """MEMORY_LEAK: the process that holds the clients, or the server, grows and does not level off."""
-    numbers = [n for n in history.rounds() if n <= round_index][WARM_UP:][-WINDOW:]
+    numbers = rounds_until(history, round_index, LOOK_BACK)[WARM_UP:][-WINDOW:]
     if len(numbers) < FEWEST:
         return
     for lows in (
         _lowest_memory(history, numbers),
-        dict(values_up_to(history.series("memory.resident", None), round_index)),
+        dict(newest_values(history.series("memory.resident", None), round_index, WINDOW)),
     ):
         points = [(n, lows[n]) for n in numbers if n in lows]
         grown = memory_growth([n for n, _ in points], [value for _, value in points])
@@ -83,8 +84,15 @@ def leaks(history: History, round_index: int) -> Iterator[Finding]:
 
 def _lowest_memory(history: History, numbers: Sequence[int]) -> dict[int, float]:
     """Return for each round the least memory that a process held at the end of any client."""
-    resident = {n: [v for node, v in history.latest("memory.resident", n).items() if node] for n in numbers}
-    return {n: min(values) for n, values in resident.items() if values}
+    lows = {n: _lowest_memory_of(history, n) for n in numbers}
+    return {n: low for n, low in lows.items() if low is not None}
+
+
+@shared
+def _lowest_memory_of(history: History, round_index: int) -> float | None:
+    """Return the same for one round; None where no client tells."""
+    values = [value for node, value in history.latest("memory.resident", round_index).items() if node]
+    return min(values) if values else None
 
 
 def memory_growth(numbers: Sequence[int], values: Sequence[float]) -> MemoryGrowth | None:

@@ -8,13 +8,15 @@ average, and from there to everybody. Only its origin is accused, again in each 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from fedvitals.diagnosis.evidence.attendance import SERVER, clients_of, groups_of, values_up_to
+from fedvitals.diagnosis.evidence.attendance import SERVER, clients_of, groups_of, newest_values
 from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import History, Node
 from fedvitals.records import Finding, Suspect
 
@@ -36,13 +38,13 @@ def nonfinite(history: History, round_index: int) -> Iterator[Finding]:
     """NAN_GRADIENT and NAN_UPDATE of the clients where it began, NAN_WEIGHTS of the global model."""
     began = _poisoned_since(history, round_index)
     origins = _origins(history, began)
-    sent = _nonfinite_values(history, "update", began)
+    sent = _nonfinite_values(history, began, "update")
     tainted = _nonfinite_gradients(history, began)
     senders = {node: count for node, count in sent.items() if node not in tainted}
     yield from _gradient_findings(history, round_index, began, origins)
     if began < round_index:
         yield from _gradient_findings(history, round_index, round_index, _new_origins(history, round_index, origins))
-    still = _nonfinite_values(history, "update", round_index)
+    still = _nonfinite_values(history, round_index, "update")
     for node, count in senders.items():
         if node in still:
             text = f"The update of {node} has {count:.0f} values that are NaN or infinite"
@@ -55,14 +57,16 @@ def nonfinite(history: History, round_index: int) -> Iterator[Finding]:
 def _poisoned_since(history: History, round_index: int) -> int:
     """Return the round in which the global model that clients received was lost; this round, if it was finite."""
     began = round_index
-    for past_round, count in reversed(values_up_to(history.series("weight.nonfinite", SERVER), round_index - 1)):
-        if not count:
+    rounds, counts = history.series("weight.nonfinite", SERVER)
+    for place in reversed(range(bisect_right(rounds, round_index - 1))):
+        if not counts[place]:
             break
-        began = past_round
+        began = rounds[place]
     return began
 
 
-def _nonfinite_values(history: History, family: str, round_index: int) -> dict[Node, float]:
+@shared
+def _nonfinite_values(history: History, round_index: int, family: str) -> dict[Node, float]:
     """Return the number of non-finite values of each client that has any.
 
     For updates, the server's own count stands beside its sums per layer, because it needs no layer names.
@@ -91,6 +95,7 @@ def _origins(history: History, round_index: int) -> dict[Node, NonfiniteOrigin]:
     return {node: origins[node] for node in placed if node in origins}
 
 
+@shared
 def _nonfinite_gradients(history: History, round_index: int) -> dict[Node, float]:
     """Return clients with non-finite gradients, except those whose GradScaler skipped the steps, as it does by
     design.
@@ -196,10 +201,10 @@ def _weight_findings(history: History, round_index: int, began: int, origins: It
             yield _global_finding(round_index, began, text, number, suspects)
         return
     losses = [
-        value for number, value in values_up_to(history.series("loss", None), round_index) if number == round_index
+        value for number, value in newest_values(history.series("loss", None), round_index, 1) if number == round_index
     ]
     clients = clients_of(history, round_index)
-    lost = _nonfinite_values(history, "update", round_index)
+    lost = _nonfinite_values(history, round_index, "update")
     if losses and not math.isfinite(losses[0]):
         number = Number("loss", losses[0], of="limit")
         yield _global_finding(round_index, began, "The loss of the global model is NaN or infinite.", number, suspects)

@@ -10,12 +10,16 @@ answers as a live one.
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
+from bisect import bisect_right
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import History, Node
 from fedvitals.stats import Array
 
@@ -26,6 +30,7 @@ LOSSES = ("loss", "local.loss")  # of the round: on the test set, and on the cli
 ACCURACIES = ("accuracy", "local.accuracy")
 PLAUSIBLE_LOSS = 2.0  # times a blind guess's cross-entropy: more, and it may be another kind of loss
 LONGEST_BIAS_GRADIENT = 2.0**0.5 * 1.01  # of mean cross-entropy, with room for rounding
+LONGEST_GAP = 256  # rounds that are kept although a curve no longer has them
 SCALED_BY = 3  # rounds by which a loss of another scale has shown itself
 
 
@@ -48,11 +53,11 @@ class MetricCurve:
 def metric_curve(history: History, name: str, round_index: int) -> MetricCurve:
     """Return a metric's values up to and including a round."""
     rounds, values = history.series(name, None)
-    kept = [(past_round, value) for past_round, value in zip(rounds, values, strict=True) if past_round <= round_index]
-    kept_values = np.array([value for _, value in kept], dtype=np.float64)
-    return MetricCurve(name, tuple(past_round for past_round, _ in kept), kept_values)
+    count = bisect_right(rounds, round_index)
+    return MetricCurve(name, tuple(rounds[:count]), np.array(values[:count], dtype=np.float64))
 
 
+@shared
 def loss_curve(history: History, round_index: int) -> MetricCurve:
     """Return the global model's loss, all values from one source; empty where nobody measures it.
 
@@ -69,9 +74,7 @@ def _of_one_source(history: History, losses: MetricCurve, averaged: MetricCurve)
     hold both under one name. A value within the range of the clients' own losses is taken for their average, unless
     that average has a name of its own in the same round.
     """
-    named = set(averaged.rounds)
-    pairs = zip(losses.rounds, losses.values, strict=True)
-    mixed = np.array([n not in named and CLIENT_LOSS_RANGES.contain(history, n, loss) for n, loss in pairs], dtype=bool)
+    mixed = CLIENT_LOSS_RANGES.contain(history, losses, set(averaged.rounds))
     kept = np.flatnonzero(mixed == mixed[-1]) if len(mixed) else np.arange(0)
     return MetricCurve(losses.name, tuple(losses.rounds[i] for i in kept), losses.values[kept])
 
@@ -84,22 +87,31 @@ class ClientLossRanges:
     def __init__(self) -> None:
         self._ranges: weakref.WeakKeyDictionary[History, dict[int, tuple[float, float]]] = weakref.WeakKeyDictionary()
 
-    def contain(self, history: History, round_index: int, loss: float) -> bool:
-        """Return whether a round's loss can be an average of its clients' losses; False where no client reports its
-        own.
+    def known_rounds(self, history: History) -> Collection[int]:
+        """Return the rounds of a history whose range is kept."""
+        return self._ranges.get(history, {}).keys()
+
+    def contain(self, history: History, losses: MetricCurve, left_out: Collection[int]) -> npt.NDArray[np.bool_]:
+        """Return for each round whether its loss can be an average of its clients' losses; False where no client
+        reports its own, and for the rounds to leave out.
         """
         ranges = self._ranges.setdefault(history, {})
-        if round_index not in ranges:
-            own = [value for value in history.latest("local.loss", round_index).values() if np.isfinite(value)]
-            room = 1e-5 * max(map(abs, own), default=0.0)
-            ranges[round_index] = (min(own) - room, max(own) + room) if own else (np.inf, -np.inf)
-        lowest, highest = ranges[round_index]
-        return bool(lowest <= loss <= highest)
+        if len(ranges) > len(losses) + LONGEST_GAP:  # rounds that the history no longer shows
+            ranges = self._ranges[history] = {n: ranges[n] for n in losses.rounds if n in ranges}
+        for round_index in losses.rounds:
+            if round_index not in ranges and round_index not in left_out:
+                own = [value for value in history.latest("local.loss", round_index).values() if math.isfinite(value)]
+                room = 1e-5 * max(map(abs, own), default=0.0)
+                ranges[round_index] = (min(own) - room, max(own) + room) if own else (np.inf, -np.inf)
+        nowhere = (np.inf, -np.inf)
+        limits = np.array([nowhere if n in left_out else ranges[n] for n in losses.rounds]).reshape(-1, 2)
+        return np.asarray((limits[:, 0] <= losses.values) & (losses.values <= limits[:, 1]))
 
 
 CLIENT_LOSS_RANGES = ClientLossRanges()
 
 
+@shared
 def training_clients(history: History, round_index: int) -> list[Node]:
     """Return the clients that trained in this round, without the server and edges, which have statistics of their
     own.
@@ -118,6 +130,11 @@ def client_values(history: History, name: str, round_index: int) -> Array:
 
 def client_median(history: History, name: str, round_index: int) -> float:
     """Return a metric's median over the clients; NaN where nobody reports it."""
+    return _client_median(history, round_index, name)
+
+
+@shared
+def _client_median(history: History, round_index: int, name: str) -> float:
     values = client_values(history, name, round_index)
     values = values[~np.isnan(values)]
     return float(np.median(values)) if len(values) else float("nan")
@@ -190,20 +207,16 @@ class LayerProfile:
         return float(np.mean(self.elasticity <= NEXT_TO_NOTHING * np.nanmax(self.elasticity, initial=0.0))) >= 0.5
 
 
+@shared
 def layer_profile(history: History, round_index: int) -> LayerProfile | None:
     """Return the profile of a round; None where layers are not measured (`light`), or nobody trained."""
-    nodes, names = training_clients(history, round_index), history.layers("gradient")
-    if not nodes or not names or names != history.layers("weight"):
+    names, medians = history.layers("gradient"), _layer_medians(history, round_index)
+    if medians is None:
         return None
-    gradients = rows_of_nodes(history, "gradient", ("rms",), round_index, nodes)
-    weights = rows_of_nodes(history, "weight", ("rms", "count"), round_index, nodes)
-    if not len(gradients) or not len(weights):
-        return None
-    counts, rms = quiet_quantile(weights[..., 1], 0.5), quiet_quantile(weights[..., 0], 0.5)
+    counts, rms, typical = medians
     places = matrix_layers(names, counts)
     if not places:
         return None
-    typical = quiet_quantile(gradients[..., 0], 0.5)
     elasticity = typical * rms * counts * _width_correction(names, counts)
     bias = bias_of(names[places[-1]])
     last = names.index(bias) if bias in names and bias != names[places[-1]] else None
@@ -213,17 +226,41 @@ def layer_profile(history: History, round_index: int) -> LayerProfile | None:
     return LayerProfile(tuple(names[i] for i in places), elasticity[places], typical[places] == 0, chance)
 
 
+@shared
+def _layer_medians(history: History, round_index: int) -> tuple[Array, Array, Array] | None:
+    """Return of each layer its number of values and the root mean squares of its weights and gradients, by the median
+    client; None where these are not measured, or nobody trained.
+    """
+    nodes, names = training_clients(history, round_index), history.layers("gradient")
+    if not nodes or not names or names != history.layers("weight"):
+        return None
+    gradients = rows_of_nodes(history, "gradient", ("rms",), round_index, nodes)
+    weights = rows_of_nodes(history, "weight", ("rms", "count"), round_index, nodes)
+    if not len(gradients) or not len(weights):
+        return None
+    medians = quiet_quantile(weights, 0.5)
+    return medians[..., 1], medians[..., 0], quiet_quantile(gradients[..., 0], 0.5)
+
+
 def _mean_entropy(history: History, round_index: int, last: int) -> bool:
     """Return whether gradients have the scale of cross-entropy averaged over a batch, as far as the last bias shows.
 
     Its gradient is then mean(softmax − one-hot), which is never longer than √2. A sum over the batch, or another loss,
     soon gives longer ones; the first rounds suffice to know the scale.
     """
-    for past_round in {*[n for n in history.rounds() if n <= round_index][:SCALED_BY], round_index}:
-        _, largest = history.across("gradient.steps", ("norm_max",), past_round)
-        if len(largest) and quiet_quantile(largest[:, last, 0], 0.5) > LONGEST_BIAS_GRADIENT:
+    rounds = history.rounds()
+    for past_round in {*rounds[: min(SCALED_BY, bisect_right(rounds, round_index))], round_index}:
+        longest = _longest_gradients(history, past_round)
+        if longest is not None and longest[last] > LONGEST_BIAS_GRADIENT:
             return False
     return True
+
+
+@shared
+def _longest_gradients(history: History, round_index: int) -> Array | None:
+    """Return the median client's longest gradient of a step in each layer; None where steps are not measured."""
+    _, largest = history.across("gradient.steps", ("norm_max",), round_index)
+    return quiet_quantile(largest[:, :, 0], 0.5) if len(largest) else None
 
 
 def chance_level(history: History, round_index: int, classes: int) -> float:
@@ -237,7 +274,8 @@ def chance_level(history: History, round_index: int, classes: int) -> float:
         return float("nan")
     chance = float(np.log(classes))
     counted = any((event.where.round or 0) <= round_index for event in history.events("labels"))
-    rounds = [past_round for past_round in history.rounds() if past_round <= round_index]
+    rounds = history.rounds()
+    rounds = rounds[: bisect_right(rounds, round_index)]
     if counted or any(history.latest("fit.accuracy_before", past_round) for past_round in {*rounds[:3], *rounds[-3:]}):
         return chance
     accuracies = any(len(metric_curve(history, name, round_index)) for name in ACCURACIES)
@@ -267,6 +305,7 @@ class StillUnits:
     onward: float  # share of the next layer's weights that did not move; NaN without a next layer
 
 
+@shared
 def still_units(history: History, round_index: int) -> list[StillUnits]:
     """Return the still units of every layer with a bias except the last. A unit that passes nothing gets no bias
     gradient.
@@ -303,6 +342,7 @@ class ServerStep:
     fit: float  # R²: how well one rate explains all layers
 
 
+@shared
 def server_step(history: History, round_index: int) -> ServerStep | None:
     """Return the server's step, from sums alone: of each layer's weights before and after, and of the clients' changes.
 

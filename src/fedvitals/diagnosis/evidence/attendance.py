@@ -7,11 +7,13 @@ The `History` of a stored run also knows the rounds after the one that is examin
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import History, Node
 from fedvitals.records import FAILURES, Event
 
@@ -21,15 +23,18 @@ LOOK_BACK = 30  # rounds in which the past of a client is looked for
 
 def rounds_until(history: History, round_index: int, most: int = LOOK_BACK) -> list[int]:
     """Return the newest rounds up to and including this one, ascending."""
-    return [past_round for past_round in history.rounds() if past_round <= round_index][-most:]
+    rounds = history.rounds()
+    return rounds[: bisect_right(rounds, round_index)][-most:]
 
 
+@shared
 def clients_of(history: History, round_index: int) -> list[Node]:
     """Return the clients that trained or sent an update in a round; edges, clusters and the server are not clients."""
     sent = history.latest("update.norm", round_index)
     return [*sent, *(node for node in history.latest("steps", round_index) if node not in sent)]
 
 
+@shared
 def groups_of(history: History, round_index: int) -> Mapping[Node, str]:
     """Return each client's edge, cluster or ring, as last reported; empty where there are no groups."""
     announcements = [
@@ -37,17 +42,6 @@ def groups_of(history: History, round_index: int) -> Mapping[Node, str]:
     ]
     members: Mapping[str, Sequence[Node]] = announcements[-1].data if announcements else {}
     return {node: group for group, nodes in members.items() for node in nodes}
-
-
-def labels_of(history: History, round_index: int) -> Mapping[Node, Mapping[str, int]]:
-    """Return each client's number of samples per label, as it last reported them; clients report again when they
-    change.
-    """
-    return {
-        event.where.node: event.data["histogram"]
-        for event in history.events("labels")
-        if event.where.node is not None and (event.where.round or 0) <= round_index and event.data.get("histogram")
-    }
 
 
 def events_in(history: History, round_index: int, *names: str) -> list[Event]:
@@ -76,7 +70,17 @@ def median_of_others(values: Mapping[Node, float], left_out: Collection[Node]) -
 
 def values_up_to(series: tuple[list[int], list[float]], round_index: int) -> list[tuple[int, float]]:
     """Return a metric's (round, value) pairs up to and including a round."""
-    return [(past_round, value) for past_round, value in zip(*series, strict=True) if past_round <= round_index]
+    rounds, values = series
+    count = bisect_right(rounds, round_index)
+    return [*zip(rounds[:count], values[:count], strict=True)]
+
+
+def newest_values(series: tuple[list[int], list[float]], round_index: int, most: int) -> list[tuple[int, float]]:
+    """Return the last of a metric's (round, value) pairs up to and including a round."""
+    rounds, values = series
+    last = bisect_right(rounds, round_index)
+    first = max(0, last - most)
+    return [*zip(rounds[first:last], values[first:last], strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

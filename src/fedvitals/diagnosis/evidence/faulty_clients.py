@@ -96,12 +96,13 @@ def _evidence_finding(trend: EvidenceTrend, index: int) -> Finding:
     """Return the finding about a client against which there is enough evidence."""
     node = trend.scores.nodes[index] if trend.scores is not None else ""
     fired = trend.accusing_views(node)
-    since = min(trend.views[name].began[node] for name in fired)
+    beginnings = [trend.views[name].began(node) for name in fired]
+    since = min(beginning for beginning in beginnings if beginning is not None)
     kind = WORDS[trend.suspected_kinds[node]]
     text = f"{node} is unlike its peers since round {since}: if something is wrong, most likely {kind}."
     evidence = {
         "views": fired,
-        "evidence": {name: round(trend.views[name].totals[node], 2) for name in fired},
+        "evidence": {name: round(trend.views[name].total(node), 2) for name in fired},
         "limit": {name: round(trend.limits[name], 2) for name in fired},
     }
     numbers = _outlying_signs(trend, index, telemetry=fired != ["server"])

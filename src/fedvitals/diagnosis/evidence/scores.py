@@ -8,13 +8,15 @@ Signs that depend on a client's number of samples and labels are first corrected
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
+from fedvitals.diagnosis.evidence.client_table import ClientTable, Rows
 from fedvitals.diagnosis.evidence.vital_signs import FLOOR, SIGNS, VitalSigns
+from fedvitals.diagnosis.medians import column_medians
 from fedvitals.protocols import Node
 from fedvitals.stats import Array
 
@@ -23,18 +25,6 @@ CLIP = 8.0
 OWN, LASTING = 0.8, 0.7  # how much of a client's past is kept from one participation to the next
 _RIDGE = 0.5
 _FLOORS = np.array([FLOOR[name] for name in SIGNS])
-
-
-@dataclass
-class _ClientPast:
-    """One client's participations so far."""
-
-    residual: Array = field(default_factory=lambda: np.zeros(len(SIGNS)))
-    weight: Array = field(default_factory=lambda: np.zeros(len(SIGNS)))
-    lasting: Array = field(default_factory=lambda: np.zeros(len(SIGNS)))
-    lasting_weight: float = 0.0
-    count: int = 0
-    pair: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +43,13 @@ class Scores:
 
 
 class Scorer:
-    """Scores rounds one after the other, in their order."""
+    """Scores rounds one after the other, in their order. `clients`: where the past of the clients is kept."""
 
-    def __init__(self) -> None:
-        self._past: dict[Node, _ClientPast] = {}
+    def __init__(self, clients: ClientTable | None = None) -> None:
+        self._clients = ClientTable() if clients is None else clients
+        self._residual, self._weight, self._lasting = (self._clients.column((len(SIGNS),)) for _ in range(3))
+        self._lasting_weight, self._count = (self._clients.column() for _ in range(2))
+        self._pair = self._clients.column((2,), fill=np.nan)  # the classes it confused when these were last known
         # Least squares of each sign on size and diversity, pooled over the run.
         self._products = np.zeros((2, len(SIGNS)))
         self._squares = np.zeros((2, len(SIGNS)))
@@ -69,14 +62,12 @@ class Scorer:
         centred = vitals.values - _median_by_sign(vitals.values)
         residual = self._corrected(centred, [vitals.size, vitals.diversity])
         peers = _normalised(residual)
-        past = [self._past.setdefault(node, _ClientPast()) for node in vitals.nodes]
-        own = self._against_own(residual, past)
-        lasting = _lasting_scores(peers, past)
-        persistent, rare = _confusion_pairs(vitals, past)
-        for client in past:
-            client.count += 1
-        counts = np.array([float(client.count) for client in past])
-        return Scores(vitals.nodes, peers, own, lasting, counts, persistent, rare)
+        rows = self._clients.rows_of(vitals.nodes)
+        own = self._against_own(residual, rows)
+        lasting = self._lasting_scores(peers, rows)
+        persistent, rare = self._confusion_pairs(vitals.pairs, rows)
+        self._count.values[rows] += 1
+        return Scores(vitals.nodes, peers, own, lasting, self._count.values[rows], persistent, rare)
 
     def _corrected(self, centred: Array, covariates: Sequence[Array]) -> Array:
         residual = centred.copy()
@@ -84,9 +75,8 @@ class Scorer:
             if not np.isfinite(covariate).any():
                 continue
             x = np.clip(np.nan_to_num(covariate - np.nanmedian(covariate)), -2.5, 2.5)
-            clipped = np.clip(residual / np.maximum(_spread(residual), 1e-9), -2.5, 2.5) * np.maximum(
-                _spread(residual), 1e-9
-            )
+            spread = np.maximum(_spread(residual), 1e-9)
+            clipped = np.clip(residual / spread, -2.5, 2.5) * spread
             self._products[i] += np.nansum(x[:, None] * clipped, axis=0)
             self._squares[i] += np.nansum(np.where(np.isnan(clipped), np.nan, (x**2)[:, None]), axis=0)
             slope = self._products[i] / (self._squares[i] + _RIDGE * len(x))
@@ -94,25 +84,35 @@ class Scorer:
             residual = residual - _median_by_sign(residual)
         return residual
 
-    def _against_own(self, residual: Array, past: list[_ClientPast]) -> Array:
-        before = np.stack([client.residual for client in past])
-        weight = np.stack([client.weight for client in past])
+    def _against_own(self, residual: Array, rows: Rows) -> Array:
+        before, weight = self._residual.values[rows], self._weight.values[rows]
         change = np.where(weight > 0, residual - before / np.maximum(weight, 1e-9), np.nan)
-        for client, row in zip(past, residual, strict=True):
-            there = np.isfinite(row)
-            client.residual = np.where(there, OWN * client.residual + np.nan_to_num(row), client.residual)
-            client.weight = np.where(there, OWN * client.weight + 1, client.weight)
+        there = np.isfinite(residual)
+        self._residual.values[rows] = np.where(there, OWN * before + np.nan_to_num(residual), before)
+        self._weight.values[rows] = np.where(there, OWN * weight + 1, weight)
         if np.isfinite(change).any(axis=1).sum() < FEWEST:
             return np.zeros_like(residual)
         return _normalised(change - _median_by_sign(change))
 
+    def _lasting_scores(self, peers: Array, rows: Rows) -> Array:
+        lasting = self._lasting.values[rows] = LASTING * self._lasting.values[rows] + peers
+        weight = self._lasting_weight.values[rows] = LASTING * self._lasting_weight.values[rows] + 1
+        return np.asarray(lasting / weight[:, None] * np.sqrt(np.minimum(weight, 3.0))[:, None])
+
+    def _confusion_pairs(self, pairs: Array, rows: Rows) -> tuple[Array, Array]:
+        """Return whether each client confuses the same two classes as the last time, and how few of the others do."""
+        known, before = np.asarray(~np.isnan(pairs).any(axis=1)), self._pair.values[rows]
+        persistent = (pairs == before).all(axis=1).astype(np.float64)
+        self._pair.values[rows] = np.where(known[:, None], pairs, before)
+        confused = [tuple(pair) if there else None for pair, there in zip(pairs.tolist(), known, strict=True)]
+        counts, others = Counter(confused), max(1, int(known.sum()) - 1)
+        rare = [0.0 if pair is None else 1 - (counts[pair] - 1) / others for pair in confused]
+        return persistent, np.array(rare)
+
 
 def _median_by_sign(values: Array) -> Array:
-    with np.errstate(all="ignore"):
-        known = np.isfinite(values).any(axis=0)
-        middle = np.zeros(values.shape[1])
-        middle[known] = np.nanmedian(values[:, known], axis=0)
-        return middle
+    """Return the median of each sign; 0 where no client has a finite value."""
+    return np.where(np.isfinite(values).any(axis=0), column_medians(values), 0.0)
 
 
 def _spread(centred: Array) -> Array:
@@ -125,25 +125,6 @@ def _normalised(centred: Array) -> Array:
     distances = centred / scale
     freedom = max(1, len(centred) - 2)
     return np.nan_to_num(np.clip(normal_scores(np.nan_to_num(distances), freedom), -CLIP, CLIP))
-
-
-def _lasting_scores(peers: Array, past: list[_ClientPast]) -> Array:
-    lasting = np.empty_like(peers)
-    for i, (client, row) in enumerate(zip(past, peers, strict=True)):
-        client.lasting = LASTING * client.lasting + row
-        client.lasting_weight = LASTING * client.lasting_weight + 1
-        lasting[i] = client.lasting / client.lasting_weight * math.sqrt(min(client.lasting_weight, 3.0))
-    return lasting
-
-
-def _confusion_pairs(vitals: VitalSigns, past: list[_ClientPast]) -> tuple[Array, Array]:
-    pairs = [None if np.isnan(pair).any() else (float(pair[0]), float(pair[1])) for pair in vitals.pairs]
-    persistent = np.array([float(pair is not None and pair == c.pair) for pair, c in zip(pairs, past, strict=True)])
-    known = [pair for pair in pairs if pair is not None]
-    rare = np.array([0.0 if pair is None else 1 - (known.count(pair) - 1) / max(1, len(known) - 1) for pair in pairs])
-    for pair, client in zip(pairs, past, strict=True):
-        client.pair = pair or client.pair
-    return persistent, rare
 
 
 # Student's t as a normal score, without scipy: an approximation that is monotone and good to a few hundredths.

@@ -16,8 +16,9 @@ import numpy as np
 
 from fedvitals.diagnosis.evidence.attendance import clients_of, rounds_until
 from fedvitals.diagnosis.evidence.update_mismatch import COHORT_WIDE_SHARE, update_mismatches
+from fedvitals.diagnosis.history_cutoff import shared
+from fedvitals.diagnosis.medians import column_medians
 from fedvitals.protocols import History, Node
-from fedvitals.stats import Array
 
 FEWEST_CLIENTS = 4  # in a smaller cohort, the clients of the rounds before are counted as well
 LOOK_BACK = 5  # rounds searched for further clients
@@ -34,6 +35,7 @@ class Transformation:
     sparse: bool  # recognised by zeros; otherwise by the difference between the received and the trained update
 
 
+@shared
 def transformation(history: History, round_index: int) -> Transformation | None:
     """Return how the updates of this round are transformed; None if most arrive as they were trained, or if nothing is
     known.
@@ -49,6 +51,7 @@ def transformation(history: History, round_index: int) -> Transformation | None:
     return None
 
 
+@shared
 def most_differ(history: History, round_index: int) -> bool:
     """Return whether most of the comparable clients sent something else than they trained, however few they are."""
     return holds_for_most(_over_rounds(history, round_index, _differing))
@@ -73,11 +76,13 @@ def _over_rounds(
     return clients
 
 
+@shared
 def _differing(history: History, round_index: int) -> dict[Node, bool]:
     """Return whether each client's update differs from what it trained, for the clients of which both are known."""
     return {node: distance > ROUNDED for node, distance in update_mismatches(history, round_index).items()}
 
 
+@shared
 def _mostly_zeros(history: History, round_index: int) -> dict[Node, bool]:
     """Return whether most values of each client's update are zeros that its gradients do not explain.
 
@@ -89,14 +94,14 @@ def _mostly_zeros(history: History, round_index: int) -> dict[Node, bool]:
     rows = [i for i, node in enumerate(nodes) if node in clients]
     if not rows:
         return {}
-    gradient_zeros: dict[Node, Array] = {}
+    changed, unexplained = sums[rows, :, 0] > 0, np.nan_to_num(sums[rows, :, 1])
     if history.layers("gradient") == history.layers("update"):
         owners, gradients = history.across("gradient", ("sparsity",), round_index)
-        gradient_zeros = {node: np.nan_to_num(values[:, 0]) for node, values in zip(owners, gradients, strict=True)}
-    mostly = {}
-    for i in rows:
-        changed = sums[i, :, 0] > 0
-        if changed.any():
-            unexplained = np.nan_to_num(sums[i, :, 1]) - gradient_zeros.get(nodes[i], 0.0)
-            mostly[nodes[i]] = bool(np.median(unexplained[changed]) > MOSTLY_ZEROS)
-    return mostly
+        place = {node: i for i, node in enumerate(owners)}
+        known = [(here, place[nodes[i]]) for here, i in enumerate(rows) if nodes[i] in place]
+        if known:
+            here, there = zip(*known, strict=True)
+            unexplained[list(here)] -= np.nan_to_num(gradients[list(there), :, 0])
+    medians = column_medians(np.where(changed, unexplained, np.nan).T)
+    any_changed, mostly = np.asarray(changed.any(axis=1)), medians > MOSTLY_ZEROS
+    return {nodes[i]: bool(mostly[row]) for row, i in enumerate(rows) if any_changed[row]}

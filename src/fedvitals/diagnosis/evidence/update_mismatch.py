@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 
+from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import History, Node
 
 MISMATCH_LIMIT = 0.01  # relative difference of two equal sizes; 0 of 323,377 healthy client-rounds had as much
 COHORT_WIDE_SHARE = 1 / 3  # of a cohort: more than are faulty in any federation that still learns
 
 
+@shared
 def update_mismatches(history: History, round_index: int) -> dict[Node, float]:
     """Return the relative difference for each client: in size, or in the sums of the layer that differs most
     (`differs`).
@@ -33,6 +35,7 @@ def update_mismatches(history: History, round_index: int) -> dict[Node, float]:
     }
 
 
+@shared
 def clients_with_altered_updates(history: History, round_index: int) -> set[Node]:
     """Return the clients whose update differs from what they trained.
 
@@ -44,6 +47,7 @@ def clients_with_altered_updates(history: History, round_index: int) -> set[Node
     return altered if len(altered) <= max(1, COHORT_WIDE_SHARE * len(mismatches)) else set()
 
 
+@shared
 def clients_with_trained_updates(history: History, round_index: int) -> set[Node]:
     """Return the clients whose update is what they trained."""
     return {node for node, distance in update_mismatches(history, round_index).items() if distance <= MISMATCH_LIMIT}

@@ -7,12 +7,13 @@ are kept apart throughout, so that lying gains nothing. A missing sign is NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from fedvitals.diagnosis.evidence.attendance import clients_of, labels_of
+from fedvitals.diagnosis.evidence.attendance import clients_of
+from fedvitals.diagnosis.evidence.label_counts import label_counts
 from fedvitals.diagnosis.evidence.transformed_updates import most_differ
 from fedvitals.diagnosis.evidence.update_mismatch import MISMATCH_LIMIT, update_mismatches
 from fedvitals.protocols import History, Node
@@ -106,12 +107,12 @@ def vital_signs_of(history: History, round_index: int) -> VitalSigns:
     signs = _update_signs(history, round_index, nodes, metric) | _training_signs(history, round_index, nodes, metric)
     claimed, counted = metric("update.samples"), metric("samples")
     size = _log(np.where(np.isfinite(claimed), claimed, counted), 1.0)
-    labels = labels_of(history, round_index)
+    labels = label_counts(history, round_index)
     # Where most clients differ, the transport alters updates: the distance then tells nothing about a single client.
     # The evidence was learnt on updates that differ plainly or not at all; one that was only rounded counts as equal.
     mismatches = {} if most_differ(history, round_index) else update_mismatches(history, round_index)
     mismatches = {node: distance if distance > MISMATCH_LIMIT else 0.0 for node, distance in mismatches.items()}
-    diversity = np.array([_entropy(labels[node]) if node in labels else np.nan for node in nodes])
+    diversity = np.array([labels.entropy(node) for node in nodes])
     alone = signs | {
         "size": size - _median(size),
         "cohort": np.full(len(nodes), np.log(max(len(nodes), 1))),
@@ -123,12 +124,6 @@ def vital_signs_of(history: History, round_index: int) -> VitalSigns:
     values = np.stack([signs[name] for name in SIGNS], axis=1) if nodes else np.empty((0, len(SIGNS)))
     pairs = np.stack([metric("fit.confused_label"), metric("fit.confused_guess")], axis=1)
     return VitalSigns(nodes, values, size, diversity, absolute, pairs)
-
-
-def _entropy(histogram: Mapping[str, int]) -> float:
-    shares = np.array([count for count in histogram.values() if count > 0], dtype=np.float64)
-    shares /= max(shares.sum(), 1.0)
-    return float(-(shares * np.log(shares)).sum())
 
 
 def _update_signs(

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The label histograms that clients report, counted once: each round adds only those that are new.
+
+Clients report their labels when they first take part, and again when these change. The histograms of all of them are
+kept as one matrix, which grows with the clients whose reports the history still holds.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fedvitals.diagnosis.history_cutoff import shared, state_of
+from fedvitals.protocols import History, Node
+from fedvitals.records import Event
+from fedvitals.stats import Array
+
+_FEWEST_ROWS = 16
+
+
+class LabelCounts:
+    """Each client's newest histogram: `counts[i]` are the samples of `nodes[i]` for each label of `labels`."""
+
+    def __init__(self) -> None:
+        self.version = 0  # rises with every change
+        self._clear()
+
+    def _clear(self) -> None:
+        self.version += 1
+        self.histograms: dict[Node, Mapping[str, int]] = {}
+        self.labels: list[str] = []
+        self._events: Sequence[Event] = ()
+        self._newest: dict[Node, Event] = {}
+        self._rows: dict[Node, int] = {}
+        self._columns: dict[str, int] = {}
+        self._counts = np.zeros((0, 0))
+        self._entropies: dict[Node, float] = {}
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The clients, in the order in which they first reported."""
+        return list(self._rows)
+
+    @property
+    def counts(self) -> Array:
+        """Samples, [clients, labels]; 0 for a label that a client does not name."""
+        return self._counts[: len(self._rows), : len(self.labels)]
+
+    def entropy(self, node: Node) -> float:
+        """Return the entropy of a client's labels; NaN if it does not report them."""
+        if node not in self._entropies and node in self.histograms:
+            self._entropies[node] = _entropy(self.histograms[node])
+        return self._entropies.get(node, float("nan"))
+
+    def update(self, events: Sequence[Event]) -> None:
+        """Take in what was reported, as the events of that name: oldest first, and all of them."""
+        before, self._events = self._events, ()
+        gone = next((i for i, event in enumerate(before) if event is events[0]), len(before)) if events else len(before)
+        if len(before) - gone > len(events) or not all(map(operator.is_, before[gone:], events)):  # one came late
+            self._clear()
+            before, gone = (), 0
+        self._forget(before[:gone])
+        for event in events[len(before) - gone :]:
+            self._add(event)
+        self._events = events  # not before all of them could be read
+
+    def _forget(self, events: Sequence[Event]) -> None:
+        """Drop the clients whose newest reports are no longer among the events."""
+        nodes = {event.where.node for event in events if self._newest.get(event.where.node or "") is event}
+        if not nodes:
+            return
+        self.version += 1
+        kept = [node for node in self._rows if node not in nodes]
+        self._counts = self._counts[[self._rows[node] for node in kept]]
+        self._rows = {node: row for row, node in enumerate(kept)}
+        for by_client in (self.histograms, self._newest, self._entropies):
+            for node in nodes:
+                by_client.pop(node or "", None)
+
+    def _add(self, event: Event) -> None:
+        node, histogram = event.where.node, event.data.get("histogram")
+        if node is None or not histogram:
+            return
+        self.version += 1
+        self.histograms[node], self._newest[node] = histogram, event
+        self._entropies.pop(node, None)
+        row = self._rows.setdefault(node, len(self._rows))
+        for label in histogram:
+            if label not in self._columns:
+                self._columns[label] = len(self.labels)
+                self.labels.append(label)
+        self._reserve()
+        self._counts[row] = 0.0
+        self._counts[row, [self._columns[label] for label in histogram]] = [float(n) for n in histogram.values()]
+
+    def _reserve(self) -> None:
+        """Make room for all clients and labels that are known."""
+        rows, columns = self._counts.shape
+        if len(self._rows) > rows or len(self.labels) > columns:
+            rows = max(_FEWEST_ROWS, 2 * rows) if len(self._rows) > rows else rows
+            counts = np.zeros((rows, max(columns, len(self.labels))))
+            counts[: self._counts.shape[0], :columns] = self._counts
+            self._counts = counts
+
+
+@shared
+def label_counts(history: History, round_index: int) -> LabelCounts:
+    """Return the clients' histograms, as they last reported them up to a round. Nobody may change them."""
+    counts = state_of(history, LabelCounts)
+    counts.update([event for event in history.events("labels") if (event.where.round or 0) <= round_index])
+    return counts
+
+
+def _entropy(histogram: Mapping[str, int]) -> float:
+    shares = np.array([count for count in histogram.values() if count > 0], dtype=np.float64)
+    shares /= max(shares.sum(), 1.0)
+    return float(-(shares * np.log(shares)).sum())

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Medians of columns are those of NumPy, to the last bit."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+from fedvitals.diagnosis.medians import column_medians
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 10, 101, 700])
+@pytest.mark.parametrize("missing", [0.0, 0.3, 0.95, 1.0])
+def test_they_are_those_of_numpy(rows: int, missing: float) -> None:
+    chance = np.random.default_rng(rows)
+    values = chance.normal(size=(rows, 17)) * 10.0 ** chance.integers(-12, 12, size=(rows, 17))
+    values[chance.random(values.shape) < 0.05] = np.inf
+    values[chance.random(values.shape) < missing] = np.nan
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")  # of columns without a value
+        expected = np.nanmedian(values, axis=0)
+    np.testing.assert_array_equal(column_medians(values), expected)
