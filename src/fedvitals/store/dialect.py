@@ -118,6 +118,7 @@ class Database:
 
     def many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
         """The same statement for each row of values."""
+        rows = [*rows]  # before the driver begins: making a row may ask this very connection for the number of a name
         try:
             self.connection.cursor().executemany(self.dialect.sql(sql), rows)
         except self.dialect.errors as error:
