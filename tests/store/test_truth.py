@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import sqlite3
 import struct
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,7 +59,11 @@ def every_answer(history):
     }
     # A method that is new must be asked here, too.
     assert set(asked) == {name for name, _ in inspect.getmembers(History, inspect.isfunction) if name[0] != "_"}
-    assert {name for name in dir(history) if name[0] != "_"} == set(asked)
+    # What keeps answers, and says when they have changed, tells nothing of its own; `changes_of` is asked as well.
+    keeping = {"changes_of", "computed", "kept_answers", "state"}
+    assert {name for name in dir(history) if name[0] != "_"} - keeping == set(asked)
+    if hasattr(history, "changes_of"):
+        asked["changes_of"] = [(name, r) for name in ("loss", "gradient", "truth", "label_noise") for r in (0, 3, 77)]
     return {name: [getattr(history, name)(*each) for each in some] for name, some in asked.items()}
 
 
@@ -182,12 +187,12 @@ def test_a_worker_cannot_send_one():
             encode(records)
 
 
-@pytest.mark.parametrize("tag", [10, 11, "Truth"])
+@pytest.mark.parametrize("tag", [10, 11, 12, "Truth"])
 def test_no_payload_is_read_as_one(tag):
     place, header = [1, 0, 2, None, None, None], [0, 0.0, 1, 0]
     for fields in ([1, ["c4"], 3, 7, {}], [1, [1], 3, None, b""], []):
         head = msgspec.msgpack.encode(([], [place], [[tag, *header, *fields]]))
-        payload = struct.pack("<2sBBI", MAGIC, VERSION, 0, len(head)) + head
+        payload = struct.pack("<2sBBII", MAGIC, VERSION, 0, len(head), zlib.crc32(head)) + head
         with pytest.raises(RecordError):
             decode(payload)
         sink = MemorySink()
