@@ -337,7 +337,7 @@ ANNOUNCED = [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xf
 @pytest.mark.parametrize("head", ANNOUNCED)
 def test_sizes_that_are_only_announced_cost_nothing(head):
     refuse(payload_of(head), "cannot be read")
-    refuse(struct.pack("<2sBBI", MAGIC, VERSION, 0, 2**32 - 1) + head)
+    refuse(struct.pack("<2sBBII", MAGIC, VERSION, 0, 2**32 - 1, zlib.crc32(head)) + head)
 
 
 @pytest.mark.thorough
