@@ -99,8 +99,11 @@ def test_what_was_run_again_once_is_at_hand(session):
 def test_progress_hears_of_every_round_that_is_run_again(session):
     heard = []
     session.progress = lambda *progress: heard.append(progress)
-    session.states.play(2)
-    assert heard == [(0, 0, 2), (1, 0, 2), (2, 0, 2)]
+    # A slow machine may have been found slow in a round, whose state is then kept as well.
+    last = max(number for number in range(1, ROUNDS) if not session.tape.has_state(number))
+    first = max(number for number in range(last) if session.tape.has_state(number))
+    session.states.play(last)
+    assert heard == [(number, first, last) for number in range(first, last + 1)]
 
 
 @pytest.mark.parametrize("engine", ["stacked", "sequential", "reuse"])

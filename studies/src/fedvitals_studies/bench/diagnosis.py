@@ -28,7 +28,7 @@ from fedvitals_studies.reproduce.conditions import PAPER_CLIENTS, PAPER_ITERATIO
 CLIENTS, LAYERS = 100, 20
 AFTER = (5, 50, 200)
 AROUND = 5  # rounds, of whose times the median is given
-BAR_MILLISECONDS, BAR_SHARE = 50.0, 0.005
+BAR_MILLISECONDS, BAR_SHARE = 15.0, 0.005
 
 
 class _Timed:
