@@ -21,6 +21,7 @@ PARTS = (
     "diagnosis",
     "profile",
     "lab",
+    "scale",
     "flower",
     "replay",
     "gpu",
@@ -38,6 +39,7 @@ BARS = {
 SHOWN = {  # the rest is for --json
     "wire": ("client_round", "records", "bytes", "encode_microseconds", "decode_microseconds", "both_microseconds"),
     "lab": ("what", "against", "bar", "value", "low", "high", "verdict"),
+    "scale": ("what", "bar", "measured", "verdict"),
     "profile": ("what", "bar", "measured", "verdict"),
     "flower": ("what", "bar", "measured", "verdict"),
     "replay": ("what", "bar", "measured", "verdict"),

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What watching many small clients costs: throughput, records lost, and whether time and memory stay flat.
+
+The lab trains MLPs of 2.7 k weights, where a client-round is a millisecond and everything that is done for each client
+shows. With and without a monitor take turns, a block of rounds each; what is still to be written of a block belongs to
+its time.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedvitals import lab
+from fedvitals.monitor.monitor import Monitor
+from fedvitals.resources.memory import resident_bytes
+from fedvitals_studies.bench.lab.work import Subject
+
+Tell = Callable[[str], None]
+Row = dict[str, Any]
+
+WARM_UP = 3  # rounds
+MANY, AT_ONCE = 10_000, 200  # clients, and how many of them take part in a round
+SAMPLES = 20  # of each of the many
+
+
+class _Federation:
+    """A lab run that trains a block of rounds when it is asked to."""
+
+    def __init__(self, experiment: lab.Experiment, monitor: Monitor | None) -> None:
+        self._rounds, self._monitor = lab.rounds(experiment, monitor), monitor
+        self.train(WARM_UP)
+
+    def train(self, rounds: int) -> float:
+        """Train so many rounds and return the seconds that they took, until everything of them is written."""
+        began = time.perf_counter()
+        for _ in range(rounds):
+            next(self._rounds)
+        if self._monitor is not None:
+            self._monitor.flush()
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        self._rounds.close()  # type: ignore[attr-defined]  # a generator: its processes end here
+
+
+@contextmanager
+def _federation(experiment: lab.Experiment, monitor: Monitor | None) -> Iterator[_Federation]:
+    federation = _Federation(experiment, monitor)
+    try:
+        yield federation
+    finally:
+        federation.close()
+        if monitor is not None:
+            monitor.close()
+
+
+def bench_scale(*, quick: bool = False, tell: Tell = lambda _: None) -> list[Row]:
+    """Rows for 100 and 1,000 clients that all take part, and for 10,000 of which 200 do."""
+    pairs = 3 if quick else 25
+    rows = _with_and_without(100, pairs, 5 if quick else 20, ">= 0.6", 0.6, tell)
+    rows += _with_and_without(200 if quick else 1000, pairs, 2, "<= 2x", 0.5, tell)
+    return rows + _growth(1_000 if quick else MANY, 50 if quick else AT_ONCE, 60 if quick else 2_000, tell)
+
+
+def _with_and_without(clients: int, pairs: int, rounds: int, bar: str, least: float, tell: Tell) -> list[Row]:
+    """Watched against unwatched throughput, in pairs of blocks; and the records that were lost on the way."""
+    experiment = Subject("mlp", clients).experiment()
+    with tempfile.TemporaryDirectory() as folder:
+        monitor = Monitor(Path(folder) / "runs.db", "scale", host="lab")
+        with _federation(experiment, None) as plain, _federation(experiment, monitor) as watched:
+            ratios = []
+            for number in range(pairs):
+                ratios.append(plain.train(rounds) / watched.train(rounds))
+                tell(f"{clients} clients, pair {number + 1} of {pairs}: {ratios[-1]:.2f}")
+        lost = monitor.lost
+    low, high = _interval(ratios)
+    share = statistics.median(ratios)
+    measured = f"{share:.2f} ({low:.2f} to {high:.2f}), that is {1 / share:.1f}x the time"
+    what = f"lab, MLP of 2.7 k weights, {clients} clients: watched over unwatched throughput"
+    return [
+        {"what": what, "bar": bar, "measured": measured, "verdict": _verdict(low >= least, high < least)},
+        {"what": f"the same: records lost of {clients} clients", "bar": "0", "measured": lost,
+         "verdict": _verdict(lost == 0, lost > 0)},
+    ]  # fmt: skip
+
+
+def _growth(clients: int, at_once: int, rounds: int, tell: Tell) -> list[Row]:
+    """Growth of a round's processor time and of memory over the last half of a long watched run."""
+    experiment = lab.Experiment(
+        name="bench scale",
+        dataset=lab.synthetic(samples=clients * SAMPLES * 5 // 4),
+        model=lab.mlp(hidden=(64,)),
+        local=lab.Local(iterations=5, batch=16, optimizer=lab.sgd(learning_rate=0.05)),
+        clients=clients,
+        participation=at_once / clients,
+        rounds=rounds + WARM_UP,
+        evaluation=lab.Evaluation(every=rounds * 2),
+        seed=2024,
+    )
+    seconds, memory = [], []
+    block = max(1, rounds // 40)
+    with tempfile.TemporaryDirectory() as folder:
+        monitor = Monitor(Path(folder) / "runs.db", "scale", host="lab")
+        with _federation(experiment, monitor) as watched:
+            for number in range(rounds // block):
+                began = time.process_time()
+                watched.train(block)
+                seconds.append((time.process_time() - began) / block)
+                memory.append(resident_bytes() or 0)
+                text = f"{1000 * seconds[-1]:.0f} ms of processor time a round, {memory[-1] / 2**20:.0f} MB"
+                tell(f"{clients} clients, round {(number + 1) * block} of {rounds}: {text}")
+        lost = monitor.lost
+    half, three_quarters = len(seconds) // 2, len(seconds) * 3 // 4
+    slower = statistics.median(seconds[three_quarters:]) / statistics.median(seconds[half:three_quarters]) - 1
+    larger = memory[-1] / memory[half] - 1
+    what = f"lab, {clients} clients, {at_once} a round, {rounds} rounds"
+    return [
+        {"what": f"{what}: growth of a round's processor time over the last half", "bar": "<= 5 %",
+         "measured": f"{100 * slower:.1f} %", "verdict": _verdict(slower <= 0.05, slower > 0.05)},
+        {"what": f"{what}: growth of memory over the last half", "bar": "<= 5 %",
+         "measured": f"{100 * larger:.1f} % (to {memory[-1] / 2**20:.0f} MB)",
+         "verdict": _verdict(larger <= 0.05, larger > 0.05)},
+        {"what": f"{what}: records lost", "bar": "0", "measured": lost, "verdict": _verdict(lost == 0, lost > 0)},
+    ]  # fmt: skip
+
+
+def _interval(ratios: list[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the median, by bootstrap."""
+    chance = np.random.default_rng(0)
+    medians = np.median(chance.choice(ratios, (2000, len(ratios))), axis=1)
+    low, high = np.quantile(medians, [0.025, 0.975]).tolist()
+    return low, high
+
+
+def _verdict(met: bool, missed: bool) -> str:
+    return "met" if met else "missed" if missed else "open"

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fedvitals bench scale`: its rows, on federations small enough for a test; no figure is asserted."""
+
+import pytest
+
+from fedvitals_studies.bench import scale
+
+pytestmark = pytest.mark.thorough
+
+
+def test_watched_and_unwatched_rounds_take_turns():
+    heard = []
+    throughput, lost = scale._with_and_without(4, 3, 1, ">= 0.6", 0.6, heard.append)
+    assert len(heard) == 3
+    assert throughput["verdict"] in ("met", "missed", "open")
+    assert (lost["measured"], lost["verdict"]) == (0, "met")
+
+
+def test_a_long_run_tells_how_time_and_memory_grew():
+    heard = []
+    slower, larger, lost = scale._growth(40, 4, 8, heard.append)
+    assert len(heard) == 8
+    assert slower["measured"].endswith("%")
+    assert "MB" in larger["measured"]
+    assert (lost["measured"], lost["verdict"]) == (0, "met")
+
+
+def test_the_interval_lies_around_the_median():
+    low, high = scale._interval([0.5, 0.6, 0.7, 0.55, 0.65])
+    assert 0.5 <= low <= 0.6 <= high <= 0.7
