@@ -177,7 +177,7 @@ def test_studies_add_their_verbs_and_are_named_where_they_are_missing(minimal, s
     program = minimal / "env/bin/fedvitals"
     missing = run(program, "bench", folder=minimal)
     assert missing.returncode == 2
-    assert missing.stderr.count("pip install fedvitals-studies") == 1
+    assert missing.stderr.count("pip install -e studies") == 1
     assert len(missing.stderr.splitlines()) == 1
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", tmp_path, studies_wheel]
     installed = run(*pip, folder=tmp_path)

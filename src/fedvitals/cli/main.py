@@ -112,8 +112,8 @@ def load_plugin(name: str) -> click.Command:
         return command
     if name in STUDIES:
         raise click.UsageError(
-            f"'{name}' comes with the distribution {STUDIES_DISTRIBUTION}: `pip install {STUDIES_DISTRIBUTION}`, "
-            "or in a checkout `pip install -e studies`."
+            f"'{name}' comes with the distribution {STUDIES_DISTRIBUTION}, which is not on PyPI yet: "
+            "`pip install -e studies` in a clone of the repository."
         )
     raise click.UsageError(unknown("verb", name, [*VERBS, *plugin_verbs()]))
 

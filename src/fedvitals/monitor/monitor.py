@@ -167,9 +167,13 @@ class Monitor:
         self._host.log(values, node=node, **more)
 
     def updates(self, round_index: int, updates: Mapping[Any, Any]) -> Sequence[Action]:
-        """Measure what each client sends, a sequence of tensors by name. Returns whom to leave out, if anyone.
+        """Measure what each client sends, before it is aggregated; inside the round.
 
-        The `target` of an action is the client's name as text, also where the keys are integers: str(key) == target.
+        `updates` maps each client's name to a sequence of tensors, one for each parameter in the order of
+        `model.parameters()`: what the client sent minus the model that it was sent, not the weights themselves. Call it
+        where updates may change between a client's scope and the aggregation: what arrives is compared with what was
+        trained. With `cure="auto"` it returns an action «exclude» for each update that cannot be used; otherwise
+        nothing. The `target` of an action is the client's name as text, also where the keys are integers.
         """
         return self._host.updates(round_index, updates)
 
