@@ -4,10 +4,8 @@
 import dataclasses
 import itertools
 import math
-from pathlib import Path
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,61 +19,15 @@ from fedvitals.measurements import (
     stamped,
 )
 from fedvitals.probes.results import Results, measurements_of
-from fedvitals.records import Layer, LayerStats, LayerTable, Metric, Run, Sketch
-from fedvitals.stats import STATISTICS
+from fedvitals.records import LayerStats, Metric, Sketch
 from fedvitals.store import MemoryStore, SqliteStore, open_reader
 from fedvitals.store.deliveries import Intervals
+from fedvitals.store.read.sketches import sketches_of_round
 from fedvitals.testing import MemorySink
-from fedvitals.transport.privacy import PrivacyPolicy, released
+from fedvitals.transport.privacy import PrivacyPolicy
 from fedvitals.transport.queue import Queue
 from fedvitals.transport.sink_writer import SinkWriter
-from fedvitals.transport.wire.payload import LIMITS, Limits, decode, encode
-
-TABLE = LayerTable("parameter", (Layer("a", (2, 2), "float32"), Layer("b", (3,), "float32")))
-RUN = Run("r", "r", tables=(TABLE,), source="s", sequence=0)
-
-
-def same(left, right):
-    """Records that are equal, NaN included; matrices to the float32 of wire and store."""
-    assert len(left) == len(right)
-    for a, b in zip(left, right, strict=True):
-        assert type(a) is type(b)
-        for field in dataclasses.fields(a):
-            x, y = getattr(a, field.name), getattr(b, field.name)
-            if field.name in ("matrix", "values", "value"):
-                np.testing.assert_allclose(x, y, rtol=1e-6, equal_nan=True)
-            else:
-                assert x == y, field.name
-
-
-def sums(rng):
-    """The nine sums of two layers of five values each."""
-    values = rng.normal(size=(2, 5))
-    rows = [values.sum(1), (values**2).sum(1), np.abs(values).sum(1), values.min(1), values.max(1)]
-    made = np.stack([np.full(2, 5.0), *rows, *np.zeros((3, 2))], axis=1)
-    assert made.shape[1] == len(STATISTICS)
-    return made
-
-
-def results(rng, *, sketch=True, step=None, absent=False):
-    made = Results(tables={"parameter": TABLE.digest})
-    made.take({"loss": rng.normal(), "gradient.norm": math.nan if absent else rng.random()})
-    made.take({"gradient.norm_max": rng.random()}, step=int(rng.integers(0, 9)) if step is None else step)
-    if not absent:
-        made.take({"samples": 32.0, "update.norm": 1.0, "user.mine": -1.5})
-    made.matrices.append(("gradient", sums(rng), None))
-    made.matrices.append(("gradient", sums(rng), 3))
-    if sketch:
-        made.sketch = rng.normal(size=256)
-    return made
-
-
-def measured(clients=4, seed=0, *, round_index=2, nodes=None):
-    rng = np.random.default_rng(seed)
-    names = nodes or [f"c{i}" for i in range(clients)]
-    rows = [((node, None if i % 2 else "edge-0"), results(rng, absent=i == 1)) for i, node in enumerate(names)]
-    table = measurements_of("r", round_index, 5.0, rows, lambda *_: TABLE.digest)
-    return stamped(table, "s", 10)
+from support.measured_tables import RUN, measured, results, same
 
 
 def test_it_stands_for_the_records_that_the_results_tell():
@@ -137,101 +89,7 @@ def test_matrices_without_a_layer_table_are_left_out():
     assert len(table) == 6
 
 
-# -- on the wire ------------------------------------------------------------------------------------------------------
-
-
-@given(st.integers(0, 1000), st.integers(1, 6))
-def test_it_comes_through_the_wire_as_it_was(seed, clients):
-    table = measured(clients, seed)
-    (read,) = decode(encode([table]))
-    assert isinstance(read, Measurements)
-    same(single_records([read]), single_records([table]))
-
-
-def test_records_around_it_keep_their_numbers():
-    table = measured()
-    after = Metric(table.place(0), 6.0, "loss", 1.0, "s", 10 + len(table))
-    payload = encode([RUN, table, after])
-    run, read, last = decode(payload)
-    assert (run.id, read.sequence, last.sequence) == ("r", 10, 10 + len(table))
-
-
-def test_a_changed_byte_is_recognised():
-    payload = bytearray(encode([measured()]))
-    payload[-1] ^= 1
-    with pytest.raises(RecordError, match="damaged"):
-        decode(bytes(payload))
-
-
-def test_a_table_with_more_cells_than_may_be_is_refused_on_both_sides():
-    few = Limits(cells=20)
-    payload = encode([measured()])
-    with pytest.raises(RecordError, match="cells"):
-        encode([measured()], few)
-    with pytest.raises(RecordError, match="cells"):
-        decode(payload, few)
-    with pytest.raises(RecordError, match="records"):
-        decode(payload, dataclasses.replace(LIMITS, records=5))
-
-
-def with_rows(table, rows):
-    part = table.layers[0]
-    return dataclasses.replace(table, layers=(dataclasses.replace(part, rows=rows),))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda table: with_rows(table, (0, 1, 2, 9)), "does not name"),
-        (lambda table: dataclasses.replace(table, sketch_rows=(0, 1, 2, 9)), "does not name"),
-        (lambda table: dataclasses.replace(table, groups=(None,)), "groups"),
-    ],
-)
-def test_what_does_not_fit_together_is_refused(change, words):
-    with pytest.raises(RecordError, match=words):
-        decode(encode([change(measured())]))
-
-
-def test_payloads_of_the_version_before_are_still_read():
-    payload = (Path(__file__).parent / "golden" / "payload_v1.bin").read_bytes()
-    assert payload[:3] == b"fv\x01"
-    records = decode(payload)
-    kinds = {type(record).__name__ for record in records}
-    assert kinds == {
-        "Run",
-        "Metric",
-        "LayerStats",
-        "Span",
-        "Transfer",
-        "Event",
-        "Sketch",
-        "Finding",
-        "Action",
-        "Snapshot",
-    }
-    assert sum(isinstance(r, Metric) and r.where.node == "c17" for r in records) > 20
-
-
-# -- the privacy gate, the queue, the stores --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("level", range(5))
-@pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("stray", [False, True])
-@pytest.mark.parametrize("hides", [False, True])
-def test_the_gate_lets_through_what_it_lets_through_of_single_records(level, held, stray, hides):
-    policy = PrivacyPolicy(level, hides=hides)
-    table = measured(nodes=["server", "c1", None, "edge-1"])
-    table = dataclasses.replace(table, names=("loss", "time.client", *table.names[2:]))
-    single = [released(record, policy, stray=stray, held=held) for record in table.records()]
-    passed = released(table, policy, stray=stray, held=held)
-    left = [] if passed is None else single_records([passed])
-
-    def identity(record):
-        kind = getattr(record, "name", "") or getattr(record, "family", "")
-        return type(record).__name__, record.where, kind
-
-    assert [identity(r) for r in left] == [identity(r) for r in single if r is not None]
+# -- the queue and the stores ------------------------------------------------------------------------------------------
 
 
 def test_sinks_get_records_unless_they_take_measurements():
@@ -342,6 +200,29 @@ def test_stores_say_the_same_of_measurements_and_of_their_records(tmp_path):
             columns = columns.replace("group", '"group"').replace("values", '"values"')
             select = f"SELECT {columns} FROM {table}"
             assert readable(reader, table, select) == readable(twin, table, select)
+
+
+def test_stores_say_the_same_of_a_node_in_two_rows(tmp_path):
+    """As of a client that is in two groups: of its values with the same time, the last record's counts."""
+    cells = {"values": np.array([[1.0, 2.0], [3.0, 0.0]]), "present": np.array([[True, True], [True, False]])}
+    table = Measurements("r", 0, 1.0, ("c0", "c0"), ("a", "b"), ("loss", "loss"), **cells, source="s", sequence=1)
+    for i, batch in enumerate(([table], [*table.records()])):
+        (tmp_path / f"{i}").mkdir()
+        memory, file = histories(tmp_path / f"{i}", [[RUN, *batch]])
+        with open_reader(file) as reader:
+            assert reader.history("r").latest("loss", 0) == memory.latest("loss", 0) == {"c0": 3.0}
+
+
+def test_of_two_sketches_in_a_batch_the_later_one_counts(tmp_path):
+    table = measured()
+    before = Sketch(table.place(0), 5.0, (1.0,) * 256, "feed", table.sketch_version, "s", 5)
+    after = dataclasses.replace(before, sequence=500)
+    for i, (batch, kept) in enumerate([([before, table], table.sketches[0]), ([table, after], after.values)]):
+        with SqliteStore(tmp_path / f"{i}.db") as store:
+            store.write([RUN, *batch])
+        with open_reader(tmp_path / f"{i}.db") as reader:
+            newest = np.frombuffer(sketches_of_round(reader, "r", 2)["c0"], "<f4")
+        np.testing.assert_allclose(newest, kept, rtol=1e-6)
 
 
 def readable(reader, table, select):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -85,9 +85,13 @@ class Measurements:
 
     def places(self) -> list[Where]:
         """Return the coordinates of the nodes that something was measured of."""
+        return [self.place(row) for row in self._rows()]
+
+    def _rows(self) -> list[int]:
+        """The rows of the nodes that something was measured of, in order."""
         rows = {*np.flatnonzero(self.present.any(axis=1)).tolist(), *self.sketch_rows}
         rows.update(row for part in self.layers for row in part.rows)
-        return [self.place(row) for row in sorted(rows)]
+        return sorted(rows)
 
     def metrics(self) -> Iterator[tuple[int, str, float, int | None]]:
         """Every metric: row of its node, name, value, step; node by node."""
@@ -95,6 +99,23 @@ class Measurements:
         for row, column in zip(*(index.tolist() for index in np.nonzero(self.present)), strict=True):
             step = NO_STEP if steps is None else steps[row][column]
             yield row, names[column], values[row][column], None if step == NO_STEP else step
+
+    def without_absent(self) -> Measurements:
+        """Return the same records without anything else: no node, name or value that none of them has."""
+        kept, columns = self._rows(), np.flatnonzero(self.present.any(axis=0)).tolist()
+        position = {row: i for i, row in enumerate(kept)}
+        cells = np.ix_(kept, columns)
+        return replace(
+            self,
+            nodes=tuple(self.nodes[row] for row in kept),
+            groups=tuple(self.groups[row] for row in kept),
+            names=tuple(self.names[column] for column in columns),
+            values=np.where(self.present, self.values, 0.0)[cells],
+            present=self.present[cells],
+            steps=None if self.steps is None else np.where(self.present, self.steps, NO_STEP)[cells],
+            layers=tuple(replace(part, rows=tuple(position[row] for row in part.rows)) for part in self.layers),
+            sketch_rows=tuple(position[row] for row in self.sketch_rows),
+        )
 
     def numbered_layers(self) -> Iterator[tuple[int, MeasuredLayers]]:
         """The matrices of each family with the sequence number of their first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import threading
 import time
 
@@ -215,3 +216,28 @@ def test_a_signal_handler_may_put_in_the_midst_of_a_put(make_queue):
         signal.signal(signal.SIGALRM, before)
     assert queue.flush()
     assert sum(record.value < 0 for record in sink.records) == len(hits)
+
+
+def test_a_full_queue_keeps_its_room_whatever_a_signal_handler_puts(make_queue, monkeypatch):
+    """Wherever in a put the handler logs: as many records wait afterwards as may, no more and no less."""
+    monkeypatch.setattr(queue_module, "POLL_SECONDS", PATIENCE)  # nothing is taken before the end
+    for moment in range(30):
+        queue = make_queue(Keeping(), bulk=10)
+        calls = iter(range(1000))
+
+        def log(frame, event, _, queue=queue, calls=calls, moment=moment) -> None:
+            of_queue = frame.f_code.co_filename == queue_module.__file__ and event in ("call", "return")
+            if of_queue and next(calls) == moment:
+                sys.setprofile(None)
+                queue.put(metric(-1))
+
+        queue.put_many(metric(1) for _ in range(9))
+        sys.setprofile(log)
+        try:
+            queue.put_many([metric(2)] * 3)
+        finally:
+            sys.setprofile(None)
+        queue.put_many([metric(3)] * 15)
+        assert queue.pending == 10, moment
+        assert next(calls) > moment
+        assert queue.lost == {"queue full": 18}

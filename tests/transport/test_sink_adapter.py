@@ -53,6 +53,16 @@ def test_a_plain_object_gets_the_defaults_of_a_sink():
     assert plain.records == [1, 2]
 
 
+@pytest.mark.parametrize("ignores", [Metric, [Metric], Metric | Span, (Metric,)])
+def test_a_sink_may_name_what_it_ignores_in_any_way(ignores):
+    sink = Plain()
+    sink.ignores = ignores
+    with fv.Monitor(None, sinks=[sink], machine=False, strict=True) as monitor:
+        monitor.log({"loss": 1.0})
+    assert {type(record) for record in sink.records} >= {Run}
+    assert not [record for record in sink.records if isinstance(record, Metric)]
+
+
 def test_what_a_sink_has_is_used():
     whole = Whole()
     assert as_sink(whole) is whole

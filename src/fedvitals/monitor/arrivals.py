@@ -7,11 +7,9 @@ import functools
 import pickle  # only to ask whether a user's probe can go along; nothing is ever loaded from it
 import threading
 import time
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.measurements import Measurements, Telemetry, places_of, single_records
@@ -250,7 +248,7 @@ class Arrivals:
                 if self._labels.get(record.where.node) == histogram:
                     known.add(record.where.node)
                 self._labels[record.where.node] = histogram
-        return records if not known else [kept for r in records if (kept := _without_labels(r, known)) is not None]
+        return records if not known else [kept for record in records for kept in _without_labels(record, known)]
 
     def _join(self, records: Sequence[Telemetry], cohort: Cohort | None, sender: Sender | None) -> None:
         finished: dict[Node, tuple[Span, Results]] = {}
@@ -325,14 +323,18 @@ def _goes(planned: Planned) -> bool:
     return True
 
 
-def _without_labels(record: Telemetry, nodes: Container[Node | None]) -> Telemetry | None:
-    """What is left of it without the labels of these nodes."""
-    if isinstance(record, Measurements):
-        rows = np.array([node in nodes for node in record.nodes], np.bool_)
-        columns = np.array([name in LABELS for name in record.names], np.bool_)
-        return replace(record, present=record.present & ~(rows[:, None] & columns))
-    about_labels = isinstance(record, Event | Metric) and record.where.node in nodes and record.name in LABELS
-    return None if about_labels else record
+def _without_labels(telemetry: Telemetry, nodes: Container[Node | None]) -> Iterator[Telemetry]:
+    """What is left of it without the labels of these nodes: single records, which keep their numbers, if less."""
+    if not isinstance(telemetry, Measurements):
+        records: Iterable[Record] = (telemetry,)
+    elif any(name in LABELS for name in telemetry.names) and any(node in nodes for node in telemetry.nodes):
+        records = telemetry.records()
+    else:
+        yield telemetry
+        return
+    for record in records:
+        if not (isinstance(record, Event | Metric) and record.where.node in nodes and record.name in LABELS):
+            yield record
 
 
 def _gather(results_by_node: Mapping[Node, Results], telemetry: Telemetry) -> None:

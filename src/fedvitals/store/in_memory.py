@@ -256,6 +256,11 @@ class MemoryStore(Sink):
             return
         if places:
             memory.rounds.add(measured.round)
+        if len({*measured.nodes}) < len(measured.nodes):  # the last of a node's values is known by their order alone
+            for record in measured.records():
+                if isinstance(record, Metric):
+                    _keep_value(memory, record, measured.round)
+            return
         # What is about the whole of one edge or cluster is not about the federation.
         shown = [node is not None or group is None for node, group in zip(measured.nodes, measured.groups, strict=True)]
         present = measured.present & np.array(shown, np.bool_)[:, None]

@@ -20,6 +20,7 @@ from fedvitals.store.symbols import Symbols
 from fedvitals.store.upkeep import compaction
 
 Family = tuple[str, str, str, int, bool]  # run, family, layer table, number of layers, whether about the whole
+MeasuredRows = Callable[[Measurements, Callable[[str | None], int | None]], Iterator[rows.Row]]
 ROUNDS_REMEMBERED = 1000  # whose times are known without asking; a run of any length must fit into memory
 
 
@@ -89,31 +90,32 @@ class Writer:
         by_kind: dict[type, list[Any]] = {}
         for record in new:
             by_kind.setdefault(type(record), []).append(record)
-        for measured_kind in (LayerStats, Metric):  # written with those among the measurements
-            by_kind.pop(measured_kind, None)
+        for together in (LayerStats, Metric, Sketch, Measurements):  # written in one order with each other
+            by_kind.pop(together, None)
         for run in by_kind.pop(Run, []):
             self._write_run(run)
-        self._database.many(self._rows[Metric][0], self._metric_rows(new))
-        for measured in by_kind.pop(Measurements, []):
-            self._database.many(self._rows[Sketch][0], rows.sketch_rows(measured, self._symbols.number))
+        for measured_kind, to_rows in ((Metric, rows.measured_rows), (Sketch, rows.sketch_rows)):
+            self._database.many(self._rows[measured_kind][0], self._rows_in_order(new, measured_kind, to_rows))
         for kind, same in by_kind.items():
-            statement, to_rows = self._rows[kind]
-            self._database.many(statement, to_rows(same))
+            statement, rows_of = self._rows[kind]
+            self._database.many(statement, rows_of(same))
         due |= self._write_statistics(layer_matrices(new))
         # Whoever reads the rounds and nodes of a run must not learn from them what is to be found out.
         self._note_places((place, r.at) for r in new if not isinstance(r, Run | Truth) for place in places_of(r))
         self._delivered.save({(run_of(record), record.source) for record in new})
         self._symbols.save()
 
-    def _metric_rows(self, records: Sequence[Telemetry]) -> Iterator[rows.Row]:
-        """The rows of all metrics, in order of arrival: of two with the same time, the later one counts."""
-        to_rows = self._rows[Metric][1]
-        for kind, same in itertools.groupby(records, type):
-            if kind is Metric:
+    def _rows_in_order(
+        self, records: Sequence[Telemetry], kind: type, measured_rows: MeasuredRows
+    ) -> Iterator[rows.Row]:
+        """The rows of all metrics or sketches by arrival: of two with the same time, the later one counts."""
+        to_rows = self._rows[kind][1]
+        for kind_of_same, same in itertools.groupby(records, type):
+            if kind_of_same is kind:
                 yield from to_rows([*same])
-            elif kind is Measurements:
+            elif kind_of_same is Measurements:
                 for measured in same:
-                    yield from rows.measured_rows(measured, self._symbols.number)  # type: ignore[arg-type]
+                    yield from measured_rows(measured, self._symbols.number)  # type: ignore[arg-type]
 
     def _write_run(self, run: Run) -> None:
         """Insert the run or write over it, unless its own source has said something newer before."""

@@ -48,14 +48,15 @@ class PayloadBuffer:
     def emit(self, record: Telemetry, *, clients: int | None = None, stray: bool = False) -> None:  # noqa: ARG002
         """Buffer a record, as far as the privacy level allows. Never raises."""
         passed = released(record, self._policy, clients=clients, stray=True)
+        count = 0 if passed is None else record_count(passed)
         with self._lock:
             if isinstance(passed, Run):
                 self._run = passed
             elif passed is not None and (self._count < ROOM or is_important(passed)):
                 self._records.append(passed)
-                self._count += record_count(passed)
+                self._count += count
             elif passed is not None:
-                self._lose(record_count(passed))
+                self._lose(count)
 
     def flush(self, timeout: float = 0.0, *, own: bool = False) -> bool:  # noqa: ARG002 - as a `SinkWriter`'s
         """Return True: nothing is written from here."""

@@ -147,9 +147,9 @@ def _record(record: Record, policy: PrivacyPolicy, *, clients: int | None, stray
 
 
 def _measurements(table: Measurements, policy: PrivacyPolicy, *, stray: bool, held: bool) -> Measurements | None:
-    """The values, matrices and sketches that may leave, column by column."""
+    """The values, matrices and sketches that may leave, column by column; no name of what may not."""
     if policy.level >= WORDS:
-        return table
+        return table if len(table) else None
 
     def may_leave(level: int, *, of_update: bool) -> bool:
         return policy.level >= level or (held and not policy.hides and of_update)
@@ -171,7 +171,7 @@ def _measurements(table: Measurements, policy: PrivacyPolicy, *, stray: bool, he
         sketch_rows=tuple(table.sketch_rows[i] for i in kept),
         sketches=table.sketches[kept] if kept and table.sketches is not None else None,
     )
-    return passed if len(passed) else None
+    return passed.without_absent() if len(passed) else None
 
 
 def _event(record: Event, policy: PrivacyPolicy, *, about_client: bool) -> Event | None:

@@ -170,20 +170,22 @@ class Queue:
 
     def _put_bulk(self, record: Telemetry) -> None:
         count, waiting = record_count(record), self._bulk_records
-        while self._bulk and self._bulk_room + _room(count) > self._bulk_limit:
+        room = _room(count)  # before the sums below: a signal handler may log, and so put, in the midst of a call
+        while self._bulk and self._bulk_room + room > self._bulk_limit:
             self._lose("queue full", count=record_count(self._pop_bulk()))
             self._heads[0] += 1
         self._bulk.append(record)
         self._bulk_records += count
-        self._bulk_room += _room(count)
+        self._bulk_room += room
         if waiting < BATCH <= self._bulk_records:
             self._changed.notify_all()
 
     def _pop_bulk(self) -> Telemetry:
         record = self._bulk.popleft()
         count = record_count(record)
+        room = _room(count)
         self._bulk_records -= count
-        self._bulk_room -= _room(count)
+        self._bulk_room -= room
         return record
 
     def _put_important(self, record: Record) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,7 +18,7 @@ class _HasName(Protocol):
 
 @runtime_checkable
 class _HasIgnores(Protocol):
-    ignores: tuple[type, ...]
+    ignores: Any
 
 
 @runtime_checkable
@@ -37,7 +37,8 @@ class SinkAdapter(Sink):
     def __init__(self, writer: RecordWriter) -> None:
         self._writer = writer
         self.name = str((writer.name if isinstance(writer, _HasName) else None) or type(writer).__name__)
-        self.ignores = writer.ignores if isinstance(writer, _HasIgnores) else ()
+        ignores = writer.ignores if isinstance(writer, _HasIgnores) else ()
+        self.ignores = tuple(ignores) if isinstance(ignores, Iterable) else (ignores,)  # a list, or a single type
 
     def prepare(self, folder: Path | None = None, families: Mapping[str, str] | None = None) -> None:
         if isinstance(self._writer, _HasPrepare):

@@ -71,7 +71,12 @@ class SinkWriter:
     def admit(self, record: Telemetry) -> None:
         """Queue a record of another process with the identity that it has, as far as the privacy policy allows."""
         passed = released(record, self._policy, held=True)
-        if passed is not None:
+        if passed is None:
+            return
+        if isinstance(record, Measurements) and record_count(passed) < len(record):
+            for single in record.records():  # what is left as an array would have other numbers
+                self.admit(single)
+        else:
             self._put(passed)
 
     def _put(self, record: Telemetry) -> None:

@@ -47,7 +47,7 @@ class PayloadReader:
         self._places = [self._where(place) for place in head.places]
         self._sums, self._others, self._arrays = self._cut(matrices)
         self._sum_row = self._other = 0
-        self._data_bytes = 0
+        self._data_bytes = self._cells = 0
 
     def read(self) -> list[Telemetry]:
         """Return everything, in order."""
@@ -118,8 +118,10 @@ class PayloadReader:
         part, self._arrays = self._arrays[:size], self._arrays[size:]
         return np.frombuffer(part, kind)
 
-    def check_cells(self, cells: int) -> None:
-        check_size("cells in a table of measurements", cells, self._limits.cells)
+    def count_cells(self, cells: int) -> None:
+        """Add the cells of a table, of which a bit announces eight bytes or more; raise if they become too many."""
+        self._cells += cells
+        check_size("cells in tables of measurements", self._cells, self._limits.cells)
 
     def end(self) -> None:
         """Raise unless everything behind the head was announced by it."""
@@ -214,7 +216,7 @@ def _layer_stats(r: PayloadReader, e: fields.Layers, at: _At, identity: _Identit
 
 def _measurements(r: PayloadReader, e: fields.MeasurementsEntry, at: _At, identity: _Identity) -> Telemetry:
     rows, columns = len(e.nodes), len(e.names)
-    r.check_cells(rows * columns)
+    r.count_cells(rows * columns)
     if len(e.groups) != rows:
         raise RecordError(f"Measurements of {rows} nodes in a payload name {len(e.groups)} groups.")
     bits = np.unpackbits(r.array("u1", -(-rows * columns // 8)), count=rows * columns)
@@ -228,10 +230,9 @@ def _measurements(r: PayloadReader, e: fields.MeasurementsEntry, at: _At, identi
         places = r.array("<u4", e.steps)
         own[places] = r.array("<i8", e.steps)
         steps[present] = own
-    r.check_cells(len(e.sketch_rows) * e.sketch_numbers)
     sketches = r.array("<f8", len(e.sketch_rows) * e.sketch_numbers).reshape(len(e.sketch_rows), e.sketch_numbers)
     layers = tuple(_measured_layers(r, part, rows) for part in e.layers)
-    if max(e.sketch_rows, default=0) >= max(rows, 1) or at[0].node is not None:
+    if max(e.sketch_rows, default=-1) >= rows or at[0].node is not None:
         raise RecordError("Measurements in a payload are of a node that it does not name.")
     return Measurements(
         *(at[0].run, at[0].round, at[1], tuple(map(r.maybe, e.nodes)), tuple(map(r.maybe, e.groups))),
@@ -241,8 +242,10 @@ def _measurements(r: PayloadReader, e: fields.MeasurementsEntry, at: _At, identi
 
 
 def _measured_layers(r: PayloadReader, part: fields.MeasuredLayersEntry, rows: int) -> MeasuredLayers:
-    if max(part.rows, default=0) >= max(rows, 1):
+    if max(part.rows, default=-1) >= rows:
         raise RecordError("Statistics of layers in a payload are of a node that it does not name.")
+    if not part.layers:
+        raise RecordError("Statistics of layers in a payload are of no layer at all.")
     family = r.word(part.family)
     matrices = r.matrix(family, part.layers * len(part.rows))
     shape = (len(part.rows), part.layers, len(FAMILIES[family].columns))

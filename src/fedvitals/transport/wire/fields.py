@@ -206,7 +206,7 @@ class Limits:
     head: int = 512 << 10  # bytes of everything but the matrices
     data: int = 256 << 10  # bytes of all free-form data together
     records: int = 100_000
-    cells: int = 1_000_000  # nodes × names of measurements, present or not
+    cells: int = 1_000_000  # nodes × names of all measurements, present or not
 
 
 def check_size(what: str, size: int, limit: int) -> None:

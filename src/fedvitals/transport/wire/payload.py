@@ -52,7 +52,7 @@ def encode(records: Sequence[Telemetry], limits: Limits = LIMITS) -> bytes:
     check_size("bytes of free-form data", writer.data_bytes, limits.data)
     check_size("records", sum(map(record_count, records)), limits.records)
     tables = (record.present.size for record in records if isinstance(record, Measurements))
-    check_size("cells in a table of measurements", max(tables, default=0), limits.cells)
+    check_size("cells in tables of measurements", sum(tables), limits.cells)
     return payload
 
 
