@@ -175,7 +175,7 @@ def test_those_who_wait_for_a_look_share_one(store, monkeypatch):
             turn.release()
 
     cache._looking = Counted()
-    monkeypatch.setattr(cache._tracker, "look", look)
+    monkeypatch.setattr(cache.tracker, "look", look)
     first = threading.Thread(target=cache.look)
     first.start()
     assert entered.wait(PATIENCE)

@@ -265,7 +265,8 @@ class HistoryCutoff:
                 self._history.across(family, (statistic,), round_index)
             return [], np.empty((0, len(self.layers(family)), len(statistics)))
         columns, known = (FAMILIES[family].columns, statistics_of(family)) if family in FAMILIES else ((), ())
-        if len(columns) > WIDEST_MATRIX or any(name not in known for name in statistics):
+        # Only the live history surely has all columns: a recording of the fault bank keeps what detectors ask for.
+        if self._changes is None or len(columns) > WIDEST_MATRIX or any(name not in known for name in statistics):
             nodes, values = self._read(family, tuple(statistics), round_index)
             return list(nodes), values.copy()
         nodes, sums = self._read(family, columns, round_index)

@@ -104,6 +104,7 @@ def late_training(message, context):
 def client_alone(*, late):
     """The names of the metrics in the telemetry of one client."""
     import fedvitals as fv
+    from fedvitals.measurements import single_records
     from fedvitals.records import Metric
     from fedvitals.transport.wire.payload import decode
     from support.flower.federation import HandGrid, client_app, model, requests_for, training
@@ -115,7 +116,7 @@ def client_alone(*, late):
     with flower_run(grid.run_id):
         (reply,) = grid.send_and_receive(requests_for(grid, model()))
     payload = reply.content["fedvitals"]["payload"]
-    return sorted({record.name for record in decode(payload) if isinstance(record, Metric)})
+    return sorted({record.name for record in single_records(decode(payload)) if isinstance(record, Metric)})
 
 
 def main():
