@@ -8,9 +8,8 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from fedvitals.records import Event, LayerStats, Metric, Record, Span, Where
+from fedvitals.records import Event, Metric, Record, Span, Where
 from fedvitals.scope import Scope
-from fedvitals.stats import Array
 from fedvitals.transport.timing import new_span_id
 
 TRACEBACK_CHARACTERS = 8000
@@ -36,10 +35,6 @@ class ScopeRecorder:
         now, here = time.time(), where(scope)
         for name, value, step in metrics:
             self.emit(Metric(here if step is None else where(scope, step), now, name, value))
-
-    def layers(self, scope: Scope, family: str, matrix: Array, table: str, step: int | None = None) -> None:
-        """Emit statistics of layers, [layers, columns]. `table`: the digest of the layer table."""
-        self.emit(LayerStats(where(scope, step), time.time(), family, matrix, table))
 
     def span(self, scope: Scope, name: str, at: float, seconds: float, attributes: Mapping[str, Any]) -> Span:
         """Emit the Span of a scope. Returns a copy of it, since what is emitted gets an identity."""
