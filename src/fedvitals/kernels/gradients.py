@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedvitals.kernels import layout
 from fedvitals.kernels.cpu import jit
 from fedvitals.kernels.cuda import gradients as device_gradients
 from fedvitals.kernels.one_pass import sums
@@ -42,7 +43,8 @@ class GradientRecorder:
         lines: list[int] = []
         self._known: list[tuple[Tensor, torch.dtype, int, int]] = []
         for parameter in parameters:
-            if parameter is None or not parameter.is_cpu or kernel is None or parameter.dtype not in kernel.functions:
+            usable = parameter is not None and parameter.is_cpu and layout.local(parameter) is parameter
+            if parameter is None or not usable or kernel is None or parameter.dtype not in kernel.functions:
                 self._kernel, self._device = None, device_gradients.for_parameters(parameters)
                 return
             self._known.append((parameter, parameter.dtype, parameter.numel(), len(lines) + 1))
@@ -80,16 +82,28 @@ class GradientRecorder:
         """Correct the last step, whose gradients were `factor` times the true ones."""
         place = len(self._steps) - 1
         rows = self._odd.get(place)
+        if self._device is not None:
+            self._device.finish()
         if rows is None:
             rows = self._rows()[place]
         _scale(rows, factor)
 
-    def take(self) -> tuple[list[int], Array]:
-        """Return the steps, and [steps, layers, 9] on the host."""
+    @property
+    def on_device(self) -> list[Tensor]:
+        """The rows that are still on a device, for the caller to copy to the host."""
+        if self._device is not None:
+            self._device.finish()
+        return [odd for odd in self._odd.values() if isinstance(odd, Tensor)]
+
+    def take(self, on_host: Sequence[Array] | None = None) -> tuple[list[int], Array]:
+        """Return the steps, and [steps, layers, 9] on the host.
+
+        `on_host` are the rows of `on_device`, in the same order, if the caller has copied them.
+        """
         rows = self._rows()
-        on_device = {place: odd for place, odd in self._odd.items() if isinstance(odd, Tensor)}
-        for place, odd in (self._odd | device_gradients.copy_to_host(on_device)).items():
-            rows[place] = np.asarray(odd)
+        copied = iter([tensor.cpu().numpy() for tensor in self.on_device] if on_host is None else on_host)
+        for place, odd in self._odd.items():
+            rows[place] = next(copied) if isinstance(odd, Tensor) else odd
         return self._steps, rows
 
     def _rows(self) -> Array:

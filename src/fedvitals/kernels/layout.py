@@ -11,6 +11,14 @@ from torch import Tensor
 from fedvitals.errors import RecordError
 
 
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a sharded tensor (DTensor) that this process holds, without communication; others as they
+    are.
+    """
+    shard = getattr(tensor, "to_local", None)
+    return tensor if shard is None else shard()
+
+
 def readable(tensor: Tensor) -> Tensor:
     """Return the tensor, with complex numbers as pairs of real ones. Raises if it has no numbers in memory."""
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:

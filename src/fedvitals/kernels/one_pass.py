@@ -26,8 +26,10 @@ def sums(tensors: Sequence[Tensor | None], *, clients: bool = False) -> Array | 
 
     The count is over all values, the other statistics over the finite ones. With `clients` every tensor has a leading
     client axis and the result is `[clients, layers, 9]`. CPU tensors give a numpy array; tensors on another device give
-    a tensor there, without synchronising. Complex numbers count as two real ones.
+    a tensor there, without synchronising. Complex numbers count as two real ones. Of a sharded tensor the shard of
+    this process is measured.
     """
+    tensors = [None if tensor is None else layout.local(tensor) for tensor in tensors]
     count = _clients(tensors) if clients else None
     kernel = jit.load_kernel().kernel
     if kernel is not None and tensors:
@@ -38,6 +40,12 @@ def sums(tensors: Sequence[Tensor | None], *, clients: bool = False) -> Array | 
     if result is None:
         result = fallback.sums(tensors, count)
     return result.numpy() if result.is_cpu else result
+
+
+def sums_of_parts(vector: Tensor, sizes: tuple[int, ...]) -> Array | Tensor:
+    """Return `[parts, 9]` like `sums`: of a contiguous vector, which consists of parts of these sizes."""
+    rows = device_sums.sums_of_parts(vector, sizes) if vector.is_cuda else None
+    return sums(vector.split(sizes)) if rows is None else rows
 
 
 def _call(kernel: jit.Kernel, tensors: Sequence[Tensor | None]) -> Array | None:

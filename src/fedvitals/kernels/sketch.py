@@ -29,37 +29,43 @@ _ROWS_PER_PART = 64  # rows of 256 coordinates that one program on a GPU sums, a
 _PARTS = 1024  # of a vector, at most
 
 
-def count_sketch(vectors: Tensor) -> Tensor:
-    """Sketch `[..., D]` along the last axis; returns `[..., 256]` in float64 on the same device."""
+def count_sketch(vectors: Tensor, start: int = 0) -> Tensor:
+    """Sketch `[..., D]` along the last axis; returns `[..., 256]` in float64 on the same device.
+
+    `start`, a multiple of 256, is the place of the first coordinate in a longer vector: the sketches of its parts add
+    up to its own.
+    """
     rows = vectors.detach().reshape(math.prod(vectors.shape[:-1]), vectors.shape[-1])
     if rows.dtype not in (torch.float32, torch.float64):
         rows = rows.float()
     if rows.shape[1] > 1 and rows.stride(1) != 1:
         rows = rows.contiguous()
-    result = _by_kernel(rows)
-    return (by_torch(rows) if result is None else result).view(*vectors.shape[:-1], SIZE)
+    result = _by_kernel(rows, start)
+    return (by_torch(rows, start) if result is None else result).view(*vectors.shape[:-1], SIZE)
 
 
-def _by_kernel(rows: Tensor) -> Tensor | None:
+def _by_kernel(rows: Tensor, start: int) -> Tensor | None:
     """Return the sketches by a compiled kernel, or None where this device has none."""
     if rows.is_cpu:
         kernel = jit.load_kernel().kernel
-        return None if kernel is None else _by_llvm(kernel, rows)
+        return None if kernel is None else _by_llvm(kernel, rows, start)
     if rows.is_cuda and not torch.cuda.is_current_stream_capturing():
         with device_context(rows.device):
             if loading.load_kernels().kernels is not None:
-                return by_triton(rows)
+                return by_triton(rows, start)
     return None
 
 
-def _by_llvm(kernel: jit.Kernel, rows: Tensor) -> Tensor:
+def _by_llvm(kernel: jit.Kernel, rows: Tensor, start: int) -> Tensor:
     totals = np.zeros((len(rows), 2 * SIZE))
-    stride = rows.stride(0) * rows.element_size()
-    kernel.sketches[rows.dtype](rows.data_ptr(), stride, len(rows), rows.shape[1], totals.ctypes.data)
+    size = rows.element_size()
+    first = rows.data_ptr() - start * size  # where the longer vector would begin
+    end = start + rows.shape[1]
+    kernel.sketches[rows.dtype](first, rows.stride(0) * size, len(rows), start, end, totals.ctypes.data)
     return torch.from_numpy(totals[:, :SIZE] + totals[:, SIZE:])
 
 
-def by_triton(rows: Tensor) -> Tensor:
+def by_triton(rows: Tensor, start: int = 0) -> Tensor:
     """Return the sketches by Triton: one program per part of a vector, then one per vector that adds its parts."""
     from fedvitals.kernels.cuda import sketch as device_sketch  # noqa: PLC0415 - imports Triton
 
@@ -69,6 +75,8 @@ def by_triton(rows: Tensor) -> Tensor:
     partial = torch.empty(len(rows), parts, SIZE, dtype=torch.float64, device=rows.device)
     sketches = torch.zeros(len(rows), SIZE, dtype=torch.float64, device=rows.device)
     if partial.numel():
-        device_sketch.sketch_parts[(parts, len(rows))](rows, rows.stride(0), rows.shape[1], each, partial)
+        device_sketch.sketch_parts[(parts, len(rows))](
+            rows, rows.stride(0), rows.shape[1], start // SIZE, each, partial
+        )
         device_sketch.add_parts[(len(rows),)](partial, parts, sketches)
     return sketches

@@ -25,16 +25,20 @@ _LOW = 0xFFFFFFFF
 _ROWS_AT_ONCE = 2048  # rows of 256 coordinates: a few megabytes at a time
 
 
-def by_torch(vectors: Tensor) -> Tensor:
-    """Sketch the rows of `[vectors, D]` on any device; returns `[vectors, 256]` in float64."""
+def by_torch(vectors: Tensor, start: int = 0) -> Tensor:
+    """Sketch the rows of `[vectors, D]` on any device; returns `[vectors, 256]` in float64.
+
+    `start`, a multiple of 256, is the place of the first coordinate.
+    """
     exact = torch.device("cpu") if vectors.device.type == "mps" else vectors.device  # MPS has no float64
     total = torch.zeros(len(vectors), SIZE, dtype=torch.float64, device=exact)
     lane = torch.arange(SIZE, device=vectors.device)
-    for start in range(0, vectors.shape[1], SIZE * _ROWS_AT_ONCE):
-        values = vectors[:, start : start + SIZE * _ROWS_AT_ONCE]
+    for place in range(0, vectors.shape[1], SIZE * _ROWS_AT_ONCE):
+        values = vectors[:, place : place + SIZE * _ROWS_AT_ONCE]
         rows = -(-values.shape[1] // SIZE)
         values = functional.pad(values, (0, rows * SIZE - values.shape[1])).unflatten(1, (rows, SIZE))
-        row = torch.arange(start // SIZE, start // SIZE + rows, device=vectors.device)[:, None]
+        first = (start + place) // SIZE
+        row = torch.arange(first, first + rows, device=vectors.device)[:, None]
         column = (lane - (_mix(row ^ ROW_SEED) >> 24)) & (SIZE - 1)  # of the coordinate that falls into each bucket
         index = row * SIZE + column
         negative = _mix((index ^ (index >> 32) * HIGH_FACTOR) & _LOW) >> 31 == 1

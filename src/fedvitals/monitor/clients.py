@@ -25,7 +25,6 @@ from fedvitals.resources.capture import OPERATORS, Capture, Captures, Recording
 from fedvitals.resources.memory import resident_bytes
 from fedvitals.resources.turns import turn_over
 from fedvitals.scope import Scope
-from fedvitals.stats import Array
 from fedvitals.time_parts import CLIENT, edge_span
 from fedvitals.transport.logs import bounded
 from fedvitals.transport.recorder import where
@@ -79,7 +78,7 @@ class OpenStack:
 
 
 class Clients:
-    """`sent` takes a client's update as one vector with its nine sums per layer, `joined` its scope and results.
+    """`sent` takes a client's update (as `UpdateTracker.add` does), `joined` its scope and results.
 
     `profile`: whether to tell what its time and memory went to. `capture`: whose operators to record.
     """
@@ -89,7 +88,7 @@ class Clients:
         spine: Spine,
         loop_tape: LoopTape,
         kit: Callable[[], Any],
-        sent: Callable[[Node, Any, Array | None], Any],
+        sent: Callable[..., Any],
         joined: Callable[[Span, Results], None],
         *,
         profile: bool,
@@ -437,11 +436,11 @@ class Clients:
         guard("letting a model go", lambda: self._let_go(opened))  # before probes look through the model
         if session is None:
             return
-        results, update, rows = session.finish()
+        results, update = session.finish()
         opened.results = results
         results.tables = opened.tables
         started = time.perf_counter()
-        self._sent(opened.scope.node or "", update, rows)
+        self._sent(opened.scope.node or "", update.vector, update.rows, update.sketch)
         cost = session.cost + time.perf_counter() - started
         results.take({"monitor.cost": cost})
         opened.attributes = {"failed": failed}

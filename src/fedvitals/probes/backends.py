@@ -78,7 +78,7 @@ class WorkerInstruments:
         if self._made is None:
             from fedvitals.probes.instruments import Instruments  # noqa: PLC0415 - imports torch
 
-            self._made = Instruments(resolve(self._preset), update_memory=0)
+            self._made = Instruments(resolve(self._preset), update_memory=0, compares_updates=False)
         return self._made
 
     def prepare(self) -> None:
@@ -86,7 +86,7 @@ class WorkerInstruments:
         import torch  # noqa: PLC0415 - the model that is watched has imported it
 
         kit = self()
-        if kit.initial is None and self._initial is not None:
+        if kit.initial is None and self._initial:
             kit.initial = torch.frombuffer(bytearray(self._initial), dtype=torch.float32)
         kit.trained |= self._trained
         kit.turns.now = self._turn

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fedvitals.kernels import sums
-from fedvitals.stats import SUM_SQUARES
+from fedvitals.stats import SUM_SQUARES, Array
 
 
 class ClipWatch:
@@ -24,6 +23,7 @@ class ClipWatch:
 
     def __init__(self, parameters: Sequence[Tensor], *, confirmed: bool = False) -> None:
         self.confirmed = confirmed  # clipping was seen; carried over from scope to scope, so that no step is missed
+        self.norms: list[Tensor | Array] = []  # before clipping, of each step that was clipped; possibly on a device
         self._parameters = parameters
         self._cleared = False
         self._handle: Any = None
@@ -31,13 +31,13 @@ class ClipWatch:
         if confirmed:
             self._set_hook(next((p for p in parameters if p.requires_grad), None))
 
-    def before_step(self, owned: Sequence[Tensor | None]) -> float | None:
-        """Return the L2 norm that this step's gradient had before clipping; None if it was not clipped, or not seen."""
+    def before_step(self, owned: Sequence[Tensor | None]) -> None:
+        """Keep the L2 norm that this step's gradient had before clipping, if it was clipped and seen before."""
         if self._reference is None:
             # A confirmed watcher without a reference hangs on a parameter that no backward pass reaches.
             if not self._cleared and (self._handle is None or self.confirmed):
                 self._suspect(owned)
-            return None
+            return
         versions = self._versions(owned)
         before, unclipped_sums = self._reference
         changed = [i for i, (old, new) in enumerate(zip(before, versions, strict=True)) if new > old >= 0]
@@ -45,11 +45,12 @@ class ClipWatch:
             if not self.confirmed:
                 self.remove()
                 self._cleared = True
-            return None
+            return
         self.confirmed = True
-        rows = np.asarray(torch.as_tensor(unclipped_sums).cpu())
-        mine = [i for i, version in enumerate(versions) if version >= 0]
-        return float(np.sqrt(rows[mine, SUM_SQUARES].sum()))
+        squares = unclipped_sums[:, SUM_SQUARES]
+        if -1 in versions:  # an optimiser of some of the layers
+            squares = squares[[i for i, version in enumerate(versions) if version >= 0]]
+        self.norms.append(squares.sum() ** 0.5)
 
     def _suspect(self, owned: Sequence[Tensor | None]) -> None:
         """Check the version of one gradient for all, since this runs at every step of those who do not clip."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from fedvitals.kernels import histogram, sums
 from fedvitals.probes.view import View
@@ -25,9 +26,16 @@ def gradients(view: View) -> Mapping[str, Any]:
 
 def last_gradient(view: View) -> Mapping[str, Any]:
     """Return the norm of the gradients that remain when the scope closes; nothing if they were cleared."""
-    rows = sums([p.grad for p in view.parameters]).tolist()  # plain numbers: quicker than numpy for a few layers
-    if not any(row[COUNT] for row in rows):
+    own = [p.grad for p in view.parameters]
+    if not any(gradient is not None and gradient.numel() for gradient in own):
         return {}
+    measured = sums(own)
+    if isinstance(measured, Tensor):  # on a device, where they stay until all results are copied to the host
+        return {
+            "gradient.norm_last": measured[:, SUM_SQUARES].sum().sqrt(),
+            "gradient.nonfinite": measured[:, NANS].sum() + measured[:, INFS].sum(),
+        }
+    rows = measured.tolist()  # plain numbers: quicker than numpy for a few layers
     return {
         "gradient.norm_last": math.sqrt(sum(row[SUM_SQUARES] for row in rows)),
         "gradient.nonfinite": sum(row[NANS] + row[INFS] for row in rows),

@@ -6,17 +6,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedvitals.kernels import local
 from fedvitals.probes.activations import activations, watched_modules
 from fedvitals.probes.allowance import Allowance, Turns
 from fedvitals.probes.fit import Fit
+from fedvitals.probes.host_copies import to_host
 from fedvitals.probes.nonlinearity import nonlinearity
 from fedvitals.probes.presets import Preset
 from fedvitals.probes.results import Results
 from fedvitals.probes.scale import scale
+from fedvitals.probes.snapshot import InitialModel, sketch_of
 from fedvitals.probes.updates import UpdateTracker
 from fedvitals.probes.view import View, flatten, table_of
 from fedvitals.probes.weights import check_initialisation, starts_at_zero, weights
@@ -27,17 +29,20 @@ from fedvitals.stats import FAMILIES
 class Instruments:
     """The state that a run keeps between its client-rounds: preset, allowances, updates, and what was learnt."""
 
-    def __init__(self, preset: Preset, update_memory: int) -> None:
+    def __init__(self, preset: Preset, update_memory: int, *, compares_updates: bool = True) -> None:
+        """`update_memory` is in bytes. A worker process does not compare updates: the server's process does."""
         self.preset = preset
         self.fit = Fit(preset.fit_percent, preset.fit_floor_rounds)
         self.turns = Turns(preset)
         self.updates = UpdateTracker(brief=preset.brief, memory=update_memory)
+        self.compares_updates, self._update_memory = compares_updates, update_memory
         self.watches_modules = any(planned.probe is activations for planned in preset.probes)
         self.costs = [0.0] * len(preset.probes)
         self.allowances = [Allowance(planned.percent, planned.floor_rounds) for planned in preset.probes]
         self.wants_inputs = any(isinstance(planned.probe, scale | nonlinearity) for planned in preset.probes)
         self.clipping_seen = False
-        self.initial: Tensor | None = None
+        self.initial: Tensor | None = None  # the initial model in one vector; empty if it is too large to keep
+        self._initial_sketch: tuple[int, Tensor | None] = (0, None)
         self.trained: frozenset[str] = frozenset()  # names of the parameters that train in any model seen so far
         self.unsuited: set[tuple[int, type]] = set()  # probes, by place, and the models that they cannot measure
         self.labels: dict[str, Mapping[int, int]] = {}  # each client's label histogram, as last told
@@ -66,8 +71,23 @@ class Instruments:
         """Keep the initial model, from which drift is measured; returns what looks wrong with it, as (layer,
         remark).
         """
-        self.initial = flatten(self.view(model).parameters)
+        parameters = [local(p) for p in self.view(model).parameters]
+        length = sum(p.numel() for p in parameters)
+        if self.preset.brief or 2 * 4 * length > self._update_memory:
+            self.initial = torch.zeros(0)
+            self._initial_sketch = length, None if self.preset.brief else sketch_of(parameters)
+        else:
+            self.initial = flatten(parameters)
         return check_initialisation(model)
+
+    @property
+    def initial_model(self) -> InitialModel | None:
+        """The model that drift is measured from, if there is one."""
+        if self.initial is None:
+            return None
+        if len(self.initial):
+            return InitialModel(len(self.initial), self.initial)
+        return InitialModel(self._initial_sketch[0], None, self._initial_sketch[1])
 
     def zero_layers(self, model: nn.Module) -> list[str]:
         """Return the matrices that start at 0 on purpose."""
@@ -76,11 +96,12 @@ class Instruments:
     def model_results(self, model: nn.Module) -> Results:
         """Return the statistics of the global model's own weights and buffers."""
         results = Results()
-        for name, value in weights(self.view(model)).items():
+        measured = weights(self.view(model))
+        for name, values in zip(measured, to_host([*measured.values()]), strict=True):
             if name in FAMILIES:
-                results.matrices.append((name, np.asarray(torch.as_tensor(value).cpu()), None))
+                results.matrices.append((name, values, None))
             else:
-                results.take({name: value})
+                results.take({name: values})
         return results
 
     def remarks(self) -> list[tuple[str, str, Mapping[str, Any]]]:

@@ -26,11 +26,13 @@ from fedvitals.probes.clipping import ClipWatch
 from fedvitals.probes.fit import label_entropy, labels_of, labels_remark
 from fedvitals.probes.gradients import gradients, summarise
 from fedvitals.probes.hooks import StepCounter, StepHooks
+from fedvitals.probes.host_copies import to_host
 from fedvitals.probes.instruments import Instruments
 from fedvitals.probes.presets import Planned
 from fedvitals.probes.results import Results
-from fedvitals.probes.view import View, flatten, split
-from fedvitals.probes.weights import movement
+from fedvitals.probes.snapshot import MeasuredUpdate, Snapshot
+from fedvitals.probes.view import View, flatten
+from fedvitals.probes.weights import movement, weights, whole_model
 from fedvitals.protocols import Moment, PreparedProbe
 from fedvitals.schedule import always, at_exit, budget
 from fedvitals.stats import FAMILIES, Array, merge
@@ -62,7 +64,6 @@ class ClientSession:
         self._results = Results()
         self._rows: list[list[tuple[int, Mapping[str, Any]]]] = [[] for _ in instruments.preset.probes]
         self._takes: dict[int, Take] = {}
-        self._unclipped = 0.0
         self._steps = 0
         self._skipped: int | Tensor = 0
         self._step_began = self._step_seconds = 0.0
@@ -70,11 +71,13 @@ class ClientSession:
         self._batch: tuple[Tensor, Tensor] | None = None
         self.optimizers: list[Optimizer] = []  # that stepped, known at the end
         self._turn = instruments.turns.of(view.node, view.round)
-        view.before = self._last = flatten(view.parameters)
+        view.snapshot = self._snapshot = Snapshot(view.parameters)
+        self._last = self._snapshot.vector if self._differences else None
         if view.data is not None:
             self._guarded("fit", self._fit_before)
         at_steps = [(i, p) for i, p in enumerate(instruments.preset.probes) if p.when is not at_exit]
         self._recorded = next(((i, p) for i, p in at_steps if p.probe is gradients), None)
+        self._weighed: int | None = None  # which probe is `weights`, if it is due: measured together with the update
         self._recorders: dict[int, tuple[Sequence[Tensor | None], GradientRecorder]] = {}
         self._stepwise = [
             (i, p) for i, p in at_steps if p.probe is not gradients and not isinstance(p.probe, PreparedProbe)
@@ -107,10 +110,8 @@ class ClientSession:
             take()
         self._takes.clear()
 
-    def finish(self) -> tuple[Results, Tensor, Array | None]:
-        """Return the results; the client's update as one vector; and its nine sums per layer, unless the preset is
-        brief.
-        """
+    def finish(self) -> tuple[Results, MeasuredUpdate]:
+        """Return the results and the client's update. A device is waited for once, when all is measured."""
         ended = time.perf_counter()
         if self._clock is not None:
             self._clock.stop(self._steps, self._step_began, self.cost - self._set_up)
@@ -121,39 +122,68 @@ class ClientSession:
         if isinstance(self._hooks, StepCounter):
             self._steps = self._hooks.steps
         instruments.turns.note(view.node or "", self._steps)
-        self._tell_steps(ended)
         view.owned = view.parameters
-        if self._recorded is not None:
-            self._guarded("merging gradients", self._merge_recorded)
         for index, planned in enumerate(instruments.preset.probes):
             if planned.when is at_exit:
                 self._guarded(f"the probe '{planned.name}'", functools.partial(self._run_at_exit, index, planned))
-            self._guarded("merging", functools.partial(self._merge, index, planned))
-        now = flatten(view.parameters)
-        assert view.before is not None  # noqa: S101 - set when the session began
-        view.before = view.before.to(now.device)  # the model may have been moved inside the scope
-        update = now - view.before
-        rows = None
+        update = self._measure_update()
+        on_host = self._fetch(update)
+        self._tell_steps(ended, on_host)
+        if self._recorded is not None:
+            self._guarded("merging gradients", functools.partial(self._merge_recorded, on_host))
+        for index, planned in enumerate(instruments.preset.probes):
+            self._guarded("merging", functools.partial(self._merge, index, planned, on_host))
         if not instruments.preset.brief:
-            rows = np.asarray(torch.as_tensor(sums(split(update, view.parameters))).cpu())
-            results.take(movement(rows, view.before, now, instruments.initial))
-            results.matrices.append(("update", rows, None))
+            results.take(movement(update))
+            results.matrices.append(("update", update.rows, None))
         self._tell_unfrozen()
         if self._batch is not None:
             self._guarded("fit", self._fit_after)
         self.cost += time.perf_counter() - ended
-        return results, update, rows
+        return results, update
+
+    def _measure_update(self) -> MeasuredUpdate:
+        """Return the update, measured where it lies; as a vector, where there is room to compare it with others."""
+        instruments = self._instruments
+        keep = instruments.updates.has_room(self._snapshot.update_bytes)
+        return self._snapshot.measure(
+            keep=keep and instruments.compares_updates,
+            sketch=instruments.compares_updates,
+            initial=instruments.initial_model,
+            weigh=self._weighed is not None,
+            brief=instruments.preset.brief,
+        )
+
+    def _fetch(self, update: MeasuredUpdate) -> dict[int, Array]:
+        """Copy everything measured to the host at once; returns it by the identity of each tensor."""
+        recorded = [rows for _, recorder in self._recorders.values() for rows in recorder.on_device]
+        at_steps = [value for own in self._rows for _, measured in own for value in measured.values()]
+        probed = [value for value in at_steps if isinstance(value, Tensor)]
+        skipped = [self._skipped] if isinstance(self._skipped, Tensor) else []
+        buffers = [] if self._weighed is None else [sums([b for _, b in self._view.named_buffers])]
+        own = [*recorded, *probed, *skipped, *self._clip.norms]
+        arrays = to_host([*own, *buffers, *update.tensors])
+        update.settle(arrays[len(own) + len(buffers) :])
+        if self._weighed is not None and update.weight_rows is not None:
+            measured = {"weight": update.weight_rows, **whole_model(update.weight_rows)}
+            if len(arrays[len(own)]):
+                measured["buffer"] = arrays[len(own)]
+            self._rows[self._weighed] = [(max(0, self._steps - 1), measured)]
+        return {id(values): array for values, array in zip(own, arrays, strict=False)}
 
     def held_bytes(self) -> int:
         """Return the bytes kept for this client and for the run: copies of its weights, and updates to compare it
         with.
         """
-        held = [t for t in (self._view.before, self._last, self._instruments.initial) if t is not None]
-        return sum(t.nbytes for t in {id(t): t for t in held}.values()) + self._instruments.updates.held_bytes
+        held = [t for t in (self._last, self._instruments.initial) if t is not None]
+        return self._snapshot.held_bytes + sum(t.nbytes for t in held) + self._instruments.updates.held_bytes
 
     def _run_at_exit(self, index: int, planned: Planned) -> None:
         """Run a probe of the scope's end, if it is due in this round and for this client."""
         if (self._turn.round_index or 0) % planned.rounds == 0 and self._due(index, planned):
+            if planned.probe is weights:
+                self._weighed = index
+                return
             measured = self._run(index, planned)
             if measured:
                 self._rows[index] = [(max(0, self._steps - 1), measured)]
@@ -171,14 +201,16 @@ class ClientSession:
         work = training_work(own, self._steps, batch)
         return allowance.due(view.node, self._turn, planned.work(own), work)
 
-    def _tell_steps(self, ended: float) -> None:
+    def _tell_steps(self, ended: float, on_host: Mapping[int, Array]) -> None:
         metrics: dict[str, Any] = {"steps": self._steps}
         if self._steps and not self._instruments.preset.brief:
             metrics["time.step"] = (ended - self._began) / self._steps
-        if self._skipped:
-            metrics["steps.skipped"] = self._skipped
-        if self._unclipped:
-            metrics["gradient.norm_unclipped"] = self._unclipped
+        skipped = on_host.get(id(self._skipped), self._skipped)
+        if skipped:
+            metrics["steps.skipped"] = skipped
+        unclipped = max((float(on_host[id(norm)]) for norm in self._clip.norms), default=0.0)
+        if unclipped:
+            metrics["gradient.norm_unclipped"] = unclipped
         self._results.take(metrics)
         if self._differences and self._steps:
             self._difference(self._steps - 1)
@@ -239,9 +271,7 @@ class ClientSession:
             for index, planned in self._stepwise:
                 if planned.when is always or planned.when(self._moment(index, step)):
                     self._rows[index].append((step, self._run(index, planned)))
-            unclipped = self._clip.before_step(owned)
-            if unclipped is not None and unclipped > self._unclipped:
-                self._unclipped = unclipped
+            self._clip.before_step(owned)
             if self._prepared:
                 self._take_prepared(step)
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the training
@@ -309,21 +339,21 @@ class ClientSession:
         needed.
         """
         now = flatten(self._view.parameters)
-        change = now - self._last.to(now.device)
+        change = now if self._last is None else now - self._last.to(now.device)
         self._results.take({"weight.difference": float(change.sum(dtype=torch.float64))}, step)
         self._results.take({"weight.difference_absolute": float(change.abs().sum(dtype=torch.float64))}, step)
         self._last = now
 
     # -- at the end ---------------------------------------------------------------------------------------------------
 
-    def _merge(self, index: int, planned: Planned) -> None:
+    def _merge(self, index: int, planned: Planned, on_host: Mapping[int, Array]) -> None:
         """Merge a probe's measurements of single steps to one client-round."""
         if isinstance(planned.when, budget) and planned.when.granted < planned.when.asked:
             self._tell_thinned(planned, planned.when)
         arrays: dict[str, list[tuple[int, Array]]] = {}
         for step, measured in self._rows[index]:
             for name, value in measured.items():
-                array = np.asarray(value.cpu() if isinstance(value, Tensor) else value)
+                array = on_host[id(value)] if isinstance(value, Tensor) else np.asarray(value)
                 if array.ndim == 0:
                     known = name if name in CATALOG else public_name(name)
                     self._results.take({known: array}, None if planned.when is at_exit else step)
@@ -339,9 +369,10 @@ class ClientSession:
             else:
                 self._results.matrices.append((family, merge(family, [array for _, array in rows]), None))
 
-    def _merge_recorded(self) -> None:
+    def _merge_recorded(self, on_host: Mapping[int, Array]) -> None:
         """Merge the recorded measurements: one per step, or one per step and optimiser."""
-        taken = [recorder.take() for _, recorder in self._recorders.values()]
+        recorders = [recorder for _, recorder in self._recorders.values()]
+        taken = [recorder.take([on_host[id(rows)] for rows in recorder.on_device]) for recorder in recorders]
         steps = [step for own, _ in taken for step in own]
         if not steps or self._recorded is None:
             return

@@ -101,26 +101,35 @@ class UpdateTracker:
         """The bytes of the kept updates."""
         return self._held
 
-    def add(self, node: str, vector: Tensor, rows: Array | None) -> ClientUpdate:
-        """Add one update: one vector, and its nine sums per layer (not needed if brief).
+    def has_room(self, size: int) -> bool:
+        """Return whether an update of so many bytes, and the one before it, would be kept."""
+        return not self.approximate and self._held + 2 * size <= self._memory
 
-        A second one of the same client in the same round, as sent according to the host, replaces the first.
+    def add(
+        self, node: str, vector: Tensor | None, rows: Array | None = None, sketch: Tensor | None = None
+    ) -> ClientUpdate:
+        """Add one update: a vector with its nine sums per layer, or, without a vector, sums and sketch.
+
+        Without sums the vector is measured as one layer. A second update of the same client in the same round, as sent
+        according to the host, replaces the first.
         """
-        update = ClientUpdate(node, vector.numel(), _squares(vector, rows), rows, vector=vector)
-        update.metrics["update.norm"] = math.sqrt(update.squares) if update.finite else _finite_norm(vector, rows)
+        if rows is None:
+            rows = np.asarray(torch.as_tensor(sums([] if vector is None else [vector])).cpu())
+        update = ClientUpdate(node, int(rows[:, COUNT].sum()), _squares(rows), vector=vector, sketch=sketch)
+        update.rows = None if self._brief else rows
+        update.metrics["update.norm"] = math.sqrt(rows[:, SUM_SQUARES].sum())
         if update.squares == 0:
             update.metrics["update.zero"] = 1.0
-        lost = 0 if update.finite else int((~torch.isfinite(vector)).sum())
-        if lost:
-            update.metrics["update.nonfinite"] = float(lost)
-        size = vector.numel() * vector.element_size()
+        if not update.finite:
+            update.metrics["update.nonfinite"] = float(rows[:, [NANS, INFS]].sum())
+        size = 0 if vector is None else vector.numel() * vector.element_size()
         with self._lock:
             self._release(self._round.get(node))
-            if self.approximate or self._held + 2 * size > self._memory:
+            if vector is None or not self.has_room(size):
                 self.approximate, update.vector = True, None
             else:
                 self._held += size
-            if update.vector is None:
+            if vector is not None and update.vector is None:
                 update.sketch = count_sketch(vector)
             self._round[node] = update
         return update
@@ -313,18 +322,9 @@ def _share(update: ClientUpdate) -> None:
         update.alignment[:, 2] = own / own.sum() if own.sum() > 0 else 0.0
 
 
-def _squares(vector: Tensor, rows: Array | None) -> float:
-    """Return ‖d‖²; NaN or infinite if a value is."""
-    if rows is None:
-        return float(torch.linalg.vector_norm(vector)) ** 2
+def _squares(rows: Array) -> float:
+    """Return ‖d‖² from the nine sums of the layers; NaN if a value is not finite."""
     return math.nan if rows[:, NANS].any() or rows[:, INFS].any() else float(rows[:, SUM_SQUARES].sum())
-
-
-def _finite_norm(vector: Tensor, rows: Array | None) -> float:
-    """Return the norm over the finite values; NaN and Inf are counted elsewhere."""
-    if rows is None:
-        rows = np.asarray(torch.as_tensor(sums([vector])).cpu())
-    return math.sqrt(rows[:, SUM_SQUARES].sum())
 
 
 def _cosine(dot: Any, squares_a: Any, squares_b: Any) -> Any:

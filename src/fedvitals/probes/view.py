@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedvitals.probes.snapshot import Snapshot
 from fedvitals.records import Layer, LayerTable
 
 
@@ -22,8 +23,8 @@ class View:
     """
 
     __slots__ = (
-        "_buffers", "before", "data", "frozen", "last_input", "loss", "model", "named_parameters", "node", "owned",
-        "parameters", "round", "step",
+        "_buffers", "data", "frozen", "last_input", "loss", "model", "named_parameters", "node", "owned", "parameters",
+        "round", "snapshot", "step",
     )  # fmt: skip
 
     def __init__(
@@ -44,11 +45,16 @@ class View:
         self.frozen = [(name, parameter) for name, parameter in everything if id(parameter) not in watched]
         self.parameters: list[Tensor] = [p for _, p in self.named_parameters]
         self.owned: Sequence[Tensor | None] = self.parameters
-        self.before: Tensor | None = None  # all parameters in one vector, as the scope began
+        self.snapshot: Snapshot | None = None  # of the parameters, as the scope began
         self.round, self.node, self.step = round_index, node, 0
         self.data, self.loss = data, loss
         self.last_input: Tensor | None = None  # of the last training batch, where a probe needs it and `data` is absent
         self._buffers: list[tuple[str, Tensor]] | None = None
+
+    @property
+    def before(self) -> Tensor | None:
+        """All parameters in one vector, as the scope began."""
+        return None if self.snapshot is None else self.snapshot.vector
 
     @property
     def gradients(self) -> list[Tensor | None]:

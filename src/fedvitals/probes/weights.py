@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fedvitals.kernels import sums
+from fedvitals.probes.snapshot import MeasuredUpdate
 from fedvitals.probes.view import View
-from fedvitals.stats import INFS, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array, derive
+from fedvitals.stats import INFS, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, derive
 
 
 def weights(view: View) -> Mapping[str, Any]:
@@ -33,23 +34,22 @@ def whole_model(rows: Any) -> dict[str, Any]:
     }
 
 
-def movement(update: Array, before: Tensor, now: Tensor, initial: Tensor | None) -> dict[str, float]:
-    """Return how far the weights moved, from the nine sums of (now − before) and the two vectors themselves.
+def movement(update: MeasuredUpdate) -> dict[str, float]:
+    """Return how far the weights moved.
 
     `weight.difference` is Σ(after − before), signed and absolute: the signed sum over the round's iterations of the
     paper's per-iteration difference telescopes to it.
     """
-    drift = float(np.sqrt(update[:, SUM_SQUARES].sum()))
-    start = float(torch.linalg.vector_norm(before))
+    drift = float(np.sqrt(update.rows[:, SUM_SQUARES].sum()))
     result = {
         "weight.drift": drift,
-        "weight.difference": float(update[:, SUM].sum()),
-        "weight.difference_absolute": float(update[:, SUM_MAGNITUDES].sum()),
+        "weight.difference": float(update.rows[:, SUM].sum()),
+        "weight.difference_absolute": float(update.rows[:, SUM_MAGNITUDES].sum()),
     }
-    if start > 0:
-        result["weight.update_ratio"] = drift / start
-    if initial is not None and initial.shape == now.shape:
-        result["weight.drift_init"] = float(torch.dist(now, initial.to(now.device)))
+    if update.start_norm > 0:
+        result["weight.update_ratio"] = drift / update.start_norm
+    if update.drift is not None:
+        result["weight.drift_init"] = update.drift
     return result
 
 

@@ -38,7 +38,7 @@ class Kernel:
     call: Callable[[bytes | int, int, Any], None]  # the table and the rows as an object, or as an address
     call_at: Callable[[int], None]  # the same, its three arguments read from an address
     functions: Mapping[torch.dtype, int]
-    sketches: Mapping[torch.dtype, Callable[[int, int, int, int, int], None]]  # see `sketch_ir`
+    sketches: Mapping[torch.dtype, Callable[[int, int, int, int, int, int], None]]  # see `sketch_ir`
     nothing: tuple[int, int, int]  # the table line of a tensor that is not there
     engine: Any  # owns the machine code: must live as long as `call`
 
@@ -108,7 +108,7 @@ def compile_kernel(cpu: str | None = None, features: str | None = None) -> Kerne
     call = prototype(engine.get_function_address("sums"))
     call_at = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(engine.get_function_address("sums_at"))
     # A large update takes milliseconds: other threads may run meanwhile (CFUNCTYPE gives up the interpreter's lock).
-    sketching = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p])
+    sketching = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p, *[ctypes.c_int64] * 4, ctypes.c_void_p])
     sketches = {
         getattr(torch, kind): sketching(engine.get_function_address(f"sketch_{kind}"))
         for kind in ("float32", "float64")

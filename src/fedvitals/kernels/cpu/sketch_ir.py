@@ -22,10 +22,10 @@ def functions() -> list[Function]:
 
 
 def _sketch(kind: str, element: str) -> Function:
-    parameters = {"values": POINTER, "stride": WORD, "vectors": WORD, "length": WORD, "totals": POINTER}
+    parameters = {"values": POINTER, "stride": WORD, "vectors": WORD, "begin": WORD, "end": WORD, "totals": POINTER}
     f = Function(f"sketch_{kind}", "void", parameters, public=True)
-    values, stride, vectors, length, totals = f.parameters
-    whole = f.bitwise_and(length, WORD(-SIZE))
+    values, stride, vectors, begin, end, totals = f.parameters
+    whole = f.bitwise_and(end, WORD(-SIZE))
 
     def add(first: Value, start: Value, bucket: Value, key: Value, lanes: int) -> None:
         """Add the coordinates from `start` on to the totals from `bucket` on."""
@@ -63,8 +63,8 @@ def _sketch(kind: str, element: str) -> Function:
             row(first, own, start, f.add(start, WORD(SIZE)), LANES)
             return {}
 
-        f.loop((WORD(0), whole, SIZE), {}, whole_row)
-        row(first, own, whole, length, 0)
+        f.loop((begin, whole, SIZE), {}, whole_row)
+        row(first, own, whole, end, 0)
         return {}
 
     f.loop((WORD(0), vectors, 1), {}, vector)

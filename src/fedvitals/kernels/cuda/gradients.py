@@ -2,8 +2,8 @@
 """Records the nine sums of a user's gradients on a GPU at every step without synchronising, for `GradientRecorder`.
 
 Gradients move: torch frees them between steps and allocates them elsewhere. Their addresses are therefore collected at
-every step and sent to the device ahead of the kernel that reads them. The rows stay on the device until they are
-needed.
+every step and sent to the device ahead of the kernel that reads them. A step starts one kernel, which leaves partial
+sums; one more for many steps makes rows of them. The rows stay on the device until they are needed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,20 @@ from torch import Tensor
 
 from fedvitals.kernels import layout
 from fedvitals.kernels.cuda import loading
-from fedvitals.kernels.cuda.sums import DTYPES, TUNING, launch, list_partition, partials_for, stream_of
+from fedvitals.kernels.cuda.sums import (
+    DTYPES,
+    TUNING,
+    combine,
+    launch_partials,
+    list_partition,
+    partials_for,
+    stream_of,
+)
 from fedvitals.stats import STATISTICS
 
 _COLUMNS = len(STATISTICS)
-_STEPS_PER_BLOCK = 64  # steps that a block of memory on the device holds
+_STEPS_PER_BLOCK = 64  # steps that a block of memory holds, at most
+_BLOCK_BYTES = 16 << 20  # of partial sums
 
 
 def for_parameters(parameters: Sequence[Tensor | None]) -> DeviceGradients | None:
@@ -27,6 +36,8 @@ def for_parameters(parameters: Sequence[Tensor | None]) -> DeviceGradients | Non
     present = [p for p in parameters if p is not None]
     if not present or not all(p.is_cuda and p.device == present[0].device and p.dtype in DTYPES for p in present):
         return None
+    if any(layout.local(p) is not p for p in present):
+        return None  # sharded: their gradients have no address
     if torch.cuda.is_current_stream_capturing() or loading.load_kernels().kernels is None:
         return None
     return DeviceGradients(parameters, present[0].device)
@@ -43,7 +54,7 @@ class DeviceGradients:
         self._kernels = loading.load_kernels().kernels
         self._stream: int | None = None
         self._addresses: list[int] = []  # of the step before
-        self._rows: list[Tensor] = []  # free ones, of a block of memory on the device
+        self._waiting = self._done = 0  # steps in the block, and how many of them have rows
         self._places: list[Tensor] = []  # free ones, of a block of pinned memory on the host
 
     def record(self) -> Tensor | None:
@@ -69,16 +80,28 @@ class DeviceGradients:
             return None  # a graph would replay with the addresses of today
         stream = stream_of(self._device)
         if stream != self._stream:
+            self.finish()
             self._stream = stream
             self._cut = list_partition(self._lengths, self._kinds, 1, self._device, stream, TUNING)
-            self._partials = partials_for(self._cut, self._device)
             self._addresses = []
+            self._begin_block()
+        elif self._waiting == len(self._partials):
+            self.finish()
+            self._begin_block()
         if addresses != self._addresses:  # torch mostly gives gradients the memory that they had at the step before
             self._addresses = addresses
             self._pointers = self._upload(addresses)
-        rows = self._row()
-        launch(self._kernels, self._cut, self._pointers, None, self._partials, rows)
-        return rows
+        step = self._waiting
+        launch_partials(self._kernels, self._cut, self._pointers, None, self._partials[step])
+        self._waiting += 1
+        return self._rows[step]
+
+    def finish(self) -> None:
+        """Start what fills the rows of all steps recorded so far."""
+        first, last = self._done, self._waiting
+        if last > first:
+            self._done = last
+            combine(self._kernels, self._cut, self._partials[first], self._rows[first], steps=last - first)
 
     def _upload(self, addresses: list[int]) -> Tensor:
         """Return the addresses on the device. Each step has its own pinned memory, so that nothing waits.
@@ -95,17 +118,9 @@ class DeviceGradients:
         place.numpy()[:] = addresses
         return place.to(self._device, non_blocking=True)
 
-    def _row(self) -> Tensor:
-        if not self._rows:
-            shape = (_STEPS_PER_BLOCK, len(self._known), _COLUMNS)
-            self._rows = [*torch.empty(shape, dtype=torch.float64, device=self._device)]
-        return self._rows.pop()
-
-
-def copy_to_host(rows: dict[int, Tensor]) -> dict[int, Tensor]:
-    """Return the rows on the host, with one copy and one synchronisation per device."""
-    on_host: dict[int, Tensor] = {}
-    for device in {tensor.device for tensor in rows.values()}:
-        indices = [index for index, tensor in rows.items() if tensor.device == device]
-        on_host |= zip(indices, torch.stack([rows[index] for index in indices]).cpu(), strict=True)
-    return on_host
+    def _begin_block(self) -> None:
+        each = partials_for(self._cut, torch.device("meta")).nbytes
+        steps = max(1, min(_STEPS_PER_BLOCK, _BLOCK_BYTES // each))
+        self._partials = partials_for(self._cut, self._device, steps)
+        self._rows = torch.empty(steps, len(self._known), _COLUMNS, dtype=torch.float64, device=self._device)
+        self._waiting = self._done = 0

@@ -23,11 +23,13 @@ def mix(x):
     return (x ^ (x >> 15)) * SECOND_FACTOR
 
 
-@triton.jit(do_not_specialize=["stride", "length", "each"], do_not_specialize_on_alignment=["vectors", "partial"])
-def sketch_parts(vectors, stride, length, each, partial):
+@triton.jit(
+    do_not_specialize=["stride", "length", "first_row", "each"], do_not_specialize_on_alignment=["vectors", "partial"]
+)
+def sketch_parts(vectors, stride, length, first_row, each, partial):
     """Sum `each` rows of 256 coordinates of one vector into its part of `partial`, [vectors, parts, 256].
 
-    `vectors` are `length` values each and `stride` values apart.
+    `vectors` are `length` values each and `stride` values apart; they begin with the row `first_row` of a longer one.
     """
     part, vector = tl.program_id(0), tl.program_id(1)
     first = vectors + vector.to(tl.int64) * stride
@@ -36,10 +38,13 @@ def sketch_parts(vectors, stride, length, each, partial):
     done = 0
     while done < each:  # Triton's interpreter, which the tests use, cannot count to a number that it has loaded
         row = part.to(tl.int64) * each + done + tl.arange(0, ROWS)[:, None]
-        rotation = (mix(row.to(tl.uint32) ^ ROW_SEED) >> 24).to(tl.int32)
-        index = row * SIZE + ((lane - rotation) & (SIZE - 1))
-        inside = (index < length) & (row < (part.to(tl.int64) + 1) * each)
-        value = tl.load(first + index, mask=inside, other=0.0)
+        number = row + first_row
+        rotation = (mix(number.to(tl.uint32) ^ ROW_SEED) >> 24).to(tl.int32)
+        column = (lane - rotation) & (SIZE - 1)
+        place = row * SIZE + column
+        inside = (place < length) & (row < (part.to(tl.int64) + 1) * each)
+        value = tl.load(first + place, mask=inside, other=0.0)
+        index = number * SIZE + column
         low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
         negative = (mix(low ^ (high * HIGH_FACTOR)) >> 31) == 1
         total += tl.where(negative, -value, value).to(tl.float64)

@@ -20,6 +20,7 @@ import triton.language as tl
 INF = tl.constexpr(float("inf"))
 CLEAN = tl.constexpr(2e-25)  # a sum of squares below it may have lost squares that are too small for float32
 COLUMNS = tl.constexpr(9)
+PARTIALS = tl.constexpr(8)  # numbers of an item; its count is known
 LANES = tl.constexpr(4)  # values of a thread in each load
 BORDER = tl.constexpr(16)  # bytes
 
@@ -185,9 +186,11 @@ def partials_of(
 def combine(partials, count, items_of, lengths, rows, slot, slots, SLOTTED: tl.constexpr, BLOCK: tl.constexpr):
     """Write a segment's row from its items, items_of[0, segment] to items_of[1, segment] (excluded).
 
+    `partials` are those of one step after the other; the grid's second axis are the steps.
     If SLOTTED, `rows` is a ring of `slots` matrices, and the number at `slot`, modulo `slots`, selects one.
     """
-    segment, segments = tl.program_id(0), tl.num_programs(0)
+    segment, segments, step = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    partials += step * PARTIALS * count
     first, last = tl.load(items_of + segment), tl.load(items_of + segments + segment)
     lane = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float64)
@@ -210,7 +213,7 @@ def combine(partials, count, items_of, lengths, rows, slot, slots, SLOTTED: tl.c
         nans += tl.load(here + 6 * count, mask=inside, other=0.0)
         infs += tl.load(here + 7 * count, mask=inside, other=0.0)
         at += BLOCK
-    out = rows + segment * COLUMNS
+    out = rows + (step * segments + segment) * COLUMNS
     if SLOTTED:
         out += (tl.load(slot) % slots) * segments * COLUMNS
     tl.store(out, tl.load(lengths + segment).to(tl.float64))

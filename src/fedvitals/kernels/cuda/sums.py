@@ -107,17 +107,33 @@ def launch(
     """Fill the rows. `stride` is that of the matrix at `addresses`, in values; None if `addresses` are the segments'
     own.
     """
+    launch_partials(kernels, partition, addresses, stride, partials)
+    combine(kernels, partition, partials, rows, slot, slots)
+
+
+def launch_partials(
+    kernels: Any, partition: WorkPartition, addresses: Tensor, stride: int | None, partials: Tensor
+) -> None:
+    """Reduce every item to its partial sums, which `combine` reduces to rows."""
     language = kernels.tl
-    with device_context(rows.device):
+    with device_context(partials.device):
         for dtype, first, number in partition.kinds:
             kernels.partials_of[(number,)](
                 addresses, stride or 0, partition.items, first, partition.count, partition.chunk, partials,
                 LISTED=stride is None, DTYPE=getattr(language, str(dtype).removeprefix("torch.")), SIZE=dtype.itemsize,
                 THREADS=32 * partition.warps, num_warps=partition.warps,
             )  # fmt: skip
+
+
+def combine(
+    kernels: Any, partition: WorkPartition, partials: Tensor, rows: Tensor, slot: Tensor | None = None, slots: int = 1,
+    steps: int = 1,
+) -> None:  # fmt: skip
+    """Fill the rows of each step from its partial sums; `partials` and `rows` are those of all steps in a row."""
+    with device_context(rows.device):
         if len(partition.lengths):
             block = min(max(32, 1 << (partition.most - 1).bit_length()), 512) if partition.most else 32
-            kernels.combine[(len(partition.lengths),)](
+            kernels.combine[(len(partition.lengths), steps)](
                 partials, partition.count, partition.items_of, partition.lengths, rows,
                 rows if slot is None else slot, slots,
                 SLOTTED=slot is not None, BLOCK=block, num_warps=max(1, block // 128),
@@ -147,6 +163,23 @@ def sums(tensors: Sequence[Tensor | None], clients: int | None) -> Tensor | None
     with device_context(device):
         kernels = loading.load_kernels().kernels
         return None if kernels is None else sums_of_list(kernels, tensors, clients)
+
+
+def sums_of_parts(vector: Tensor, sizes: tuple[int, ...]) -> Tensor | None:
+    """Return `[parts, 9]` of a vector that consists of parts of these sizes: no addresses need to travel. None if our
+    kernels do not support it.
+    """
+    if torch.cuda.is_current_stream_capturing() or vector.dtype not in DTYPES:
+        return None
+    with device_context(vector.device):
+        kernels = loading.load_kernels().kernels
+        if kernels is None:
+            return None
+        device = vector.device
+        partition = matrix_partition(sizes, (True,) * len(sizes), 1, vector.dtype, device, stream_of(device), TUNING)
+        rows = torch.empty(len(sizes), _COLUMNS, dtype=torch.float64, device=device)
+        launch(kernels, partition, vector, vector.numel(), partials_for(partition, device), rows)
+        return rows
 
 
 def sums_of_list(
@@ -193,11 +226,14 @@ def list_partition(
 
 
 def stream_of(device: torch.device) -> int:
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+    if device.type != "cuda":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(torch._C._cuda_getCurrentRawStream(index))  # noqa: SLF001 - without making a Stream at every step
 
 
-def partials_for(partition: WorkPartition, device: torch.device) -> Tensor:
-    return torch.empty(_PARTIALS, max(1, partition.count), dtype=torch.float64, device=device)
+def partials_for(partition: WorkPartition, device: torch.device, steps: int = 1) -> Tensor:
+    return torch.empty(steps, _PARTIALS, max(1, partition.count), dtype=torch.float64, device=device)
 
 
 # -- stacked clients --------------------------------------------------------------------------------------------------

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client's parameters as its training began, and its update, measured piece by piece where it lies.
+
+The parameters are seen as one long vector, which is cut into pieces of a few megabytes. The difference exists for one
+piece at a time, so that a model of any size needs memory for one copy of what it trains, and on a CPU the difference is
+summed and sketched while it is in the cache. Where a device is nearly full, the copy is kept on the host.
+
+Nothing here waits for a device; `MeasuredUpdate.tensors` are for the caller to copy to the host, all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors
+
+from fedvitals.kernels import count_sketch, local, sums_of_parts
+from fedvitals.stats import Array, empty_sums, merge_sums
+
+PIECE = 1 << 20  # values of a piece on a CPU: 4 MB in float32. A multiple of 256, as sketches need it
+PIECE_ON_DEVICE = 1 << 27  # there, each call has its price; a larger model is cut into 16
+LARGE = 256 << 20  # bytes of a copy from which on it is asked whether the device has room for it
+DEVICE_SHARE = 16  # a copy takes at most one part in so many of a device's memory
+TRAINING_COPIES = 4  # gradients, two moments and a reserve: what training still allocates, in copies of its parameters
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The values from `start` to `stop` of all parameters in a row: of each layer that it touches, a part."""
+
+    start: int
+    stop: int
+    parts: tuple[tuple[int, int, int], ...]  # layer, and from where to where in it
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(last - first for _, first, last in self.parts)
+
+
+@lru_cache(maxsize=64)
+def pieces_of(sizes: tuple[int, ...], length: int) -> tuple[Piece, ...]:
+    """Cut layers of these sizes, seen as one vector, into pieces of `length` values; the last one may be shorter."""
+    pieces: list[Piece] = []
+    parts: list[tuple[int, int, int]] = []
+    start = place = 0
+    for layer, size in enumerate(sizes):
+        done = 0
+        while done < size:
+            taken = min(size - done, start + length - place)
+            parts.append((layer, done, done + taken))
+            done, place = done + taken, place + taken
+            if place == start + length:
+                pieces.append(Piece(start, place, tuple(parts)))
+                start, parts = place, []
+    if parts:
+        pieces.append(Piece(start, place, tuple(parts)))
+    return tuple(pieces)
+
+
+@dataclass(slots=True)
+class InitialModel:
+    """The model that drift is measured from: its values, or, if they are too many to keep, their sketch."""
+
+    length: int
+    vector: Tensor | None
+    sketch: Tensor | None = None
+
+
+@dataclass(slots=True)
+class MeasuredUpdate:
+    """A client's update: `vector` if it is kept, and sums, possibly still on a device until `settle` was called."""
+
+    sizes: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    vector: Tensor | None = None
+    sketch: Tensor | None = None  # where the vector is not kept
+    sums: list[Tensor | Array] = field(default_factory=list)  # of each piece, [its layers, 9]
+    weight_sums: list[Tensor | Array] = field(default_factory=list)  # the same of the weights themselves, if asked for
+    start_squares: list[Tensor] = field(default_factory=list)  # of each piece, of the parameters at the beginning
+    drift_squares: list[Tensor] = field(default_factory=list)  # of each piece, of the way from the initial model
+    drift_sketch: Tensor | None = None  # the same as a sketch, where the initial model is one
+    rows: Array = field(default_factory=lambda: empty_sums(0))  # nine sums per layer
+    weight_rows: Array | None = None
+    start_norm: float = 0.0
+    drift: float | None = None  # from the initial model; estimated to 5 % where that is a sketch
+
+    @property
+    def tensors(self) -> list[Tensor | Array]:
+        """What `settle` needs on the host."""
+        sketches = [sketch for sketch in (self.sketch, self.drift_sketch) if sketch is not None]
+        return [*self.sums, *self.weight_sums, *self.start_squares, *self.drift_squares, *sketches]
+
+    def settle(self, arrays: Sequence[Array]) -> None:
+        """Take the tensors as arrays on the host, in the same order."""
+        left = iter(arrays)
+        self.rows = self._merged([next(left) for _ in self.sums])
+        if self.weight_sums:
+            self.weight_rows = self._merged([next(left) for _ in self.weight_sums])
+        self.start_norm = float(np.sqrt(sum(float(next(left)) for _ in self.start_squares)))
+        if self.drift_squares:
+            self.drift = float(np.sqrt(sum(float(next(left)) for _ in self.drift_squares)))
+        if self.sketch is not None:
+            self.sketch = torch.from_numpy(next(left))
+        if self.drift_sketch is not None:
+            self.drift = float(np.linalg.norm(next(left)))
+
+    def _merged(self, sums: list[Array]) -> Array:
+        """Return the sums of each layer from those of its parts."""
+        if len(sums) == 1 and len(sums[0]) == len(self.sizes):
+            return sums[0]
+        parts: dict[int, list[Array]] = {}
+        for piece, rows in zip(self.pieces, sums, strict=True):
+            for (layer, _, _), row in zip(piece.parts, rows, strict=True):
+                parts.setdefault(layer, []).append(row)
+        merged = empty_sums(len(self.sizes))
+        for layer, rows_of_layer in parts.items():
+            merged[layer] = rows_of_layer[0] if len(rows_of_layer) == 1 else merge_sums(np.stack(rows_of_layer))
+        return merged
+
+
+class Snapshot:
+    """A copy of parameters, taken when it is created."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        shards = [local(p) for p in parameters]
+        self._sizes = tuple(p.numel() for p in shards)
+        away = any(not p.is_cpu for p in shards)
+        self._pieces = pieces_of(self._sizes, _piece_length(sum(self._sizes)) if away else PIECE)
+        self._dtype = _common([p.dtype for p in shards])
+        self._on_host = away and not _has_room(shards)
+        with torch.no_grad():
+            self._before = [self._kept(values(shards, piece)) for piece in self._pieces]
+
+    @property
+    def vector(self) -> Tensor:
+        """All parameters as they were, in one vector: float64 if any of them is, else float32."""
+        if not self._before:
+            return torch.zeros(0)
+        before = [part.to(self._dtype) for part in self._before]
+        return before[0] if len(before) == 1 else torch.cat(before)
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(part.nbytes for part in self._before)
+
+    @property
+    def update_bytes(self) -> int:
+        """The bytes of the update as one vector."""
+        return sum(self._sizes) * self._dtype.itemsize
+
+    def measure(
+        self, *, keep: bool, sketch: bool, initial: InitialModel | None = None, weigh: bool = False, brief: bool = False
+    ) -> MeasuredUpdate:
+        """Measure how far the parameters have moved since; `keep` the update as a vector, or `sketch` it.
+
+        `weigh` asks for the sums of the parameters as they are now, too. If `brief`, only the sums of the update are
+        measured, of all layers together.
+        """
+        length = sum(self._sizes)
+        update = MeasuredUpdate(self._sizes, self._pieces)
+        if initial is not None and initial.length != length:
+            initial = None
+        shards = [local(p) for p in self._parameters]
+        kept: list[Tensor] = []
+        with torch.no_grad():
+            for place, piece in enumerate(self._pieces):
+                now = values(shards, piece).to(self._dtype)
+                before = self._before[place].to(now, non_blocking=True)
+                if weigh:
+                    update.weight_sums.append(sums_of_parts(now, piece.sizes))
+                if not brief:
+                    update.start_squares.append(_squares(before))
+                    self._measure_drift(update, piece, now, initial)
+                change = now.sub_(before)  # in place: `now` is a copy
+                update.sums.append(sums_of_parts(change, (len(change),) if brief else piece.sizes))
+                if keep:
+                    kept.append(change)
+                elif sketch:
+                    own = count_sketch(change, piece.start)
+                    update.sketch = own if update.sketch is None else update.sketch + own.to(update.sketch.device)
+            if keep:
+                update.vector = kept[0] if len(kept) == 1 else torch.cat(kept) if kept else torch.zeros(0)
+        if update.drift_sketch is not None and initial is not None and initial.sketch is not None:
+            update.drift_sketch = update.drift_sketch - initial.sketch.to(update.drift_sketch.device)
+        if brief:
+            update.sizes = (length,)
+            update.pieces = tuple(Piece(p.start, p.stop, ((0, p.start, p.stop),)) for p in self._pieces)
+        return update
+
+    @staticmethod
+    def _measure_drift(update: MeasuredUpdate, piece: Piece, now: Tensor, initial: InitialModel | None) -> None:
+        if initial is None:
+            return
+        if initial.vector is not None:
+            update.drift_squares.append(_squares(now - initial.vector[piece.start : piece.stop].to(now)))
+        elif initial.sketch is not None:
+            own = count_sketch(now, piece.start)
+            update.drift_sketch = own if update.drift_sketch is None else update.drift_sketch + own.to(now.device)
+
+    def _kept(self, copied: Tensor) -> Tensor:
+        if not self._on_host:
+            return copied
+        host = torch.empty(copied.shape, dtype=copied.dtype, pin_memory=True)
+        return host.copy_(copied, non_blocking=True)
+
+
+def sketch_of(parameters: Sequence[Tensor]) -> Tensor | None:
+    """Return the sketch of parameters seen as one vector; None if there are none."""
+    shards = [local(p) for p in parameters]
+    total: Tensor | None = None
+    with torch.no_grad():
+        sizes = tuple(p.numel() for p in shards)
+        for piece in pieces_of(sizes, _piece_length(sum(sizes))):
+            own = count_sketch(values(shards, piece).float(), piece.start)
+            total = own if total is None else total + own.to(total.device)
+    return total
+
+
+def values(tensors: Sequence[Tensor], piece: Piece) -> Tensor:
+    """Return a copy of a piece's values in one vector, in their own type if that is a common floating one."""
+    parts = [tensors[layer] for layer, _, _ in piece.parts]
+    for place in {0, len(parts) - 1}:  # all others are whole
+        _, first, last = piece.parts[place]
+        if last - first != parts[place].numel():
+            parts[place] = parts[place].reshape(-1)[first:last]
+    if len({(part.dtype, part.device) for part in parts}) > 1:  # precisions are mixed, or several devices used
+        kind = parts[0].new_empty(0, dtype=_common([part.dtype for part in parts]))
+        parts = [part.to(kind) for part in parts]
+    copied = _flatten_dense_tensors(parts) if len(parts) > 1 else parts[0].reshape(-1).clone()
+    return copied if copied.dtype in _FLOATS else copied.float()
+
+
+def _common(kinds: Sequence[torch.dtype]) -> torch.dtype:
+    """Return float64 if one of the types is, else float32."""
+    return torch.float64 if torch.float64 in kinds else torch.float32
+
+
+def _piece_length(total: int) -> int:
+    """Return how many values a piece on a device has: a multiple of 256."""
+    return PIECE_ON_DEVICE if total <= PIECE_ON_DEVICE else -(-total // (16 * 256)) * 256
+
+
+def _squares(vector: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(vector)
+    return norm.square() if norm.device.type == "mps" else norm.double().square()  # MPS has no float64
+
+
+def _has_room(parameters: Sequence[Tensor]) -> bool:
+    """Return whether the device may hold a copy of these parameters: what training will need comes first."""
+    needed = sum(p.numel() * p.element_size() for p in parameters)
+    device = next((p.device for p in parameters if p.is_cuda), None)
+    if device is None or needed < LARGE:
+        return True
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    peak = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    reserve = max(peak, TRAINING_COPIES * needed if peak < needed else 0)
+    return needed * DEVICE_SHARE <= total and needed <= (free - reserve) / 2
