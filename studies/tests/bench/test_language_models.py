@@ -7,6 +7,7 @@ import torch
 from fedvitals_studies.bench.gpt import GPT, with_adapters
 from fedvitals_studies.bench.gpu.llm import CASES, Case, llm_rows, monitors
 from fedvitals_studies.bench.other_watchers import BINS, CockpitHooks
+from fedvitals_studies.bench.overhead import language_model_rows
 from fedvitals_studies.bench.plain_loop import Loop, Size, Spent, percent_over, row_of
 
 TINY = Size(clients=2, steps=2, batch=2, tokens=8, vocabulary=32)
@@ -66,3 +67,9 @@ def test_models_have_the_sizes_that_are_told():
         counts = {case.name: sum(p.numel() for p in case.make().parameters()) for case in CASES}
     assert counts["GPT"] == pytest.approx(110e6, rel=0.01)
     assert counts["GPT in bfloat16"] == pytest.approx(1e9, rel=0.03)
+
+
+def test_the_same_comparison_on_a_cpu():
+    rows = language_model_rows(2, 1, lambda _: None, tiny(), TINY)
+    assert {row["by"].split(":")[0] for row in rows} == {"standard", "hooks like Cockpit's", "wandb.watch"}
+    assert all("overhead_percent" in row or "not measured" in row["by"] for row in rows)
