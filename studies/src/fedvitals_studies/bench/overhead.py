@@ -28,14 +28,22 @@ from fedvitals.monitor.monitor import Monitor
 from fedvitals.probes.hooks import StepHooks
 from fedvitals.probes.presets import Preset, preset
 from fedvitals.probes.scale import scale
+from fedvitals_studies.bench.gpt import GPT, VOCABULARY
+from fedvitals_studies.bench.other_watchers import CockpitHooks, WandbWatch
+from fedvitals_studies.bench.plain_loop import Loop, Size, in_turns, percent_over
 from fedvitals_studies.bench.workloads import WORKLOADS, Workload, small_cnn, step
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]
 
+SIZE = Size(clients=2, steps=3, batch=4, tokens=128, vocabulary=VOCABULARY)  # of the language model's rounds
+
 
 def bench_overhead(*, quick: bool = False, tell: Tell = lambda _text: None) -> list[Row]:
-    """Rows for the table: statistics per step on four models, the whole monitor per round on two."""
+    """Rows for the table: statistics per step on four models, the whole monitor per round on three.
+
+    The last of the three is a language model, with what people take instead of us beside it.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -46,7 +54,8 @@ def bench_overhead(*, quick: bool = False, tell: Tell = lambda _text: None) -> l
         for workload in (WORKLOADS[1], _DEMO):
             tell(f"whole monitor per round: {workload.name}")
             rows += _per_round(workload, pairs=7 if quick else 41)
-        return rows
+        tell("whole monitor per round: GPT of 42 M parameters")
+        return rows + language_model_rows(3 if quick else 25, 2 if quick else 9, tell)
     finally:
         torch.set_num_threads(threads)
 
@@ -196,6 +205,37 @@ def _maybe(context: Any) -> Iterator[None]:
             yield
 
 
+# -- the whole monitor on a language model, and others beside it ------------------------------------------------------
+
+
+def language_model_rows(
+    pairs: int, pairs_of_others: int, tell: Tell, model: Any = None, size: Size = SIZE
+) -> list[Row]:
+    """Rows for `standard`, hooks like Cockpit's and `wandb.watch` in a plain loop; a GPT of 42 M parameters."""
+    torch.manual_seed(0)
+    loop = Loop(GPT(512, 8, 8) if model is None else model, size, "cpu", autocast=False)
+    count = sum(p.numel() for p in loop.trained[0])
+    common = {"what": f"whole monitor per round, {size}", "model": "gpt", "parameters": count}
+    rows: list[Row] = []
+
+    def measure(watchers: dict[str, Any], pairs: int) -> None:
+        spent = in_turns(loop, watchers, pairs, tell)
+        seconds = {name: [s.written for s in own] for name, own in spent.items()}
+        rows.extend(
+            {**common, "by": name, "pairs": pairs, **_overhead(seconds["off"], seconds[name])} for name in watchers
+        )
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        measure({"standard": stack.enter_context(Monitor(Path(folder) / "runs.db", probes=without_scale()))}, pairs)
+        others: dict[str, Any] = {"hooks like Cockpit's": CockpitHooks()}
+        try:
+            others["wandb.watch"] = stack.enter_context(contextlib.closing(WandbWatch(Path(folder))))
+        except ImportError as error:
+            rows.append({**common, "by": f"wandb.watch: not measured, {error}"})
+        measure(others, pairs_of_others)
+    return rows
+
+
 # -- pairs and their spread -------------------------------------------------------------------------------------------
 
 
@@ -216,13 +256,11 @@ def _interleaved(arms: dict[str, Callable[[], float]], pairs: int) -> dict[str, 
 
 
 def _overhead(bare: list[float], watched: list[float]) -> Row:
-    ratios = np.array(watched) / np.array(bare)
-    draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
-    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
+    low, middle, high = percent_over(watched, bare)
     return {
-        "overhead_percent": 100 * (float(np.median(ratios)) - 1),
-        "low": 100 * (float(low) - 1),
-        "high": 100 * (float(high) - 1),
+        "overhead_percent": middle,
+        "low": low,
+        "high": high,
         # The same of the quickest tenth of each arm: what is left when the machine's other guests are quiet.
         "quiet_percent": 100 * (float(np.percentile(watched, 10) / np.percentile(bare, 10)) - 1),
     }

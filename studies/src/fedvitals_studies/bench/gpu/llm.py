@@ -1,181 +1,125 @@
 # SPDX-License-Identifier: Apache-2.0
 """What watching adds to a federation of language models in a plain PyTorch loop on one GPU.
 
-A round trains 4 clients for 10 steps each (bfloat16 autocast, fused AdamW, random tokens) and averages them. Rounds
-without a monitor, with `light` and with `standard` take turns; each ratio compares neighbours.
+A GPT of 110 M parameters (bfloat16 autocast), the same with adapters, and a GPT of 1 B parameters whose weights are
+bfloat16; fused AdamW, random tokens. Beside us, what people take instead: `wandb.watch` and hooks like Cockpit's.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
+import statistics
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+
+from fedvitals_studies.bench.gpt import GPT, VOCABULARY, with_adapters
+from fedvitals_studies.bench.other_watchers import CockpitHooks, WandbWatch
+from fedvitals_studies.bench.plain_loop import Loop, Size, Spent, in_turns, row_of
 
 Row = dict[str, Any]
 Tell = Callable[[str], None]
 
-CLIENTS, STEPS, BATCH, TOKENS, VOCABULARY = 4, 10, 8, 512, 16384
-RANK = 8
-BAR = 10.0  # per cent
-RESAMPLES = 10_000
+PAIRS, PAIRS_OF_OTHERS = 25, 9  # the others are slow, and far from us
+BARS = {"light": 2.0, "standard": 4.0}  # per cent
+BAR_MEMORY = 1.1  # times the bytes of what trains
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model, what a round of it trains, and who watches it."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        batch, tokens, width = x.shape
-        qkv = self.qkv(self.before_attention(x)).view(batch, tokens, 3, self.heads, width // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
-        grown: Tensor = x + self.down(functional.gelu(self.up(self.before_mlp(x))))
-        return grown
+    name: str
+    make: Callable[[], GPT]
+    size: Size
+    presets: Sequence[str]
+    autocast: bool = True
+    others: bool = False  # whether `wandb.watch` and hooks like Cockpit's are measured, too
 
 
-class GPT(nn.Module):
-    """110 M parameters with its defaults."""
-
-    def __init__(self, width: int = 768, layers: int = 12, heads: int = 12) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(TOKENS, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+SMALL, LARGE = Size(4, 10, 8, 512, VOCABULARY), Size(2, 5, 8, 512, VOCABULARY)
+CASES = (
+    Case("GPT", GPT, SMALL, ("light", "standard"), others=True),
+    Case("GPT with LoRA", lambda: with_adapters(GPT()), SMALL, ("light", "standard")),
+    Case("GPT in bfloat16", lambda: GPT(2048, 19, 16).bfloat16(), LARGE, ("standard",), autocast=False),
+)
 
 
-class Lora(nn.Module):
-    """A frozen linear layer with a low-rank adapter, which begins at zero."""
-
-    def __init__(self, frozen: nn.Linear) -> None:
-        super().__init__()
-        self.frozen = frozen.requires_grad_(False)
-        self.a = nn.Parameter(0.01 * torch.randn(RANK, frozen.in_features))
-        self.b = nn.Parameter(torch.zeros(frozen.out_features, RANK))
-
-    def forward(self, x: Tensor) -> Tensor:
-        adapted: Tensor = self.frozen(x) + x @ self.a.T @ self.b.T
-        return adapted
-
-
-def with_adapters(model: GPT) -> GPT:
-    """The model frozen, with adapters at its attention layers."""
-    model.requires_grad_(False)
-    for block in model.blocks:
-        assert isinstance(block, Block)  # noqa: S101 - for the type checker
-        block.qkv, block.out = Lora(block.qkv), Lora(block.out)  # type: ignore[assignment]
-    return model
-
-
-class Loop:
-    """A plain federated loop over copies of one model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model.cuda()
-        self._clients = [copy.deepcopy(self.model) for _ in range(CLIENTS)]
-        models = (self.model, *self._clients)
-        self.trained: list[list[Tensor]] = [[p for p in m.parameters() if p.requires_grad] for m in models]
-        self._tokens = torch.randint(0, VOCABULARY, (CLIENTS, STEPS, BATCH, TOKENS), device="cuda")
-
-    def round(self, number: int, monitor: Any) -> float:
-        """Seconds of one round."""
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        shared, *local = self.trained
-        with monitor.round(number, self.model) if monitor else contextlib.nullcontext():
-            for index, model in enumerate(self._clients):
-                with torch.no_grad():
-                    torch._foreach_copy_(local[index], shared)
-                optimizer = torch.optim.AdamW(local[index], 1e-4, fused=True)
-                with monitor.client(f"c{index}", model) if monitor else contextlib.nullcontext():
-                    for tokens in self._tokens[index]:
-                        _step(model, optimizer, tokens)
-            with torch.no_grad():
-                for parameter, *own in zip(shared, *local, strict=True):
-                    parameter.copy_(torch.stack([p.detach() for p in own]).mean(0))
-        torch.cuda.synchronize()
-        return time.perf_counter() - began
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
-    with torch.autocast("cuda", torch.bfloat16):
-        logits = model(tokens[:, :-1])
-    loss = functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    optimizer.step()
-
-
-def llm_rows(quick: bool, tell: Tell) -> list[Row]:
-    """A row for each model and preset: seconds over those of the unwatched rounds beside them."""
+def llm_rows(quick: bool, tell: Tell, cases: Sequence[Case] = CASES, device: str = "cuda") -> list[Row]:
+    """Rows for each model: an unwatched round, what each preset and each of the others adds, memory on the device."""
     torch.manual_seed(0)
-    models: Mapping[str, Callable[[], GPT]] = {"GPT": GPT, "GPT with LoRA": lambda: with_adapters(GPT())}
     rows: list[Row] = []
-    for name, make in models.items():
-        loop = Loop(make())
-        parameters = sum(p.numel() for p in loop.model.parameters()) / 1e6
-        trained = sum(p.numel() for p in loop.trained[0]) / 1e6
-        what = f"{name}, {parameters:.0f} M parameters, {trained:.3g} M trained"
-        tell(what)
-        seconds = _in_turns(loop, 3 if quick else 12, tell)
-        base = float(np.median(seconds["off"]))
-        rows.append({"what": f"{what}, unwatched", "bar": "", "measured": f"{base:.2f} s a round", "verdict": ""})
-        for preset in ("light", "standard"):
-            low, middle, high = _interval(np.array(seconds[preset]) / np.array(seconds["off"]))
-            measured = f"{middle:+.1f} % ({low:+.1f} to {high:+.1f})"
-            met = "met" if middle <= BAR else "missed"
-            rows.append(
-                {"what": f"{what}, {preset}", "bar": f"≤ {BAR:g} %", "measured": measured, "verdict": met,
-                 "percent": middle, "low": low, "high": high}
-            )  # fmt: skip
-        del loop
-        torch.cuda.empty_cache()
+    for case in cases:
+        rows += _case_rows(case, 3 if quick else PAIRS, 2 if quick else PAIRS_OF_OTHERS, device, tell)
+        if device == "cuda":
+            torch.cuda.empty_cache()
     return rows
 
 
-def _in_turns(loop: Loop, repeats: int, tell: Tell) -> dict[str, list[float]]:
-    from fedvitals.monitor.monitor import Monitor  # noqa: PLC0415 - only this part needs it
+def _case_rows(case: Case, pairs: int, pairs_of_others: int, device: str, tell: Tell) -> list[Row]:
+    with torch.device(device):
+        model = case.make()
+    loop = Loop(model, case.size, device, autocast=case.autocast)
+    parameters = sum(p.numel() for p in loop.model.parameters()) / 1e6
+    what = (
+        f"{case.name}, {parameters:,.0f} M parameters, {sum(p.numel() for p in loop.trained[0]) / 1e6:,.3g} M trained"
+    )
+    tell(f"{what}, {case.size}")
+    unwatched_peak = _peak_bytes(loop, device)
+    with monitors(case.presets) as watchers:
+        spent = in_turns(loop, watchers, pairs, tell)
+        watched_peak = _peak_bytes(loop, device, since_start=True)
+    seconds = statistics.median(s.trained for s in spent["off"])
+    rows = [{"what": f"{what}, unwatched", "bar": "", "measured": f"{seconds:.2f} s a round", "verdict": ""}]
+    rows += [row_of(f"{what}, {name}", spent[name], spent["off"], BARS[name]) for name in case.presets]
+    if device == "cuda" and len(watchers) == 1:  # of several, only the sum would be known
+        rows.append(_memory_row(what, loop, watched_peak - unwatched_peak))
+    return rows + (other_rows(what, loop, pairs_of_others, tell) if case.others else [])
 
-    seconds: dict[str, list[float]] = {"off": [], "light": [], "standard": []}
-    with tempfile.TemporaryDirectory() as folder:
-        monitors: dict[str, Any] = {
-            name: None if name == "off" else Monitor(Path(folder, f"{name}.db"), probes=name) for name in seconds
-        }
-        for name, monitor in monitors.items():
-            tell(f"warming up, {name}")
-            loop.round(0, monitor)
-        for number in range(1, repeats + 1):
-            tell(f"round {number} of {repeats}")
-            for name in monitors if number % 2 else reversed(monitors):
-                seconds[name].append(loop.round(number, monitors[name]))
-        for monitor in monitors.values():
-            if monitor is not None:
-                monitor.close()
-    return seconds
+
+def _peak_bytes(loop: Loop, device: str, *, since_start: bool = False) -> int:
+    """The peak of the device's memory: of two unwatched rounds from here, or since this was last asked."""
+    if device != "cuda":
+        return 0
+    if not since_start:
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(2):
+            loop.round(0, None)
+    return int(torch.cuda.max_memory_allocated())
 
 
-def _interval(ratios: np.ndarray[Any, Any]) -> tuple[float, float, float]:
-    """The median in per cent above 1, with a bootstrapped 95 % interval: low, middle, high."""
-    draws = np.random.default_rng(0).choice(ratios, (RESAMPLES, len(ratios)))
-    low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
-    return tuple(100 * (float(value) - 1) for value in (low, np.median(ratios), high))  # type: ignore[return-value]
+def _memory_row(what: str, loop: Loop, extra: int) -> Row:
+    """What a monitor holds at the peak, beyond that of rounds before it was there."""
+    trained = sum(p.numel() * p.element_size() for p in loop.trained[0])
+    return {
+        "what": f"{what}, extra memory on the device at the peak", "bar": f"≤ {BAR_MEMORY:g} × what trains",
+        "measured": f"{extra / 2**20:,.0f} MiB, {extra / trained:.2f} × the {trained / 2**20:,.0f} MiB that train",
+        "verdict": "met" if extra <= BAR_MEMORY * trained else "missed", "bytes": extra, "trained_bytes": trained,
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def monitors(presets: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+    """Yield a monitor for each preset, with a store in a file of its own."""
+    from fedvitals.monitor.monitor import Monitor  # noqa: PLC0415 - only those who watch need it
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        yield {name: stack.enter_context(Monitor(Path(folder, f"{name}.db"), probes=name)) for name in presets}
+
+
+def other_rows(what: str, loop: Loop, pairs: int, tell: Tell) -> list[Row]:
+    """A row for `wandb.watch` and one for hooks like Cockpit's; one that cannot be measured says why."""
+    rows, watchers = [], dict[str, Any]()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        watchers["hooks like Cockpit's"] = CockpitHooks()
+        name = 'wandb.watch(log="gradients", log_freq=1), offline'
+        try:
+            watchers[name] = stack.enter_context(contextlib.closing(WandbWatch(Path(folder))))
+        except ImportError as error:
+            rows = [{"what": f"{what}, {name}", "bar": "", "measured": f"not measured: {error}", "verdict": ""}]
+        spent: dict[str, list[Spent]] = in_turns(loop, watchers, pairs, tell)
+    return [row_of(f"{what}, {other}", spent[other], spent["off"], None) for other in watchers] + rows
