@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedvitals.probes.host_copies import to_host
 from fedvitals.probes.peer_columns import (
     BACK,
     BIAS,
@@ -149,7 +150,7 @@ class Peers:
             pieces.append((columns, against @ own.T, units.square().sum(1)))
             if HEAD in columns:
                 heads.append(units[columns.index(HEAD)])
-        fetched = _all_to_host([part for _, *pair in pieces for part in pair])
+        fetched = to_host([part for _, *pair in pieces for part in pair])
         for (columns, *_), products, totals in zip(pieces, fetched[::2], fetched[1::2], strict=True):
             for column, row, total in zip(columns, products, totals, strict=False):
                 dots[column] += row
@@ -180,9 +181,13 @@ class Peers:
         own = dots / norms
         squares = square - 2 * own + 1
         cosines = np.where(norms > 0, (own - 1) / np.sqrt(squares), np.nan)
-        for i in np.flatnonzero((squares < _CANCELLED) & (norms > 0)).tolist():
+        cancelled = np.flatnonzero((squares < _CANCELLED) & (norms > 0)).tolist()
+        products: list[Tensor | Array] = []
+        for i in cancelled:
             others = self._others(place, norms, without=i)
-            dot, left = float(self._vectors[i][place] @ others), _square(others)
+            products += (self._vectors[i][place] @ others, others.double().square().sum())
+        fetched = [float(product) for product in to_host(products)]
+        for i, dot, left in zip(cancelled, fetched[::2], fetched[1::2], strict=True):
             cosines[i] = dot / norms[i] / math.sqrt(left) if left > _NOTHING else np.nan
         return np.clip(cosines, -1, 1)
 
@@ -199,14 +204,24 @@ class Peers:
         norms = self._compared[HEAD][1]
         own = self._at(head.place).unflatten(1, (head.rows, -1))
         total = total.view(head.rows, -1)
-        sizes = _to_host(torch.linalg.vector_norm(own, dim=2))  # of each row
-        dots = _to_host(torch.bmm(own.transpose(0, 1), total[..., None])[..., 0].T) / norms[:, None]
+        sizes, dots, squares = to_host(
+            [
+                torch.linalg.vector_norm(own, dim=2),  # of each row
+                torch.bmm(own.transpose(0, 1), total[..., None])[..., 0].T,
+                total.double().square().sum(1),
+            ]
+        )
+        dots = dots / norms[:, None]
         mine = (sizes / norms[:, None]) ** 2
-        left = _to_host(total.double().square().sum(1)) - 2 * dots + mine
+        left = squares - 2 * dots + mine
         cosines = np.where((mine > 0) & (left > _NOTHING), (dots - mine) / np.sqrt(mine * left), np.nan)
-        for i in np.flatnonzero((left < _CANCELLED * mine).any(axis=1)).tolist():
+        cancelled = np.flatnonzero((left < _CANCELLED * mine).any(axis=1)).tolist()
+        products: list[Tensor | Array] = []
+        for i in cancelled:
             rest = self._others(head.place, norms, without=i).view(head.rows, -1)
-            dot, square = _to_host((own[i] * rest).sum(1)), _to_host(rest.double().square().sum(1))
+            products += ((own[i] * rest).sum(1), rest.double().square().sum(1))
+        fetched = to_host(products)
+        for i, dot, square in zip(cancelled, fetched[::2], fetched[1::2], strict=True):
             cosines[i] = np.where((mine[i] > 0) & (square > _NOTHING), dot / sizes[i] / np.sqrt(square), np.nan)
         self._tell_classes(np.clip(cosines, -1, 1), sizes)
 
@@ -335,16 +350,3 @@ def _inverse(norms: Array) -> Array:
 
 def _to_host(values: Tensor) -> Array:
     return values.double().cpu().numpy()
-
-
-def _all_to_host(tensors: Sequence[Tensor]) -> list[Array]:
-    """Return all tensors on the host, with one copy per device."""
-    if not tensors or tensors[0].is_cpu:
-        return [_to_host(values) for values in tensors]
-    flat = torch.cat([values.flatten() for values in tensors]).cpu()
-    parts = flat.split([values.numel() for values in tensors])
-    return [_to_host(part.view(values.shape)) for part, values in zip(parts, tensors, strict=True)]
-
-
-def _square(vector: Tensor) -> float:
-    return float(vector.double().square().sum())

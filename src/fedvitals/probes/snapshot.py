@@ -24,8 +24,8 @@ from fedvitals.stats import Array, empty_sums, merge_sums
 
 PIECE = 1 << 20  # values of a piece on a CPU: 4 MB in float32. A multiple of 256, as sketches need it
 PIECE_ON_DEVICE = 1 << 27  # there, each call has its price; a larger model is cut into 16
-LARGE = 256 << 20  # bytes of a copy from which on it is asked whether the device has room for it
-DEVICE_SHARE = 16  # a copy takes at most one part in so many of a device's memory
+SMALL_SHARE = 1 / 64  # of a device's memory, for a copy without asking whether there is room for it
+LARGEST_SHARE = 1 / 16
 TRAINING_COPIES = 4  # gradients, two moments and a reserve: what training still allocates, in copies of its parameters
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -129,7 +129,7 @@ class Snapshot:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
-        shards = [local(p) for p in parameters]
+        shards = shards_of(parameters)
         self._sizes = tuple(p.numel() for p in shards)
         away = any(not p.is_cpu for p in shards)
         self._pieces = pieces_of(self._sizes, _piece_length(sum(self._sizes)) if away else PIECE)
@@ -167,7 +167,7 @@ class Snapshot:
         update = MeasuredUpdate(self._sizes, self._pieces)
         if initial is not None and initial.length != length:
             initial = None
-        shards = [local(p) for p in self._parameters]
+        shards = shards_of(self._parameters)
         kept: list[Tensor] = []
         with torch.no_grad():
             for place, piece in enumerate(self._pieces):
@@ -211,9 +211,14 @@ class Snapshot:
         return host.copy_(copied, non_blocking=True)
 
 
+def shards_of(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the parts of the parameters that this process holds: all of them, unless they are sharded."""
+    return [local(p) for p in parameters] if any(hasattr(p, "to_local") for p in parameters[:1]) else parameters
+
+
 def sketch_of(parameters: Sequence[Tensor]) -> Tensor | None:
     """Return the sketch of parameters seen as one vector; None if there are none."""
-    shards = [local(p) for p in parameters]
+    shards = shards_of(parameters)
     total: Tensor | None = None
     with torch.no_grad():
         sizes = tuple(p.numel() for p in shards)
@@ -230,7 +235,8 @@ def values(tensors: Sequence[Tensor], piece: Piece) -> Tensor:
         _, first, last = piece.parts[place]
         if last - first != parts[place].numel():
             parts[place] = parts[place].reshape(-1)[first:last]
-    if len({(part.dtype, part.device) for part in parts}) > 1:  # precisions are mixed, or several devices used
+    kinds, devices = {part.dtype for part in parts}, {part.get_device() for part in parts}
+    if len(kinds) > 1 or len(devices) > 1:  # precisions are mixed, or several devices used
         kind = parts[0].new_empty(0, dtype=_common([part.dtype for part in parts]))
         parts = [part.to(kind) for part in parts]
     copied = _flatten_dense_tensors(parts) if len(parts) > 1 else parts[0].reshape(-1).clone()
@@ -256,10 +262,13 @@ def _has_room(parameters: Sequence[Tensor]) -> bool:
     """Return whether the device may hold a copy of these parameters: what training will need comes first."""
     needed = sum(p.numel() * p.element_size() for p in parameters)
     device = next((p.device for p in parameters if p.is_cuda), None)
-    if device is None or needed < LARGE:
+    if device is None:
         return True
-    free, total = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    peak = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-    reserve = max(peak, TRAINING_COPIES * needed if peak < needed else 0)
-    return needed * DEVICE_SHARE <= total and needed <= (free - reserve) / 2
+    total = torch.cuda.get_device_properties(device).total_memory
+    if needed <= SMALL_SHARE * total or needed > LARGEST_SHARE * total:
+        return needed <= SMALL_SHARE * total
+    allocated = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated["current"]
+    coming = allocated["peak"] - allocated["current"]  # what training will allocate, if it has trained before
+    reserve = coming if coming >= needed else TRAINING_COPIES * needed
+    return needed <= (free - reserve) / 2

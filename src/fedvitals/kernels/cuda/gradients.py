@@ -2,13 +2,15 @@
 """Records the nine sums of a user's gradients on a GPU at every step without synchronising, for `GradientRecorder`.
 
 Gradients move: torch frees them between steps and allocates them elsewhere. Their addresses are therefore collected at
-every step and sent to the device ahead of the kernel that reads them. A step starts one kernel, which leaves partial
-sums; one more for many steps makes rows of them. The rows stay on the device until they are needed.
+every step in pinned memory of the host, from where the kernel reads them. A step starts one kernel, which leaves
+partial sums; one more for many steps makes rows of them. The rows stay on the device until they are needed.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,10 +54,12 @@ class DeviceGradients:
         self._lengths = tuple(length for _, _, length in self._known)
         self._kinds = tuple(dtype or torch.float32 for _, dtype, _ in self._known)
         self._kernels = loading.load_kernels().kernels
+        self._pinned: Tensor | None = None  # the block that is being filled
         self._stream: int | None = None
         self._addresses: list[int] = []  # of the step before
         self._waiting = self._done = 0  # steps in the block, and how many of them have rows
-        self._places: list[Tensor] = []  # free ones, of a block of pinned memory on the host
+        self._places: list[Tensor] = []  # free ones, of a block of pinned memory
+        self._read: deque[tuple[Tensor, Any]] = deque()  # full blocks, each with the event after which it is free
 
     def record(self) -> Tensor | None:
         """Return the rows [layers, 9] that the device will fill, or None if each tensor must be measured separately."""
@@ -90,7 +94,7 @@ class DeviceGradients:
             self._begin_block()
         if addresses != self._addresses:  # torch mostly gives gradients the memory that they had at the step before
             self._addresses = addresses
-            self._pointers = self._upload(addresses)
+            self._pointers = self._written(addresses)
         step = self._waiting
         launch_partials(self._kernels, self._cut, self._pointers, None, self._partials[step])
         self._waiting += 1
@@ -103,20 +107,26 @@ class DeviceGradients:
             self._done = last
             combine(self._kernels, self._cut, self._partials[first], self._rows[first], steps=last - first)
 
-    def _upload(self, addresses: list[int]) -> Tensor:
-        """Return the addresses on the device. Each step has its own pinned memory, so that nothing waits.
-
-        torch reuses a block of pinned memory only after the copies out of it are done.
-        """
+    def _written(self, addresses: list[int]) -> Tensor:
+        """Return the addresses in pinned memory, which the kernel reads. Each step has its own: nothing waits."""
         if not self._places:
-            self._places = [
-                *torch.empty(
-                    _STEPS_PER_BLOCK, len(addresses), dtype=torch.int64, pin_memory=self._device.type == "cuda"
-                )
-            ]
+            self._places = [*self._free_block(len(addresses))]
         place = self._places.pop()
         place.numpy()[:] = addresses
-        return place.to(self._device, non_blocking=True)
+        return place
+
+    def _free_block(self, count: int) -> Tensor:
+        """Return pinned memory for the addresses of many steps: a block that has been read, or a new one."""
+        pinned = self._device.type == "cuda"
+        if pinned and self._pinned is not None:
+            read = torch.cuda.Event()
+            read.record()
+            self._read.append((self._pinned, read))
+        if self._read and self._read[0][1].query():
+            self._pinned = self._read.popleft()[0]
+        else:
+            self._pinned = torch.empty(_STEPS_PER_BLOCK, count, dtype=torch.int64, pin_memory=pinned)
+        return self._pinned
 
     def _begin_block(self) -> None:
         each = partials_for(self._cut, torch.device("meta")).nbytes
