@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedvitals.kernels.cpu import jit
 from fedvitals.kernels.cuda import loading
-from fedvitals.kernels.cuda.sums import device_context
+from fedvitals.kernels.cuda.sums import DTYPES, device_context
 from fedvitals.kernels.sketch_hash import SIZE, VERSION, by_torch
 
 __all__ = ["COSINE_ERROR", "SIZE", "VERSION", "by_torch", "by_triton", "count_sketch"]
@@ -36,7 +36,7 @@ def count_sketch(vectors: Tensor, start: int = 0) -> Tensor:
     up to its own.
     """
     rows = vectors.detach().reshape(math.prod(vectors.shape[:-1]), vectors.shape[-1])
-    if rows.dtype not in (torch.float32, torch.float64):
+    if rows.dtype not in (torch.float32, torch.float64) and not (rows.is_cuda and rows.dtype in DTYPES):
         rows = rows.float()
     if rows.shape[1] > 1 and rows.stride(1) != 1:
         rows = rows.contiguous()

@@ -171,14 +171,14 @@ class Snapshot:
         kept: list[Tensor] = []
         with torch.no_grad():
             for place, piece in enumerate(self._pieces):
-                now = values(shards, piece).to(self._dtype)
-                before = self._before[place].to(now, non_blocking=True)
+                now = values(shards, piece)
+                before = self._before[place].to(now.device, non_blocking=True)
                 if weigh:
                     update.weight_sums.append(sums_of_parts(now, piece.sizes))
                 if not brief:
                     update.start_squares.append(_squares(before))
                     self._measure_drift(update, piece, now, initial)
-                change = now.sub_(before)  # in place: `now` is a copy
+                change = now.to(self._dtype).sub_(before)  # in place: `now` is a copy
                 update.sums.append(sums_of_parts(change, (len(change),) if brief else piece.sizes))
                 if keep:
                     kept.append(change)
@@ -199,7 +199,8 @@ class Snapshot:
         if initial is None:
             return
         if initial.vector is not None:
-            update.drift_squares.append(_squares(now - initial.vector[piece.start : piece.stop].to(now)))
+            start = initial.vector[piece.start : piece.stop].to(now.device)
+            update.drift_squares.append(_squares(now - start))
         elif initial.sketch is not None:
             own = count_sketch(now, piece.start)
             update.drift_sketch = own if update.drift_sketch is None else update.drift_sketch + own.to(now.device)
@@ -254,7 +255,8 @@ def _piece_length(total: int) -> int:
 
 
 def _squares(vector: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(vector)
+    half = vector.dtype in (torch.float16, torch.bfloat16)
+    norm: Tensor = torch.linalg.vector_norm(vector, dtype=torch.float32 if half else None)
     return norm.square() if norm.device.type == "mps" else norm.double().square()  # MPS has no float64
 
 

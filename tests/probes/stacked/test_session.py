@@ -199,8 +199,11 @@ def _name(record):
     return getattr(record, "name", "")
 
 
-def check_alike(sink, twin, tolerance=TOLERANCE):
-    """Every metric, matrix, span and event of the twin, once, with its value; and nothing else."""
+def check_alike(sink, twin, tolerance=TOLERANCE, estimated=()):
+    """Every metric, matrix, span and event of the twin, once, with its value; and nothing else.
+
+    `estimated`: beginnings of names whose values are random estimates, and may differ.
+    """
     for kind in (Metric, LayerStats, Span, Event):
         apart = ("stack.unmeasured", *ALONE)
         told, alone = (
@@ -209,7 +212,7 @@ def check_alike(sink, twin, tolerance=TOLERANCE):
         assert Counter(key(r) for r in told) == Counter(key(r) for r in alone), kind
     wanted = {key(r): r.value for r in twin.metrics()}
     for r in sink.metrics():
-        if not r.name.startswith(TIMED):
+        if not r.name.startswith((*TIMED, *estimated)):
             np.testing.assert_allclose(
                 r.value, wanted[key(r)], rtol=tolerance, atol=tolerance / 10, err_msg=str(key(r))
             )
@@ -481,7 +484,7 @@ def test_stack_on_a_gpu_records_what_the_processor_does(make):
     twin, _ = observed(FULL, here.stacked)
     sink, states = observed(FULL, there.stacked)
     assert states.is_cuda
-    check_alike(sink, twin, 1e-2)
+    check_alike(sink, twin, 1e-2, estimated=("scale.",))  # a GPU draws other signs: see `stacked.scale`
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     _, states = observed("standard", there.stacked)
     assert torch.equal(states, there.stacked(None))
