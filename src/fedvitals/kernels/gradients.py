@@ -89,21 +89,21 @@ class GradientRecorder:
         _scale(rows, factor)
 
     @property
-    def on_device(self) -> list[Tensor]:
-        """The rows that are still on a device, for the caller to copy to the host."""
+    def apart(self) -> list[Tensor | Array]:
+        """The rows of steps that went the general way, possibly on a device: for the caller to copy to the host."""
         if self._device is not None:
             self._device.finish()
-        return [odd for odd in self._odd.values() if isinstance(odd, Tensor)]
+        return [*self._odd.values()]
 
     def take(self, on_host: Sequence[Array] | None = None) -> tuple[list[int], Array]:
         """Return the steps, and [steps, layers, 9] on the host.
 
-        `on_host` are the rows of `on_device`, in the same order, if the caller has copied them.
+        `on_host` are the rows that are `apart`, in the same order, if the caller has copied them.
         """
         rows = self._rows()
-        copied = iter([tensor.cpu().numpy() for tensor in self.on_device] if on_host is None else on_host)
-        for place, odd in self._odd.items():
-            rows[place] = next(copied) if isinstance(odd, Tensor) else odd
+        copied = [np.asarray(torch.as_tensor(odd).cpu()) for odd in self.apart] if on_host is None else on_host
+        for place, own in zip(self._odd, copied, strict=True):
+            rows[place] = own
         return self._steps, rows
 
     def _rows(self) -> Array:

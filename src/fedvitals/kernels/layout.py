@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +13,17 @@ from fedvitals.errors import RecordError
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of a sharded tensor (DTensor) that this process holds, without communication; others as they
+    """Return the part of a sharded tensor (DTensor) that this process counts, without communication; others as they
     are.
+
+    Of copies that several processes hold, the first process counts its own, and the others count nothing.
     """
-    shard = getattr(tensor, "to_local", None)
-    return tensor if shard is None else shard()
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    sharded: Any = tensor
+    shard: Tensor = sharded.to_local().detach()
+    places = zip(sharded.device_mesh.get_coordinate() or (), sharded.placements, strict=False)
+    return shard.new_empty(0) if any(own and placement.is_replicate() for own, placement in places) else shard
 
 
 def readable(tensor: Tensor) -> Tensor:

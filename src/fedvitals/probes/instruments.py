@@ -18,6 +18,7 @@ from fedvitals.probes.nonlinearity import nonlinearity
 from fedvitals.probes.presets import Preset
 from fedvitals.probes.results import Results
 from fedvitals.probes.scale import scale
+from fedvitals.probes.shards import ShardGroup
 from fedvitals.probes.snapshot import InitialModel, sketch_of
 from fedvitals.probes.updates import UpdateTracker
 from fedvitals.probes.view import View, flatten, table_of
@@ -45,6 +46,7 @@ class Instruments:
         self._initial_sketch: tuple[int, Tensor | None] = (0, None)
         self.trained: frozenset[str] = frozenset()  # names of the parameters that train in any model seen so far
         self.unsuited: set[tuple[int, type]] = set()  # probes, by place, and the models that they cannot measure
+        self.shards = ShardGroup()
         self.labels: dict[str, Mapping[int, int]] = {}  # each client's label histogram, as last told
         self.norms: dict[str, float] = {}  # each client's mean gradient norm, one round ago
         self._tables: dict[Any, LayerTable] = {}
@@ -95,8 +97,10 @@ class Instruments:
 
     def model_results(self, model: nn.Module) -> Results:
         """Return the statistics of the global model's own weights and buffers."""
-        results = Results()
-        measured = weights(self.view(model))
+        results, view = Results(), self.view(model)
+        if any(hasattr(p, "to_local") for p in view.parameters[:1]):
+            return results  # a process has only its shards
+        measured = weights(view)
         for name, values in zip(measured, to_host([*measured.values()]), strict=True):
             if name in FAMILIES:
                 results.matrices.append((name, values, None))

@@ -67,7 +67,8 @@ class ClientSession:
         self._steps = 0
         self._skipped: int | Tensor = 0
         self._step_began = self._step_seconds = 0.0
-        self._differences = instruments.preset.difference_each_step
+        self._sharded = any(hasattr(p, "to_local") for p in view.parameters[:1])
+        self._differences = instruments.preset.difference_each_step and not self._sharded
         self._batch: tuple[Tensor, Tensor] | None = None
         self.optimizers: list[Optimizer] = []  # that stepped, known at the end
         self._turn = instruments.turns.of(view.node, view.round)
@@ -145,9 +146,9 @@ class ClientSession:
     def _measure_update(self) -> MeasuredUpdate:
         """Return the update, measured where it lies; as a vector, where there is room to compare it with others."""
         instruments = self._instruments
-        keep = instruments.updates.has_room(self._snapshot.update_bytes)
+        keep = instruments.compares_updates and instruments.updates.has_room(self._snapshot.update_bytes)
         return self._snapshot.measure(
-            keep=keep and instruments.compares_updates,
+            keep=keep and not self._sharded,  # nobody has all of a sharded one
             sketch=instruments.compares_updates,
             initial=instruments.initial_model,
             weigh=self._weighed is not None,
@@ -156,7 +157,7 @@ class ClientSession:
 
     def _fetch(self, update: MeasuredUpdate) -> dict[int, Array]:
         """Copy everything measured to the host at once; returns it by the identity of each tensor."""
-        recorded = [rows for _, recorder in self._recorders.values() for rows in recorder.on_device]
+        recorded = [rows for _, recorder in self._recorders.values() for rows in recorder.apart]
         at_steps = [value for own in self._rows for _, measured in own for value in measured.values()]
         probed = [value for value in at_steps if isinstance(value, Tensor)]
         skipped = [self._skipped] if isinstance(self._skipped, Tensor) else []
@@ -164,12 +165,27 @@ class ClientSession:
         own = [*recorded, *probed, *skipped, *self._clip.norms]
         arrays = to_host([*own, *buffers, *update.tensors])
         update.settle(arrays[len(own) + len(buffers) :])
+        if self._sharded:
+            arrays[: len(recorded)] = self._add_shards(arrays[: len(recorded)], update)
         if self._weighed is not None and update.weight_rows is not None:
             measured = {"weight": update.weight_rows, **whole_model(update.weight_rows)}
             if len(arrays[len(own)]):
                 measured["buffer"] = arrays[len(own)]
             self._rows[self._weighed] = [(max(0, self._steps - 1), measured)]
         return {id(values): array for values, array in zip(own, arrays, strict=False)}
+
+    def _add_shards(self, gradients: list[Array], update: MeasuredUpdate) -> list[Array]:
+        """Return the gradients' sums, added up, like those of the update, over the processes that hold the shards."""
+        rows, totals = update.additive
+        place = (self._view.round, self._view.node or "")
+        every, totals, (present, processes) = self._instruments.shards.add_up(
+            self._view.parameters, place, [*gradients, *rows], totals
+        )
+        update.set_additive(every[len(gradients) :], totals)
+        if present < processes:
+            text = f"The sums of sharded layers are those of {present} of {processes} processes."
+            self._results.remarks.append(("layers.sharded", text, {"processes": present, "of": processes}))
+        return every[: len(gradients)]
 
     def held_bytes(self) -> int:
         """Return the bytes kept for this client and for the run: copies of its weights, and updates to compare it
@@ -372,7 +388,7 @@ class ClientSession:
     def _merge_recorded(self, on_host: Mapping[int, Array]) -> None:
         """Merge the recorded measurements: one per step, or one per step and optimiser."""
         recorders = [recorder for _, recorder in self._recorders.values()]
-        taken = [recorder.take([on_host[id(rows)] for rows in recorder.on_device]) for recorder in recorders]
+        taken = [recorder.take([on_host[id(rows)] for rows in recorder.apart]) for recorder in recorders]
         steps = [step for own, _ in taken for step in own]
         if not steps or self._recorded is None:
             return

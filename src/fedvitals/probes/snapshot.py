@@ -110,6 +110,21 @@ class MeasuredUpdate:
         if self.drift_sketch is not None:
             self.drift = float(np.linalg.norm(next(left)))
 
+    @property
+    def additive(self) -> tuple[list[Array], list[Array]]:
+        """What adds up over the shards of a model: nine sums per layer, and totals. After `settle`."""
+        squares = np.array([self.start_norm**2, np.nan if self.drift is None else self.drift**2])
+        sketch = [] if self.sketch is None else [self.sketch.numpy()]
+        return [self.rows, *([] if self.weight_rows is None else [self.weight_rows])], [squares, *sketch]
+
+    def set_additive(self, rows: Sequence[Array], totals: Sequence[Array]) -> None:
+        """Take what `additive` gave, added up."""
+        self.rows = rows[0]
+        self.weight_rows = None if self.weight_rows is None else rows[1]
+        start, drift = np.sqrt(totals[0]).tolist()
+        self.start_norm, self.drift = start, None if self.drift is None else drift
+        self.sketch = None if self.sketch is None else torch.from_numpy(totals[1])
+
     def _merged(self, sums: list[Array]) -> Array:
         """Return the sums of each layer from those of its parts."""
         if len(sums) == 1 and len(sums[0]) == len(self.sizes):
@@ -170,6 +185,7 @@ class Snapshot:
         shards = shards_of(self._parameters)
         kept: list[Tensor] = []
         with torch.no_grad():
+            offset = _sketch_offset(self._parameters)
             for place, piece in enumerate(self._pieces):
                 now = values(shards, piece)
                 before = self._before[place].to(now.device, non_blocking=True)
@@ -177,13 +193,13 @@ class Snapshot:
                     update.weight_sums.append(sums_of_parts(now, piece.sizes))
                 if not brief:
                     update.start_squares.append(_squares(before))
-                    self._measure_drift(update, piece, now, initial)
+                    self._measure_drift(update, piece, now, initial, offset)
                 change = now.to(self._dtype).sub_(before)  # in place: `now` is a copy
                 update.sums.append(sums_of_parts(change, (len(change),) if brief else piece.sizes))
                 if keep:
                     kept.append(change)
                 elif sketch:
-                    own = count_sketch(change, piece.start)
+                    own = count_sketch(change, offset + piece.start)
                     update.sketch = own if update.sketch is None else update.sketch + own.to(update.sketch.device)
             if keep:
                 update.vector = kept[0] if len(kept) == 1 else torch.cat(kept) if kept else torch.zeros(0)
@@ -195,14 +211,16 @@ class Snapshot:
         return update
 
     @staticmethod
-    def _measure_drift(update: MeasuredUpdate, piece: Piece, now: Tensor, initial: InitialModel | None) -> None:
+    def _measure_drift(
+        update: MeasuredUpdate, piece: Piece, now: Tensor, initial: InitialModel | None, offset: int
+    ) -> None:
         if initial is None:
             return
         if initial.vector is not None:
             start = initial.vector[piece.start : piece.stop].to(now.device)
             update.drift_squares.append(_squares(now - start))
         elif initial.sketch is not None:
-            own = count_sketch(now, piece.start)
+            own = count_sketch(now, offset + piece.start)
             update.drift_sketch = own if update.drift_sketch is None else update.drift_sketch + own.to(now.device)
 
     def _kept(self, copied: Tensor) -> Tensor:
@@ -217,6 +235,12 @@ def shards_of(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
     return [local(p) for p in parameters] if any(hasattr(p, "to_local") for p in parameters[:1]) else parameters
 
 
+def _sketch_offset(parameters: Sequence[Tensor]) -> int:
+    """Return where this process's shards begin in the vector that is sketched: each process has a range of its own."""
+    sharded = next((p for p in parameters[:1] if hasattr(p, "to_local")), None)
+    return 0 if sharded is None else torch.distributed.get_rank() << 40
+
+
 def sketch_of(parameters: Sequence[Tensor]) -> Tensor | None:
     """Return the sketch of parameters seen as one vector; None if there are none."""
     shards = shards_of(parameters)
@@ -224,7 +248,7 @@ def sketch_of(parameters: Sequence[Tensor]) -> Tensor | None:
     with torch.no_grad():
         sizes = tuple(p.numel() for p in shards)
         for piece in pieces_of(sizes, _piece_length(sum(sizes))):
-            own = count_sketch(values(shards, piece).float(), piece.start)
+            own = count_sketch(values(shards, piece).float(), _sketch_offset(parameters) + piece.start)
             total = own if total is None else total + own.to(total.device)
     return total
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedvitals.probes.snapshot import Snapshot
+from fedvitals.probes.snapshot import Snapshot, shards_of
 from fedvitals.records import Layer, LayerTable
 
 
@@ -96,12 +96,15 @@ class FlatTensors(list[Tensor]):
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Return copies of all tensors in one vector: float64 if any of them is, else float32."""
+    """Return copies of all tensors in one vector: float64 if any of them is, else float32. Of sharded ones, the shards
+    of this process.
+    """
     if not tensors:
         return torch.zeros(0)
     whole = getattr(tensors, "vector", None)  # a `FlatTensors`, or the like of a host's
     if isinstance(whole, Tensor):
         return whole
+    tensors = shards_of(tensors)
     kinds = {t.dtype for t in tensors}
     with torch.no_grad():
         if len(kinds) == 1 and tensors[0].dtype in (torch.float32, torch.float64):

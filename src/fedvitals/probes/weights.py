@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedvitals.kernels import sums
+from fedvitals.kernels import local, sums
 from fedvitals.probes.snapshot import MeasuredUpdate
 from fedvitals.probes.view import View
-from fedvitals.stats import INFS, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, derive
+from fedvitals.stats import COUNT, INFS, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, derive
 
 
 def weights(view: View) -> Mapping[str, Any]:
@@ -69,7 +70,9 @@ def check_initialisation(model: nn.Module) -> list[tuple[str, str]]:
     meant = set(starts_at_zero(model))
     remarks = []
     for i, (name, parameter) in enumerate(matrices):
-        gain = float(rms[i]) * (parameter[0].numel() ** 0.5)
+        gain = float(rms[i]) * math.prod(parameter.shape[1:]) ** 0.5
+        if not rows[i, COUNT]:
+            continue  # of a sharded one, nothing is here
         if rows[i, NANS] or rows[i, INFS]:
             remarks.append((name, f"{int(rows[i, NANS] + rows[i, INFS])} values are NaN or Inf"))
         elif name in meant:
@@ -90,7 +93,7 @@ def starts_at_zero(model: nn.Module) -> list[str]:
     known what is trained (a model known only by its arrays, which may all be adapters), all are returned.
     """
     matrices = [(name, p) for name, p in model.named_parameters() if p.dim() > 1 and p.numel() > 1]
-    zero = {name for name, p in matrices if not p.detach().any()}
+    zero = {name for name, p in matrices if not local(p.detach()).any()}
     trained = {name for name, p in matrices if p.requires_grad}
     if not trained:
         return [name for name, _ in matrices if name in zero]
