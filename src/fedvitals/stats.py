@@ -193,14 +193,16 @@ def pack(family: str, matrix: Array) -> npt.NDArray[np.float32]:
     Sums of squares overflow float32 from |x| > 1.8e19 on, and a small spread around a large mean drowns in them.
     So the nine sums travel as count, mean, std, smallest...: each in range whenever the tensor's own values were.
     """
-    packed = matrix.copy()
-    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):
+        packed = matrix.astype(np.float32)
         if FAMILIES[family].columns is STATISTICS:
             finite = _finite(matrix)[..., None]
             means = matrix[..., SUM:MIN] / finite  # of values, of squares, of magnitudes
-            means[..., 1] = np.sqrt(np.maximum(means[..., 1] - means[..., 0] ** 2, 0))
-            packed[..., SUM:MIN] = np.where((finite > 0) & ~np.isnan(means), means, 0.0)
-        return packed.astype(np.float32)
+            mean, variance = means[..., 0], means[..., 1]
+            np.subtract(variance, mean * mean, out=variance)
+            np.sqrt(np.maximum(variance, 0, out=variance), out=variance)
+            packed[..., SUM:MIN] = np.where((finite > 0) & (means == means), means, 0.0)  # noqa: PLR0124 - not NaN
+        return packed
 
 
 def unpack(family: str, packed: npt.NDArray[np.float32]) -> Array:
@@ -209,8 +211,7 @@ def unpack(family: str, packed: npt.NDArray[np.float32]) -> Array:
     if FAMILIES[family].columns is not STATISTICS:
         return matrix
     finite = _finite(matrix)
-    mean, std = matrix[..., SUM].copy(), matrix[..., SUM_SQUARES].copy()
-    matrix[..., SUM] = mean * finite
-    matrix[..., SUM_SQUARES] = (mean**2 + std**2) * finite
-    matrix[..., SUM_MAGNITUDES] *= finite
+    mean, std = matrix[..., SUM], matrix[..., SUM_SQUARES]
+    np.add(std * std, mean * mean, out=std)  # the mean square
+    matrix[..., SUM:MIN] *= finite[..., None]
     return matrix

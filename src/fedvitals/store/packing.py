@@ -150,8 +150,8 @@ def layer_matrices(batch: Iterable[Telemetry]) -> Iterator[LayerMatrices]:
 def _measured_matrices(measured: Measurements, first: int, part: MeasuredLayers) -> Iterator[LayerMatrices]:
     """One family's matrices in measurements, those about nodes apart from those about the whole federation."""
     nodes = [measured.nodes[row] for row in part.rows]
-    for whole in (False, True):
-        own = [i for i, node in enumerate(nodes) if (node is None) == whole]
+    for whole in (False, True) if None in nodes else (False,):
+        own = [i for i, node in enumerate(nodes) if (node is None) == whole] if None in nodes else range(len(nodes))
         if own:
             yield LayerMatrices(
                 *(measured.run, part.family, part.table, measured.round, measured.at),
@@ -168,13 +168,17 @@ def in_blocks(parts: Iterable[LayerMatrices]) -> Iterator[tuple[BlockKey, list[L
     a family are those of its last block, so that block has the matrix of the family that arrived last.
     """
     blocks: dict[BlockKey, list[LayerMatrices]] = {}
-    keys: dict[tuple[str, str, int | None, str | None], BlockKey] = {}  # by place, in these blocks
+    nodes: dict[
+        tuple[str, str, int | None], dict[BlockKey, set[str | None]]
+    ] = {}  # of these blocks, by what they are of
     for part in parts:
-        key, places = part.key, [(part.run, part.family, part.round, node) for node in part.nodes]
-        if any(keys.get(place, key) != key for place in places):  # of another layer table than before
-            yield from blocks.items()
-            blocks, keys = {}, {}
-        keys.update(dict.fromkeys(places, key))
+        key = part.key
+        of_family = nodes.setdefault((part.run, part.family, part.round), {})
+        if any(other != key and not own.isdisjoint(part.nodes) for other, own in of_family.items()):
+            yield from blocks.items()  # a place has another layer table than before
+            of_family = {}
+            blocks, nodes = {}, {(part.run, part.family, part.round): of_family}
+        of_family.setdefault(key, set()).update(part.nodes)
         same = blocks.pop(key, [])
         same.append(part)
         blocks[key] = same
@@ -188,17 +192,19 @@ def block_of(parts: Sequence[LayerMatrices], number: Callable[[str | None], int 
     def each(values: Sequence[Any], kind: type) -> Any:
         return np.repeat(np.array(values, kind), counts)
 
-    def symbols(names: Iterable[str | None]) -> Any:
+    def symbols(names: Sequence[str | None]) -> Any:
+        if {*names} == {None}:  # mostly no groups
+            return np.zeros(len(names), np.int32)
         return np.array([number(name) or 0 for name in names], np.int32)
 
     entries = Entries(
         each([NONE if part.round is None else part.round for part in parts], np.int64),
         each([part.at for part in parts], np.float64),
-        symbols(node for part in parts for node in part.nodes),
+        symbols([node for part in parts for node in part.nodes]),
         each([NONE if part.step is None else part.step for part in parts], np.int64),
         np.array([sequence for part in parts for sequence in part.sequences], np.int64),
         each([number(part.layer) or 0 for part in parts], np.int32),
-        symbols(group for part in parts for group in part.groups),
+        symbols([group for part in parts for group in part.groups]),
         each([number(part.source) or 0 for part in parts], np.int32),
     )
     stacked = np.asarray(np.concatenate([part.values for part in parts]), np.float64)

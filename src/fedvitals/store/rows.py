@@ -131,6 +131,8 @@ def to_rows(kind: type, number: Callable[[str | None], int | None]) -> Callable[
 
 def measured_rows(measured: Measurements, number: Callable[[str | None], int | None]) -> Iterator[Row]:
     """The rows of the table `metric` for measurements; without an object for each."""
+    if not measured.metric_count:
+        return iter(())
     texts = (measured.nodes, measured.groups, measured.names)
     nodes, groups, names = ([number(text) for text in column] for column in texts)
     row, column = (index.tolist() for index in np.nonzero(measured.present))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -70,9 +71,10 @@ class PayloadReader:
                 records += _metrics(entry, self.words, places, at, source, sequence)
                 sequence += len(entry.names)
             else:
-                records.append(_READ[type(entry)](self, entry, (place, at), (source, sequence)))
-                sequence += record_count(records[-1])
-                count += record_count(records[-1])
+                telemetry = _READ[type(entry)](self, entry, (place, at), (source, sequence))
+                records.append(telemetry)
+                sequence += record_count(telemetry)
+                count += record_count(telemetry)
                 check_size("records", count, self._limits.records)
             if sequence > 2**63:
                 raise RecordError(f"A sequence of {sequence} in a payload: no source counts that far.")
@@ -102,21 +104,25 @@ class PayloadReader:
         check_plain(value)
         return value
 
-    def matrix(self, family: str, rows: int) -> Array:
+    def matrices(self, family: str, *shape: int) -> Array:
+        """Return the next numbers of this family, [*shape, its columns]."""
+        rows, columns = math.prod(shape), len(FAMILIES[family].columns)
         if HOLDS_SUMS[family]:
             self._sum_row += rows
-            return self._sums[self._sum_row - rows : self._sum_row]
-        columns = len(FAMILIES[family].columns)
+            return self._sums[self._sum_row - rows : self._sum_row].reshape(*shape, columns)
         self._other += rows * columns
-        return self._others[self._other - rows * columns : self._other].reshape(rows, columns)
+        return self._others[self._other - rows * columns : self._other].reshape(*shape, columns)
 
-    def array(self, kind: str, count: int) -> Any:
-        """Return the next numbers of the arrays behind the matrices."""
-        size = count * np.dtype(kind).itemsize
+    def array(self, kind: np.dtype[Any], count: int) -> Any:
+        """Return the next numbers of the arrays behind the matrices, which cannot be written."""
+        return np.frombuffer(self.bytes_of_array(count * kind.itemsize), kind)
+
+    def bytes_of_array(self, size: int) -> memoryview:
+        """Return so many of the next bytes of the arrays."""
         if size > len(self._arrays):
             raise RecordError(f"Arrays of a payload are cut off: {len(self._arrays)} of {size} bytes are left.")
         part, self._arrays = self._arrays[:size], self._arrays[size:]
-        return np.frombuffer(part, kind)
+        return part
 
     def count_cells(self, cells: int) -> None:
         """Add the cells of a table, of which a bit announces eight bytes or more; raise if they become too many."""
@@ -162,12 +168,13 @@ class PayloadReader:
         size = 4 * (sums * width + others)
         if size > len(matrices):
             raise RecordError(f"Matrices of {size} bytes announced, got {len(matrices)}.")
-        numbers = np.frombuffer(matrices[:size], "<f4")
+        numbers = np.frombuffer(matrices[:size], _F4)
         with np.errstate(all="ignore"):
             unpacked = unpack(ANY_SUMS, numbers[: sums * width].reshape(sums, width))
             return unpacked, numbers[sums * width :].astype(np.float64), matrices[size:]
 
 
+_F4, _F8, _I8, _U4 = (np.dtype(kind) for kind in ("<f4", "<f8", "<i8", "<u4"))
 _NO_SUMS, _NOTHING = np.zeros((0, len(STATISTICS))), np.zeros(0)
 _NEW_METRIC = Metric.__new__
 _NEW_LAYERS = LayerStats.__new__
@@ -208,7 +215,7 @@ def _layer_stats(r: PayloadReader, e: fields.Layers, at: _At, identity: _Identit
     """Slot by slot, too; its shape is right, since `matrix` cut it out."""
     family = r.word(e.family)
     record = _NEW_LAYERS(LayerStats)
-    values = (*at, family, r.matrix(family, e.rows), r.word(e.table), *identity)
+    values = (*at, family, r.matrices(family, e.rows), r.word(e.table), *identity)
     for put, value in zip(_PUT_LAYERS, values, strict=True):
         put(record, value)
     return record
@@ -219,25 +226,34 @@ def _measurements(r: PayloadReader, e: fields.MeasurementsEntry, at: _At, identi
     r.count_cells(rows * columns)
     if len(e.groups) != rows:
         raise RecordError(f"Measurements of {rows} nodes in a payload name {len(e.groups)} groups.")
-    bits = np.unpackbits(r.array("u1", -(-rows * columns // 8)), count=rows * columns)
-    present = bits.astype(np.bool_).reshape(rows, columns)
-    if np.count_nonzero(present) != e.values:
+    cells = rows * columns
+    bits = r.bytes_of_array(-(-cells // 8))
+    if (int.from_bytes(bits) >> -cells % 8).bit_count() != e.values:
         raise RecordError(f"Measurements in a payload announce {e.values} values, and mark another number of them.")
-    values, steps = np.zeros((rows, columns)), None
-    values[present] = r.array("<f8", e.values)
-    if e.steps is not None:
-        steps, own = np.full((rows, columns), NO_STEP, np.int64), np.full(e.values, NO_STEP, np.int64)
-        places = r.array("<u4", e.steps)
-        own[places] = r.array("<i8", e.steps)
-        steps[present] = own
-    sketches = r.array("<f8", len(e.sketch_rows) * e.sketch_numbers).reshape(len(e.sketch_rows), e.sketch_numbers)
+    steps = None if e.steps is None else np.full((rows, columns), NO_STEP, np.int64)
+    if e.values == cells:
+        present, values = np.ones((rows, columns), np.bool_), r.array(_F8, cells).reshape(rows, columns).copy()
+    else:
+        present = np.unpackbits(np.frombuffer(bits, np.uint8), count=cells).view(np.bool_).reshape(rows, columns)
+        values = np.zeros((rows, columns))
+        values[present] = r.array(_F8, e.values)
+    if e.steps and steps is not None:
+        own = steps.reshape(-1) if e.values == cells else np.full(e.values, NO_STEP, np.int64)
+        places = r.array(_U4, e.steps).astype(np.intp)
+        own[places] = r.array(_I8, e.steps)
+        if e.values != cells:
+            steps[present] = own
+    sketches = None
+    if e.sketch_rows:
+        shape = (len(e.sketch_rows), e.sketch_numbers)
+        sketches = r.array(_F8, shape[0] * shape[1]).reshape(shape)
     layers = tuple(_measured_layers(r, part, rows) for part in e.layers)
     if max(e.sketch_rows, default=-1) >= rows or at[0].node is not None:
         raise RecordError("Measurements in a payload are of a node that it does not name.")
     return Measurements(
         *(at[0].run, at[0].round, at[1], tuple(map(r.maybe, e.nodes)), tuple(map(r.maybe, e.groups))),
         *(tuple(map(r.words.__getitem__, e.names)), values, present, steps, layers),
-        *(tuple(e.sketch_rows), sketches if e.sketch_rows else None, e.sketch_version, *identity),
+        *(tuple(e.sketch_rows), sketches, e.sketch_version, *identity),
     )
 
 
@@ -247,9 +263,8 @@ def _measured_layers(r: PayloadReader, part: fields.MeasuredLayersEntry, rows: i
     if not part.layers:
         raise RecordError("Statistics of layers in a payload are of no layer at all.")
     family = r.word(part.family)
-    matrices = r.matrix(family, part.layers * len(part.rows))
-    shape = (len(part.rows), part.layers, len(FAMILIES[family].columns))
-    return MeasuredLayers(family, r.word(part.table), part.step, tuple(part.rows), matrices.reshape(shape))
+    matrices = r.matrices(family, len(part.rows), part.layers)
+    return MeasuredLayers(family, r.word(part.table), part.step, tuple(part.rows), matrices)
 
 
 def _finding(r: PayloadReader, e: fields.Findings, at: _At, identity: _Identity) -> Record:

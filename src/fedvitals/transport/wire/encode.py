@@ -30,6 +30,8 @@ from fedvitals.stats import Array, pack
 from fedvitals.transport.wire.fields import ANY_SUMS, HOLDS_SUMS, WORD_CHARACTERS, plain, text
 from fedvitals.transport.wire.vocabulary import NUMBER_OF
 
+_Place = tuple[str, int | None, str | None, int | None, str | None, str | None]  # the fields of a Where
+
 
 class PayloadWriter:
     """Gathers parts of a payload; time, source and sequence are left out where they follow from the entry before."""
@@ -38,9 +40,9 @@ class PayloadWriter:
         self.words: list[str] = []
         self.places: list[tuple[Any, ...]] = []
         self.entries: list[tuple[Any, ...]] = []
-        self.data_bytes = 0
-        self._numbers = NUMBER_OF.copy()
-        self._place_of: dict[Where, int] = {}
+        self.records = self.cells = self.data_bytes = 0
+        self._numbers: dict[str, int] = {}  # of the payload's own words
+        self._place_of: dict[_Place, int] = {}
         self._sums: list[Array] = []
         self._others: list[Array] = []
         self._arrays: list[bytes] = []
@@ -52,13 +54,14 @@ class PayloadWriter:
 
     def add(self, records: Iterable[Telemetry]) -> None:
         """One after the other. Most are metrics that differ from the last in name and value only: these are fast."""
-        known = self._numbers.get
+        known = NUMBER_OF.get
         names: list[int] = []  # of the entry of metrics that may still grow
         values: list[float] = []
         moves: list[int] = []
         where: Where | None = None
         at, source, sequence = 0.0, "", -1
         for record in records:
+            self.records += 1
             if type(record) is not Metric:
                 self._close(names, moves, values)
                 names = []
@@ -72,7 +75,7 @@ class PayloadWriter:
                 self._close(names, moves, values)
                 names, moves, values = [], [], []
                 where, at, source, sequence = record.where, record.at, record.source, record.sequence
-                self.entries.append((0, *self._header(record, where, at)))
+                self.entries.append((0, *self._header(record, self._placed(where), at)))
             sequence += 1
             number = known(record.name)
             names.append(self.word(record.name) if number is None else number)
@@ -92,33 +95,38 @@ class PayloadWriter:
             raise RecordError(f"Only records about a training can be sent, got {type(record).__name__}.")
         tag, rest = known
         if isinstance(record, Run):
-            header = self._header(record, Where(record.id), self._at)
+            header = self._header(record, self._number((record.id, None, None, None, None, None)), self._at)
         elif isinstance(record, Measurements):
-            header = self._header(record, Where(record.run, record.round), record.at)
+            place = self._number((record.run, record.round, None, None, None, None))
+            header = self._header(record, place, record.at)
             self._next += len(record) - 1
+            self.records += len(record) - 1
+            self.cells += record.present.size
         else:
-            header = self._header(record, record.where, record.at)
+            header = self._header(record, self._placed(record.where), record.at)
         self.entries.append((tag, *header, *rest(self, record)))
 
     def finish(self) -> list[bytes]:
         """The nine sums of all layers, then everything else: each kind converted once, however many records."""
         parts: list[bytes] = []
-        with np.errstate(all="ignore"):
-            if self._sums:
-                parts.append(_little(pack(ANY_SUMS, np.concatenate(self._sums))))
-            if self._others:
+        if self._sums:
+            parts.append(_little(pack(ANY_SUMS, np.concatenate(self._sums))))
+        if self._others:
+            with np.errstate(all="ignore"):
                 parts.append(_little(np.concatenate(self._others)))
         return parts + self._arrays
 
     def word(self, value: str) -> int:
-        number = self._numbers.get(value)
+        number = NUMBER_OF.get(value)
         if number is None:
-            number = self._numbers[value] = len(self._numbers)
+            number = self._numbers.get(value)
+        if number is None:
+            number = self._numbers[value] = len(NUMBER_OF) + len(self.words)
             self.words.append(text(value, WORD_CHARACTERS))
         return number
 
     def words_of(self, values: Iterable[str]) -> list[int]:
-        known = self._numbers.get
+        known = NUMBER_OF.get
         return [self.word(value) if (number := known(value)) is None else number for value in values]
 
     def maybe(self, value: str | None) -> int | None:
@@ -138,8 +146,7 @@ class PayloadWriter:
     def array(self, values: npt.NDArray[Any], kind: str) -> None:
         self._arrays.append(values.astype(kind, copy=False).tobytes())
 
-    def _header(self, record: Telemetry, where: Where, at: float | None) -> tuple[Any, ...]:
-        place = self._placed(where)
+    def _header(self, record: Telemetry, place: int, at: float | None) -> tuple[Any, ...]:
         source = sequence = None
         if record.source != self._source:
             self._source, source = record.source, self.word(record.source)
@@ -154,16 +161,17 @@ class PayloadWriter:
         """Its number; mostly one and the same object, which is found without a comparison."""
         number = self._same.get(id(where))
         if number is None:
-            number = self._same[id(where)] = self._number(where)
+            place = (where.run, where.round, where.node, where.step, where.layer, where.group)
+            number = self._same[id(where)] = self._number(place)
             self._kept.append(where)
         return number
 
-    def _number(self, where: Where) -> int:
-        number = self._place_of.get(where)
-        if number is None:
-            number = self._place_of[where] = len(self.places)
-            node, layer, group = self.maybe(where.node), self.maybe(where.layer), self.maybe(where.group)
-            self.places.append((self.word(where.run), where.round, node, where.step, layer, group))
+    def _number(self, place: _Place) -> int:
+        number = self._place_of.setdefault(place, len(self.places))
+        if number == len(self.places):
+            run, round_index, node, step, layer, group = place
+            texts = self.maybe(node), self.maybe(layer), self.maybe(group)
+            self.places.append((self.word(run), round_index, texts[0], step, *texts[1:]))
         return number
 
 
@@ -177,23 +185,27 @@ def _layers(w: PayloadWriter, r: LayerStats) -> tuple[Any, ...]:
 
 
 def _measurements(w: PayloadWriter, m: Measurements) -> tuple[Any, ...]:
+    complete = m.metric_count == m.present.size
     w.array(np.packbits(m.present), "u1")
-    w.array(m.values[m.present], "<f8")
-    steps = np.zeros(0, np.int64) if m.steps is None else m.steps[m.present]
-    stepped = np.flatnonzero(steps != NO_STEP)
-    w.array(stepped, "<u4")
-    w.array(steps[stepped], "<i8")
-    sketches = np.zeros((0, 0)) if m.sketches is None else m.sketches
-    w.array(sketches, "<f8")
+    w.array(m.values if complete else m.values[m.present], "<f8")
+    stepped = None
+    if m.steps is not None:
+        steps = m.steps.ravel() if complete else m.steps[m.present]
+        (stepped,) = (steps != NO_STEP).nonzero()
+        if len(stepped):
+            w.array(stepped, "<u4")
+            w.array(steps[stepped], "<i8")
+    if m.sketches is not None:
+        w.array(m.sketches, "<f8")
     layers = []
     for part in m.layers:
         count, rows, columns = part.matrices.shape
         w.matrix(part.family, part.matrices.reshape(count * rows, columns))
         layers.append((w.word(part.family), w.word(part.table), part.step, part.rows, rows))
     return (
-        *([w.maybe(name) for name in texts] for texts in (m.nodes, m.groups)),
-        *(w.words_of(m.names), m.metric_count, None if m.steps is None else len(stepped), layers),
-        *(m.sketch_rows, sketches.shape[1], m.sketch_version),
+        *([*map(w.maybe, m.nodes)], [*map(w.maybe, m.groups)], w.words_of(m.names), m.metric_count),
+        *(None if stepped is None else len(stepped), layers, m.sketch_rows),
+        *(0 if m.sketches is None else m.sketches.shape[1], m.sketch_version),
     )
 
 

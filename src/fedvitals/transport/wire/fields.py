@@ -230,7 +230,12 @@ def plain(value: Any, depth: int = DEPTH) -> Any:  # noqa: PLR0911 - one per kin
     if kind is int:
         return value if -(2**63) <= value < 2**63 else float(value) if abs(value) < 1 << 1000 else text(str(value))
     if isinstance(value, Mapping) and depth:
-        return {text(str(name)): plain(item, depth - 1) for name, item in value.items()}
+        return {
+            name if type(name) is str and name.isascii() and len(name) <= TEXT_CHARACTERS else text(str(name)): (
+                item if type(item) is float else plain(item, depth - 1)
+            )
+            for name, item in value.items()
+        }
     if isinstance(value, list | tuple) and depth:
         return [plain(item, depth - 1) for item in value]
     if isinstance(value, str | int | float):  # of a class of their own: an enumeration, a number of numpy
@@ -247,8 +252,9 @@ def check_plain(value: Any, depth: int = DEPTH) -> None:
         if not depth:
             raise RecordError(f"Free-form data in a payload is nested deeper than {DEPTH} levels.")
         for item in value if kind is list else value.values():
-            check_plain(item, depth - 1)
-        if kind is dict and not all(type(name) is str for name in value):
+            if type(item) is not float:
+                check_plain(item, depth - 1)
+        if kind is dict and {*map(type, value)} - {str}:
             raise RecordError("Free-form data in a payload has names that are not text.")
     elif kind is str:
         if len(value) > TEXT_CHARACTERS:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import msgspec
 
 from fedvitals.errors import RecordError
-from fedvitals.measurements import Measurements, Telemetry, record_count
+from fedvitals.measurements import Telemetry
 from fedvitals.transport.wire.decode import PayloadReader
 from fedvitals.transport.wire.encode import PayloadWriter
 from fedvitals.transport.wire.fields import Head, Limits, check_size
@@ -50,9 +50,8 @@ def encode(records: Sequence[Telemetry], limits: Limits = LIMITS) -> bytes:
     payload = b"".join((_START.pack(MAGIC, VERSION, written, len(head)), _CHECKSUM.pack(zlib.crc32(body)), body))
     check_size("bytes", len(payload), limits.bytes)
     check_size("bytes of free-form data", writer.data_bytes, limits.data)
-    check_size("records", sum(map(record_count, records)), limits.records)
-    tables = (record.present.size for record in records if isinstance(record, Measurements))
-    check_size("cells in tables of measurements", sum(tables), limits.cells)
+    check_size("records", writer.records, limits.records)
+    check_size("cells in tables of measurements", writer.cells, limits.cells)
     return payload
 
 
