@@ -181,7 +181,7 @@ class UpdateTracker:
             if not attempt("comparing updates", partial(self._align, cohort), None):
                 attempt("comparing sketches", partial(self._align_by_sketch, cohort), None)
         attempt("looking for equal updates", lambda: _count_duplicates(closing.values()), None)
-        self._keep(closing)
+        self._keep(closing, attempt)
         return list(closing.values())
 
     def _align(self, cohort: list[ClientUpdate]) -> bool:
@@ -270,7 +270,7 @@ class UpdateTracker:
         if not self._brief:
             _set_peers(cohort, from_sketches(_sums(cohort), _sketches(cohort)))
 
-    def _keep(self, closing: dict[str, ClientUpdate]) -> None:
+    def _keep(self, closing: dict[str, ClientUpdate], attempt: Attempt) -> None:
         if self._brief:
             self._held = 0
             return
@@ -279,16 +279,24 @@ class UpdateTracker:
         # Vectors of a stack would keep all of it alive until the last of its clients has come again.
         apart = bool(self._previous)
         for node, update in closing.items():
-            squares = update.squares_of_layers.copy()
-            vector = _own(update.vector) if apart else update.vector
-            previous = PreviousUpdate(update.sizes, update.finite, squares, _own(update.sketch), vector)
-            self._previous[node] = previous
+            previous = attempt("keeping an update", partial(_previous_of, update, apart=apart), node)
+            if previous is None:
+                self._release(update)
+            else:
+                self._previous[node] = previous
         for node in [*itertools.islice(self._previous, max(0, len(self._previous) - MOST_CLIENTS))]:
             self._release(self._previous.pop(node))
 
     def _release(self, old: ClientUpdate | PreviousUpdate | None) -> None:
         if old is not None and old.vector is not None:
             self._held -= old.vector.numel() * old.vector.element_size()
+
+
+def _previous_of(update: ClientUpdate, *, apart: bool) -> PreviousUpdate:
+    """Return what is kept of an update; `apart`: not as a part of the round's stack."""
+    vector = _own(update.vector) if apart else update.vector
+    squares = update.squares_of_layers.copy()
+    return PreviousUpdate(update.sizes, update.finite, squares, _own(update.sketch), vector)
 
 
 def _own(vector: Tensor | None) -> Tensor | None:
