@@ -17,7 +17,8 @@ from fedvitals.store import MemoryStore
 
 
 class RunFindings:
-    """The detectors of one run and what they have found. `memory` keeps what they look back on.
+    """The detectors of one run and what they have found. `memory` keeps what they look back on. All findings of the run
+    are kept, about 2 KB each.
 
     `on_finding` is called with each finding, on the detectors' thread.
     """
