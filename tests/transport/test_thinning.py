@@ -17,7 +17,7 @@ from fedvitals.report.write import report
 from fedvitals.store import open_reader
 from fedvitals.store.read import queries
 from fedvitals.store.sqlite import SqliteStore
-from fedvitals.transport import queue as queue_module
+from fedvitals.transport.queue import Queue
 from fedvitals.transport.thinning import ThinnedClientRounds, is_kept, levels, room_of, thinned
 from fedvitals.views.status import status_of
 from support.measured_tables import measured, same
@@ -105,6 +105,18 @@ def test_nothing_is_lost_while_thinning_is_enough(make_queue, arrays, caplog):
     assert "slower than the training" in caplog.text
 
 
+def test_a_sink_that_ignores_layer_statistics_is_not_thinned(make_queue):
+    sink = Hanging()
+    sink.ignores = (LayerStats, Sketch)
+    queue = make_queue(sink, bulk=40 * room_of(measured(20)))
+    for number in range(40):
+        queue.put(measured(20, number, round_index=number))
+    sink.go.set()
+    assert queue.flush()
+    assert queue.thinned.detail == 0
+    assert len(sink.records) == sum(measured(20, number).metric_count for number in range(40))
+
+
 def test_a_queue_that_is_less_than_half_full_takes_everything(make_queue):
     sink = Hanging()
     sink.takes_measurements = True
@@ -125,7 +137,7 @@ def test_a_slow_store_is_thinned_and_says_so(tmp_path, monkeypatch, capsys):
         write(self, records)
 
     monkeypatch.setattr(SqliteStore, "write", slow)
-    monkeypatch.setattr(queue_module, "BULK_LIMIT", 600)
+    monkeypatch.setitem(Queue.__init__.__kwdefaults__, "bulk", 800)
     store = tmp_path / "runs.db"
     monitor = fv.Monitor(store, "slow", detectors=(), machine=False, probes="light")
     for number in range(12):
@@ -134,6 +146,7 @@ def test_a_slow_store_is_thinned_and_says_so(tmp_path, monkeypatch, capsys):
                 with monitor.client(client, mlp()):
                     pass
     go.set()
+    assert monitor.flush(PATIENCE)
     monitor.close()
     monkeypatch.undo()
     assert monitor.lost == 0

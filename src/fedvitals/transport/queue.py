@@ -23,7 +23,6 @@ from fedvitals.transport.thinning import ThinnedClientRounds, levels, room_of, t
 
 logger = logging.getLogger("fedvitals.telemetry")
 
-BULK_LIMIT = 100_000  # units of room for the bulk that waits: 200 MB, see `room_of`
 BATCH = 2000  # records in one call of the sink, or a little more: measurements stay together
 POLL_SECONDS = 0.25  # a worker woken by each record would fight training for the interpreter's lock, and commit more
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0  # seconds between attempts at a failing sink, doubling
@@ -39,6 +38,7 @@ ALWAYS_BULK = frozenset({Metric, LayerStats, Span, Transfer, Sketch})
 class Queue:
     """Takes records at once and hands them to a sink in batches, in order, from a thread of its own.
 
+    `bulk` and `important` limit what may wait, in small records; arrays count by their bytes (`room_of`: 200 MB).
     `put` neither waits nor raises. A queue that fills up thins what it takes in (`transport.thinning`); one that is
     full loses the oldest bulk, and counts it.
     One exception to «only appends»: an important record that finds more than `important` others waiting is written to
@@ -52,14 +52,14 @@ class Queue:
         sink: RecordWriter,
         *,
         spill: Path | None = None,
-        bulk: int | None = None,
+        bulk: int = 100_000,
         important: int = 10_000,
         strict: bool = False,
     ) -> None:
         self._sink = as_sink(sink)
         self.name = str(self._sink.name or type(sink).__name__).lower()
         self.strict = strict
-        self._bulk_limit, self._important_limit = BULK_LIMIT if bulk is None else bulk, important
+        self._bulk_limit, self._important_limit = bulk, important
         self._spill = Spill(Path(spill), self.name) if spill is not None else None
         self._empty()
         reference = weakref.ref(self)
@@ -171,7 +171,7 @@ class Queue:
         return self._spill.waiting if self._spill is not None else 0
 
     def _put_bulk(self, record: Telemetry) -> None:
-        if 2 * self._bulk_room >= self._bulk_limit:
+        if 2 * self._bulk_room >= self._bulk_limit and LayerStats not in self._sink.ignores:
             kept = self._thin(record)
             if kept is None:
                 return
