@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every metric: unit, meaning, formula, where it comes from, and from which privacy level it may leave a client.
 
-`docs/metrics.md` is generated from this table. A name that is not here cannot be emitted; what a user logs goes under
-`user.*`, except `accuracy` and `loss`.
+`docs/metrics.md` is generated from this table. Other names are not emitted, except what a user logs: `user.*`.
 """
 
 from __future__ import annotations
@@ -391,6 +390,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure("traffic.received", "bytes", "Bytes that the node received.", level=0, needs="`monitor.transfer`"),
     Measure("monitor.cost", "seconds", "Time that measuring took on the training thread.", level=0),
     Measure("monitor.lost", "records", "Records lost so far (queue full, sink broken).", level=0),
+    Measure("monitor.thinned", "client-rounds", "Client-rounds so far whose layer statistics were left out.", level=0),
 )
 
 HOSTS = (

@@ -194,6 +194,13 @@ def run_of(telemetry: Telemetry) -> str:
     return telemetry.id if isinstance(telemetry, Run) else telemetry.where.run
 
 
+def round_of(telemetry: Telemetry) -> int | None:
+    """Return the round that a record or measurements belong to; None where they belong to none."""
+    if isinstance(telemetry, Measurements):
+        return telemetry.round
+    return None if isinstance(telemetry, Run) else telemetry.where.round
+
+
 def is_important(record: Telemetry) -> bool:
     """Whether a full queue must keep it: findings, actions, snapshots, truths, runs, and events from «warning» up."""
     if isinstance(record, Event):

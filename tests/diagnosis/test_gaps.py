@@ -194,7 +194,7 @@ def test_a_store_that_could_not_be_written_tells_later_what_was_lost(tmp_path, m
         assert "wait beside the store" in gaps_of(reader, monitor.run.id)[-1]
     tiny_run(path, strict=True)  # takes back what waited
     with open_reader(path) as reader:
-        assert queries.lost_records(reader, monitor.run.id) == monitor.lost
+        assert queries.left_out(reader, monitor.run.id)[0] == monitor.lost
         assert gaps_of(reader, monitor.run.id) == (f"{monitor.lost} records were lost",)
 
 
@@ -214,7 +214,7 @@ def test_each_process_counts_its_own_losses(tmp_path):
         ]
         store.write([Run("r", "run"), *counted, late, *theirs])
     with open_reader(path) as reader:
-        assert queries.summary_of(reader, "r").lost == queries.lost_records(reader, "r") == 12
+        assert queries.summary_of(reader, "r").lost == queries.left_out(reader, "r")[0] == 12
 
 
 def test_a_record_that_cannot_be_kept_costs_the_detectors_only_itself():

@@ -36,6 +36,12 @@ def test_same_seed_same_weights_another_seed_others():
     assert not torch.equal(states[0], states[2])
 
 
+def test_losses_of_local_batches_are_kept_of_the_newest_rounds(monkeypatch):
+    monkeypatch.setattr(sys.modules["fedvitals.lab.run"], "ROUNDS_WITH_LOSSES", 2)  # `lab.run` is the function
+    result = lab.run(experiment(), engine="sequential")
+    assert [bool(r.losses) for r in result.rounds] == [False, False, True, True]
+
+
 RESUMED = {
     "centralized": {},
     "momentum at the server": {"aggregator": lab.fedavgm()},

@@ -10,6 +10,9 @@ from torch import nn
 
 from fedvitals.kernels import sums
 from fedvitals.kernels.sketch import COSINE_ERROR, VERSION, count_sketch
+from fedvitals.probes import numpy_updates
+from fedvitals.probes import updates as updates_module
+from fedvitals.probes.numpy_updates import ArrayUpdates
 from fedvitals.probes.updates import UpdateTracker
 from fedvitals.records import Sketch
 from fedvitals.stats import ALIGNMENT_COLUMNS
@@ -244,6 +247,28 @@ def test_memory_that_runs_out_in_the_midst_of_a_brief_round():
     for i, update in enumerate(closed):
         wanted = cosine(vectors[i], sum(vectors) - vectors[i])
         assert update.metrics["update.cosine_mean"] == pytest.approx(wanted, abs=4 * COSINE_ERROR)
+
+
+@pytest.mark.parametrize("tracker", [UpdateTracker, ArrayUpdates])
+def test_what_is_kept_of_clients_that_do_not_come_back_is_bounded(tracker, monkeypatch):
+    """Rows of a stack are kept alone, and who was absent longest is forgotten."""
+    for module in (updates_module, numpy_updates):
+        monkeypatch.setattr(module, "MOST_CLIENTS", 5)
+    updates = tracker(brief=False, memory=1 << 20)
+    chance = np.random.default_rng(0)
+    for number in range(8):
+        stack = torch.from_numpy(chance.normal(size=(4, 300)).astype(np.float32))
+        vectors = stack if tracker is UpdateTracker else stack.numpy().copy()
+        for row, client in zip(vectors, (number, number + 1, 100 + number, 0), strict=True):
+            updates.add(f"c{client}", row, rows=sums([torch.as_tensor(row)]))
+        closed = {update.node: update for update in updates.close_round()}
+        repeats = {f"c{number}", "c0"} if number else set()
+        assert {node for node, update in closed.items() if "update.cosine_previous" in update.metrics} == repeats
+        assert len(updates._previous) <= 5
+        assert updates.held_bytes == len(updates._previous) * 1200
+    if tracker is UpdateTracker:
+        assert all(old.vector.untyped_storage().nbytes() == 1200 for old in updates._previous.values())
+        assert all(old.sketch.untyped_storage().nbytes() == 8 * 256 for old in updates._previous.values())
 
 
 def test_sketches_are_recorded():

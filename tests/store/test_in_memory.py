@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
+import math
+
+import numpy as np
 
 from fedvitals.protocols import History, Sink
 from fedvitals.records import Event, Where
@@ -77,3 +80,23 @@ def test_a_series_of_the_run_or_the_server_that_is_kept_is_the_one_read_anew():
             assert history.series("loss", node) == (rounds, [by_round[n][node][1] for n in rounds])
             if number % 7:
                 break  # they need not be asked for in every round
+
+
+def test_packed_values_are_those_that_were_written_and_take_in_late_ones():
+    store, expected, chance = MemoryStore(), {}, np.random.default_rng(2)
+    store.write([RUN])
+    for sequence in range(600):
+        number = sequence // 10 - (40 if sequence % 17 == 0 and sequence > 420 else 0)
+        node = [None, "server", "c1", "c2", "c10"][int(chance.integers(5))]
+        at = float(chance.integers(600))
+        value = [math.nan, math.inf, float(sequence)][int(chance.integers(3))]
+        store.write([dataclasses.replace(metric(number, node, value, sequence=sequence + 1), at=at)])
+        before = expected.setdefault(number, {}).get(node)
+        if before is None or at >= before[0]:
+            expected[number][node] = (at, value)
+    by_round = store.memory("r-1").metrics["loss"]
+    assert repr({n: dict(newest) for n, newest in by_round.items()}) == repr(expected)
+    assert {n for n, newest in by_round.items() if isinstance(newest, dict)} == {*range(60 - LATE, 60)}
+    for number, newest in expected.items():
+        shown = {node: newest[node][1] for node in ("c1", "c2", "c10", "server") if node in newest}
+        assert repr(store.history("r-1").latest("loss", number)) == repr(shown)

@@ -221,7 +221,7 @@ def test_a_signal_handler_may_put_in_the_midst_of_a_put(make_queue):
 def test_a_full_queue_keeps_its_room_whatever_a_signal_handler_puts(make_queue, monkeypatch):
     """Wherever in a put the handler logs: as many records wait afterwards as may, no more and no less."""
     monkeypatch.setattr(queue_module, "POLL_SECONDS", PATIENCE)  # nothing is taken before the end
-    for moment in range(30):
+    for moment in range(28):
         queue = make_queue(Keeping(), bulk=10)
         calls = iter(range(1000))
 

@@ -81,7 +81,8 @@ def _head(console: Any, card: Card, store: str | None) -> None:
         f"[bold]{shown(run.name)}[/bold]  {shown(run.id)}  {state}, begun {began}, {seconds(summary.seconds)}"
     )
     cost = "" if card.cost_percent is None else f", measuring took {number(card.cost_percent)} % of the time"
-    console.print(f"{summary.rounds} rounds, {summary.clients} clients{cost}; lost: {summary.lost} records")
+    thinned = f", thinned: {summary.thinned} client-rounds" if summary.thinned else ""
+    console.print(f"{summary.rounds} rounds, {summary.clients} clients{cost}; lost: {summary.lost} records{thinned}")
     if card.measured:
         console.print(f"[dim]{how_often(card)}[/dim]")
     level, allowed = card.privacy.split(": ", 1)

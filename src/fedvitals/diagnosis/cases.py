@@ -9,7 +9,7 @@ the old one.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -71,10 +71,18 @@ class Case:
         return f"{self.severity}: {self.newest.message} ({self.issue}, {self.confidence:.0%}; {self.timeline})"
 
 
-def record_attendance(attendance: dict[Node | None, list[int]], history: History, round_index: int) -> None:
-    """Add a round to the attendance of every node that trained or sent an update in it."""
+def record_attendance(
+    attendance: dict[Node | None, list[int]], history: History, round_index: int, with_findings: Container[Node | None]
+) -> None:
+    """Add a round to the attendance of every node that trained or sent an update in it.
+
+    Of a node without findings only its newest round is kept: cases count the rounds after a finding.
+    """
     for node in (None, *{**history.latest("steps", round_index), **history.latest("update.norm", round_index)}):
-        attendance.setdefault(node, []).append(round_index)
+        if node is None or node in with_findings:
+            attendance.setdefault(node, []).append(round_index)
+        else:
+            attendance[node] = [round_index]
 
 
 def key_of(finding: Finding) -> CaseKey:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reasons why a run without findings may still be unhealthy: failed detectors, failed measurements, lost records."""
+"""Reasons why a run without findings may still be unhealthy: failed detectors, failed measurements, missing records."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def monitor_failure_of(event: Event) -> MonitorFailure | None:
     return MonitorFailure(doing, exception, event.where.round, event.where.node)
 
 
-def gaps(failures: Iterable[MonitorFailure], lost: int) -> tuple[str, ...]:
-    """Return in words what was not judged; empty when everything was.
+def gaps(failures: Iterable[MonitorFailure], lost: int, thinned: int = 0) -> tuple[str, ...]:
+    """Return in words what was not judged; empty when everything was. `thinned`: client-rounds, see `monitor.thinned`.
 
     Of a client, only its name is given, because it may have written the rest itself.
     """
@@ -55,6 +55,9 @@ def gaps(failures: Iterable[MonitorFailure], lost: int) -> tuple[str, ...]:
         reasons.append(f"what was measured of {names} is incomplete")
     if lost:
         reasons.append("1 record was lost" if lost == 1 else f"{lost} records were lost")
+    if thinned:
+        count = "1 client-round" if thinned == 1 else f"{thinned} client-rounds"
+        reasons.append(f"layer statistics of {count} were left out, the store or the detectors being too slow")
     return tuple(reasons)
 
 

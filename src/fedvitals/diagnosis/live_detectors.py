@@ -46,7 +46,8 @@ class LiveDetectors(Sink):
     ) -> None:
         self._run, self._memory, self._found, self._failed = run, memory, on_finding, on_failure
         self._examination = DetectorExamination(memory.history(run), detectors, on_failure)
-        self.attendance: dict[Node | None, list[int]] = {}  # the rounds in which each node took part
+        self.attendance: dict[Node | None, list[int]] = {}  # see `record_attendance`
+        self._with_findings: set[Node | None] = set()
 
     def write(self, records: Sequence[Telemetry], /) -> None:
         """Take in records and examine each completed round. Failures are reported and do not keep detectors from the
@@ -62,7 +63,7 @@ class LiveDetectors(Sink):
 
     def _examine(self, round_index: int) -> None:
         try:
-            record_attendance(self.attendance, self._memory.history(self._run), round_index)
+            record_attendance(self.attendance, self._memory.history(self._run), round_index, self._with_findings)
         except Exception as error:  # noqa: BLE001
             self._failed(error, "noting who took part")
         try:
@@ -73,6 +74,7 @@ class LiveDetectors(Sink):
 
     def _take(self, finding: Finding) -> None:
         try:
+            self._with_findings.add(finding.where.node)
             self._found(with_run_and_time(finding, self._run, time.time()))
         except Exception as error:  # noqa: BLE001 - whatever a user's detector has made
             self._failed(error, "taking a finding")

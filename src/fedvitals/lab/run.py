@@ -24,6 +24,8 @@ from fedvitals.lab.faults import table as fault_table
 from fedvitals.lab.federation import Federation, ServerState
 from fedvitals.protocols import Observed, Observer, observer_of
 
+ROUNDS_WITH_LOSSES = 100  # newest rounds of a result; a long run must not exhaust memory
+
 
 @dataclass(frozen=True, slots=True)
 class Round:
@@ -32,7 +34,8 @@ class Round:
     number: int
     seconds: float
     metrics: dict[str, float]
-    losses: dict[str, Tensor] = field(default_factory=dict)  # of each client's local batches; not kept on disk
+    # Of each client's local batches. Not kept on disk; in a `Result`, only the newest rounds have them.
+    losses: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -130,6 +133,8 @@ def rounds(
         corrections = CorrectionApplier(experiment, watching, saved=saved is not None)
         _announce(federation, data, begins=first == 0 or start is not None)
         for number in range(first, experiment.rounds):
+            if len(result.rounds) >= ROUNDS_WITH_LOSSES:
+                result.rounds[-ROUNDS_WITH_LOSSES].losses.clear()
             with single_threaded():  # idle threads of torch in this process would take the workers' cores
                 result.rounds.append(run_round(federation, corrections, number, result.model))
             result.state = federation.model_on_cpu()

@@ -17,7 +17,8 @@ from fedvitals.store import MemoryStore
 
 
 class RunFindings:
-    """The detectors of one run and what they have found. `memory` keeps what they look back on.
+    """The detectors of one run and what they have found. `memory` keeps what they look back on. All findings of the run
+    are kept, about 2 KB each.
 
     `on_finding` is called with each finding, on the detectors' thread.
     """
@@ -48,7 +49,7 @@ class RunFindings:
     def so_far(self, *, complete: bool = True) -> FindingList:
         """What the detectors have found so far. `complete`: whether they have seen everything."""
         attendance = None if self._live is None else self._live.attendance
-        missing = gaps(self._guard.failures, self._lost.count)
+        missing = gaps(self._guard.failures, self._lost.count, self._lost.thinned)
         if not complete and not self._lost.count:
             missing = (*missing, "some records still wait for the store or the detectors")
         return FindingList(self._findings, installed=len(self._detectors), attendance=attendance, gaps=missing)

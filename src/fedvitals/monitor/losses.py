@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records that were lost: counted, recorded at each round's end, and once more when the run has ended."""
+"""Records that were lost or left out: counted, recorded at each round's end, and once more when the run has ended."""
 
 from __future__ import annotations
 
@@ -31,19 +31,32 @@ class LostRecords:
         """Records lost so far."""
         return self._missed + (0 if self._emission.writer is None else self._emission.writer.lost)
 
+    @property
+    def thinned(self) -> int:
+        """Client-rounds of which layer statistics were left out so far, see `transport.thinning`."""
+        writer = self._emission.writer
+        return writer.thinned[0] if isinstance(writer, SinkWriter) else 0
+
     def record(self, scope: Scope) -> None:
-        """Record how many records were lost so far, as a metric of a round."""
+        """Record how many records were lost and how many client-rounds thinned so far, as metrics of a round."""
         self._recorded = self.count
         self._emission.record.metric(scope, "monitor.lost", self._recorded)
+        if self.thinned:
+            self._emission.record.metric(scope, "monitor.thinned", self.thinned)
 
     def record_final(self) -> None:
         """Put the final count into the store, when all other sinks have closed: the last round knew less."""
         writer = self._emission.writer
-        if self.count == self._recorded or self._store is None or not isinstance(writer, SinkWriter):
+        if self._store is None or not isinstance(writer, SinkWriter):
             return
-        self._recorded, event = self.count, self._event(writer)
-        for record in (Metric(event.where, event.at, "monitor.lost", float(self._recorded)), event):
-            writer.store(record)
+        if self.thinned:
+            event = self._thinning_event(*writer.thinned)
+            for record in (Metric(event.where, event.at, "monitor.thinned", float(self.thinned)), event):
+                writer.store(record)
+        if self.count != self._recorded:
+            self._recorded, event = self.count, self._event(writer)
+            for record in (Metric(event.where, event.at, "monitor.lost", float(self._recorded)), event):
+                writer.store(record)
 
     def spill_unrecorded(self) -> None:
         """Write what the store took no more into the folder beside it: the next process brings it in."""
@@ -63,3 +76,11 @@ class LostRecords:
         place = Where(self._context.run.id, self._scopes.last_round)
         words = f"{self.count} records were lost ({listed})."
         return Event(place, time.time(), "warning", "telemetry.lost", words, {"records": self.count})
+
+    def _thinning_event(self, detail: int, rest: int) -> Event:
+        """Of how many client-rounds something was left out, and what."""
+        place = Where(self._context.run.id, self._scopes.last_round)
+        metrics = f"; of {rest} of them metrics, spans and transfers as well" if rest else ""
+        words = f"Layer statistics of {detail} client-rounds were left out, the store or the detectors being too slow"
+        data = {"client_rounds": detail, "without_metrics": rest}
+        return Event(place, time.time(), "warning", "telemetry.thinned", f"{words}{metrics}.", data)

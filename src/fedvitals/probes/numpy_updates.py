@@ -8,11 +8,12 @@ and how a client compares with its peers. Sketches need torch, and are left out.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from fedvitals.probes.allowance import Turns
 from fedvitals.probes.attempts import Attempt, unguarded
 from fedvitals.probes.numpy_peers import PastArrayModels, peer_rows
-from fedvitals.probes.peer_columns import PeerLayout, layout_of
+from fedvitals.probes.peer_columns import MOST_CLIENTS, PeerLayout, layout_of
 from fedvitals.probes.presets import Preset
 from fedvitals.probes.results import Results
 from fedvitals.records import Layer, LayerTable
@@ -118,7 +119,7 @@ class ArrayUpdates:
         self._models = PastArrayModels(memory // 4)
         self._layouts: dict[tuple[int, ...], PeerLayout] = {}  # by the sizes of the layers
         self._round: dict[str, ArrayUpdate] = {}
-        self._previous: dict[str, ArrayUpdate] = {}
+        self._previous: dict[str, ArrayUpdate] = {}  # the client that was absent longest first
         self._lock = threading.Lock()
         self.approximate = False  # no estimates: a cosine is exact, or absent
 
@@ -176,12 +177,14 @@ class ArrayUpdates:
         for cohort in cohorts.values():
             attempt("comparing updates", partial(self._align, cohort), None)
         for node, update in closing.items():
-            self._release(self._previous.get(node))
-            self._previous[node] = update
-        if self._brief:  # nobody asks for cosines to a client's own past
-            for update in closing.values():
+            if self._brief:  # nobody asks for cosines to a client's own past
                 self._release(update)
                 update.vector = None
+            else:
+                self._release(self._previous.pop(node, None))
+                self._previous[node] = replace(update, metrics={}, alignment=None, peers=None)
+        for node in [*itertools.islice(self._previous, max(0, len(self._previous) - MOST_CLIENTS))]:
+            self._release(self._previous.pop(node))
         return list(closing.values())
 
     def _align(self, cohort: list[ArrayUpdate]) -> None:

@@ -15,6 +15,7 @@ COSINE, FIRST, HEAD, STEP, BACK, NEAREST, SIGNS, CLASSES, CLASSES_MIN, CLASS_ENT
     len(PEER_COLUMNS)
 )
 ROUNDS_BACK = 5
+MOST_CLIENTS = 1 << 16  # whose previous update is kept (a sketch is 2 KB); who was absent longest is forgotten first
 MOST_SIGNS = 65_536  # coordinates whose signs are compared
 RUN_OF_SIGNS = 64  # taken as so many neighbours at a time: to read one number costs as much as to read these
 SIGNS_TOGETHER = 8 << 20  # of all clients; fewer of each where these are many

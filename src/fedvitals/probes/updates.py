@@ -6,10 +6,14 @@ they are estimated from the sketches (standard error 1/16), and `approximate` sa
 
 Updates are compared on their device. Sums, products and sketches are copied to the host once for all clients, the
 updates never.
+
+Kept between rounds: of each of the `MOST_CLIENTS` clients that took part last, its newest update, as far as `memory`
+allows, and that update's sketch (2 KB).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections import defaultdict
@@ -24,6 +28,7 @@ from torch import Tensor
 
 from fedvitals.kernels import count_sketch, sums
 from fedvitals.probes.attempts import Attempt, unguarded
+from fedvitals.probes.peer_columns import MOST_CLIENTS
 from fedvitals.probes.peers import PastModels, PeerLayout, Peers, as_matrix, from_sketches, layout_of
 from fedvitals.probes.view import flatten
 from fedvitals.records import LayerTable
@@ -64,6 +69,17 @@ class ClientUpdate:
         return [self.length] if self.rows is None else self.rows[:, COUNT].astype(int).tolist()
 
 
+@dataclass(slots=True)
+class PreviousUpdate:
+    """What is kept of a client's newest update until its next one."""
+
+    sizes: list[int]
+    finite: bool
+    squares_of_layers: Array
+    sketch: Tensor | None
+    vector: Tensor | None
+
+
 def flatten_and_sum(updates: Mapping[str, Sequence[Tensor]]) -> list[tuple[str, Tensor, Array]]:
     """Return each update as (node, one vector, its nine sums per layer); those of equal shapes are measured in one
     pass.
@@ -92,7 +108,7 @@ class UpdateTracker:
         self._models = PastModels(memory // 4)
         self._layouts: dict[str, tuple[tuple[int, ...], PeerLayout]] = {}  # by the digest of their table
         self._round: dict[str, ClientUpdate] = {}
-        self._previous: dict[str, ClientUpdate] = {}
+        self._previous: dict[str, PreviousUpdate] = {}  # the client that was absent longest first
         self._lock = threading.Lock()
         self.approximate = False
 
@@ -165,7 +181,7 @@ class UpdateTracker:
             if not attempt("comparing updates", partial(self._align, cohort), None):
                 attempt("comparing sketches", partial(self._align_by_sketch, cohort), None)
         attempt("looking for equal updates", lambda: _count_duplicates(closing.values()), None)
-        self._keep(closing)
+        self._keep(closing, attempt)
         return list(closing.values())
 
     def _align(self, cohort: list[ClientUpdate]) -> bool:
@@ -229,7 +245,7 @@ class UpdateTracker:
         own, squares = (np.stack([u.squares_of_layers for u in group]) for group in (these, past))
         _store_cosines("update.cosine_previous", 1, these, dot, own, squares)
 
-    def _comparable(self, update: ClientUpdate) -> ClientUpdate | None:
+    def _comparable(self, update: ClientUpdate) -> PreviousUpdate | None:
         """Return the client's previous update, if it was finite, of the same model, and is still kept."""
         old = self._previous.get(update.node)
         usable = old is not None and old.vector is not None and old.finite and old.sizes == update.sizes
@@ -254,17 +270,40 @@ class UpdateTracker:
         if not self._brief:
             _set_peers(cohort, from_sketches(_sums(cohort), _sketches(cohort)))
 
-    def _keep(self, closing: dict[str, ClientUpdate]) -> None:
+    def _keep(self, closing: dict[str, ClientUpdate], attempt: Attempt) -> None:
         if self._brief:
             self._held = 0
             return
+        for node in closing:
+            self._release(self._previous.pop(node, None))
+        # Vectors of a stack would keep all of it alive until the last of its clients has come again.
+        apart = bool(self._previous)
         for node, update in closing.items():
-            self._release(self._previous.get(node))
-            self._previous[node] = update
+            previous = attempt("keeping an update", partial(_previous_of, update, apart=apart), node)
+            if previous is None:
+                self._release(update)
+            else:
+                self._previous[node] = previous
+        for node in [*itertools.islice(self._previous, max(0, len(self._previous) - MOST_CLIENTS))]:
+            self._release(self._previous.pop(node))
 
-    def _release(self, old: ClientUpdate | None) -> None:
+    def _release(self, old: ClientUpdate | PreviousUpdate | None) -> None:
         if old is not None and old.vector is not None:
             self._held -= old.vector.numel() * old.vector.element_size()
+
+
+def _previous_of(update: ClientUpdate, *, apart: bool) -> PreviousUpdate:
+    """Return what is kept of an update; `apart`: not as a part of the round's stack."""
+    vector = _own(update.vector) if apart else update.vector
+    squares = update.squares_of_layers.copy()
+    return PreviousUpdate(update.sizes, update.finite, squares, _own(update.sketch), vector)
+
+
+def _own(vector: Tensor | None) -> Tensor | None:
+    """Return the vector in memory of its own: a copy where it is part of something larger."""
+    if vector is None or vector.untyped_storage().nbytes() <= vector.numel() * vector.element_size():
+        return vector
+    return vector.clone()
 
 
 def _sums(cohort: list[ClientUpdate]) -> Array:

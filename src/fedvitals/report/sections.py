@@ -262,6 +262,7 @@ def facts_part(reader: Reader, run: str, card: HealthCard) -> Facts:
         ("a round", seconds(status.round_seconds)),
         ("bytes", f"{size(status.bytes)}{beside}"),
         ("records lost", str(status.lost)),
+        *([("thinned", f"layer statistics of {status.thinned} client-rounds")] if status.thinned else []),
         ("measuring took", "–" if card.cost_percent is None else f"{number(card.cost_percent)} % of the rounds' time"),
     ]
     return Facts(tuple(shown))

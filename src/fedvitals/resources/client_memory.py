@@ -59,14 +59,16 @@ class _Turns:
         self._began = time.perf_counter()
         self._spent = 0.0
         self._times: dict[str, int] = {}
+        self._all_times = 0
 
     def due(self, node: str) -> bool:
         """Whether it is this client's turn, and what was spent is little enough of all the time so far."""
         times = self._times.setdefault(node, 0)
         dear = self._spent + 2 * self._cost > HEAP_SHARE * (time.perf_counter() - self._began)
-        if dear or times * len(self._times) > sum(self._times.values()):
+        if dear or times * len(self._times) > self._all_times:
             return False
         self._times[node] += 1
+        self._all_times += 1
         return True
 
     def timed(self, ask: Callable[[], int | None]) -> int:

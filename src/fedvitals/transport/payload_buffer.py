@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 
 from fedvitals.errors import RecordError
 from fedvitals.measurements import (
-    Measurements,
     Telemetry,
     is_important,
     record_count,
+    round_of,
     single_records,
     stamped,
 )
@@ -100,7 +100,7 @@ class PayloadBuffer:
         """With the loss so far told at the end. Sequences are spent only on what is sent."""
         sent = [*records]
         if self._untold and self._run is not None:
-            rounds = [number for number in map(_round_of, records) if number is not None]
+            rounds = [number for number in map(round_of, records) if number is not None]
             place = Where(self._run.id, rounds[-1] if rounds else None)
             text = f"{self._untold} records of a worker found no room."
             sent.append(Event(place, time.time(), "warning", LOST, text, {"records": self._untold}))
@@ -115,12 +115,6 @@ class PayloadBuffer:
     def _lose(self, count: int) -> None:
         self.lost += count
         self._untold += count
-
-
-def _round_of(item: Telemetry) -> int | None:
-    if isinstance(item, Measurements):
-        return item.round
-    return None if isinstance(item, Run) else item.where.round
 
 
 def _whole_rounds(records: list[Record]) -> list[Record]:

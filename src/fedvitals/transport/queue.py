@@ -14,11 +14,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fedvitals.errors import FedvitalsError, RecordError, StoreLostError
-from fedvitals.measurements import Measurements, Telemetry, is_important, record_count, single_records
+from fedvitals.measurements import Measurements, Telemetry, is_important, record_count, round_of, single_records
 from fedvitals.protocols import RecordWriter
 from fedvitals.records import LayerStats, Metric, Record, Sketch, Span, Transfer
 from fedvitals.transport.sink_adapter import as_sink
 from fedvitals.transport.spill import Spill
+from fedvitals.transport.thinning import ThinnedClientRounds, levels, room_of, thinned
 
 logger = logging.getLogger("fedvitals.telemetry")
 
@@ -28,20 +29,20 @@ FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0  # seconds between attempts at a failing s
 PATIENCE = 5  # failures in a row after which a flush stops waiting: training must not stand still at each round's end
 CAUSES_REPORTED = 100  # a sink whose messages all differ must not fill the user's log
 
+LEFT_OUT = "layer statistics of some client-rounds are left out"
+
 # Spares the longer question in `is_important` for nearly all records.
 ALWAYS_BULK = frozenset({Metric, LayerStats, Span, Transfer, Sketch})
-
-
-def _room(count: int) -> int:
-    """Return the room for so many records, in units of a single one: as arrays, twenty take no more than that."""
-    return 1 if count == 1 else -(-count // 20)
 
 
 class Queue:
     """Takes records at once and hands them to a sink in batches, in order, from a thread of its own.
 
-    `put` neither waits nor raises. One exception to «only appends»: an important record that finds more than
-    `important` others waiting is written to the folder `spill` by its own thread, about 20 µs.
+    `bulk` and `important` limit what may wait, in small records; arrays count by their bytes (`room_of`: 200 MB).
+    `put` neither waits nor raises. A queue that fills up thins what it takes in (`transport.thinning`); one that is
+    full loses the oldest bulk, and counts it.
+    One exception to «only appends»: an important record that finds more than `important` others waiting is written to
+    the folder `spill` by its own thread, about 20 µs.
     With `strict`, `flush` and `close` raise what is otherwise only counted and logged.
     A sink with a `close` method is closed by the worker, on the thread that wrote to it.
     """
@@ -77,7 +78,7 @@ class Queue:
         self._changed = threading.Condition(self._lock)
         self._bulk: deque[Telemetry] = deque()
         self._important: deque[Record] = deque()
-        self._bulk_room = 0  # that the waiting bulk takes, see `_room`
+        self._bulk_room = 0  # that the waiting bulk takes, see `room_of`
         self._bulk_records = 0  # that it stands for
         # How many records of each class have left the waiting line: bulk, important.
         self._heads = [0, 0]
@@ -85,6 +86,7 @@ class Queue:
         self._held_from: list[int] | None = None
         self._held: list[Telemetry] = []
         self._lost: dict[str, int] = {}
+        self.thinned = ThinnedClientRounds()
         self._error: BaseException | None = None  # of a loss, to be raised by a strict flush
         self._outage: BaseException | None = None  # what the sink fails with at present
         self._failures = 0  # of the sink, in a row
@@ -169,8 +171,13 @@ class Queue:
         return self._spill.waiting if self._spill is not None else 0
 
     def _put_bulk(self, record: Telemetry) -> None:
+        if 2 * self._bulk_room >= self._bulk_limit and LayerStats not in self._sink.ignores:
+            kept = self._thin(record)
+            if kept is None:
+                return
+            record = kept
         count, waiting = record_count(record), self._bulk_records
-        room = _room(count)  # before the sums below: a signal handler may log, and so put, in the midst of a call
+        room = room_of(record)  # before the sums below: a signal handler may log, and so put, in the midst of a call
         while self._bulk and self._bulk_room + room > self._bulk_limit:
             self._lose("queue full", count=record_count(self._pop_bulk()))
             self._heads[0] += 1
@@ -180,10 +187,22 @@ class Queue:
         if waiting < BATCH <= self._bulk_records:
             self._changed.notify_all()
 
+    def _thin(self, record: Telemetry) -> Telemetry | None:
+        """Return what is taken of the record by a queue that is at least half full; None: nothing."""
+        detail, rest = levels(self._bulk_room / self._bulk_limit)
+        if not self._sink.takes_measurements:
+            rest = 0
+        kept, nodes = thinned(record, detail, rest)
+        if nodes:
+            if not self.thinned.detail:
+                self._news.append(f"Sink '{self.name}' is slower than the training: {LEFT_OUT}, so that none is lost.")
+            self.thinned.add(round_of(record), nodes, rest)
+        return kept
+
     def _pop_bulk(self) -> Telemetry:
         record = self._bulk.popleft()
         count = record_count(record)
-        room = _room(count)
+        room = room_of(record)
         self._bulk_records -= count
         self._bulk_room -= room
         return record

@@ -89,6 +89,12 @@ class SinkWriter:
         """How many records the sinks have lost so far."""
         return sum(sum(queue.lost.values()) for queue in self._queues)
 
+    @property
+    def thinned(self) -> tuple[int, int]:
+        """Client-rounds of which our own sinks were given no layer statistics, and of these no metrics either."""
+        counts = [queue.thinned for queue in self._queues[: self._own]]
+        return max((count.detail for count in counts), default=0), max((count.rest for count in counts), default=0)
+
     def flush(self, timeout: float = 30.0, *, own: bool = False) -> bool:
         """Wait until every sink, or every one of our own, has written what was emitted. Returns whether they have."""
         deadline = time.monotonic() + timeout

@@ -25,7 +25,7 @@ def gaps_of(reader: Reader, run: str, again: Sequence[MonitorFailure] | None = N
     failures = [failure for event in errors if (failure := monitor_failure_of(event)) is not None]
     if again is not None:
         failures = [*again, *(failure for failure in failures if not failure.doing.startswith(LIVE))]
-    reasons = gaps(failures, queries.lost_records(reader, run, warnings))
+    reasons = gaps(failures, *queries.left_out(reader, run, warnings))
     if reader.database.dialect.name == "sqlite" and run in waiting_runs(spill_folder(reader.database.target)):
         reasons = (*reasons, "some of its records wait beside the store (`fedvitals doctor --mend` takes them back)")
     return reasons

@@ -61,6 +61,7 @@ class Status:
     telemetry_bytes: int | None  # fedvitals' own, beside these
     findings: int
     lost: int
+    thinned: int  # client-rounds whose layer statistics were left out
     cost_percent: float | None  # measuring, of the rounds' time
     privacy: str
     metrics: tuple[Known, ...]

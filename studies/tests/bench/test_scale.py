@@ -18,11 +18,20 @@ def test_watched_and_unwatched_rounds_take_turns():
 
 def test_a_long_run_tells_how_time_and_memory_grew():
     heard = []
-    slower, larger, lost = scale._growth(40, 4, 8, heard.append)
+    slower, larger, detectors, overview, lost, thinned = scale._growth(40, 4, 8, heard.append)
     assert len(heard) == 8
-    assert slower["measured"].endswith("%")
-    assert "MB" in larger["measured"]
-    assert (lost["measured"], lost["verdict"]) == (0, "met")
+    assert slower["measured"].endswith("ms")
+    assert larger["measured"].endswith("MB")
+    assert float(detectors["measured"].removesuffix(" ms")) >= 1
+    assert overview["measured"].endswith(" s")
+    assert [(row["measured"], row["verdict"]) for row in (lost, thinned)] == [(0, "met")] * 2
+
+
+def test_growth_is_of_the_last_quarter_over_the_one_before():
+    flat = scale._growth_row("", [9.0] * 40 + [2.0, 2.02] * 20, 1.0, "ms")
+    grown = scale._growth_row("", [1.0] * 60 + [1.1] * 20, 1.0, "ms")
+    assert (flat["verdict"], grown["verdict"]) == ("met", "missed")
+    assert grown["measured"] == "10.0 % (10.0 to 10.0), to 1 ms"
 
 
 def test_the_interval_lies_around_the_median():

@@ -51,6 +51,7 @@ class RunSummary:
     events: Mapping[str, int]  # by level
     findings: int  # troubles, each counted once
     lost: int
+    thinned: int  # client-rounds whose layer statistics were left out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,6 +107,7 @@ def _summary(reader: Reader, row: rows.Row) -> RunSummary:
     )
     end = finished if finished is not None else last
     identity = reader.names.texts([run])[0]
+    lost, thinned = left_out(reader, identity)
     outcomes = newest_outcomes(reader, identity, ("accuracy", "loss"))
     return RunSummary(
         id=identity,
@@ -121,30 +123,33 @@ def _summary(reader: Reader, row: rows.Row) -> RunSummary:
         loss=outcomes["loss"],
         events=dict(levels),
         findings=findings,
-        lost=lost_records(reader, identity),
+        lost=lost,
+        thinned=thinned,
     )
 
 
-def lost_records(reader: Reader, run: str, warnings: Sequence[Event] | None = None) -> int:
-    """Return how many records of a run were lost, as far as its monitors have told.
+def left_out(reader: Reader, run: str, warnings: Sequence[Event] | None = None) -> tuple[int, int]:
+    """Return how many records of a run were lost, and of how many client-rounds layer statistics were left out, as far
+    as its monitors have told.
 
-    It is the sum of what each process that wrote the run has counted; each counts from 0. A process tells at the end
-    of each round and at its own, where it can: an event may wait beside the store when the store itself could not be
-    written. What a client tells under these names is its own affair.
+    These are the sums of what each process that wrote the run has counted; each counts from 0. A process tells at the
+    end of each round and at its own, where it can: an event may wait beside the store when the store itself could not
+    be written. What a client tells under these names is its own affair.
 
     `warnings`: the run's events of the name `TELEMETRY_LOST`, if they are known already; others among them are no
     matter.
     """
     counted = reader.database.rows(
-        "SELECT s.text, MAX(m.value) FROM metric AS m JOIN symbol AS s ON s.id = m.source WHERE m.run = ? "
-        "AND m.name = (SELECT id FROM symbol WHERE text = 'monitor.lost') AND m.node IS NULL GROUP BY s.text",
+        "SELECT n.text, s.text, MAX(m.value) FROM metric AS m JOIN symbol AS n ON n.id = m.name "
+        "JOIN symbol AS s ON s.id = m.source WHERE m.run = ? AND m.node IS NULL AND m.name IN "
+        "(SELECT id FROM symbol WHERE text IN ('monitor.lost', 'monitor.thinned')) GROUP BY n.text, s.text",
         (_number(reader, run),),
     )
-    lost = {source: int(most or 0) for source, most in counted}
+    lost = {source: int(most or 0) for name, source, most in counted if name == "monitor.lost"}
     for event in warnings_of(reader, run, (TELEMETRY_LOST,)) if warnings is None else warnings:
         if event.name == TELEMETRY_LOST and event.where.node is None:
             lost[event.source] = max(lost.get(event.source, 0), int(event.data.get("records") or 0))
-    return sum(lost.values())
+    return sum(lost.values()), sum(int(most or 0) for name, _, most in counted if name == "monitor.thinned")
 
 
 def warnings_of(reader: Reader, run: str, names: Sequence[str]) -> list[Event]:

@@ -32,6 +32,7 @@ FOLDERS = ("flower", "gpu", "lab", "profile", "replay", "ui")  # several modules
 LONG = tuple(part for part in PARTS if part not in ("kernel", "store", "wire", "start"))  # these say how far they are
 BARS = {
     "lab": ("cnn", "mlp", "start", "memory", "study"),
+    "scale": ("throughput", "growth"),
     "flower": ("lines", "cnn", "large", "faults"),
     "replay": ("verified", "machines", "recording", "size", "jump", "bisect"),
     "gpu": ("round", "statistics", "kernel", "clients", "monitored", "llm", "precision", "study"),
@@ -69,7 +70,7 @@ SHOWN = {  # the rest is for --json
     "--only",
     type=click.Choice([*dict.fromkeys(bar for bars in BARS.values() for bar in bars)]),
     multiple=True,
-    help="lab, flower, replay, gpu: some of its bars.",
+    help="lab, scale, flower, replay, gpu: some of its bars.",
 )
 @click.option(
     "--stores", type=click.Path(file_okay=False, path_type=Path), help="flower: a folder to keep the runs' stores in."
