@@ -9,7 +9,6 @@ to 16 million.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -17,7 +16,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-SPARE_BYTES = 256 << 20  # of unused copies of one kind, at most: what is beyond goes back to the system
+from fedvitals.loop_tape import TensorCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +75,13 @@ class SplitVector(list[Tensor]):
 
 class NamedTensors(Mapping[str, Tensor]):
     """The tensors of one flat vector by name. The views are created on first access, which may be on a tape's
-    thread.
+    thread. `owner` is kept as long as this object: the owner of the vector's memory.
     """
 
-    __slots__ = ("_views", "flat", "layout")
+    __slots__ = ("_owner", "_views", "flat", "layout")
 
-    def __init__(self, layout: StateLayout, flat: Tensor) -> None:
-        self.layout, self.flat = layout, flat
+    def __init__(self, layout: StateLayout, flat: Tensor, owner: object = None) -> None:
+        self.layout, self.flat, self._owner = layout, flat, owner
         self._views: Mapping[str, Tensor] | None = None
 
     @property
@@ -101,31 +100,13 @@ class NamedTensors(Mapping[str, Tensor]):
         return len(self.views)
 
 
-class PooledTensors(NamedTensors):
-    """The tensors of a vector from a pool, which gets the vector back when this object is gone. Views are valid until
-    then.
-    """
-
-    __slots__ = ("_pool",)
-
-    def __init__(self, layout: StateLayout, flat: Tensor, pool: deque[Tensor]) -> None:
-        super().__init__(layout, flat)
-        self._pool = pool
-
-    def __del__(self) -> None:
-        self._pool.append(self.flat)
-
-
 class StateCopies:
-    """Copies flat vectors on the CPU, for a tape. Memory is reused once the tape has let go of a copy, because in a
-    large model new memory costs five times what copying does.
-    """
+    """Copies flat vectors on the CPU, for a tape, into memory that is reused (see `TensorCopies`)."""
 
     def __init__(self, layout: StateLayout) -> None:
-        self._layout = layout
-        self._pools: dict[tuple[int, torch.dtype], deque[Tensor]] = {}  # vectors that nobody uses
+        self._layout, self._copies = layout, TensorCopies()
 
-    def __call__(self, vectors: Sequence[Tensor]) -> list[PooledTensors]:
+    def __call__(self, vectors: Sequence[Tensor]) -> list[NamedTensors]:
         """Return a copy of each vector; those of one kind are fetched from a device together."""
         hosted = [*vectors]
         on_device: dict[tuple[object, ...], list[int]] = {}
@@ -135,18 +116,8 @@ class StateCopies:
         for indices in on_device.values():
             for index, row in zip(indices, torch.stack([hosted[index] for index in indices]).cpu(), strict=True):
                 hosted[index] = row
-        return [self._copy(vector) for vector in hosted]
-
-    def _copy(self, vector: Tensor) -> PooledTensors:
-        kind = len(vector), vector.dtype
-        pool = self._pools.get(kind)
-        if pool is None:
-            pool = self._pools[kind] = deque(maxlen=max(1, SPARE_BYTES // max(1, vector.nbytes)))
-        try:
-            flat = pool.pop().copy_(vector)
-        except IndexError:
-            flat = vector.detach().clone()
-        return PooledTensors(self._layout, flat, pool)
+        copies = [self._copies({"": vector.detach()}) for vector in hosted]
+        return [NamedTensors(self._layout, copy[""], copy) for copy in copies]
 
 
 def state_tensors(module: nn.Module) -> list[Tensor]:
