@@ -8,9 +8,10 @@ import pytest
 from flwr.serverapp.strategy import FedAvg
 
 from fedvitals.hosts.flower.background_work import BackgroundWork
+from fedvitals.hosts.flower.known_models import KnownModels
 from fedvitals.probes.array_difference import ArrayDifference
 from fedvitals.records import LayerStats
-from support.flower.federation import RUNS, client_app, federate, watched
+from support.flower.federation import RUNS, client_app, federate, model, watched
 
 
 def test_work_is_done_in_order_and_waited_for_once():
@@ -65,8 +66,8 @@ def test_every_update_is_measured_before_its_round_ends(memory, monkeypatch):
 
 
 def test_piece_by_piece_the_numbers_are_the_same():
-    (model, exact, rows), (same, pieces, again) = measured(1 << 20), measured(0)
-    assert [array.data for array in model.values()] == [array.data for array in same.values()]
+    (start, exact, rows), (same, pieces, again) = measured(1 << 20), measured(0)
+    assert [array.data for array in start.values()] == [array.data for array in same.values()]
     norms = [key for key in exact if key[2] == "update.norm"]
     assert [pieces[key] for key in norms] == pytest.approx([exact[key] for key in norms], rel=1e-6)
     assert rows.keys() == again.keys()
@@ -74,3 +75,13 @@ def test_piece_by_piece_the_numbers_are_the_same():
         np.testing.assert_allclose(rows[key], again[key], rtol=1e-6, atol=1e-7)
     cosines = [key for key in exact if key[2] in ("update.cosine_mean", "update.cosine_previous")]
     assert [pieces[key] for key in cosines] == pytest.approx([exact[key] for key in cosines], abs=0.3)
+
+
+def test_an_outline_has_the_values_of_the_model_that_it_was_last_asked_for():
+    models, records = KnownModels(None), [model(seed) for seed in range(3)]
+    for number in (0, 0, 1, 1, 0, 2):
+        outline = models.outline(records[number])
+        for name, parameter in outline.named_parameters():
+            np.testing.assert_array_equal(np.asarray(parameter), records[number][name].numpy())
+        if number == 1:
+            models.forget()
