@@ -7,7 +7,7 @@ each model is read once, and a difference that nobody keeps is never in memory a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from fedvitals.kernels import count_sketch, sums
 from fedvitals.kernels.sketch import SIZE
+from fedvitals.probes.snapshot import PIECE, pieces_of
 from fedvitals.probes.view import FlatTensors
 from fedvitals.stats import Array, empty_sums, merge_sums
 
 Values = npt.NDArray[Any]
-PIECE = 1 << 20  # values: 4 MB in float32. A multiple of 256, as sketches need it
 
 
 class ArrayDifference:
@@ -65,34 +65,18 @@ class ArrayDifference:
         """Return the sums; `sketch`, where it is given, gets the sketch added."""
         rows = empty_sums(len(self._after))
         piece = np.empty(min(PIECE, self.length), self._dtype)
-        for start, parts in self._pieces():
+        for cut in pieces_of(tuple(array.size for array in self._after), PIECE):
             place, views = 0, []
-            for layer, first, last in parts:
+            for layer, first, last in cut.parts:
                 view = piece[place : place + last - first]
                 self._subtract(layer, first, last, view)
                 views.append(torch.from_numpy(view))
                 place += last - first
-            for (layer, _, _), row in zip(parts, np.asarray(sums(views)), strict=True):
+            for (layer, _, _), row in zip(cut.parts, np.asarray(sums(views)), strict=True):
                 rows[layer] = merge_sums(np.stack([rows[layer], row]))
             if sketch is not None:
-                sketch += count_sketch(torch.from_numpy(piece[:place]), start)
+                sketch += count_sketch(torch.from_numpy(piece[:place]), cut.start)
         return rows
-
-    def _pieces(self) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
-        """Yield the place of each piece in the vector, and its parts: layer, and from where to where in it."""
-        start, place = 0, 0
-        parts: list[tuple[int, int, int]] = []
-        for layer, array in enumerate(self._after):
-            first = 0
-            while first < array.size:
-                last = min(array.size, first + start + PIECE - place)
-                parts.append((layer, first, last))
-                first, place = last, place + last - first
-                if place == start + PIECE:
-                    yield start, parts
-                    start, parts = place, []
-        if parts:
-            yield start, parts
 
     def _subtract(self, layer: int, first: int, last: int, out: Values) -> None:
         after = self._after[layer][first:last]
