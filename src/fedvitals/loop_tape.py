@@ -3,7 +3,7 @@
 
 Kept are the global model before and after each round, each client's model after its training, and before each of
 them the states of this process's random generators. Tensors are copied on the training thread, because the loop goes
-on to change them; hashing and writing is done by the tape's own thread.
+on to change them, into memory that is reused; hashing and writing is done by the tape's own thread.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import base64
 import random
 import sys
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 RANDOM = "random"  # where the generators stand, in the notes of a round and in what is said of a client
 DELTA = "delta"  # what is said of an update that is a difference, not a state
+SPARE_BYTES = 256 << 20  # of unused copies of one kind, at most: what is beyond goes back to the system
 Tell = Callable[[str, str, str], None]
 
 
@@ -56,6 +58,7 @@ class LoopTape:
         self._notes: dict[str, Any] = {}
         self._came: set[Node] = set()
         self._warned: set[str] = set()
+        self._copies = TensorCopies()
 
     def open(self, recorder: TapeRecorder, tell: Tell) -> None:
         """Begin to feed `recorder`; `tell` records an event (level, name, message)."""
@@ -72,7 +75,7 @@ class LoopTape:
         self._number = None
         if self._recorder is None:
             return
-        tensors = tensors_of(state)
+        tensors = self._copy(state)
         if tensors is None:
             self._warn(f"Round {number} has no global model, so it cannot be replayed: monitor.round({number}, model).")
             return
@@ -93,7 +96,7 @@ class LoopTape:
         self._training.clear()
         if recorder is None or opened != number:
             return
-        after = tensors_of(state) or tensors_of(model)
+        after = self._copy(state) or self._copy(model)
         own_metrics = {name: float(value) for name, value in metrics.items()}
         recorder.end(number, {"model": after or {}}, self._notes, {**self._metrics, **own_metrics})
         recorder.gate(number)
@@ -120,7 +123,7 @@ class LoopTape:
         training = self._training.pop(node, None)
         if training is None or self._recorder is None or training.round != self._number:
             return
-        tensors = None if outcome is not None else tensors_of(training.model)
+        tensors = None if outcome is not None else self._copy(training.model)
         if tensors is None and outcome is None:
             return  # no model of its own: `sent` may bring what it gave
         self._describe((tensors or {}).values())
@@ -154,9 +157,14 @@ class LoopTape:
     def _named(self, update: Any) -> dict[str, Tensor]:
         import torch  # noqa: PLC0415
 
-        pieces = [torch.as_tensor(piece).detach().clone() for piece in update]
+        pieces = [torch.as_tensor(piece).detach() for piece in update]
         names = self._names if len(self._names) == len(pieces) else [str(i) for i in range(len(pieces))]
-        return dict(zip(names, pieces, strict=True))
+        return self._copies(dict(zip(names, pieces, strict=True)))
+
+    def _copy(self, state: Any) -> dict[str, Tensor] | None:
+        """Return a copy like `tensors_of`, in memory that is reused."""
+        tensors = _references(state)
+        return None if tensors is None else self._copies(tensors)
 
     # -- what is told once --------------------------------------------------------------------------------------------
 
@@ -179,17 +187,64 @@ class LoopTape:
 
 def tensors_of(state: Any) -> dict[str, Tensor] | None:
     """Return a copy of a module's state or of tensors by name, without what is no tensor; None for anything else."""
+    tensors = _references(state)
+    return None if tensors is None else {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _references(state: Any) -> dict[str, Tensor] | None:
+    """Return the same tensors without copying them."""
     import torch  # noqa: PLC0415
 
     held = state.state_dict() if hasattr(state, "state_dict") else state
     if not isinstance(held, Mapping):
         return None
     tensors = {
-        str(name): torch.as_tensor(value).detach().clone()
+        str(name): torch.as_tensor(value).detach()
         for name, value in held.items()
         if isinstance(value, torch.Tensor | np.ndarray)
     }
     return tensors or None
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+
+class _PooledCopy(dict[str, "Tensor"]):
+    """Copied tensors, whose memory goes back to its pool when this object is gone."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], pool: deque[dict[str, Tensor]]) -> None:
+        super().__init__(tensors)
+        self._pool = pool
+
+    def __del__(self) -> None:
+        self._pool.append(dict(self))
+
+
+class TensorCopies:
+    """Copies tensors by name for a tape. On the CPU, memory is reused once the tape has let go of a copy, because in a
+    large model new memory costs five times what copying does.
+    """
+
+    def __init__(self) -> None:
+        self._pools: dict[tuple[object, ...], deque[dict[str, Tensor]]] = {}  # copies that nobody uses
+
+    def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies. They are valid as long as the dictionary itself is kept."""
+        if not all(tensor.is_cpu for tensor in tensors.values()):  # a device's allocator is a pool already
+            return {name: tensor.clone() for name, tensor in tensors.items()}
+        kind = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
+        if kind not in self._pools:
+            size = sum(tensor.nbytes for tensor in tensors.values())
+            self._pools[kind] = deque(maxlen=max(1, SPARE_BYTES // max(1, size)))
+        pool = self._pools[kind]
+        try:
+            spare = pool.pop()
+        except IndexError:
+            spare = {name: tensor.clone() for name, tensor in tensors.items()}
+        else:
+            for name, tensor in tensors.items():
+                spare[name].copy_(tensor)
+        return _PooledCopy(spare, pool)
 
 
 # -- random generators ------------------------------------------------------------------------------------------------

@@ -16,11 +16,12 @@ from torch.utils.data import TensorDataset
 
 import fedvitals as fv
 from fedvitals.errors import ConfigError, StoreError
-from fedvitals.loop_tape import random_states, set_random_states
+from fedvitals.loop_tape import TensorCopies, random_states, set_random_states
 from fedvitals.protocols import Replayable
 from fedvitals.replay.debugger.commands import Interpreter
 from fedvitals.replay.player.loop_player import LoopPlayer, load_loop, loop_player
 from fedvitals.replay.player.proof import verify
+from fedvitals.replay.tape.digests import state_digest_of
 from fedvitals.replay.tape.reader import open_tape
 from fedvitals.store import open_reader
 from support.conditions import holds_for_each
@@ -238,6 +239,49 @@ def test_updates_that_the_host_hands_over_are_kept_as_differences(tmp_path):
         return {name: torch.full_like(tensor, 0.25 if node == "a" else 0.5) for name, tensor in state.items()}
 
     assert verify(LoopPlayer(tape, lambda _, tensors, __: tensors, train)).holds
+
+
+def test_what_a_loop_changes_in_place_right_after_handing_it_over_stays_on_the_tape_as_it_was(tmp_path):
+    """Over many rounds, so that memory is reused while the tape's thread still reads other copies."""
+    store, model, rounds = tmp_path / "runs.db", nn.Linear(40, 20), 12
+    sent, models = {}, {}
+    steps = {node: [torch.empty_like(p) for p in model.parameters()] for node in "abc"}
+    tape = fv.Tape(every=1, updates=rounds)
+    with fv.Monitor(store, tape=tape, strict=True, machine=False, detectors=()) as monitor, torch.no_grad():
+        for r in range(rounds):
+            models[r] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            monitor.host.round_begin(r, model)
+            for node, step in steps.items():
+                for piece in step:
+                    piece.copy_(torch.randn_like(piece))
+                sent[r, node] = [piece.clone() for piece in step]
+            monitor.updates(r, steps)
+            for step in steps.values():
+                for piece, parameter in zip(step, model.parameters(), strict=True):
+                    parameter.add_(piece)
+                    piece.fill_(torch.nan)
+            monitor.host.round_end(r, model)
+    kept = open_tape(store, monitor.run.id)
+    for (r, node), step in sent.items():
+        update = kept.update(r, node)
+        assert all(torch.equal(a, b) for a, b in zip(update.values(), step, strict=True)), (r, node)
+    for r, expected in models.items():
+        assert state_digest_of(expected) == kept.entry(r).state["model"]
+
+
+def test_memory_of_copies_is_reused_once_they_are_let_go_and_never_before():
+    copies, tensors = TensorCopies(), {"w": torch.randn(5, 3).T, "n": torch.tensor(4)}
+    first, second = copies(tensors), copies(tensors)
+    places = {copy["w"].data_ptr() for copy in (first, second)}
+    assert len(places) == 2
+    tensors["w"].zero_()
+    assert first["w"].any()
+    del first
+    third = copies(tensors)
+    assert third["w"].data_ptr() in places - {second["w"].data_ptr()}
+    assert not third["w"].any()
+    assert second["w"].any()
+    assert copies({"w": torch.ones(3, 5)})["w"].all()
 
 
 def test_a_loop_without_a_global_model_is_told_that_it_cannot_be_replayed(tmp_path):

@@ -29,7 +29,7 @@ from fedvitals.lab.experiment import Experiment
 from fedvitals.lab.faults import table as fault_table
 from fedvitals.lab.network.journey_planner import JourneyPlanner, drop_unused
 from fedvitals.lab.network.spans import record_round_spans
-from fedvitals.lab.state import SplitVector
+from fedvitals.lab.state import SplitVector, StateCopies
 from fedvitals.protocols import Observer
 
 
@@ -83,6 +83,7 @@ class Federation:
         self.watch = Stopwatch()  # of this round
         self._past = ServerModelHistory(server, site.layout.weights)
         self._cpu_model: tuple[Tensor, Tensor] | None = None  # the server's model, and the same on the CPU
+        self.tape_copies = StateCopies(site.layout)
         self._fell_back = False
 
     def model_on_cpu(self) -> Tensor:

@@ -16,6 +16,8 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from fedvitals.loop_tape import TensorCopies
+
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
@@ -73,13 +75,13 @@ class SplitVector(list[Tensor]):
 
 class NamedTensors(Mapping[str, Tensor]):
     """The tensors of one flat vector by name. The views are created on first access, which may be on a tape's
-    thread.
+    thread. `owner` is kept as long as this object: the owner of the vector's memory.
     """
 
-    __slots__ = ("_views", "flat", "layout")
+    __slots__ = ("_owner", "_views", "flat", "layout")
 
-    def __init__(self, layout: StateLayout, flat: Tensor) -> None:
-        self.layout, self.flat = layout, flat
+    def __init__(self, layout: StateLayout, flat: Tensor, owner: object = None) -> None:
+        self.layout, self.flat, self._owner = layout, flat, owner
         self._views: Mapping[str, Tensor] | None = None
 
     @property
@@ -96,6 +98,26 @@ class NamedTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.views)
+
+
+class StateCopies:
+    """Copies flat vectors on the CPU, for a tape, into memory that is reused (see `TensorCopies`)."""
+
+    def __init__(self, layout: StateLayout) -> None:
+        self._layout, self._copies = layout, TensorCopies()
+
+    def __call__(self, vectors: Sequence[Tensor]) -> list[NamedTensors]:
+        """Return a copy of each vector; those of one kind are fetched from a device together."""
+        hosted = [*vectors]
+        on_device: dict[tuple[object, ...], list[int]] = {}
+        for index, vector in enumerate(hosted):
+            if not vector.is_cpu:
+                on_device.setdefault((vector.device, vector.shape, vector.dtype), []).append(index)
+        for indices in on_device.values():
+            for index, row in zip(indices, torch.stack([hosted[index] for index in indices]).cpu(), strict=True):
+                hosted[index] = row
+        copies = [self._copies({"": vector.detach()}) for vector in hosted]
+        return [NamedTensors(self._layout, copy[""], copy) for copy in copies]
 
 
 def state_tensors(module: nn.Module) -> list[Tensor]:

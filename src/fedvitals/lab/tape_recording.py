@@ -14,12 +14,10 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.engines.tasks import Node, Task, Update
-from fedvitals.lab.state import NamedTensors, StateLayout
 from fedvitals.protocols import Message
 from fedvitals.records import Action
 
@@ -76,22 +74,22 @@ def messages(
     recorder = federation.observer.recorder
     if recorder is None:
         return
-    layout, corrections = federation.site.layout, federation.corrections
-    states = dict(zip(map(id, arrived), cpu_copies([update.state for update in arrived]), strict=True))
+    corrections = federation.corrections
+    states = dict(zip(map(id, arrived), federation.tape_copies([u.state for u in arrived]), strict=True))
     messages = []
     for update in batch:
-        came = id(update) in states
-        used = came and update.node not in excluded and not corrections.is_quarantined(update.node, update.group)
+        tensors = states.get(id(update))
+        used = tensors is not None and update.node not in excluded
         messages.append(
             Message(
                 update.node,
-                NamedTensors(layout, states[id(update)]) if came else None,
+                tensors,
                 float(update.samples),
-                used,
+                used and not corrections.is_quarantined(update.node, update.group),
                 update.group,
                 _origin(federation.server, task_of[update.node].start),
                 update.losses,
-                update.error if update.error is not None or came else "refused",
+                update.error if update.error is not None or tensors is not None else "refused",
             )
         )
     recorder.messages(federation.round, messages)
@@ -111,27 +109,11 @@ def state_tensors_of(federation: Federation) -> State:
     held |= {f"past/{i}": tensor for i, tensor in enumerate(server.past)}
     optimizers = federation.engine.optimizers() if hasattr(federation.engine, "optimizers") else {}
     held |= {OPTIMIZER + key: tensor for key, tensor in optimizers.items()}
-    return {key: name_tensors(layout, own) for key, own in zip(held, cpu_copies([*held.values()]), strict=True)}
-
-
-def cpu_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return a copy of each tensor on the CPU; those of one shape are fetched from a device together."""
-    copies = [tensor.clone() if tensor.is_cpu else tensor for tensor in tensors]
-    on_device: dict[tuple[object, ...], list[int]] = {}
-    for index, tensor in enumerate(copies):
-        if not tensor.is_cpu:
-            on_device.setdefault((tensor.device, tensor.shape, tensor.dtype), []).append(index)
-    for indices in on_device.values():
-        for index, row in zip(indices, torch.stack([copies[index] for index in indices]).cpu(), strict=True):
-            copies[index] = row.clone()  # a tape keeps some of them, and would keep them all
-    return copies
-
-
-def name_tensors(layout: StateLayout, tensor: Tensor) -> Mapping[str, Tensor]:
-    """Return a vector by layer if it is as long as the model or its weights, else (a count, a rate) unchanged."""
-    if tensor.dim() == 1 and len(tensor) in (layout.size, layout.weights):
-        return NamedTensors(layout, tensor)
-    return {"": tensor}
+    sizes = (layout.size, layout.weights)
+    whole = {key: tensor for key, tensor in held.items() if tensor.dim() == 1 and len(tensor) in sizes}
+    copies: State = {key: {"": tensor.cpu().clone()} for key, tensor in held.items() if key not in whole}  # few numbers
+    copies |= zip(whole, federation.tape_copies([*whole.values()]), strict=True)
+    return {key: copies[key] for key in held}
 
 
 def server_notes(server: ServerState) -> dict[str, Any]:

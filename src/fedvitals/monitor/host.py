@@ -7,7 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.monitor.monitored_run import MonitoredRun
@@ -21,6 +21,9 @@ from fedvitals.stats import Array
 from fedvitals.transport.privacy import SCALARS, described_policy, policy_for
 from fedvitals.transport.sender import Sender
 from fedvitals.transport.traceparent import carried
+
+if TYPE_CHECKING:
+    from fedvitals.probes.array_difference import ArrayDifference
 
 
 class HostObserver:
@@ -131,16 +134,7 @@ class HostObserver:
             return ()
 
         def take(node: Node, vector: Any, rows: Array) -> None:
-            self.monitored.kit.updates.add(node, vector, rows)
-            if self._rounds.open is None:
-                self._emission.results(
-                    replace(self._scopes.here(), node=node), Results(matrices=[("update", rows, None)])
-                )
-            else:
-                self._rounds.open.sent[node] = rows  # told at the round's end, unless the client itself told the same
-            for issue, why in self.monitored.unusable(rows) if self.monitored.cure.automatic else ():
-                action = self.monitored.care.unusable(number, node, issue, why)
-                answers.extend([] if action is None else [action])
+            answers.extend(self._take_update(number, node, vector, rows))
 
         named = self._guard("updates()", lambda: {node_name(node): sent for node, sent in updates.items()}) or {}
         attempt = functools.partial(self._guard.attempt, here=self._clients.at)
@@ -150,6 +144,36 @@ class HostObserver:
         self._guard("taping updates", lambda: self.monitored.tape.loop.sent(number, named, excluded))
         return tuple(answers)
 
+    def update_difference(
+        self, round_index: int, node: AnyName, difference: ArrayDifference, clients: int
+    ) -> Sequence[Action]:
+        """What one of so many `clients` sends, where the host holds arrays. Gives whether to leave it out.
+
+        Where memory has no room for the updates of so many clients, the difference is measured piece by piece.
+        """
+        if self.monitored.kit.updates.has_room(clients * difference.nbytes):
+            return self.updates(round_index, {node: difference.tensors()})
+
+        def take() -> list[Action]:
+            rows, sketch = difference.measure()
+            return self._take_update(as_round_index(round_index), node_name(node), None, rows, sketch)
+
+        return self._guard("updates()", take, self._clients.at(node)) or ()
+
+    def _take_update(self, round_index: int, node: Node, vector: Any, rows: Array, *sketch: Any) -> list[Action]:
+        """Add an update that was measured to its round, and return what is to be done about it."""
+        self.monitored.kit.updates.add(node, vector, rows, *sketch)
+        if self._rounds.open is None:
+            scope = replace(self._scopes.here(), node=node)
+            self._emission.results(scope, Results(matrices=[("update", rows, None)]))
+        else:
+            self._rounds.open.sent[node] = rows  # told at the round's end, unless the client itself told the same
+        actions = [
+            self.monitored.care.unusable(round_index, node, issue, why)
+            for issue, why in (self.monitored.unusable(rows) if self.monitored.cure.automatic else ())
+        ]
+        return [action for action in actions if action is not None]
+
     def prescribed(self, round_index: int) -> Sequence[Action]:
         """The corrections in force in the coming round. Waits for the detectors, if anything may be done unasked."""
         self.monitored.asked()
@@ -157,6 +181,11 @@ class HostObserver:
             return ()
         self.monitored.lifecycle.flush(30.0, own=True)
         return self._guard("prescribing", lambda: self.monitored.care.prescribed(as_round_index(round_index))) or ()
+
+    @property
+    def corrects_at_once(self) -> bool:
+        """Whether `updates` may return actions: then a host waits for it before it uses the updates."""
+        return self.monitored.cure.automatic
 
     def refused(self, action: Action, why: str) -> None:
         """The host cannot apply a correction: noted, and another one gets its turn."""

@@ -127,6 +127,10 @@ class ArrayUpdates:
     def held_bytes(self) -> int:
         return self._held
 
+    def has_room(self, size: int) -> bool:
+        """Return whether an update of so many bytes, and the one before it, would be kept."""
+        return self._held + 2 * size <= self._memory
+
     def add(self, node: str, vector: Values, rows: Array | None) -> ArrayUpdate:
         """Add one update. A second one of the same client in the same round replaces the first."""
         own = sums([vector]) if rows is None else rows
@@ -139,10 +143,10 @@ class ArrayUpdates:
             update.metrics["update.nonfinite"] = float(lost)
         with self._lock:
             self._release(self._round.get(node))
-            if self._held + 2 * vector.nbytes > self._memory:
-                update.vector = None
-            else:
+            if self.has_room(vector.nbytes):
                 self._held += vector.nbytes
+            else:
+                update.vector = None
             self._round[node] = update
         return update
 

@@ -91,7 +91,7 @@ class FlatTensors(list[Tensor]):
 
     def __init__(self, vector: Tensor, shapes: Sequence[Sequence[int]]) -> None:
         parts = vector.split([math.prod(shape) for shape in shapes])
-        super().__init__(part.view(*shape) for part, shape in zip(parts, shapes, strict=True))
+        super().__init__(part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True))
         self.vector = vector
 
 

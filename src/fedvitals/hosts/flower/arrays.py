@@ -19,13 +19,12 @@ import numpy.typing as npt
 from flwr.app import Array, ArrayRecord, RecordDict
 
 from fedvitals.errors import ConfigError
-from fedvitals.probes.backends import torch_is_loaded
 from fedvitals.probes.numpy_updates import FlatArrays
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fedvitals.probes.view import FlatTensors
+    from fedvitals.probes.array_difference import ArrayDifference
 
 Values = npt.NDArray[Any]
 PLAIN = b"\x93NUMPY\x01\x00"  # how the bytes of an array begin, version 1
@@ -94,29 +93,39 @@ class ReusableVector:
         return self._room
 
 
-def update_of(
-    sent: Mapping[str, Values], got: Mapping[str, Values], room: Callable[..., Values] = np.empty
-) -> FlatTensors | FlatArrays:
+def difference_of(sent: Mapping[str, Values], got: Mapping[str, Values]) -> ArrayDifference:
     """Return what a client changed, layer by layer; where shapes differ, what it sent, so that the difference shows.
 
-    As tensors where this process has imported torch, else as arrays.
+    Needs torch.
     """
+    from fedvitals.probes.array_difference import ArrayDifference  # noqa: PLC0415 - imports torch
+
+    return ArrayDifference([*sent.values()] if _alike(sent, got) else None, [*got.values()])
+
+
+def update_of(
+    sent: Mapping[str, Values], got: Mapping[str, Values], room: Callable[..., Values] = np.empty
+) -> FlatArrays:
+    """Return the same as arrays, in one vector. Needs no torch."""
     shapes = {name: values.shape for name, values in got.items()}
-    alike = {name: values.shape for name, values in sent.items()} == shapes and [*sent] == [*got]
-    double = any(values.dtype == np.float64 for values in got.values())
-    vector = room(sum(values.size for values in got.values()), np.float64 if double else np.float32)
+    alike = _alike(sent, got)
+    vector = room(sum(values.size for values in got.values()), difference_dtype(got))
     at = 0
     for name, values in got.items():
         place = vector[at : at + values.size].reshape(values.shape)
         at += values.size
         np.copyto(place, values) if not alike else np.subtract(values, sent[name], out=place, casting="same_kind")
-    if not torch_is_loaded():
-        return FlatArrays(vector, [*shapes.values()])
-    import torch  # noqa: PLC0415 - loaded already
+    return FlatArrays(vector, [*shapes.values()])
 
-    from fedvitals.probes.view import FlatTensors  # noqa: PLC0415
 
-    return FlatTensors(torch.from_numpy(vector), [*shapes.values()])
+def difference_dtype(got: Mapping[str, Values]) -> np.dtype[Any]:
+    """Return the type of a model's difference from another: float64 if any of its arrays is, else float32."""
+    return np.dtype(np.float64 if any(values.dtype == np.float64 for values in got.values()) else np.float32)
+
+
+def _alike(sent: Mapping[str, Values], got: Mapping[str, Values]) -> bool:
+    """Return whether two models have the same names, in the same order, and the same shapes."""
+    return [(name, values.shape) for name, values in sent.items()] == [(n, values.shape) for n, values in got.items()]
 
 
 def arrays_like(record: ArrayRecord, tensors: Mapping[str, Tensor], layers: Sequence[str] | None = None) -> ArrayRecord:

@@ -12,7 +12,7 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -203,12 +203,9 @@ class ClientMod:
         if sent is None or got is None or [*sent] != [*got]:
             return
         before, after = arrays.values_of(sent, self._layers), arrays.values_of(got, self._layers)
-        update: Any = arrays.update_of(before, after)
-        layers = tuple(
-            Layer(name, tuple(part.shape), str(part.dtype).removeprefix("torch."))
-            for name, part in zip(after, update, strict=True)
-        )
-        worker.tell_layers(node, "update", _sums(update), LayerTable("parameter", layers))
+        dtype = str(arrays.difference_dtype(after))
+        layers = tuple(Layer(name, tuple(values.shape), dtype) for name, values in after.items())
+        worker.tell_layers(node, "update", _sums(before, after), LayerTable("parameter", layers))
 
     def _guarded(self, doing: str, work: Callable[[], Any]) -> Any:
         try:
@@ -218,13 +215,11 @@ class ClientMod:
             return None
 
 
-def _sums(update: Any) -> Any:
+def _sums(before: Mapping[str, arrays.Values], after: Mapping[str, arrays.Values]) -> Any:
     """Return nine statistics of each layer of an update, by torch's kernel where torch is loaded, else by NumPy."""
-    if not torch_is_loaded():
-        return numpy_updates.sums(update)
-    from fedvitals.kernels import sums  # noqa: PLC0415 - imports torch
-
-    return sums(update)
+    if torch_is_loaded():
+        return arrays.difference_of(before, after).sums()
+    return numpy_updates.sums(arrays.update_of(before, after))
 
 
 _REFUSED = (

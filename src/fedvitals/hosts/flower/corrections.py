@@ -147,10 +147,10 @@ def correct_reply(
     """Apply the corrections to a reply in place: the length of its update, and its weight."""
     model = arrays.model_of(reply.content)
     if in_force.longest is not None and model is not None and [*start] == [*got]:
-        change: Any = arrays.update_of(start, got)
         import torch  # noqa: PLC0415 - for corrections alone
 
-        norm = float(torch.linalg.vector_norm(torch.as_tensor(change.vector).double()))
+        change = arrays.difference_of(start, got).tensors()
+        norm = float(torch.linalg.vector_norm(change.vector.double()))
         if norm > in_force.longest:  # what is not finite stays what it is: others shall see it
             shorter = {
                 n: torch.tensor(start[n]) + c * (in_force.longest / norm) for n, c in zip(got, change, strict=True)

@@ -22,6 +22,7 @@ class KnownModels:
         self._layers = layers
         self._read: dict[tuple[int, ...], tuple[ArrayRecord, dict[str, Values]]] = {}
         self._outline: Outline | ArrayOutline | None = None
+        self._loaded: dict[str, Values] | None = None  # the values that the outline has
         self.started: ArrayRecord | None = None  # what the open round began with
         self.newest: ArrayRecord | None = None
         self.spare = ReusableVector()
@@ -45,8 +46,9 @@ class KnownModels:
         values = self.values(record)
         if self._outline is None or not self._outline.fits(values):
             self._outline = _new_outline(values)
-        else:
+        elif values is not self._loaded:  # a round mostly begins with the model that the last one ended with
             self._outline.load(values)
+        self._loaded = values
         return self._outline
 
 

@@ -165,9 +165,7 @@ def _check_update(server_rounds: ServerRounds, request: ClientRequest, reply: Me
     start, end = server_rounds.models.values(sent), arrays.values_of(got, server_rounds.layers)
     answers: Sequence[Action] = ()
     if server_rounds.hidden is None and end:  # a model may be all of whole numbers, as trees are
-        update = arrays.update_of(start, end, server_rounds.models.spare)
-        answers = server_rounds.monitor.host.updates(request.round_index, {request.node: update})
-        del update  # its room is free again, unless somebody keeps it
+        answers = server_rounds.measure_update(request, start, end)
     left = next((a for a in answers if a.kind == "exclude" and a.target == request.node), None)
     why = None if left is None else str(left.arguments.get("why", "it cannot be used"))
     if why is None and server_rounds.guard_mode != guard.REPORT:

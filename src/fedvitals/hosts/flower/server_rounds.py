@@ -20,6 +20,7 @@ from typing import Any
 from flwr.app import ArrayRecord, Message
 
 from fedvitals.hosts.flower import arrays, corrections, guard, protection, replies
+from fedvitals.hosts.flower.background_work import BackgroundWork
 from fedvitals.hosts.flower.corrections import FlowerCorrections
 from fedvitals.hosts.flower.known_models import KnownModels
 from fedvitals.hosts.flower.replies import with_known_names
@@ -27,6 +28,8 @@ from fedvitals.hosts.flower.reply_envelope import bytes_of, node_name, round_of_
 from fedvitals.hosts.flower.tape.server import ServerTape
 from fedvitals.monitor.guard import CAUSES_OF_CLIENT, CAUSES_REPORTED
 from fedvitals.monitor.monitor import Monitor
+from fedvitals.probes.backends import torch_is_loaded
+from fedvitals.records import Action
 from fedvitals.resources.node_spans import covered
 
 logger = logging.getLogger("fedvitals")
@@ -96,6 +99,7 @@ class ServerRounds:
         self._restored_model: ArrayRecord | None = None  # an earlier model, until there is a new one
         self._evaluating: float | None = None
         self.hooked = False  # whether a strategy tells which round it is
+        self._measuring = BackgroundWork("fedvitals-updates")
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -124,6 +128,7 @@ class ServerRounds:
             if self.round_index is None:
                 return
             round_index, self.round_index = self.round_index, None
+            self._measuring.wait()
             for name, phase in self._phases.items():
                 self._report_phase(name, phase)
             whole = max(time.time() - self._began, 1e-9)
@@ -299,6 +304,26 @@ class ServerRounds:
         text = f"{request.node} was asked to {request.phase} and did not answer within {waited:.1f} s."
         data = {"phase": request.phase, "waited": waited, "busy": request.busy}
         self.monitor.host.event("warning", "update.late", text, node=request.node, data=data)
+
+    def measure_update(
+        self, request: ClientRequest, start: Mapping[str, arrays.Values], end: Mapping[str, arrays.Values]
+    ) -> Sequence[Action]:
+        """Measure a client's update on a thread of our own, until the round's end; nobody waits for it.
+
+        If a correction may follow from it at once, it is measured here, and the actions are returned.
+        """
+        clients = len(self._phases.get(TRAIN, PhaseParticipation()).asked)
+
+        def measure() -> Sequence[Action]:
+            if torch_is_loaded():
+                return host.update_difference(round_index, node, arrays.difference_of(start, end), clients)
+            return host.updates(round_index, {node: arrays.update_of(start, end, self.models.spare)})
+
+        host, round_index, node = self.monitor.host, request.round_index, request.node
+        if host.corrects_at_once:
+            return measure()
+        self._measuring.submit(functools.partial(self._guarded, "measuring an update", measure, node))
+        return ()
 
     def answered(self, request: ClientRequest, *, failed: bool) -> None:
         """Note that a client replied, or failed."""
