@@ -163,17 +163,15 @@ class Cohort:
         """
         results: list[tuple[Key, Results]] = []
 
-        def step(doing: str, work: Callable[[], list[tuple[Key, Results]]], node: str | None = None) -> None:
-            results.extend(attempt(doing, work, node) or ())
+        def step(doing: str, work: Callable[[], list[tuple[Key, Results]]]) -> None:
+            results.extend(attempt(doing, work) or ())
 
-        for update in instruments.updates.close_round(attempt):
-            step("measuring an update", partial(self._of_update, update, instruments), update.node)
+        updates = instruments.updates.close_round(attempt)
+        step("measuring updates", lambda: [self._of_update(update, instruments) for update in updates])
         for kind, members in self._by_members():
             step(f"adding up '{kind[0]}'", partial(_merge_groups, kind, members, least))
         step("adding up groups", self._of_groups)
-        for name, traffic in (("traffic.sent", self._sent), ("traffic.received", self._received)):
-            for node, size in traffic.items():
-                step("adding up traffic", partial(self._of_traffic, name, node, size), node)
+        step("adding up traffic", self._of_traffic)
         step("counting clients", partial(self._of_whole, instruments))
         if model is not None:
             step("measuring the global model", lambda: [(("server", None), instruments.model_results(model))])
@@ -196,10 +194,12 @@ class Cohort:
                 results_by_key.append(((group, group), results))
         return results_by_key
 
-    def _of_traffic(self, name: str, node: str, size: int) -> list[tuple[Key, Results]]:
-        results = Results()
-        results.take({name: size})
-        return [((node, self._groups.get(node)), results)]
+    def _of_traffic(self) -> list[tuple[Key, Results]]:
+        return [
+            ((node, self._groups.get(node)), Results(metrics=[(name, float(size), None)]))
+            for name, traffic in (("traffic.sent", self._sent), ("traffic.received", self._received))
+            for node, size in traffic.items()
+        ]
 
     def _of_whole(self, instruments: AnyInstruments) -> list[tuple[Key, Results]]:
         whole = Results()
@@ -210,7 +210,7 @@ class Cohort:
         whole.remarks += instruments.remarks()
         return [((None, None), whole)]
 
-    def _of_update(self, update: ClientUpdate | ArrayUpdate, instruments: AnyInstruments) -> list[tuple[Key, Results]]:
+    def _of_update(self, update: ClientUpdate | ArrayUpdate, instruments: AnyInstruments) -> tuple[Key, Results]:
         results = Results(tables=self._tables.get(update.node, {}))
         results.take(update.metrics)
         if update.alignment is not None:
@@ -219,7 +219,7 @@ class Cohort:
             results.matrices.append(("update.peers", update.peers, None))
         if update.sketch is not None and not instruments.preset.brief:
             results.sketch = update.sketch
-        return [((update.node, self._groups.get(update.node)), results)]
+        return (update.node, self._groups.get(update.node)), results
 
 
 def _contradiction(own_sums: Sequence[Array], sent: Array) -> float:
@@ -303,11 +303,15 @@ def clients_per_layer(matrices: Sequence[tuple[str, Array]]) -> Counts:
     """Return how many clients contribute to each layer; one that froze a layer, or reported twice, adds nobody to
     it.
     """
-    rows: dict[str, npt.NDArray[np.bool_]] = {}
-    for node, matrix in matrices:
-        there = (np.isfinite(matrix) & (matrix != 0)).any(axis=1)
-        rows[node] = rows[node] | there if node in rows else there
-    return np.asarray(np.stack([*rows.values()]).sum(axis=0))
+    stacked = np.stack([matrix for _, matrix in matrices])
+    there = (np.isfinite(stacked) & (stacked != 0)).any(axis=2)
+    nodes: dict[str, int] = {}
+    rows = [nodes.setdefault(node, len(nodes)) for node, _ in matrices]
+    if len(nodes) < len(rows):
+        once = np.zeros((len(nodes), there.shape[1]), np.bool_)
+        np.logical_or.at(once, rows, there)
+        there = once
+    return np.asarray(there.sum(axis=0))
 
 
 def clients_per_sum(groups: Mapping[str | None, Counts], least: int) -> dict[str | None, int]:
