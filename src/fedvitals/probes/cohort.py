@@ -163,11 +163,11 @@ class Cohort:
         """
         results: list[tuple[Key, Results]] = []
 
-        def step(doing: str, work: Callable[[], list[tuple[Key, Results]]]) -> None:
-            results.extend(attempt(doing, work) or ())
+        def step(doing: str, work: Callable[[], list[tuple[Key, Results]]], node: str | None = None) -> None:
+            results.extend(attempt(doing, work, node) or ())
 
-        updates = instruments.updates.close_round(attempt)
-        step("measuring updates", lambda: [self._of_update(update, instruments) for update in updates])
+        for update in instruments.updates.close_round(attempt):
+            step("measuring an update", partial(self._of_update, update, instruments), update.node)
         for kind, members in self._by_members():
             step(f"adding up '{kind[0]}'", partial(_merge_groups, kind, members, least))
         step("adding up groups", self._of_groups)
@@ -210,7 +210,7 @@ class Cohort:
         whole.remarks += instruments.remarks()
         return [((None, None), whole)]
 
-    def _of_update(self, update: ClientUpdate | ArrayUpdate, instruments: AnyInstruments) -> tuple[Key, Results]:
+    def _of_update(self, update: ClientUpdate | ArrayUpdate, instruments: AnyInstruments) -> list[tuple[Key, Results]]:
         results = Results(tables=self._tables.get(update.node, {}))
         results.take(update.metrics)
         if update.alignment is not None:
@@ -219,7 +219,7 @@ class Cohort:
             results.matrices.append(("update.peers", update.peers, None))
         if update.sketch is not None and not instruments.preset.brief:
             results.sketch = update.sketch
-        return (update.node, self._groups.get(update.node)), results
+        return [((update.node, self._groups.get(update.node)), results)]
 
 
 def _contradiction(own_sums: Sequence[Array], sent: Array) -> float:

@@ -64,6 +64,15 @@ def measurements_of(
     )
 
 
+def metric_of_nodes(
+    run: str, round_index: int | None, at: float, name: str, values: Mapping[Key, float]
+) -> Measurements:
+    """Return one metric of many nodes, each with its group, as measurements."""
+    nodes, groups = zip(*values, strict=True)
+    column = np.fromiter(values.values(), np.float64)[:, None]
+    return Measurements(run, round_index, at, nodes, groups, (name,), column, np.ones(column.shape, np.bool_))
+
+
 def _sketch_version() -> int:
     from fedvitals.kernels.sketch_hash import VERSION  # noqa: PLC0415 - its package imports torch
 
