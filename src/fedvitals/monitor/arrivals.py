@@ -182,11 +182,16 @@ class Arrivals:
     def _tell_size(self, records: Sequence[Telemetry], size: int) -> None:
         """What watching itself has added to the way of each client's message."""
         own = (r for r in records if isinstance(r, Span) and r.name == CLIENT and r.where.node is not None)
-        spans = {span.where.node: span for span in own}
-        for span in spans.values() if self._ledger is not None else ():
-            share, node = size // len(spans), span.where.node or ""
-            at = span.at + span.seconds
-            self._emission.emit(Transfer(span.where, at, node, "server", share, share, None, "telemetry"))
+        spans = {span.where.node or "": span for span in own}
+        if self._ledger is None or not spans:
+            return
+        share = size // len(spans)
+        self._emission.emit_all(
+            [
+                Transfer(span.where, span.at + span.seconds, node, "server", share, share, None, "telemetry")
+                for node, span in spans.items()
+            ]
+        )
 
     def forget(self) -> None:
         """Nobody is expected any more, and what was kept back is dropped."""

@@ -167,7 +167,7 @@ class HostObserver:
         """Metrics of a node; None: of the client or the round that is open, or was open last."""
         self._guard("log()", lambda: self._clients.log({**(values or {}), **more}, node))
 
-    def log_each(self, name: str, values: Mapping[AnyName, float]) -> None:
+    def log_each(self, name: str, values: Mapping[Any, float]) -> None:
         """A metric of several nodes, by node; as `log` for each of them, but one block."""
 
         def emit() -> None:

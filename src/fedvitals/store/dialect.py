@@ -89,7 +89,7 @@ SQLITE = Dialect(
     # An integer beyond 64 bits, a lone surrogate in a name that is asked for, a second statement in one text.
     errors=(sqlite3.Error, OverflowError, UnicodeEncodeError, sqlite3.Warning),
     begin="BEGIN IMMEDIATE",  # a deferred one could not wait for its turn once it has read
-    together=50,  # fewer returns to Python; with up to 19 columns within the 999 values that an old SQLite takes
+    together=25,  # fewer returns to Python; with up to 39 columns within the 999 values that an old SQLite takes
 )
 
 
@@ -127,7 +127,9 @@ class Database:
         if 1 < together <= len(rows) and sql.startswith("INSERT") and values.endswith("?)"):
             last = len(rows) - len(rows) % together
             whole = [[*chain.from_iterable(rows[i : i + together])] for i in range(0, last, together)]
-            parts = [(f"{sql}, {', '.join([values] * (together - 1))}", whole), (sql, rows[last:])]
+            # A transaction fails as a whole, so SQLite need not be able to undo one statement: that costs more than it.
+            every = sql.replace("INSERT INTO", "INSERT OR FAIL INTO", 1) + f", {values}" * (together - 1)
+            parts = [(every, whole), (sql, rows[last:])]
         try:
             for statement, of_rows in parts:
                 self.connection.cursor().executemany(self.dialect.sql(statement), of_rows)

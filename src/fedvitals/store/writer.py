@@ -109,12 +109,13 @@ class Writer:
     ) -> Iterator[rows.Row]:
         """The rows of all metrics or sketches by arrival: of two with the same time, the later one counts."""
         to_rows = self._rows[kind][1]
+        parts: list[Iterable[rows.Row]] = []
         for kind_of_same, same in itertools.groupby(records, type):
             if kind_of_same is kind:
-                yield from to_rows([*same])
+                parts.append(to_rows([*same]))
             elif kind_of_same is Measurements:
-                for measured in same:
-                    yield from measured_rows(measured, self._symbols.number)  # type: ignore[arg-type]
+                parts += [measured_rows(measured, self._symbols.number) for measured in same]  # type: ignore[arg-type]
+        return itertools.chain.from_iterable(parts)
 
     def _write_run(self, run: Run) -> None:
         """Insert the run or write over it, unless its own source has said something newer before."""
@@ -202,7 +203,7 @@ class Writer:
             if round_index is not None and own:
                 key, at = (run, int(round_index)), record.at
                 first, last = spans.get(key, (math.inf, -math.inf))
-                spans[key] = (at if at < first else first, at if at > last else last)
+                spans[key] = (min(first, at), max(last, at))
         number = self._symbols.number
         added = nodes - self._nodes
         self._nodes |= added
