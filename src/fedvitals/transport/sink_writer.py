@@ -63,6 +63,8 @@ class SinkWriter:
     def stamped(self, telemetry: AnyTelemetry) -> AnyTelemetry:
         """Return it with an identity of this writer: a sequence number for each record that it stands for."""
         count = record_count(telemetry)
+        if count == 1:
+            return stamped(telemetry, self._source, next(self._sequence))
         # Drawn in one call into C: neither another thread nor a signal handler that logs can come in between.
         (last,) = deque(itertools.islice(self._sequence, count), maxlen=1)
         return stamped(telemetry, self._source, last - count + 1)
