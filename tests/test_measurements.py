@@ -18,7 +18,7 @@ from fedvitals.measurements import (
     single_records,
     stamped,
 )
-from fedvitals.probes.results import Results, measurements_of
+from fedvitals.probes.results import Results, measurements_of, metric_of_nodes
 from fedvitals.records import LayerStats, Metric, Sketch
 from fedvitals.store import MemoryStore, SqliteStore, open_reader
 from fedvitals.store.deliveries import Intervals
@@ -79,6 +79,24 @@ def test_what_several_results_tell_of_one_node_stands_in_one_row():
         ("c0", "loss", 2.0),
         ("c1", "loss", 1.0),
     ]
+
+
+def test_a_metric_of_nodes_is_what_their_results_would_be():
+    values = {("c0", None): 1.5, ("c1", "edge-0"): math.nan}
+    own = {key: Results(metrics=[("update.samples", value, None)]) for key, value in values.items()}
+    slow = measurements_of("r", 2, 1.0, [*own.items()], lambda *_: None)
+    same([*metric_of_nodes("r", 2, 1.0, "update.samples", values).records()], [*slow.records()])
+
+
+def test_columns_hold_the_metrics_of_the_wanted_names():
+    table = measured()
+    wanted = [(row, *metric) for row, *metric in table.metrics() if metric[0].startswith("gradient")]
+    columns = [
+        (row, name, value, step)
+        for name, *cells in table.columns(lambda name: name.startswith("gradient"))
+        for row, value, step in zip(*cells, strict=True)
+    ]
+    assert sorted(map(repr, columns)) == sorted(map(repr, wanted))
 
 
 def test_matrices_without_a_layer_table_are_left_out():

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -83,6 +83,10 @@ class Measurements:
         """Return the coordinates of a node."""
         return Where(self.run, self.round, self.nodes[row], step, None, self.groups[row])
 
+    def measured_nodes(self) -> list[str | None]:
+        """Return the nodes that something was measured of."""
+        return [self.nodes[row] for row in self._rows()]
+
     def places(self) -> list[Where]:
         """Return the coordinates of the nodes that something was measured of."""
         return [self.place(row) for row in self._rows()]
@@ -99,6 +103,18 @@ class Measurements:
         for row, column in zip(*(index.tolist() for index in np.nonzero(self.present)), strict=True):
             step = NO_STEP if steps is None else steps[row][column]
             yield row, names[column], values[row][column], None if step == NO_STEP else step
+
+    def columns(
+        self, wanted: Callable[[str], bool]
+    ) -> Iterator[tuple[str, list[int], list[float], Sequence[int | None]]]:
+        """The metrics of the wanted names, column by column: name, rows of nodes, values, steps."""
+        for column, name in enumerate(self.names):
+            if wanted(name):
+                rows = np.flatnonzero(self.present[:, column])
+                steps: Sequence[int | None] = [None] * len(rows)
+                if self.steps is not None:
+                    steps = [None if step == NO_STEP else step for step in self.steps[rows, column].tolist()]
+                yield name, rows.tolist(), self.values[rows, column].tolist(), steps
 
     def without_absent(self) -> Measurements:
         """Return the same records without anything else: no node, name or value that none of them has."""

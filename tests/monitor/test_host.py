@@ -21,6 +21,21 @@ def test_both_observers_have_every_method_of_the_protocol():
         assert isinstance(NullObserver(), Observer)
 
 
+def test_a_scalar_of_several_nodes_is_one_of_each():
+    told = []
+    for together in (True, False):
+        monitor, sink = watched()
+        with monitor, monitor.round(3), monitor.client("c1", group="edge-0"):
+            if together:
+                monitor.host.log_each("mood", {"c7": 1, "c1": 2.0, 5: torch.tensor(3.0)})
+            else:
+                for node, value in (("c7", 1), ("c1", 2.0), (5, torch.tensor(3.0))):
+                    monitor.host.log({"mood": value}, node=node)
+        told.append([(r.where, r.name, r.value) for r in sink.metrics("user.mood")])
+        told[-1] = [(where.round, where.node, where.group, name, value) for where, name, value in told[-1]]
+    assert told[0] == told[1] != []
+
+
 def test_scalars_of_a_node_and_of_the_round():
     monitor, sink = watched()
     with monitor, monitor.round(3):

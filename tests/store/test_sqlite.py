@@ -1,6 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
+import dataclasses
+import sqlite3
+
+import pytest
+
+from fedvitals.errors import StoreError
 from fedvitals.protocols import History, Sink
 from fedvitals.store import open_reader, open_store
+from fedvitals.store.dialect import SQLITE, Database
 from fedvitals.store.read import queries
 from fedvitals.store.sqlite import SqliteStore
 from support.store_contract import StoreContract
@@ -53,3 +60,26 @@ def test_it_is_what_it_says(tmp_path):
         store.write([RUN])
         with open_reader(store.path) as reader:
             assert isinstance(reader.history("r-1"), History)
+
+
+@pytest.mark.parametrize("count", [0, 3, 25, 61])
+def test_rows_of_one_statement_are_those_of_many(count):
+    stored = []
+    for together in (1, SQLITE.together):
+        connection = sqlite3.connect(":memory:", isolation_level=None)
+        database = Database(connection, dataclasses.replace(SQLITE, together=together), "memory")
+        database.execute("CREATE TABLE t (arrival INTEGER PRIMARY KEY, a INTEGER NOT NULL, b REAL)")
+        database.many("INSERT INTO t (a, b) VALUES (?, ?)", [(i, None if i % 7 else i / 3) for i in range(count)])
+        stored.append(database.rows("SELECT * FROM t ORDER BY arrival"))
+    assert stored[0] == stored[1]
+    assert len(stored[0]) == count
+
+
+def test_a_row_that_is_refused_costs_the_whole_transaction():
+    database = Database(sqlite3.connect(":memory:", isolation_level=None), SQLITE, "memory")
+    database.execute("CREATE TABLE t (a INTEGER NOT NULL)")
+    database.execute("BEGIN")
+    with pytest.raises(StoreError):
+        database.many("INSERT INTO t (a) VALUES (?)", [(i if i != 30 else None,) for i in range(50)])
+    database.rollback()
+    assert database.rows("SELECT * FROM t") == []

@@ -188,7 +188,7 @@ def test_empty_measurements_are_no_record_and_nobody_waits_for_them():
     sink = MemorySink()
     writer = SinkWriter([sink], policy=PrivacyPolicy(), spill=None, strict=True)
     writer.emit(of_nobody())
-    writer.admit(of_nobody())
+    writer.admit([of_nobody()])
     assert writer.flush(5.0)
     writer.close()
     assert not sink.records
@@ -199,7 +199,7 @@ def test_what_another_process_tells_keeps_its_numbers_where_the_gate_takes_some(
         sink = MemorySink()
         writer = SinkWriter([sink], policy=PrivacyPolicy(1), spill=None, strict=True)
         for telemetry in batch:
-            writer.admit(telemetry)
+            writer.admit([telemetry])
         writer.close()
         return sink.records
 

@@ -253,8 +253,7 @@ class Federation:
         sent = torch.stack([u.state[:weights] for u in arrived])
         sent -= torch.stack([task_of[u.node].start[:weights] for u in arrived])
         deltas = {u.node: SplitVector(row, sizes) for u, row in zip(arrived, sent, strict=True)}
-        for update in arrived:
-            self.observer.log({"update.samples": float(update.samples)}, node=update.node)
+        self.observer.log_each("update.samples", {update.node: float(update.samples) for update in arrived})
         answers = self.observer.updates(self.round, deltas)
         return {action.target for action in answers if action.kind == "exclude" and action.target is not None}
 

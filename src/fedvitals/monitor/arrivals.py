@@ -18,7 +18,7 @@ from fedvitals.monitor.spine import Spine
 from fedvitals.monitor.workers import INITIAL_BYTES, WorkerObserver
 from fedvitals.probes.cohort import SENDER, WORKER, Cohort
 from fedvitals.probes.presets import Planned, Preset
-from fedvitals.probes.results import Key, Results, measurements_of
+from fedvitals.probes.results import Key, Results, metric_of_nodes
 from fedvitals.protocols import HasName, Node
 from fedvitals.records import (
     AnyName,
@@ -182,11 +182,16 @@ class Arrivals:
     def _tell_size(self, records: Sequence[Telemetry], size: int) -> None:
         """What watching itself has added to the way of each client's message."""
         own = (r for r in records if isinstance(r, Span) and r.name == CLIENT and r.where.node is not None)
-        spans = {span.where.node: span for span in own}
-        for span in spans.values() if self._ledger is not None else ():
-            share, node = size // len(spans), span.where.node or ""
-            at = span.at + span.seconds
-            self._emission.emit(Transfer(span.where, at, node, "server", share, share, None, "telemetry"))
+        spans = {span.where.node or "": span for span in own}
+        if self._ledger is None or not spans:
+            return
+        share = size // len(spans)
+        self._emission.emit_all(
+            [
+                Transfer(span.where, span.at + span.seconds, node, "server", share, share, None, "telemetry")
+                for node, span in spans.items()
+            ]
+        )
 
     def forget(self) -> None:
         """Nobody is expected any more, and what was kept back is dropped."""
@@ -279,19 +284,18 @@ class Arrivals:
 
     def _compare(self, finished: Mapping[Node, tuple[Span, Results]]) -> None:
         """`gradient.change_round`, which a worker cannot know: a client's last round may have been elsewhere."""
-        changes: dict[int | None, list[tuple[Key, Results]]] = {}
+        changes: dict[int | None, dict[Key, float]] = {}
         for node, (span, results) in finished.items():
             norm = next((value for name, value, _ in results.metrics if name == "gradient.norm"), None)
             if norm is None:
                 continue
             before, self._kit.norms[node] = self._kit.norms.get(node), norm
             if before:
-                change = Results()
-                change.take({"gradient.change_round": abs(norm - before) / before})
-                changes.setdefault(span.where.round, []).append(((node, span.where.group), change))
-        for round_index, rows in changes.items():
-            run, now = self._context.run.id, time.time()
-            self._emission.emit(measurements_of(run, round_index, now, rows, self._context.table_of))
+                changes.setdefault(span.where.round, {})[node, span.where.group] = abs(norm - before) / before
+        for round_index, by_key in changes.items():
+            self._emission.emit(
+                metric_of_nodes(self._context.run.id, round_index, time.time(), "gradient.change_round", by_key)
+            )
 
     def _sendable(self, preset: Preset) -> Preset:
         """Without the user's own probes that cannot be sent to another process."""
@@ -306,7 +310,8 @@ def _by_our_clock(record: Record, ledger: Ledger) -> Record:
         return record
     node = record.where.node
     if isinstance(record, Span) and record.name == CLIENT and node is not None:
-        record = replace(record, parent=ledger.journey(node) or record.parent)
+        journey = ledger.journey(node)
+        record = record if journey is None else replace(record, parent=journey)
     ahead = ledger.ahead(node)
     return replace(record, at=record.at - ahead) if ahead else record
 
@@ -338,7 +343,7 @@ def _without_labels(telemetry: Telemetry, nodes: Container[Node | None]) -> Iter
 
 
 def _gather(results_by_node: Mapping[Node, Results], telemetry: Telemetry) -> None:
-    """Add what was measured of these nodes to their results."""
+    """Add what was measured of these nodes to their results: matrices, and the metrics that a round asks for."""
     if isinstance(telemetry, Measurements):
         _gather_rows(results_by_node, telemetry)
     elif (
@@ -346,7 +351,8 @@ def _gather(results_by_node: Mapping[Node, Results], telemetry: Telemetry) -> No
         and (results := results_by_node.get(telemetry.where.node or "")) is not None
     ):
         if isinstance(telemetry, Metric):
-            results.metrics.append((telemetry.name, telemetry.value, telemetry.where.step))
+            if _is_needed(telemetry.name):
+                results.metrics.append((telemetry.name, telemetry.value, telemetry.where.step))
         else:
             results.matrices.append((telemetry.family, telemetry.matrix, telemetry.where.step))
             results.tables = {**results.tables, FAMILIES[telemetry.family].rows: telemetry.table}
@@ -354,13 +360,21 @@ def _gather(results_by_node: Mapping[Node, Results], telemetry: Telemetry) -> No
 
 def _gather_rows(results_by_node: Mapping[Node, Results], measured: Measurements) -> None:
     own = [results_by_node.get(node or "") for node in measured.nodes]
-    for row, name, value, step in measured.metrics():
-        results = own[row]
-        if results is not None:
-            results.metrics.append((name, value, step))
+    for name, rows, values, steps in measured.columns(_is_needed):
+        for row, value, step in zip(rows, values, steps, strict=True):
+            results = own[row]
+            if results is not None:
+                results.metrics.append((name, value, step))
     for part in measured.layers:
+        kind = FAMILIES[part.family].rows
         for row, matrix in zip(part.rows, part.matrices, strict=True):
             results = own[row]
             if results is not None:
                 results.matrices.append((part.family, matrix, part.step))
-                results.tables = {**results.tables, FAMILIES[part.family].rows: part.table}
+                if results.tables.get(kind) != part.table:
+                    results.tables = {**results.tables, kind: part.table}
+
+
+def _is_needed(name: str) -> bool:
+    """Whether the round asks for a client's metric: here, or in `Cohort.add`."""
+    return name in ("steps", "gradient.norm", "monitor.cost") or name.startswith("weight.difference")

@@ -11,7 +11,7 @@ from fedvitals.measurements import Telemetry
 from fedvitals.monitor.run_context import RunContext
 from fedvitals.monitor.scopes import ClientThreads
 from fedvitals.probes.results import Key, Results, measurements_of
-from fedvitals.records import LayerTable
+from fedvitals.records import LayerTable, Record
 from fedvitals.scope import Scope
 from fedvitals.transport.payload_buffer import PayloadBuffer
 from fedvitals.transport.recorder import ScopeRecorder
@@ -42,6 +42,12 @@ class Emission:
         if writer is not None:
             writer.emit(record, clients=clients, stray=self._threads.may_be_client())
 
+    def emit_all(self, records: Sequence[Record]) -> None:
+        """Hand over several records of this process."""
+        writer = self.writer or self._open_writer()
+        if isinstance(writer, SinkWriter):
+            writer.emit_all(records, stray=self._threads.may_be_client())
+
     def emit_if_open(self, record: Telemetry) -> None:
         """Hand over a record, unless that would open the run."""
         if self.writer is not None:
@@ -51,8 +57,7 @@ class Emission:
         """Hand over records of a worker process with the identity that they have."""
         writer = self.writer or self._open_writer()
         if isinstance(writer, SinkWriter):
-            for record in records:
-                writer.admit(record)
+            writer.admit(records)
 
     def results(self, scope: Scope, results: Results) -> None:
         """Hand over what was measured in a scope."""

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from fedvitals.catalog import public_name
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.monitor.monitored_run import MonitoredRun
 from fedvitals.monitor.workers import WorkerObserver
 from fedvitals.probes.backends import flatten_and_sum_each
-from fedvitals.probes.results import Results
+from fedvitals.probes.results import Key, Results, metric_of_nodes
 from fedvitals.protocols import Node, Stack, TapeRecorder
 from fedvitals.records import Action, AnyName, Record, Truth, Where, as_round_index, node_name
 from fedvitals.resources.time_ledger import Exchange
@@ -194,6 +195,21 @@ class HostObserver:
     def log(self, values: Mapping[str, float] | None = None, /, *, node: AnyName | None = None, **more: float) -> None:
         """Metrics of a node; None: of the client or the round that is open, or was open last."""
         self._guard("log()", lambda: self._clients.log({**(values or {}), **more}, node))
+
+    def log_each(self, name: str, values: Mapping[Any, float]) -> None:
+        """A metric of several nodes, by node; as `log` for each of them, but one block."""
+
+        def emit() -> None:
+            by_key: dict[Key, float] = {}
+            for node, value in values.items():
+                scope = self._clients.at(node)
+                by_key[scope.node, scope.group] = float(value)
+                self.monitored.tape.loop.logged(scope.node, name, float(value))
+            if by_key:
+                here = self._scopes.round or self._scopes.here()
+                self._emission.emit(metric_of_nodes(here.run, here.round, time.time(), public_name(name), by_key))
+
+        self._guard("log()", emit)
 
     def transfer(
         self,

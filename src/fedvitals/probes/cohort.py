@@ -171,9 +171,7 @@ class Cohort:
         for kind, members in self._by_members():
             step(f"adding up '{kind[0]}'", partial(_merge_groups, kind, members, least))
         step("adding up groups", self._of_groups)
-        for name, traffic in (("traffic.sent", self._sent), ("traffic.received", self._received)):
-            for node, size in traffic.items():
-                step("adding up traffic", partial(self._of_traffic, name, node, size), node)
+        step("adding up traffic", self._of_traffic)
         step("counting clients", partial(self._of_whole, instruments))
         if model is not None:
             step("measuring the global model", lambda: [(("server", None), instruments.model_results(model))])
@@ -196,10 +194,12 @@ class Cohort:
                 results_by_key.append(((group, group), results))
         return results_by_key
 
-    def _of_traffic(self, name: str, node: str, size: int) -> list[tuple[Key, Results]]:
-        results = Results()
-        results.take({name: size})
-        return [((node, self._groups.get(node)), results)]
+    def _of_traffic(self) -> list[tuple[Key, Results]]:
+        return [
+            ((node, self._groups.get(node)), Results(metrics=[(name, float(size), None)]))
+            for name, traffic in (("traffic.sent", self._sent), ("traffic.received", self._received))
+            for node, size in traffic.items()
+        ]
 
     def _of_whole(self, instruments: AnyInstruments) -> list[tuple[Key, Results]]:
         whole = Results()
@@ -303,11 +303,15 @@ def clients_per_layer(matrices: Sequence[tuple[str, Array]]) -> Counts:
     """Return how many clients contribute to each layer; one that froze a layer, or reported twice, adds nobody to
     it.
     """
-    rows: dict[str, npt.NDArray[np.bool_]] = {}
-    for node, matrix in matrices:
-        there = (np.isfinite(matrix) & (matrix != 0)).any(axis=1)
-        rows[node] = rows[node] | there if node in rows else there
-    return np.asarray(np.stack([*rows.values()]).sum(axis=0))
+    stacked = np.stack([matrix for _, matrix in matrices])
+    there = (np.isfinite(stacked) & (stacked != 0)).any(axis=2)
+    nodes: dict[str, int] = {}
+    rows = [nodes.setdefault(node, len(nodes)) for node, _ in matrices]
+    if len(nodes) < len(rows):
+        once = np.zeros((len(nodes), there.shape[1]), np.bool_)
+        np.logical_or.at(once, rows, there)
+        there = once
+    return np.asarray(there.sum(axis=0))
 
 
 def clients_per_sum(groups: Mapping[str | None, Counts], least: int) -> dict[str | None, int]:

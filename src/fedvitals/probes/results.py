@@ -64,6 +64,15 @@ def measurements_of(
     )
 
 
+def metric_of_nodes(
+    run: str, round_index: int | None, at: float, name: str, values: Mapping[Key, float]
+) -> Measurements:
+    """Return one metric of many nodes, each with its group, as measurements."""
+    nodes, groups = zip(*values, strict=True)
+    column = np.fromiter(values.values(), np.float64)[:, None]
+    return Measurements(run, round_index, at, nodes, groups, (name,), column, np.ones(column.shape, np.bool_))
+
+
 def _sketch_version() -> int:
     from fedvitals.kernels.sketch_hash import VERSION  # noqa: PLC0415 - its package imports torch
 
@@ -74,30 +83,32 @@ def _columns(
     rows: Sequence[tuple[int, Results]], count: int
 ) -> tuple[tuple[str, ...], Array, npt.NDArray[np.bool_], npt.NDArray[np.int64] | None]:
     """Return names, values, presence and steps; a name that a row has more than once gets further columns."""
-    columns: dict[tuple[str, int], int] = {}  # name, and which of the row's metrics of that name
-    own_columns: dict[tuple[str, ...], list[int]] = {}  # by the names of a row's metrics: most rows have the same
     metrics: dict[int, list[tuple[str, float, int | None]]] = {}
     for row, results in rows:
         metrics[row] = [*metrics[row], *results.metrics] if row in metrics else results.metrics
-    cells: list[tuple[int, list[int], tuple[float, ...], tuple[int | None, ...]]] = []
+    alike: dict[tuple[str, ...], list[tuple[int, tuple[float, ...], tuple[int | None, ...]]]] = {}  # by names, in order
     for row, own in metrics.items():
         if own:
             names, values, steps = zip(*own, strict=True)
-            if names not in own_columns:
-                seen: Counter[str] = Counter()
-                own_columns[names] = []
-                for name in names:
-                    own_columns[names].append(columns.setdefault((name, seen[name]), len(columns)))
-                    seen[name] += 1
-            cells.append((row, own_columns[names], values, steps))
+            alike.setdefault(names, []).append((row, values, steps))
+    columns: dict[tuple[str, int], int] = {}  # name, and which of the row's metrics of that name
+    own_columns: list[list[int]] = []
+    for names in alike:
+        seen: Counter[str] = Counter()
+        own_columns.append([])
+        for name in names:
+            own_columns[-1].append(columns.setdefault((name, seen[name]), len(columns)))
+            seen[name] += 1
     table = np.zeros((count, len(columns)))
     present = np.zeros(table.shape, np.bool_)
     stepped: npt.NDArray[np.int64] | None = None
-    for row, places, values, steps in cells:
-        table[row, places], present[row, places] = values, True
-        if any(step is not None for step in steps):
+    for places_of_row, cells in zip(own_columns, alike.values(), strict=True):
+        own_rows, values_of_rows, steps_of_rows = zip(*cells, strict=True)
+        places = np.ix_(own_rows, places_of_row)
+        table[places], present[places] = values_of_rows, True
+        if any(step is not None for steps in steps_of_rows for step in steps):
             stepped = np.full(table.shape, NO_STEP, np.int64) if stepped is None else stepped
-            stepped[row, places] = [NO_STEP if step is None else step for step in steps]
+            stepped[places] = [[NO_STEP if step is None else step for step in steps] for steps in steps_of_rows]
     return tuple(name for name, _ in columns), table, present, stepped
 
 

@@ -54,6 +54,10 @@ class ClientUpdate:
     metrics: dict[str, float] = field(default_factory=dict)
     alignment: Array | None = None  # [layers × ALIGNMENT_COLUMNS]
     peers: Array | None = None  # [1 × PEER_COLUMNS]
+    sizes: list[int] = field(init=False)  # the number of values of each layer; one layer if they are not known
+
+    def __post_init__(self) -> None:
+        self.sizes = [self.length] if self.rows is None else self.rows[:, COUNT].astype(int).tolist()
 
     @property
     def finite(self) -> bool:
@@ -62,11 +66,6 @@ class ClientUpdate:
     @property
     def squares_of_layers(self) -> Array:
         return np.array([self.squares]) if self.rows is None else self.rows[:, SUM_SQUARES]
-
-    @property
-    def sizes(self) -> list[int]:
-        """The number of values of each layer; one layer if they are not known."""
-        return [self.length] if self.rows is None else self.rows[:, COUNT].astype(int).tolist()
 
 
 @dataclass(slots=True)
@@ -131,8 +130,8 @@ class UpdateTracker:
         """
         if rows is None:
             rows = np.asarray(torch.as_tensor(sums([] if vector is None else [vector])).cpu())
-        update = ClientUpdate(node, int(rows[:, COUNT].sum()), _squares(rows), vector=vector, sketch=sketch)
-        update.rows = None if self._brief else rows
+        length, kept = int(rows[:, COUNT].sum()), None if self._brief else rows
+        update = ClientUpdate(node, length, _squares(rows), kept, vector=vector, sketch=sketch)
         update.metrics["update.norm"] = math.sqrt(rows[:, SUM_SQUARES].sum())
         if update.squares == 0:
             update.metrics["update.zero"] = 1.0
@@ -170,9 +169,9 @@ class UpdateTracker:
         with self._lock:
             closing, self._round = self._round, {}
         attempt("fetching sketches", lambda: _fetch_sketches(closing.values()), None)
+        attempt("sharing updates out", lambda: _share(closing.values()), None)
         cohorts: dict[tuple[int, ...], list[ClientUpdate]] = defaultdict(list)
         for update in closing.values():
-            attempt("sharing an update out", partial(_share, update), update.node)
             if not self._brief:
                 update.peers = np.full((1, len(PEER_COLUMNS)), np.nan)
             if update.finite:
@@ -204,6 +203,11 @@ class UpdateTracker:
         whole = as_matrix(vectors)
         total = _sum(vectors) if whole is None or whole.is_cpu else whole.sum(0)
         total_squares = _dots(total[None], total, cohort[0].sizes)
+        if whole is None and len(cohort) <= together:  # one matrix from here on, and for the next round's comparison
+            whole = torch.stack(vectors)
+            vectors = [*whole]
+            for update, vector in zip(cohort, vectors, strict=True):
+                update.vector = vector
         for first in range(0, len(cohort), together):
             last = first + together
             part = cohort[first:last]
@@ -348,22 +352,31 @@ def _store_cosines(name: str, column: int, cohort: list[ClientUpdate], dot: Arra
     layers = _cosine(dot, own, squares)
     whole = _cosine(dot.sum(1), own.sum(1), squares.sum(1))
     for update, cosines, cosine in zip(cohort, layers, whole.tolist(), strict=True):
-        _put(update.metrics, name, cosine)
+        if not math.isnan(cosine):  # a cosine with nothing is absent
+            update.metrics[name] = cosine
         if update.alignment is not None:
             update.alignment[:, column] = cosines
 
 
-def _share(update: ClientUpdate) -> None:
-    """Create the alignment, if layers are known: no cosines yet, and each layer's share of ‖d‖²."""
-    if update.rows is not None:
-        own = update.rows[:, SUM_SQUARES]
-        update.alignment = np.full((len(own), len(ALIGNMENT_COLUMNS)), np.nan)
-        update.alignment[:, 2] = own / own.sum() if own.sum() > 0 else 0.0
+def _share(updates: Iterable[ClientUpdate]) -> None:
+    """Create the alignments where layers are known: no cosines yet, and each layer's share of ‖d‖²."""
+    alike: dict[int, list[tuple[ClientUpdate, Array]]] = defaultdict(list)
+    for update in updates:
+        if update.rows is not None:
+            alike[len(update.rows)].append((update, update.rows[:, SUM_SQUARES]))
+    for same in alike.values():
+        own = np.stack([squares for _, squares in same])
+        total = own.sum(axis=1, keepdims=True)
+        alignments = np.full((*own.shape, len(ALIGNMENT_COLUMNS)), np.nan)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            alignments[..., 2] = np.where(total > 0, own / total, 0.0)
+        for (update, _), alignment in zip(same, alignments, strict=True):
+            update.alignment = alignment
 
 
 def _squares(rows: Array) -> float:
     """Return ‖d‖² from the nine sums of the layers; NaN if a value is not finite."""
-    return math.nan if rows[:, NANS].any() or rows[:, INFS].any() else float(rows[:, SUM_SQUARES].sum())
+    return math.nan if rows[:, NANS : INFS + 1].any() else float(rows[:, SUM_SQUARES].sum())
 
 
 def _cosine(dot: Any, squares_a: Any, squares_b: Any) -> Any:

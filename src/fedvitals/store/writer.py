@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from fedvitals.errors import RecordError
-from fedvitals.measurements import Measurements, Telemetry, places_of, run_of
-from fedvitals.records import LayerStats, LayerTable, Metric, Run, Sketch, Truth, Where
+from fedvitals.measurements import Measurements, Telemetry, run_of
+from fedvitals.records import LayerStats, LayerTable, Metric, Run, Sketch, Truth
 from fedvitals.store import rows
 from fedvitals.store.deliveries import Delivered
 from fedvitals.store.dialect import Database
@@ -100,8 +100,7 @@ class Writer:
             statement, rows_of = self._rows[kind]
             self._database.many(statement, rows_of(same))
         due |= self._write_statistics(layer_matrices(new))
-        # Whoever reads the rounds and nodes of a run must not learn from them what is to be found out.
-        self._note_places((place, r.at) for r in new if not isinstance(r, Run | Truth) for place in places_of(r))
+        self._note_places(new)
         self._delivered.save({(run_of(record), record.source) for record in new})
         self._symbols.save()
 
@@ -110,12 +109,13 @@ class Writer:
     ) -> Iterator[rows.Row]:
         """The rows of all metrics or sketches by arrival: of two with the same time, the later one counts."""
         to_rows = self._rows[kind][1]
+        parts: list[Iterable[rows.Row]] = []
         for kind_of_same, same in itertools.groupby(records, type):
             if kind_of_same is kind:
-                yield from to_rows([*same])
+                parts.append(to_rows([*same]))
             elif kind_of_same is Measurements:
-                for measured in same:
-                    yield from measured_rows(measured, self._symbols.number)  # type: ignore[arg-type]
+                parts += [measured_rows(measured, self._symbols.number) for measured in same]  # type: ignore[arg-type]
+        return itertools.chain.from_iterable(parts)
 
     def _write_run(self, run: Run) -> None:
         """Insert the run or write over it, unless its own source has said something newer before."""
@@ -184,20 +184,26 @@ class Writer:
             pending = self._pending[key] = compaction.load_pending(self._database, (*names, key[3], int(key[4])))
         return pending
 
-    def _note_places(self, places: Iterable[tuple[Where, float]]) -> None:
-        """Keep `run_round` and `run_node`: what rounds and nodes there are must not need a walk over all records."""
+    def _note_places(self, records: Iterable[Telemetry]) -> None:
+        """Keep `run_round` and `run_node`: what rounds and nodes there are must not need a walk over all records.
+
+        Whoever reads these must not learn from them what is to be found out: truths are left out.
+        """
         spans: dict[tuple[str, int], tuple[float, float]] = {}
         nodes: set[tuple[str, str | None]] = set()
-        for where, at in places:
-            if where.node is not None:
-                nodes.add((where.run, where.node))
-            if where.round is not None:
-                key = (where.run, int(where.round))
+        for record in records:
+            if isinstance(record, Run | Truth):
+                continue
+            if isinstance(record, Measurements):
+                round_index, own = record.round, record.measured_nodes()
+            else:
+                round_index, own = record.where.round, [record.where.node]
+            run = run_of(record)
+            nodes.update((run, node) for node in own if node is not None)
+            if round_index is not None and own:
+                key, at = (run, int(round_index)), record.at
                 first, last = spans.get(key, (math.inf, -math.inf))
-                if at < first or at > last:
-                    spans[key] = (min(at, first), max(at, last))
-                elif key not in spans:
-                    spans[key] = (first, last)
+                spans[key] = (min(first, at), max(last, at))
         number = self._symbols.number
         added = nodes - self._nodes
         self._nodes |= added

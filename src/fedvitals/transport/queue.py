@@ -128,7 +128,7 @@ class Queue:
             if self._thread is None:
                 self._start()
 
-    def put_many(self, records: Iterable[Record]) -> None:
+    def put_many(self, records: Iterable[Telemetry]) -> None:
         """Take records one after the other."""
         with self._lock:
             for record in records:

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from fedvitals.measurements import AnyTelemetry, Measurements, Telemetry, record_count, stamped
@@ -55,9 +55,16 @@ class SinkWriter:
             return
         self._put(self.stamped(passed))
 
+    def emit_all(self, records: Sequence[Record], *, stray: bool = False) -> None:
+        """The same for several records at once."""
+        released_records = (released(record, self._policy, stray=stray, held=True) for record in records)
+        self._put_all([self.stamped(passed) for passed in released_records if passed is not None])
+
     def stamped(self, telemetry: AnyTelemetry) -> AnyTelemetry:
         """Return it with an identity of this writer: a sequence number for each record that it stands for."""
         count = record_count(telemetry)
+        if count == 1:
+            return stamped(telemetry, self._source, next(self._sequence))
         # Drawn in one call into C: neither another thread nor a signal handler that logs can come in between.
         (last,) = deque(itertools.islice(self._sequence, count), maxlen=1)
         return stamped(telemetry, self._source, last - count + 1)
@@ -68,21 +75,25 @@ class SinkWriter:
         if passed is not None and self._queues:
             self._queues[0].put(self.stamped(passed))
 
-    def admit(self, record: Telemetry) -> None:
-        """Queue a record of another process with the identity that it has, as far as the privacy policy allows."""
+    def admit(self, records: Iterable[Telemetry]) -> None:
+        """Queue records of another process with the identity that they have, as far as the privacy policy allows."""
+        self._put_all([passed for record in records for passed in self._admitted(record)])
+
+    def _admitted(self, record: Telemetry) -> Iterable[Telemetry]:
         passed = released(record, self._policy, held=True)
-        if passed is None:
-            return
-        if isinstance(record, Measurements) and record_count(passed) < len(record):
-            for single in record.records():  # what is left as an array would have other numbers
-                self.admit(single)
-        else:
-            self._put(passed)
+        if isinstance(record, Measurements) and passed is not None and record_count(passed) < len(record):
+            # What is left as an array would have other numbers.
+            return [left for single in record.records() for left in self._admitted(single)]
+        return () if passed is None else (passed,)
 
     def _put(self, record: Telemetry) -> None:
         for queue, ignored in zip(self._queues, self._ignored, strict=True):
             if not isinstance(record, ignored):
                 queue.put(record)
+
+    def _put_all(self, records: Sequence[Telemetry]) -> None:
+        for queue, ignored in zip(self._queues, self._ignored, strict=True):
+            queue.put_many(record for record in records if not isinstance(record, ignored))
 
     @property
     def lost(self) -> int:

@@ -58,6 +58,9 @@ class Watcher(NullObserver):
     def log(self, values, /, *, node=None):
         self.logged.append((node, values))
 
+    def log_each(self, name, values):
+        self.logged += [(node, {name: value}) for node, value in values.items()]
+
     def bytes_of(self, number, pick=lambda sender, receiver: True):
         return sum(size for sender, receiver, size, _ in self.transfers[number] if pick(sender, receiver))
 
