@@ -8,7 +8,7 @@ import torch
 from fedvitals.kernels import count_sketch, sums
 from fedvitals.probes import snapshot
 from fedvitals.probes.host_copies import to_host
-from fedvitals.probes.snapshot import InitialModel, Snapshot, pieces_of, sketch_of
+from fedvitals.probes.snapshot import InitialModel, ParameterSnapshot, pieces_of, sketch_of
 
 SHAPES = [(40, 70), (3,), (0,), (1,), (257, 9), (5, 5, 5)]
 
@@ -54,7 +54,7 @@ def test_an_update_is_the_same_in_pieces_and_in_one(piece, dtypes, monkeypatch):
     monkeypatch.setattr(snapshot, "PIECE", piece)
     tensors = parameters(dtypes=dtypes)
     before, initial = vector(tensors), torch.randn(5242)
-    kept = Snapshot(tensors)
+    kept = ParameterSnapshot(tensors)
     assert torch.equal(kept.vector, before)
     moved(tensors)
     change = vector(tensors) - before
@@ -77,7 +77,7 @@ def test_an_update_is_the_same_in_pieces_and_in_one(piece, dtypes, monkeypatch):
 def test_drift_from_a_model_that_is_too_large_to_keep_is_estimated():
     tensors = parameters()
     start, length = sketch_of(tensors), sum(t.numel() for t in tensors)
-    kept = Snapshot(tensors)
+    kept = ParameterSnapshot(tensors)
     moved(tensors)
     update = measured(kept, keep=True, sketch=True, initial=InitialModel(length, None, start))
     assert update.drift == pytest.approx(float(update.vector.norm()), rel=0.2)
@@ -85,7 +85,7 @@ def test_drift_from_a_model_that_is_too_large_to_keep_is_estimated():
 
 def test_a_changed_value_that_is_not_finite_is_counted():
     tensors = parameters()
-    kept = Snapshot(tensors)
+    kept = ParameterSnapshot(tensors)
     with torch.no_grad():
         tensors[0][3, 5], tensors[1][1] = torch.nan, torch.inf
     rows = measured(kept, keep=False, sketch=True).rows
@@ -102,5 +102,5 @@ def test_sketches_of_parts_add_up(start):
 
 
 def test_a_model_without_parameters():
-    update = measured(Snapshot([]), keep=True, sketch=True)
+    update = measured(ParameterSnapshot([]), keep=True, sketch=True)
     assert update.vector.numel() == len(update.rows) == 0

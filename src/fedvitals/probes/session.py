@@ -30,7 +30,7 @@ from fedvitals.probes.host_copies import to_host
 from fedvitals.probes.instruments import Instruments
 from fedvitals.probes.presets import Planned
 from fedvitals.probes.results import Results
-from fedvitals.probes.snapshot import MeasuredUpdate, Snapshot
+from fedvitals.probes.snapshot import MeasuredUpdate, ParameterSnapshot
 from fedvitals.probes.view import View, flatten
 from fedvitals.probes.weights import movement, weights, whole_model
 from fedvitals.protocols import Moment, PreparedProbe
@@ -72,7 +72,7 @@ class ClientSession:
         self._batch: tuple[Tensor, Tensor] | None = None
         self.optimizers: list[Optimizer] = []  # that stepped, known at the end
         self._turn = instruments.turns.of(view.node, view.round)
-        view.snapshot = self._snapshot = Snapshot(view.parameters)
+        view.snapshot = self._snapshot = ParameterSnapshot(view.parameters)
         self._last = self._snapshot.vector if self._differences else None
         if view.data is not None:
             self._guarded("fit", self._fit_before)

@@ -46,7 +46,7 @@ class ShardGroup:
         self._times[place] += 1
         round_index, node = place
         own, name = distributed.get_rank(), f"fedvitals/{round_index}/{node}/{self._times[place]}"
-        store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no other way to it
+        store: Any = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no other way to it
         if own != ranks[0]:
             store.set(f"{name}/{own}", _encode([*rows, *totals]))
             return [*rows], [*totals], (1, len(ranks))

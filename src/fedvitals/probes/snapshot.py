@@ -139,7 +139,7 @@ class MeasuredUpdate:
         return merged
 
 
-class Snapshot:
+class ParameterSnapshot:
     """A copy of parameters, taken when it is created."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -297,4 +297,4 @@ def _has_room(parameters: Sequence[Tensor]) -> bool:
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated["current"]
     coming = allocated["peak"] - allocated["current"]  # what training will allocate, if it has trained before
     reserve = coming if coming >= needed else TRAINING_COPIES * needed
-    return needed <= (free - reserve) / 2
+    return bool(needed <= (free - reserve) / 2)

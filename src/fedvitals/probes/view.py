@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedvitals.probes.snapshot import Snapshot, shards_of
+from fedvitals.probes.snapshot import ParameterSnapshot, shards_of
 from fedvitals.records import Layer, LayerTable
 
 
@@ -45,7 +45,7 @@ class View:
         self.frozen = [(name, parameter) for name, parameter in everything if id(parameter) not in watched]
         self.parameters: list[Tensor] = [p for _, p in self.named_parameters]
         self.owned: Sequence[Tensor | None] = self.parameters
-        self.snapshot: Snapshot | None = None  # of the parameters, as the scope began
+        self.snapshot: ParameterSnapshot | None = None  # of the parameters, as the scope began
         self.round, self.node, self.step = round_index, node, 0
         self.data, self.loss = data, loss
         self.last_input: Tensor | None = None  # of the last training batch, where a probe needs it and `data` is absent
