@@ -104,3 +104,23 @@ def test_sketches_of_parts_add_up(start):
 def test_a_model_without_parameters():
     update = measured(ParameterSnapshot([]), keep=True, sketch=True)
     assert update.vector.numel() == len(update.rows) == 0
+
+
+def test_memory_is_used_again_and_never_by_two(monkeypatch):
+    monkeypatch.setattr(snapshot, "PIECE", 256)
+    buffers, tensors = [], parameters()
+    first, second = ParameterSnapshot(tensors, buffers), ParameterSnapshot(tensors, buffers)
+    kept = measured(first, keep=True, sketch=False)
+    first.release()
+    (memory,) = buffers
+    moved(tensors)
+    third = ParameterSnapshot(tensors, buffers)
+    assert not buffers
+    assert torch.equal(memory, vector(tensors))
+    moved(tensors)
+    change = measured(second, keep=True, sketch=False).vector
+    torch.testing.assert_close(change, vector(tensors) - vector(parameters()))
+    assert not kept.vector.any()
+    third.release()
+    third.release()
+    assert len(buffers) == 1

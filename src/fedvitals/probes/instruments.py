@@ -47,6 +47,7 @@ class Instruments:
         self.trained: frozenset[str] = frozenset()  # names of the parameters that train in any model seen so far
         self.unsuited: set[tuple[int, type]] = set()  # probes, by place, and the models that they cannot measure
         self.shards = ShardGroup()
+        self.snapshot_buffers: list[Tensor] = []
         self.labels: dict[str, Mapping[int, int]] = {}  # each client's label histogram, as last told
         self.norms: dict[str, float] = {}  # each client's mean gradient norm, one round ago
         self._tables: dict[Any, LayerTable] = {}

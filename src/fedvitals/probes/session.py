@@ -72,7 +72,7 @@ class ClientSession:
         self._batch: tuple[Tensor, Tensor] | None = None
         self.optimizers: list[Optimizer] = []  # that stepped, known at the end
         self._turn = instruments.turns.of(view.node, view.round)
-        view.snapshot = self._snapshot = ParameterSnapshot(view.parameters)
+        view.snapshot = self._snapshot = ParameterSnapshot(view.parameters, instruments.snapshot_buffers)
         self._last = self._snapshot.vector if self._differences else None
         if view.data is not None:
             self._guarded("fit", self._fit_before)
@@ -129,6 +129,7 @@ class ClientSession:
                 self._guarded(f"the probe '{planned.name}'", functools.partial(self._run_at_exit, index, planned))
         update = self._measure_update()
         on_host = self._fetch(update)
+        self._snapshot.release()
         self._tell_steps(ended, on_host)
         if self._recorded is not None:
             self._guarded("merging gradients", functools.partial(self._merge_recorded, on_host))

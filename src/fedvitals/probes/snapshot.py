@@ -10,6 +10,7 @@ Nothing here waits for a device; `MeasuredUpdate.tensors` are for the caller to 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -140,10 +141,15 @@ class MeasuredUpdate:
 
 
 class ParameterSnapshot:
-    """A copy of parameters, taken when it is created."""
+    """A copy of parameters, taken when it is created.
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
+    `buffers` is memory of earlier snapshots on a CPU, where fresh memory costs four times as much as the copy itself;
+    `release` puts its own there.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], buffers: list[Tensor] | None = None) -> None:
+        self._parameters, self._buffers = parameters, [] if buffers is None else buffers
+        self._buffer: Tensor | None = None
         shards = shards_of(parameters)
         self._sizes = tuple(p.numel() for p in shards)
         away = any(not p.is_cpu for p in shards)
@@ -151,7 +157,27 @@ class ParameterSnapshot:
         self._dtype = _common([p.dtype for p in shards])
         self._on_host = away and not _has_room(shards)
         with torch.no_grad():
-            self._before = [self._kept(values(shards, piece)) for piece in self._pieces]
+            if not away and len(self._pieces) > 1 and {p.dtype for p in shards} == {self._dtype}:
+                self._buffer = self._free_buffer()
+                self._before = [values(shards, p, self._buffer[p.start : p.stop]) for p in self._pieces]
+            else:
+                self._before = [self._kept(values(shards, piece)) for piece in self._pieces]
+        self.held_bytes = sum(part.nbytes for part in self._before)  # until it is released
+
+    def release(self) -> None:
+        """Give the memory back. The snapshot is empty then."""
+        if self._buffer is not None:
+            self._buffers.append(self._buffer)
+        self._buffer, self._before = None, []
+
+    def _free_buffer(self) -> Tensor:
+        length = sum(self._sizes)
+        with contextlib.suppress(IndexError):  # clients may begin on several threads: `pop` is one operation
+            while True:
+                buffer = self._buffers.pop()
+                if len(buffer) == length and buffer.dtype is self._dtype:
+                    return buffer
+        return torch.empty(length, dtype=self._dtype)
 
     @property
     def vector(self) -> Tensor:
@@ -160,10 +186,6 @@ class ParameterSnapshot:
             return torch.zeros(0)
         before = [part.to(self._dtype) for part in self._before]
         return before[0] if len(before) == 1 else torch.cat(before)
-
-    @property
-    def held_bytes(self) -> int:
-        return sum(part.nbytes for part in self._before)
 
     @property
     def update_bytes(self) -> int:
@@ -183,26 +205,28 @@ class ParameterSnapshot:
         if initial is not None and initial.length != length:
             initial = None
         shards = shards_of(self._parameters)
-        kept: list[Tensor] = []
+        device = shards[0].device if shards else torch.device("cpu")
+        longest = max((piece.stop - piece.start for piece in self._pieces), default=0)
+        changes = torch.empty(length if keep else longest, dtype=self._dtype, device=device)
         with torch.no_grad():
             offset = _sketch_offset(self._parameters)
             for place, piece in enumerate(self._pieces):
-                now = values(shards, piece)
+                now = seen(shards, piece)
                 before = self._before[place].to(now.device, non_blocking=True)
                 if weigh:
                     update.weight_sums.append(sums_of_parts(now, piece.sizes))
                 if not brief:
                     update.start_squares.append(_squares(before))
                     self._measure_drift(update, piece, now, initial, offset)
-                change = now.to(self._dtype).sub_(before)  # in place: `now` is a copy
+                first = piece.start if keep else 0
+                change = changes[first : first + len(now)]
+                torch.sub(now.to(self._dtype), before, out=change)
                 update.sums.append(sums_of_parts(change, (len(change),) if brief else piece.sizes))
-                if keep:
-                    kept.append(change)
-                elif sketch:
+                if sketch and not keep:
                     own = count_sketch(change, offset + piece.start)
                     update.sketch = own if update.sketch is None else update.sketch + own.to(update.sketch.device)
-            if keep:
-                update.vector = kept[0] if len(kept) == 1 else torch.cat(kept) if kept else torch.zeros(0)
+        if keep:
+            update.vector = changes
         if update.drift_sketch is not None and initial is not None and initial.sketch is not None:
             update.drift_sketch = update.drift_sketch - initial.sketch.to(update.drift_sketch.device)
         if brief:
@@ -253,8 +277,20 @@ def sketch_of(parameters: Sequence[Tensor]) -> Tensor | None:
     return total
 
 
-def values(tensors: Sequence[Tensor], piece: Piece) -> Tensor:
-    """Return a copy of a piece's values in one vector, in their own type if that is a common floating one."""
+def seen(tensors: Sequence[Tensor], piece: Piece) -> Tensor:
+    """Return a piece's values in one vector, like `values`; not a copy where they are part of one contiguous tensor."""
+    layer, first, last = piece.parts[0]
+    own = tensors[layer].detach()
+    if len(piece.parts) == 1 and own.is_contiguous() and own.dtype in _FLOATS:
+        return own.view(-1)[first:last]
+    return values(tensors, piece)
+
+
+def values(tensors: Sequence[Tensor], piece: Piece, out: Tensor | None = None) -> Tensor:
+    """Return a copy of a piece's values in one vector, in their own type if that is a common floating one.
+
+    `out`, where it is given, is the vector to copy them to, of their own type.
+    """
     parts = [tensors[layer] for layer, _, _ in piece.parts]
     for place in {0, len(parts) - 1}:  # all others are whole
         _, first, last = piece.parts[place]
@@ -264,6 +300,8 @@ def values(tensors: Sequence[Tensor], piece: Piece) -> Tensor:
     if len(kinds) > 1 or len(devices) > 1:  # precisions are mixed, or several devices used
         kind = parts[0].new_empty(0, dtype=_common([part.dtype for part in parts]))
         parts = [part.to(kind) for part in parts]
+    if out is not None:
+        return torch.cat([part.detach().reshape(-1) for part in parts], out=out)
     copied = _flatten_dense_tensors(parts) if len(parts) > 1 else parts[0].reshape(-1).clone()
     return copied if copied.dtype in _FLOATS else copied.float()
 
