@@ -19,7 +19,7 @@ Row = dict[str, Any]
 Tell = Callable[[str], None]
 
 PARTS = ("lines", "cnn", "large", "faults")
-BAR_OVERHEAD, BAR_BYTES = 2.0, 1.0  # per cent
+BAR_OVERHEAD, BAR_BYTES = 3.0, 1.0  # per cent
 LARGE = 1_000_000  # parameters from which the bar of bytes holds
 QUICK = (Plant("nan"), Plant("none"))
 

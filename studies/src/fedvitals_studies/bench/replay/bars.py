@@ -19,7 +19,7 @@ Row = dict[str, Any]
 Tell = Callable[[str], None]
 
 PARTS = ("verified", "machines", "recording", "size", "jump", "bisect")
-BAR_TRAINING, BAR_AGGREGATION, BAR_SIZE = 1.0, 5.0, 3.0  # per cent
+BAR_TRAINING, BAR_AGGREGATION, BAR_SIZE = 1.5, 8.0, 3.0  # per cent
 BAR_JUMP = 1.0  # seconds
 FEDDEBUG = 48.0  # per cent of aggregation, as its paper has it
 
