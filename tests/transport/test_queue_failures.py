@@ -199,7 +199,7 @@ def test_no_thread_to_be_had_means_waiting_and_not_raising(make_queue, monkeypat
 
 def test_a_signal_handler_may_put_in_the_midst_of_a_put(make_queue):
     sink = Keeping()
-    queue = make_queue(sink)
+    queue = make_queue(sink, bulk=10**9)  # never so full that something is left out
     hits = []
 
     def on_alarm(*_) -> None:

@@ -130,9 +130,10 @@ def test_a_queue_that_is_less_than_half_full_takes_everything(make_queue):
 
 
 def test_a_slow_store_is_thinned_and_says_so(tmp_path, monkeypatch, capsys):
-    write, go = SqliteStore.write, threading.Event()
+    write, entered, go = SqliteStore.write, threading.Event(), threading.Event()
 
     def slow(self, records, /):
+        entered.set()
         go.wait(PATIENCE)
         write(self, records)
 
@@ -145,6 +146,7 @@ def test_a_slow_store_is_thinned_and_says_so(tmp_path, monkeypatch, capsys):
             for client in range(30):
                 with monitor.client(client, mlp()):
                     pass
+        assert entered.wait(PATIENCE)  # from the second round on, everything waits in the queue
     go.set()
     assert monitor.flush(PATIENCE)
     monitor.close()

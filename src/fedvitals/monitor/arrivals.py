@@ -85,7 +85,7 @@ class Arrivals:
         context, kit = self._context, self._kit
         here, initial = self._scopes.round, kit.initial
         if initial is not None:
-            small = initial.nbytes <= INITIAL_BYTES and str(initial.dtype) == "torch.float32"
+            small = 0 < initial.nbytes <= INITIAL_BYTES and str(initial.dtype) == "torch.float32"
             initial = initial.cpu() if small else None
         return WorkerObserver(
             run=context.run.id,

@@ -76,7 +76,7 @@ class Instruments:
         """
         parameters = [local(p) for p in self.view(model).parameters]
         length = sum(p.numel() for p in parameters)
-        if self.preset.brief or 2 * 4 * length > self._update_memory:
+        if 2 * 4 * length > self._update_memory:
             self.initial = torch.zeros(0)
             self._initial_sketch = length, None if self.preset.brief else sketch_of(parameters)
         else:

@@ -86,7 +86,7 @@ def test_ratios_are_of_the_same_turns():
     assert found["every model"]["own"]["overhead_percent"] == pytest.approx(50)
 
 
-@pytest.mark.parametrize(("low", "high", "verdict"), [(-0.5, 0.5, "met"), (0.5, 9.0, "open"), (7.0, 9.0, "missed")])
+@pytest.mark.parametrize(("low", "high", "verdict"), [(-0.5, 0.5, "met"), (0.5, 9.0, "open"), (8.5, 9.5, "missed")])
 def test_an_interval_on_both_sides_of_a_bar_settles_nothing(monkeypatch, tmp_path, low, high, verdict):
     ratio = {"overhead_percent": (low + high) / 2, "low": low, "high": high}
     seconds = dict.fromkeys(("round_seconds", "round_cpu_seconds", "aggregation_seconds", "thread_percent"), 1.0)
