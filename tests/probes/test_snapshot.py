@@ -9,6 +9,7 @@ from fedvitals.kernels import count_sketch, sums
 from fedvitals.probes import snapshot
 from fedvitals.probes.host_copies import to_host
 from fedvitals.probes.snapshot import InitialModel, ParameterSnapshot, pieces_of, sketch_of
+from support.pretended_device import Pretending, away
 
 SHAPES = [(40, 70), (3,), (0,), (1,), (257, 9), (5, 5, 5)]
 
@@ -124,3 +125,26 @@ def test_memory_is_used_again_and_never_by_two(monkeypatch):
     third.release()
     third.release()
     assert len(buffers) == 1
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_model_whose_layers_lie_on_two_devices(exact, keep, monkeypatch):
+    monkeypatch.setattr(snapshot, "_piece_length", lambda _: 256)
+    start, change = torch.randn(2, 1024, generator=torch.Generator().manual_seed(0))
+    initial = InitialModel(1024, start) if exact else InitialModel(1024, None, count_sketch(start))
+    with Pretending():
+        tensors = [away(start[:512].clone()), start[512:].clone()]
+        kept = ParameterSnapshot(tensors)
+        for tensor, part in zip(tensors, change.split(512), strict=True):
+            tensor.copy_(tensor + part.to(tensor.device))
+        update = measured(kept, keep=keep, sketch=True, weigh=True, initial=initial)
+        vectors = None if update.vector is None else update.vector.cpu()
+    change = (start + change) - start
+    np.testing.assert_allclose(update.rows, sums(change.split(512)), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(update.weight_rows, sums((start + change).split(512)), rtol=1e-5, atol=1e-5)
+    assert update.drift == pytest.approx(float(change.norm()), rel=1e-5 if exact else 0.2)
+    if vectors is None:
+        torch.testing.assert_close(update.sketch, count_sketch(change), rtol=0, atol=1e-8)
+    else:
+        assert torch.equal(vectors, change)

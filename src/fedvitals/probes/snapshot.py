@@ -220,7 +220,7 @@ class ParameterSnapshot:
                     self._measure_drift(update, piece, now, initial, offset)
                 first = piece.start if keep else 0
                 change = changes[first : first + len(now)]
-                torch.sub(now.to(self._dtype), before, out=change)
+                torch.sub(now.to(device, self._dtype), before.to(device), out=change)  # a model may use several devices
                 update.sums.append(sums_of_parts(change, (len(change),) if brief else piece.sizes))
                 if sketch and not keep:
                     own = count_sketch(change, offset + piece.start)
@@ -245,7 +245,8 @@ class ParameterSnapshot:
             update.drift_squares.append(_squares(now - start))
         elif initial.sketch is not None:
             own = count_sketch(now, offset + piece.start)
-            update.drift_sketch = own if update.drift_sketch is None else update.drift_sketch + own.to(now.device)
+            total = update.drift_sketch
+            update.drift_sketch = own if total is None else total + own.to(total.device)
 
     def _kept(self, copied: Tensor) -> Tensor:
         if not self._on_host:
