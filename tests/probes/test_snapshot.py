@@ -127,6 +127,15 @@ def test_memory_is_used_again_and_never_by_two(monkeypatch):
     assert len(buffers) == 1
 
 
+@pytest.mark.parametrize(("layer", "shape"), [(0, (50, 70)), (5, (6, 5, 5)), (0, (20, 70)), (3, (0,))])
+def test_parameters_that_were_resized_are_not_measured(layer, shape):
+    tensors = parameters()
+    kept = ParameterSnapshot(tensors)
+    tensors[layer].data = torch.randn(shape)
+    with pytest.raises(ValueError, match="were resized inside the client's scope"):
+        kept.measure(keep=True, sketch=False)
+
+
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_model_whose_layers_lie_on_two_devices(exact, keep, monkeypatch):

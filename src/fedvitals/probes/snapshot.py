@@ -205,6 +205,8 @@ class ParameterSnapshot:
         if initial is not None and initial.length != length:
             initial = None
         shards = shards_of(self._parameters)
+        if tuple(p.numel() for p in shards) != self._sizes:
+            raise ValueError("parameters were resized inside the client's scope, so that no update can be measured")
         device = shards[0].device if shards else torch.device("cpu")
         longest = max((piece.stop - piece.start for piece in self._pieces), default=0)
         changes = torch.empty(length if keep else longest, dtype=self._dtype, device=device)
