@@ -230,6 +230,8 @@ class TensorCopies:
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies. They are valid as long as the dictionary itself is kept."""
+        import torch  # noqa: PLC0415
+
         if not all(tensor.is_cpu for tensor in tensors.values()):  # a device's allocator is a pool already
             return {name: tensor.clone() for name, tensor in tensors.items()}
         kind = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
@@ -240,7 +242,8 @@ class TensorCopies:
         try:
             spare = pool.pop()
         except IndexError:
-            spare = {name: tensor.clone() for name, tensor in tensors.items()}
+            with torch.inference_mode(mode=False):  # memory made in that mode cannot be written to outside of it
+                spare = {name: tensor.clone() for name, tensor in tensors.items()}
         else:
             for name, tensor in tensors.items():
                 spare[name].copy_(tensor)

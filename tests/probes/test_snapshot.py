@@ -136,6 +136,17 @@ def test_parameters_that_were_resized_are_not_measured(layer, shape):
         kept.measure(keep=True, sketch=False)
 
 
+def test_memory_of_an_evaluation_without_autograd_is_used_again_by_a_training(monkeypatch):
+    monkeypatch.setattr(snapshot, "PIECE", 256)
+    buffers, tensors = [], parameters()
+    with torch.inference_mode():
+        ParameterSnapshot(tensors, buffers).release()
+    kept = ParameterSnapshot(tensors, buffers)
+    moved(tensors)
+    change = measured(kept, keep=True, sketch=False).vector
+    torch.testing.assert_close(change, vector(tensors) - vector(parameters()))
+
+
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_model_whose_layers_lie_on_two_devices(exact, keep, monkeypatch):

@@ -284,6 +284,15 @@ def test_memory_of_copies_is_reused_once_they_are_let_go_and_never_before():
     assert copies({"w": torch.ones(3, 5)})["w"].all()
 
 
+def test_memory_of_copies_made_in_inference_mode_is_reused_outside_of_it():
+    copies = TensorCopies()
+    with torch.inference_mode():
+        place = copies({"w": torch.ones(3)})["w"].data_ptr()
+    copy = copies({"w": torch.zeros(3)})
+    assert copy["w"].data_ptr() == place
+    assert not copy["w"].any()
+
+
 def test_a_loop_without_a_global_model_is_told_that_it_cannot_be_replayed(tmp_path):
     store = tmp_path / "runs.db"
     with fv.Monitor(store, tape=fv.Tape(), strict=True, machine=False) as monitor:

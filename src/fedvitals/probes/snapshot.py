@@ -177,7 +177,8 @@ class ParameterSnapshot:
                 buffer = self._buffers.pop()
                 if len(buffer) == length and buffer.dtype is self._dtype:
                     return buffer
-        return torch.empty(length, dtype=self._dtype)
+        with torch.inference_mode(mode=False):  # memory made in that mode cannot be written to outside of it
+            return torch.empty(length, dtype=self._dtype)
 
     @property
     def vector(self) -> Tensor:
