@@ -152,7 +152,7 @@ class HostObserver:
 
         Where memory has no room for the updates of so many clients, the difference is measured piece by piece.
         """
-        if self.monitored.kit.updates.has_room(clients * difference.nbytes):
+        if self.monitored.kit.updates.has_room(difference.nbytes, clients):
             return self.updates(round_index, {node: difference.tensors()})
 
         def take() -> list[Action]:

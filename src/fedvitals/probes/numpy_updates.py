@@ -127,9 +127,11 @@ class ArrayUpdates:
     def held_bytes(self) -> int:
         return self._held
 
-    def has_room(self, size: int) -> bool:
-        """Return whether an update of so many bytes, and the one before it, would be kept."""
-        return self._held + 2 * size <= self._memory
+    def has_room(self, size: int, clients: int = 1) -> bool:
+        """Return whether an update of so many bytes would be kept; `clients`: and those of so many clients in this
+        round.
+        """
+        return self._held + (max(1, clients - len(self._round)) + 1) * size <= self._memory
 
     def add(self, node: str, vector: Values, rows: Array | None) -> ArrayUpdate:
         """Add one update. A second one of the same client in the same round replaces the first."""

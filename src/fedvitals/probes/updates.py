@@ -116,9 +116,12 @@ class UpdateTracker:
         """The bytes of the kept updates."""
         return self._held
 
-    def has_room(self, size: int) -> bool:
-        """Return whether an update of so many bytes, and the one before it, would be kept."""
-        return not self.approximate and self._held + 2 * size <= self._memory
+    def has_room(self, size: int, clients: int = 1) -> bool:
+        """Return whether an update of so many bytes would be kept; `clients`: and those of so many clients in this
+        round.
+        """
+        awaited = max(1, clients - len(self._round))
+        return not self.approximate and self._held + (awaited + 1) * size <= self._memory
 
     def add(
         self, node: str, vector: Tensor | None, rows: Array | None = None, sketch: Tensor | None = None

@@ -65,6 +65,15 @@ def test_every_update_is_measured_before_its_round_ends(memory, monkeypatch):
     assert not any(thread.is_alive() for thread in threads)
 
 
+def test_updates_of_two_rounds_that_fit_into_memory_are_compared_exactly():
+    size, clients = 4 * 40, 4  # bytes of the model
+    (_, exact, _), (_, fitting, _), (_, estimated, _) = (
+        measured(memory) for memory in (1 << 20, (2 * clients + 1) * size, 2 * clients * size)
+    )
+    assert fitting == exact
+    assert estimated != exact
+
+
 def test_piece_by_piece_the_numbers_are_the_same():
     (start, exact, rows), (same, pieces, again) = measured(1 << 20), measured(0)
     assert [array.data for array in start.values()] == [array.data for array in same.values()]
