@@ -168,3 +168,11 @@ def test_a_model_whose_layers_lie_on_two_devices(exact, keep, monkeypatch):
         torch.testing.assert_close(update.sketch, count_sketch(change), rtol=0, atol=1e-8)
     else:
         assert torch.equal(vectors, change)
+
+
+@pytest.mark.gpu
+def test_a_snapshot_on_the_host_is_read_when_it_is_complete(monkeypatch):
+    monkeypatch.setattr(snapshot, "_has_room", lambda _: False)
+    tensors = [torch.randn(1 << 20, device="cuda")]
+    torch.cuda._sleep(10**9)
+    assert torch.equal(ParameterSnapshot(tensors).vector, tensors[0].cpu())

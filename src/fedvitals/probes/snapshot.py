@@ -5,7 +5,8 @@ The parameters are seen as one long vector, which is cut into pieces of a few me
 piece at a time, so that a model of any size needs memory for one copy of what it trains, and on a CPU the difference is
 summed and sketched while it is in the cache. Where a device is nearly full, the copy is kept on the host.
 
-Nothing here waits for a device; `MeasuredUpdate.tensors` are for the caller to copy to the host, all at once.
+Nothing here waits for a device, except who reads a copy on the host (`ParameterSnapshot.vector`);
+`MeasuredUpdate.tensors` are for the caller to copy to the host, all at once.
 """
 
 from __future__ import annotations
@@ -185,6 +186,8 @@ class ParameterSnapshot:
         """All parameters as they were, in one vector: float64 if any of them is, else float32."""
         if not self._before:
             return torch.zeros(0)
+        for device in {p.device for p in shards_of(self._parameters) if p.is_cuda and self._on_host}:
+            torch.cuda.synchronize(device)  # the copies to the host may still be under way
         before = [part.to(self._dtype) for part in self._before]
         return before[0] if len(before) == 1 else torch.cat(before)
 
