@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from fedvitals.errors import ConfigError
 from fedvitals.kernels import sums
 from fedvitals.kernels.sketch import COSINE_ERROR, VERSION, count_sketch
 from fedvitals.probes import numpy_updates
 from fedvitals.probes import updates as updates_module
+from fedvitals.probes.backends import make_instruments
 from fedvitals.probes.numpy_updates import ArrayUpdates
 from fedvitals.probes.updates import UpdateTracker
 from fedvitals.records import Sketch
@@ -282,3 +284,9 @@ def test_sketches_are_recorded():
             own = updates[sketch.where.round, int(sketch.where.node[1:])]
             close(sketch.values, count_sketch(own.float()).numpy(), 1e-3)
             assert sketch.version == VERSION
+
+
+@pytest.mark.parametrize("memory", [-1, "much", None, float("nan")])
+def test_memory_that_is_no_number_of_bytes_is_refused(memory):
+    with pytest.raises(ConfigError, match="number of bytes"):
+        make_instruments("light", memory)

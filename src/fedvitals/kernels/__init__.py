@@ -18,14 +18,14 @@ from fedvitals.kernels import exponents
 from fedvitals.kernels.cpu import jit
 from fedvitals.kernels.cuda import loading
 from fedvitals.kernels.gradients import GradientRecorder
-from fedvitals.kernels.layout import local
+from fedvitals.kernels.layout import is_sharded, local
 from fedvitals.kernels.one_pass import sums, sums_of_parts
 from fedvitals.kernels.sketch import count_sketch
 from fedvitals.stats import Array
 
 __all__ = [
-    "Backend", "GradientRecorder", "backend", "count_sketch", "device_backend", "histogram", "local", "sums",
-    "sums_of_parts",
+    "Backend", "GradientRecorder", "backend", "count_sketch", "device_backend", "histogram", "is_sharded", "local",
+    "sums", "sums_of_parts",
 ]  # fmt: skip
 
 

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedvitals.errors import RecordError
+
+
+def is_sharded(parameters: Sequence[Tensor]) -> bool:
+    """Return whether a model's parameters are sharded over processes (DTensor), which the first of them shows."""
+    return any(hasattr(parameter, "to_local") for parameter in parameters[:1])
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedvitals.errors import ConfigError
 from fedvitals.probes import numpy_updates
 from fedvitals.probes.allowance import Turn
 from fedvitals.probes.attempts import Attempt
@@ -44,9 +45,13 @@ def torch_is_installed() -> bool:
 
 
 def make_instruments(probes: Any, update_memory: int) -> AnyInstruments:
-    """Return the instruments of a run with these probes. Without torch, updates are measured by NumPy and no probe
-    runs.
+    """Return the instruments of a run with these probes; `update_memory` is in bytes. Without torch, updates are
+    measured by NumPy and no probe runs.
     """
+    if not isinstance(update_memory, int | float) or not update_memory >= 0:
+        raise ConfigError(
+            f"update_memory= takes a number of bytes from 0 on, such as 512 << 20; got {update_memory!r}."
+        )
     if not torch_is_installed():
         return ArrayInstruments(preset_without_torch(probes), update_memory)
     from fedvitals.probes.instruments import Instruments  # noqa: PLC0415 - imports torch

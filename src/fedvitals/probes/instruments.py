@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedvitals.kernels import local
+from fedvitals.kernels import is_sharded, local
 from fedvitals.probes.activations import activations, watched_modules
 from fedvitals.probes.allowance import Allowance, Turns
 from fedvitals.probes.fit import Fit
@@ -99,7 +99,7 @@ class Instruments:
     def model_results(self, model: nn.Module) -> Results:
         """Return the statistics of the global model's own weights and buffers."""
         results, view = Results(), self.view(model)
-        if any(hasattr(p, "to_local") for p in view.parameters[:1]):
+        if is_sharded(view.parameters):
             return results  # a process has only its shards
         measured = weights(view)
         for name, values in zip(measured, to_host([*measured.values()]), strict=True):

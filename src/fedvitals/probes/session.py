@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fedvitals.catalog import CATALOG, public_name
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.kernels import GradientRecorder, sums
+from fedvitals.kernels import GradientRecorder, is_sharded, sums
 from fedvitals.model_hooks import Hook
 from fedvitals.probes import samples
 from fedvitals.probes.activations import Take
@@ -67,7 +67,7 @@ class ClientSession:
         self._steps = 0
         self._skipped: int | Tensor = 0
         self._step_began = self._step_seconds = 0.0
-        self._sharded = any(hasattr(p, "to_local") for p in view.parameters[:1])
+        self._sharded = is_sharded(view.parameters)
         self._differences = instruments.preset.difference_each_step and not self._sharded
         self._batch: tuple[Tensor, Tensor] | None = None
         self.optimizers: list[Optimizer] = []  # that stepped, known at the end

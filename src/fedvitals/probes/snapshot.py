@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from fedvitals.kernels import count_sketch, local, sums_of_parts
+from fedvitals.kernels import count_sketch, is_sharded, local, sums_of_parts
 from fedvitals.stats import Array, empty_sums, merge_sums
 
 PIECE = 1 << 20  # values of a piece on a CPU: 4 MB in float32. A multiple of 256, as sketches need it
@@ -263,13 +263,12 @@ class ParameterSnapshot:
 
 def shards_of(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return the parts of the parameters that this process holds: all of them, unless they are sharded."""
-    return [local(p) for p in parameters] if any(hasattr(p, "to_local") for p in parameters[:1]) else parameters
+    return [local(p) for p in parameters] if is_sharded(parameters) else parameters
 
 
 def _sketch_offset(parameters: Sequence[Tensor]) -> int:
     """Return where this process's shards begin in the vector that is sketched: each process has a range of its own."""
-    sharded = next((p for p in parameters[:1] if hasattr(p, "to_local")), None)
-    return 0 if sharded is None else torch.distributed.get_rank() << 40
+    return torch.distributed.get_rank() << 40 if is_sharded(parameters) else 0
 
 
 def sketch_of(parameters: Sequence[Tensor]) -> Tensor | None:

@@ -113,11 +113,6 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([t.reshape(-1).to(dtype) for t in tensors])
 
 
-def split(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Split the vector into one flat piece per tensor."""
-    return list(vector.split([t.numel() for t in like]))
-
-
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put the model into evaluation mode inside the block; every module's mode and torch's random streams are

@@ -10,7 +10,8 @@
 
 Which client-rounds these are follows from a hash of client and round: whoever is kept at a level is kept at the levels
 before it. Events, findings, and all that is about the whole round, the server or an edge is never thinned; the second
-column is for our own sinks, which take measurements as arrays. Sinks that ignore layer statistics are not thinned.
+column is for our own sinks, which take measurements as arrays. A queue that is full all the same loses its oldest bulk,
+whatever it is about, and counts it. Sinks that ignore layer statistics are not thinned.
 """
 
 from __future__ import annotations
