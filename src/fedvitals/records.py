@@ -108,15 +108,12 @@ class LayerTable:
     rows: str  # "parameter", "buffer", "module" or "model" (one row, for all weights together)
     layers: tuple[Layer, ...]
     digest: str = ""
+    names: tuple[str, ...] = field(init=False, repr=False, compare=False)  # of the layers, in order
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(layer.name for layer in self.layers))
         text = repr((self.rows, [(layer.name, layer.shape, layer.dtype) for layer in self.layers]))
         object.__setattr__(self, "digest", hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The layers' names, in order."""
-        return tuple(layer.name for layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -43,6 +43,18 @@ class Pretending(TorchFunctionMode):
 
 def away(tensor: Tensor) -> Tensor:
     return tensor.as_subclass(DeviceTensor)
+
+
+def on_device(model: nn.Module) -> nn.Module:
+    """The model, its parameters on the pretended device."""
+    for module in model.modules():
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            own = away(parameter.detach().clone())
+            with torch._C.DisableTorchFunction():  # whose results are views, and a parameter must not be one
+                own.requires_grad_()
+                own._is_param = True
+            setattr(module, name, own)
+    return model
 
 
 def here(tensor: Tensor) -> Tensor:

@@ -10,18 +10,18 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import Token
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fedvitals.catalog import public_name
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.loop_tape import LoopTape
+from fedvitals.monitor.open_clients import OpenClient, OpenStack, UnsettledClients
 from fedvitals.monitor.spine import Spine
 from fedvitals.probes.results import Results
 from fedvitals.protocols import Node, Stack
 from fedvitals.records import AnyName, Span, Transfer, Where, group_name, node_name
-from fedvitals.resources.capture import OPERATORS, Capture, Captures, Recording
+from fedvitals.resources.capture import OPERATORS, Capture, Captures
 from fedvitals.resources.memory import resident_bytes
 from fedvitals.resources.turns import turn_over
 from fedvitals.scope import Scope
@@ -36,51 +36,17 @@ if TYPE_CHECKING:
     from fedvitals.probes.instruments import Instruments
     from fedvitals.probes.session import ClientSession
     from fedvitals.probes.stacked.fit import StackFit
-    from fedvitals.probes.stacked.session import StackSession
-    from fedvitals.resources.client_memory import ClientMemory, OpenMemory
-    from fedvitals.resources.phases import Clocks, StepClock
+    from fedvitals.resources.client_memory import ClientMemory
+    from fedvitals.resources.phases import Clocks
 
 LEVELS = ("debug", "info", "warning", "error", "critical")  # of events
-
-
-@dataclass(slots=True)
-class OpenClient:
-    """How to close it again, and what it has gathered."""
-
-    scope: Scope
-    token: Token[Scope | None]
-    began: float = field(default_factory=time.perf_counter)
-    at: float = field(default_factory=time.time)
-    session: ClientSession | None = None  # of a client with a model
-    clock: StepClock | None = None
-    memory: OpenMemory | None = None
-    recording: Recording | None = None  # of single operators
-    tables: Mapping[str, str] = field(default_factory=dict)
-    logged: set[str] = field(default_factory=set)
-    results: Results = field(default_factory=Results)
-    attributes: dict[str, Any] = field(default_factory=dict)  # attributes of its Span
-    memory_metrics: Mapping[str, float] | None = None
-
-
-@dataclass(slots=True)
-class OpenStack:
-    """Clients that train as one batch: one stretch of time, and one session for all."""
-
-    stack: Stack
-    scope: Scope
-    token: Token[Scope | None]
-    session: StackSession | None = None
-    device: Any = None  # of CUDA, if they train there and memory is watched
-    tables: Mapping[str, str] = field(default_factory=dict)
-    logged: set[tuple[Node, str]] = field(default_factory=set)
-    at: float = field(default_factory=time.time)
-    began: float = field(default_factory=time.perf_counter)
 
 
 class Clients:
     """`sent` takes a client's update (as `UpdateTracker.add` does), `joined` its scope and results.
 
-    `profile`: whether to tell what its time and memory went to. `capture`: whose operators to record.
+    `profile`: whether to tell what its time and memory went to. `capture`: whose operators to record. `defers`: whether
+    a client that ends may be reported later, by `settle`, where its results are still on their way from a device.
     """
 
     def __init__(
@@ -93,11 +59,13 @@ class Clients:
         *,
         profile: bool,
         capture: Capture | None = None,
+        defers: Callable[[], bool] = lambda: False,
     ) -> None:
         self._context, self._scopes = spine.context, spine.scopes
         self._emission, self._guard = spine.emission, spine.guard
         self._loop_tape, self._kit_of_run, self._sent, self._joined = loop_tape, kit, sent, joined
-        self._profile, self._captures = profile, Captures(capture)
+        self._profile, self._captures, self._defers = profile, Captures(capture), defers
+        self._unsettled = UnsettledClients(spine.guard)
         self._open: dict[Node, OpenClient] = {}
         self._stack: OpenStack | None = None
         self._told_unmeasured = False
@@ -222,6 +190,14 @@ class Clients:
 
         if opened is not None and self._open.get(opened.scope.node or "") is opened:
             self._guard("closing a client", lambda: end(opened), opened.scope)
+            self.settle(wait=False)
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Report the clients that have ended and whose results were still on their way from a device then.
+
+        Unless `wait`, only those whose results have arrived.
+        """
+        self._unsettled.settle(wait=wait)
 
     def _tape(self, opened: OpenClient, outcome: BaseException | None) -> None:
         self._loop_tape.client_end(opened.scope.node or "", opened.results.metrics, outcome)
@@ -338,6 +314,7 @@ class Clients:
 
     def abandon(self) -> None:
         """Close all without a word."""
+        self._unsettled.clear()
         for opened in self._open.values():
             if opened.session is not None:
                 opened.session.abandon()
@@ -424,10 +401,21 @@ class Clients:
         if memory is None:
             memory = guard("measuring memory", lambda: self._memory_of(opened, failed=failed)) or {}
         results.take(memory)
-        _tell_loss(results, logged="loss" in opened.logged)
-        self._emission.results(scope, results)
-        self._joined(self._emission.record.span(scope, CLIENT, opened.at, seconds, attributes), results)
+        report = functools.partial(self._report, opened, seconds, attributes)
+        if opened.unsettled is None:
+            report()
+        else:
+            self._unsettled.append(opened, report)
         turn_over()
+
+    def _report(self, opened: OpenClient, seconds: float, attributes: Mapping[str, Any]) -> None:
+        """Emit what is known of a client that has ended."""
+        if opened.unsettled is not None:
+            self._take_results(opened, opened.unsettled)
+        _tell_loss(opened.results, logged="loss" in opened.logged)
+        self._emission.results(opened.scope, opened.results)
+        span = self._emission.record.span(opened.scope, CLIENT, opened.at, seconds, attributes)
+        self._joined(span, opened.results)
 
     def _measure(self, opened: OpenClient, *, failed: bool) -> None:
         """What is to be known of its model, which has been trained; once."""
@@ -436,13 +424,14 @@ class Clients:
         guard("letting a model go", lambda: self._let_go(opened))  # before probes look through the model
         if session is None:
             return
-        results, update = session.finish()
-        opened.results = results
+        session.stop()
+        results = opened.results = session.results
         results.tables = opened.tables
-        started = time.perf_counter()
-        self._sent(opened.scope.node or "", update.vector, update.rows, update.sketch)
-        cost = session.cost + time.perf_counter() - started
-        results.take({"monitor.cost": cost})
+        if session.awaits_device and self._defers():
+            opened.unsettled = session
+        else:
+            self._take_results(opened, session)
+        cost = session.cost
         opened.attributes = {"failed": failed}
         if self._profile and not self._kit.preset.brief:
             opened.attributes |= guard("telling what time went to", lambda: self._phases(opened, cost, results)) or {}
@@ -451,6 +440,14 @@ class Clients:
         recorded = guard("recording operators", lambda: opened.recording and opened.recording.finish())
         if recorded is not None:
             results.remarks.append((OPERATORS, *recorded))
+
+    def _take_results(self, opened: OpenClient, session: ClientSession) -> None:
+        """Take the rest of the results, and the update; waits for a device."""
+        update = session.finish()
+        started = time.perf_counter()
+        self._sent(opened.scope.node or "", update.vector, update.rows, update.sketch)
+        session.cost += time.perf_counter() - started
+        opened.results.take({"monitor.cost": session.cost})
 
     def _phases(self, opened: OpenClient, cost: float, results: Results) -> dict[str, Any]:
         """What a client's Span tells of its time; its throughput goes to the results."""

@@ -130,6 +130,7 @@ class HostObserver:
         The `target` of an action is the client's name as text, also where the keys are integers: str(key) == target.
         """
         answers: list[Action] = []
+        self._clients.settle()  # what a host holds counts more than what the clients trained
         number: int | None = self._guard("updates()", lambda: as_round_index(round_index))
         if number is None:
             return ()
@@ -154,6 +155,8 @@ class HostObserver:
         """
         if self.monitored.kit.updates.has_room(difference.nbytes, clients):
             return self.updates(round_index, {node: difference.tensors()})
+
+        self._clients.settle()
 
         def take() -> list[Action]:
             rows, sketch = difference.measure()

@@ -151,7 +151,10 @@ class Monitor:
     def edge(self, name: AnyName, model: Any = None) -> Iterator[Monitor]:
         """An edge node, cluster or ring: the clients inside belong to it (it is their `group`)."""
         with self._run.rounds.edge(name, model):
-            yield self
+            try:
+                yield self
+            finally:
+                self._run.clients.settle()
 
     @contextlib.contextmanager
     def part(self, name: str, node: AnyName = "server") -> Iterator[None]:
@@ -213,6 +216,7 @@ class Monitor:
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until everything so far is written. False: not in time, or something was lost."""
+        self._run.clients.settle()
         return self._run.lifecycle.flush(timeout)
 
     def close(self) -> None:

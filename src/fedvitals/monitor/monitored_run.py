@@ -72,7 +72,15 @@ class MonitoredRun:
         self.arrivals = Arrivals(spine, self.lost, kit, self.ledger, capture)
         self.rounds = Rounds(spine, self.lost, kit, self.arrivals, self.ledger, policy.cohort)
         joining = (kit.updates.add, self.rounds.joined)
-        self.clients = Clients(spine, self.tape.loop, lambda: kit, *joining, profile=profile, capture=capture)
+        self.clients = Clients(
+            spine,
+            self.tape.loop,
+            lambda: kit,
+            *joining,
+            profile=profile,
+            capture=capture,
+            defers=lambda: self.rounds.open is not None,
+        )
         self.unusable = UnusableUpdateCheck()
         self._before_close: list[Callable[[], None]] = []
         self._asked = self._closed = False
@@ -100,6 +108,7 @@ class MonitoredRun:
 
     def end_round(self, model: Any = None, metrics: Any = None, state: Any = None) -> None:
         """Close the open round, if any, and record what is known of it. `state` is what the tape keeps of it."""
+        self.clients.settle()
         opened = self.rounds.close()
         if opened is None:
             return

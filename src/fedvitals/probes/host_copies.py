@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings many small results of a device to the host with one copy, since each copy waits for the device."""
+"""Brings many small results of a device to the host with one copy, which runs while the training thread goes on."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,22 +15,57 @@ from torch import Tensor
 from fedvitals.stats import Array
 
 
+class HostCopies:
+    """Copies of tensors and arrays as float64 arrays; started when this is created, one for each device.
+
+    On CUDA nothing waits before `arrays` is called, and then only for what was asked of the device until the copy.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor | Array]) -> None:
+        self._arrays: list[Array | None] = [None] * len(tensors)
+        self._places: list[list[tuple[int, Sequence[int]]]] = []  # of each copy: places in the list, and their shapes
+        self._copies: list[tuple[Tensor, Any]] = []  # of each device, with the event after which it is there
+        on_device: dict[torch.device, list[tuple[int, Tensor]]] = defaultdict(list)
+        for place, values in enumerate(tensors):
+            if isinstance(values, Tensor) and not values.is_cpu:
+                on_device[values.device].append((place, values.detach()))
+            elif isinstance(values, Tensor):
+                self._arrays[place] = values.detach().double().numpy()
+            else:
+                self._arrays[place] = np.asarray(values, np.float64)
+        for device, own in on_device.items():
+            self._places.append([(place, values.shape) for place, values in own])
+            flat = torch.cat([_exact(values).flatten() for _, values in own])
+            self._copies.append(_start(flat) if device.type == "cuda" else (flat, None))
+
+    @property
+    def ready(self) -> bool:
+        """Whether `arrays` would not wait."""
+        return all(event is not None and event.query() for _, event in self._copies)
+
+    def arrays(self) -> list[Array]:
+        """Return all arrays, in the order of the tensors; waits for those that are still on their way."""
+        for places, (copied, event) in zip(self._places, self._copies, strict=True):
+            if event is not None:
+                event.synchronize()
+            parts = copied.cpu().double().split([math.prod(shape) for _, shape in places])
+            for (place, shape), part in zip(places, parts, strict=True):
+                self._arrays[place] = part.view(tuple(shape)).numpy()
+        self._copies, self._places = [], []
+        return [array for array in self._arrays if array is not None]
+
+
 def to_host(tensors: Sequence[Tensor | Array]) -> list[Array]:
     """Return all as float64 arrays, in the order given: one copy, and one wait, for each device that holds any."""
-    arrays: list[Array | None] = [None] * len(tensors)
-    on_device: dict[torch.device, list[tuple[int, Tensor]]] = defaultdict(list)
-    for place, values in enumerate(tensors):
-        if isinstance(values, Tensor) and not values.is_cpu:
-            on_device[values.device].append((place, values.detach()))
-        elif isinstance(values, Tensor):
-            arrays[place] = values.detach().double().numpy()
-        else:
-            arrays[place] = np.asarray(values, np.float64)
-    for own in on_device.values():
-        flat = torch.cat([_exact(values).flatten() for _, values in own]).cpu().double()
-        for (place, values), part in zip(own, flat.split([values.numel() for _, values in own]), strict=True):
-            arrays[place] = part.view(values.shape).numpy()
-    return [array for array in arrays if array is not None]
+    return HostCopies(tensors).arrays()
+
+
+def _start(flat: Tensor) -> tuple[Tensor, Any]:
+    with torch.cuda.device(flat.device):
+        copied = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+    return copied, event
 
 
 def _exact(values: Tensor) -> Tensor:

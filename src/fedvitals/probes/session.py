@@ -26,7 +26,7 @@ from fedvitals.probes.clipping import ClipWatch
 from fedvitals.probes.fit import label_entropy, labels_of, labels_remark
 from fedvitals.probes.gradients import gradients, summarise
 from fedvitals.probes.hooks import StepCounter, StepHooks
-from fedvitals.probes.host_copies import to_host
+from fedvitals.probes.host_copies import HostCopies
 from fedvitals.probes.instruments import Instruments
 from fedvitals.probes.presets import Planned
 from fedvitals.probes.results import Results
@@ -56,12 +56,12 @@ Report = Callable[[Exception, str], None]
 
 
 class ClientSession:
-    """Begins when it is created; `finish` ends it and returns the results, `abandon` ends it without."""
+    """Begins when it is created. `stop` ends it, `finish` then completes the results; `abandon` ends it without any."""
 
     def __init__(self, instruments: Instruments, view: View, report: Report, clock: Clock | None = None) -> None:
         began = time.perf_counter()
         self._instruments, self._view, self._report, self._clock = instruments, view, report, clock
-        self._results = Results()
+        self.results = Results()
         self._rows: list[list[tuple[int, Mapping[str, Any]]]] = [[] for _ in instruments.preset.probes]
         self._takes: dict[int, Take] = {}
         self._steps = 0
@@ -111,14 +111,16 @@ class ClientSession:
             take()
         self._takes.clear()
 
-    def finish(self) -> tuple[Results, MeasuredUpdate]:
-        """Return the results and the client's update. A device is waited for once, when all is measured."""
+    def stop(self) -> None:
+        """End the session: what is left to measure is measured, and its way to the host begun. A device is not waited
+        for, except by probes with passes of their own (gradient scale, fit).
+        """
         ended = time.perf_counter()
         if self._clock is not None:
             self._clock.stop(self._steps, self._step_began, self.cost - self._set_up)
         self.optimizers = self._hooks.optimizers()  # before the hooks are gone
         self.abandon()
-        instruments, view, results = self._instruments, self._view, self._results
+        instruments, view = self._instruments, self._view
         instruments.clipping_seen |= self._clip.confirmed
         if isinstance(self._hooks, StepCounter):
             self._steps = self._hooks.steps
@@ -127,10 +129,26 @@ class ClientSession:
         for index, planned in enumerate(instruments.preset.probes):
             if planned.when is at_exit:
                 self._guarded(f"the probe '{planned.name}'", functools.partial(self._run_at_exit, index, planned))
-        update = self._measure_update()
-        on_host = self._fetch(update)
+        self._update = self._measure_update()
+        self._begin_copies(self._update)
         self._snapshot.release()
-        self._tell_steps(ended, on_host)
+        self._tell_steps(ended)
+        self._tell_unfrozen()
+        if self._batch is not None:
+            self._guarded("fit", self._fit_after)
+        self.cost += time.perf_counter() - ended
+
+    @property
+    def awaits_device(self) -> bool:
+        """Whether results are still on their way from a device, and may be waited for later."""
+        return not self._sharded and not self._copies.ready
+
+    def finish(self) -> MeasuredUpdate:
+        """Complete the results and return the client's update, after `stop`. Waits for what is not on the host yet."""
+        started = time.perf_counter()
+        instruments, results, update = self._instruments, self.results, self._update
+        on_host = self._fetch(update)
+        self._tell_device_steps(on_host)
         if self._recorded is not None:
             self._guarded("merging gradients", functools.partial(self._merge_recorded, on_host))
         for index, planned in enumerate(instruments.preset.probes):
@@ -138,11 +156,8 @@ class ClientSession:
         if not instruments.preset.brief:
             results.take(movement(update))
             results.matrices.append(("update", update.rows, None))
-        self._tell_unfrozen()
-        if self._batch is not None:
-            self._guarded("fit", self._fit_after)
-        self.cost += time.perf_counter() - ended
-        return results, update
+        self.cost += time.perf_counter() - started
+        return update
 
     def _measure_update(self) -> MeasuredUpdate:
         """Return the update, measured where it lies; as a vector, where there is room to compare it with others."""
@@ -156,18 +171,23 @@ class ClientSession:
             brief=instruments.preset.brief,
         )
 
-    def _fetch(self, update: MeasuredUpdate) -> dict[int, Array]:
-        """Copy everything measured to the host at once; returns it by the identity of each tensor."""
-        recorded = [rows for _, recorder in self._recorders.values() for rows in recorder.apart]
+    def _begin_copies(self, update: MeasuredUpdate) -> None:
+        """Begin to copy everything measured to the host at once."""
+        self._recorded_rows = [rows for _, recorder in self._recorders.values() for rows in recorder.apart]
         at_steps = [value for own in self._rows for _, measured in own for value in measured.values()]
         probed = [value for value in at_steps if isinstance(value, Tensor)]
         skipped = [self._skipped] if isinstance(self._skipped, Tensor) else []
         buffers = [] if self._weighed is None else [sums([b for _, b in self._view.named_buffers])]
-        own = [*recorded, *probed, *skipped, *self._clip.norms]
-        arrays = to_host([*own, *buffers, *update.tensors])
-        update.settle(arrays[len(own) + len(buffers) :])
+        self._copied = [*self._recorded_rows, *probed, *skipped, *self._clip.norms]
+        self._copies = HostCopies([*self._copied, *buffers, *update.tensors])
+
+    def _fetch(self, update: MeasuredUpdate) -> dict[int, Array]:
+        """Return everything measured on the host, by the identity of each tensor."""
+        own, recorded = self._copied, len(self._recorded_rows)
+        arrays, buffers = self._copies.arrays(), self._weighed is not None
+        update.settle(arrays[len(own) + buffers :])
         if self._sharded:
-            arrays[: len(recorded)] = self._add_shards(arrays[: len(recorded)], update)
+            arrays[:recorded] = self._add_shards(arrays[:recorded], update)
         if self._weighed is not None and update.weight_rows is not None:
             measured = {"weight": update.weight_rows, **whole_model(update.weight_rows)}
             if len(arrays[len(own)]):
@@ -185,7 +205,7 @@ class ClientSession:
         update.set_additive(every[len(gradients) :], totals)
         if present < processes:
             text = f"The sums of sharded layers are those of {present} of {processes} processes."
-            self._results.remarks.append(("layers.sharded", text, {"processes": present, "of": processes}))
+            self.results.remarks.append(("layers.sharded", text, {"processes": present, "of": processes}))
         return every[: len(gradients)]
 
     def held_bytes(self) -> int:
@@ -218,19 +238,22 @@ class ClientSession:
         work = training_work(own, self._steps, batch)
         return allowance.due(view.node, self._turn, planned.work(own), work)
 
-    def _tell_steps(self, ended: float, on_host: Mapping[int, Array]) -> None:
+    def _tell_steps(self, ended: float) -> None:
         metrics: dict[str, Any] = {"steps": self._steps}
         if self._steps and not self._instruments.preset.brief:
             metrics["time.step"] = (ended - self._began) / self._steps
-        skipped = on_host.get(id(self._skipped), self._skipped)
-        if skipped:
-            metrics["steps.skipped"] = skipped
-        unclipped = max((float(on_host[id(norm)]) for norm in self._clip.norms), default=0.0)
-        if unclipped:
-            metrics["gradient.norm_unclipped"] = unclipped
-        self._results.take(metrics)
+        self.results.take(metrics)
         if self._differences and self._steps:
             self._difference(self._steps - 1)
+
+    def _tell_device_steps(self, on_host: Mapping[int, Array]) -> None:
+        """Report what only the device knew of the steps: which were skipped, and the largest norm before clipping."""
+        skipped = on_host.get(id(self._skipped), self._skipped)
+        if skipped:
+            self.results.take({"steps.skipped": skipped})
+        unclipped = max((float(on_host[id(norm)]) for norm in self._clip.norms), default=0.0)
+        if unclipped:
+            self.results.take({"gradient.norm_unclipped": unclipped})
 
     def _tell_unfrozen(self) -> None:
         """Report layers that began to train after the scope was opened: they are not measured in this round."""
@@ -240,7 +263,7 @@ class ClientSession:
             text = (
                 f"{len(names)} layers were unfrozen inside the client's scope and are measured from its next round on: "
             )
-            self._results.remarks.append(
+            self.results.remarks.append(
                 ("layers.unfrozen", f"{text}{shown}.", {"layers": names[:UNFROZEN_SHOWN], "count": len(names)})
             )
 
@@ -357,8 +380,8 @@ class ClientSession:
         """
         now = flatten(self._view.parameters)
         change = now if self._last is None else now - self._last.to(now.device)
-        self._results.take({"weight.difference": float(change.sum(dtype=torch.float64))}, step)
-        self._results.take({"weight.difference_absolute": float(change.abs().sum(dtype=torch.float64))}, step)
+        self.results.take({"weight.difference": float(change.sum(dtype=torch.float64))}, step)
+        self.results.take({"weight.difference_absolute": float(change.abs().sum(dtype=torch.float64))}, step)
         self._last = now
 
     # -- at the end ---------------------------------------------------------------------------------------------------
@@ -373,18 +396,18 @@ class ClientSession:
                 array = on_host[id(value)] if isinstance(value, Tensor) else np.asarray(value)
                 if array.ndim == 0:
                     known = name if name in CATALOG else public_name(name)
-                    self._results.take({known: array}, None if planned.when is at_exit else step)
+                    self.results.take({known: array}, None if planned.when is at_exit else step)
                 else:
                     self._guarded(f"'{name}'", functools.partial(_check_shape, name, array))
                     if _fits_family(name, array):
                         arrays.setdefault(name, []).append((step, array))
         for family, rows in arrays.items():
             if planned.each:
-                self._results.matrices += [(family, array, step) for step, array in rows]
+                self.results.matrices += [(family, array, step) for step, array in rows]
             if family == "gradient":
                 self._gradient([step for step, _ in rows], np.stack([array for _, array in rows]))
             else:
-                self._results.matrices.append((family, merge(family, [array for _, array in rows]), None))
+                self.results.matrices.append((family, merge(family, [array for _, array in rows]), None))
 
     def _merge_recorded(self, on_host: Mapping[int, Array]) -> None:
         """Merge the recorded measurements: one per step, or one per step and optimiser."""
@@ -397,26 +420,26 @@ class ClientSession:
         order = np.argsort(steps, kind="stable")
         steps, rows = [steps[i] for i in order], rows[order]
         if self._recorded[1].each:
-            self._results.matrices += [("gradient", matrix, step) for step, matrix in zip(steps, rows, strict=True)]
+            self.results.matrices += [("gradient", matrix, step) for step, matrix in zip(steps, rows, strict=True)]
         self._gradient(steps, rows)
 
     def _gradient(self, steps: list[int], rows: Array) -> None:
         matrices, metrics = summarise(steps, rows)
-        self._results.matrices += [(family, matrix, None) for family, matrix in matrices.items()]
+        self.results.matrices += [(family, matrix, None) for family, matrix in matrices.items()]
         for name, (value, step) in metrics.items():
-            self._results.take({name: value}, step)
+            self.results.take({name: value}, step)
         node = self._view.node or ""
         if "gradient.norm" in metrics:
             norm, before = metrics["gradient.norm"][0], self._instruments.norms.get(node)
             if before:
-                self._results.take({"gradient.change_round": abs(norm - before) / before})
+                self.results.take({"gradient.change_round": abs(norm - before) / before})
             self._instruments.norms[node] = norm
 
     def _tell_thinned(self, planned: Planned, schedule: budget) -> None:
         name = planned.name
         data = {"probe": name, "percent": schedule.percent, "asked": schedule.asked, "granted": schedule.granted}
         text = f"{name}: measured at {schedule.granted} of {schedule.asked} steps, to stay in {schedule.percent:g} %"
-        self._results.remarks.append(("budget", text, data))
+        self.results.remarks.append(("budget", text, data))
         schedule.asked = schedule.granted = 0
 
     def _fit_before(self) -> None:
@@ -425,7 +448,7 @@ class ClientSession:
         except ConfigError:
             self._view.data = None  # it cannot be read: told once, and the other probes do without
             raise
-        self._results.take(metrics)
+        self.results.take(metrics)
         if not self._instruments.preset.brief:
             self._tell_labels()
 
@@ -437,12 +460,12 @@ class ClientSession:
         if labels is None or labels == self._instruments.labels.get(self._view.node or ""):
             return
         self._instruments.labels[self._view.node or ""] = labels
-        self._results.take({"label.entropy": label_entropy(labels)})
-        self._results.remarks.append(labels_remark(labels))
+        self.results.take({"label.entropy": label_entropy(labels)})
+        self.results.remarks.append(labels_remark(labels))
 
     def _fit_after(self) -> None:
         assert self._batch is not None  # noqa: S101 - asked by the caller
-        self._results.take(self._instruments.fit.after(self._view, self._batch))
+        self.results.take(self._instruments.fit.after(self._view, self._batch))
 
     def _guarded(self, what: str, work: Callable[[], None]) -> None:
         try:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client's parameters as its training began, and its update, measured piece by piece where it lies.
 
-The parameters are seen as one long vector, which is cut into pieces of a few megabytes. The difference exists for one
-piece at a time, so that a model of any size needs memory for one copy of what it trains, and on a CPU the difference is
+The parameters are seen as one long vector. On a GPU one kernel reads them and the copy and measures everything, without
+the difference ever being stored. Elsewhere the vector is cut into pieces of a few megabytes, and the difference exists
+for one piece at a time, so that a model of any size needs memory for one copy of what it trains; on a CPU a piece is
 summed and sketched while it is in the cache. Where a device is nearly full, the copy is kept on the host.
 
 Nothing here waits for a device, except who reads a copy on the host (`ParameterSnapshot.vector`);
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from fedvitals.kernels import count_sketch, is_sharded, local, sums_of_parts
+from fedvitals.kernels.cuda import updates as device_updates
 from fedvitals.stats import Array, empty_sums, merge_sums
 
 PIECE = 1 << 20  # values of a piece on a CPU: 4 MB in float32. A multiple of 256, as sketches need it
@@ -154,9 +156,12 @@ class ParameterSnapshot:
         shards = shards_of(parameters)
         self._sizes = tuple(p.numel() for p in shards)
         away = any(not p.is_cpu for p in shards)
-        self._pieces = pieces_of(self._sizes, _piece_length(sum(self._sizes)) if away else PIECE)
         self._dtype = _common([p.dtype for p in shards])
         self._on_host = away and not _has_room(shards)
+        self._in_one_pass = away and not self._on_host and device_updates.supports(shards)
+        length = sum(self._sizes)
+        piece = max(1, length) if self._in_one_pass else _piece_length(length) if away else PIECE
+        self._pieces = pieces_of(self._sizes, piece)
         with torch.no_grad():
             if not away and len(self._pieces) > 1 and {p.dtype for p in shards} == {self._dtype}:
                 self._buffer = self._free_buffer()
@@ -204,13 +209,30 @@ class ParameterSnapshot:
         `weigh` asks for the sums of the parameters as they are now, too. If `brief`, only the sums of the update are
         measured, of all layers together.
         """
-        length = sum(self._sizes)
-        update = MeasuredUpdate(self._sizes, self._pieces)
-        if initial is not None and initial.length != length:
+        if brief or (initial is not None and initial.length != sum(self._sizes)):
             initial = None
         shards = shards_of(self._parameters)
         if tuple(p.numel() for p in shards) != self._sizes:
             raise ValueError("parameters were resized inside the client's scope, so that no update can be measured")
+        in_one_pass = self._in_one_pass and device_updates.supports(shards)
+        measure = self._measure_in_one_pass if in_one_pass else self._measure_in_pieces
+        update = measure(shards, initial, keep=keep, sketch=sketch, weigh=weigh, brief=brief)
+        if update.drift_sketch is not None and initial is not None and initial.sketch is not None:
+            update.drift_sketch = update.drift_sketch - initial.sketch.to(update.drift_sketch.device)
+        return update
+
+    def _measure_in_pieces(
+        self,
+        shards: Sequence[Tensor],
+        initial: InitialModel | None,
+        *,
+        keep: bool,
+        sketch: bool,
+        weigh: bool,
+        brief: bool,
+    ) -> MeasuredUpdate:
+        length = sum(self._sizes)
+        update = MeasuredUpdate(self._sizes, self._pieces)
         device = shards[0].device if shards else torch.device("cpu")
         longest = max((piece.stop - piece.start for piece in self._pieces), default=0)
         changes = torch.empty(length if keep else longest, dtype=self._dtype, device=device)
@@ -223,7 +245,7 @@ class ParameterSnapshot:
                     update.weight_sums.append(sums_of_parts(now, piece.sizes))
                 if not brief:
                     update.start_squares.append(_squares(before))
-                    self._measure_drift(update, piece, now, initial, offset)
+                self._measure_drift(update, piece, now, initial, offset)
                 first = piece.start if keep else 0
                 change = changes[first : first + len(now)]
                 torch.sub(now.to(device, self._dtype), before.to(device), out=change)  # a model may use several devices
@@ -233,12 +255,45 @@ class ParameterSnapshot:
                     update.sketch = own if update.sketch is None else update.sketch + own.to(update.sketch.device)
         if keep:
             update.vector = changes
-        if update.drift_sketch is not None and initial is not None and initial.sketch is not None:
-            update.drift_sketch = update.drift_sketch - initial.sketch.to(update.drift_sketch.device)
         if brief:
             update.sizes = (length,)
             update.pieces = tuple(Piece(p.start, p.stop, ((0, p.start, p.stop),)) for p in self._pieces)
         return update
+
+    def _measure_in_one_pass(
+        self,
+        shards: Sequence[Tensor],
+        initial: InitialModel | None,
+        *,
+        keep: bool,
+        sketch: bool,
+        weigh: bool,
+        brief: bool,
+    ) -> MeasuredUpdate:
+        device, length = shards[0].device, sum(self._sizes)
+        changes = torch.empty(length, dtype=self._dtype, device=device) if keep else None
+        own = device_updates.measure_update(
+            shards,
+            self._before[0],
+            offset=_sketch_offset(self._parameters),
+            sketch=sketch and not keep,
+            weigh=weigh,
+            initial=None if initial is None or initial.vector is None else initial.vector.to(device),
+            sketch_parameters=initial is not None and initial.sketch is not None,
+            changes=changes,
+        )
+        pieces = (Piece(0, length, ((0, 0, length),) * len(self._sizes)),) if brief else self._pieces
+        return MeasuredUpdate(
+            (length,) if brief else self._sizes,
+            pieces,  # if brief, one whose rows are all of the same layer
+            changes,
+            own.sketch,
+            [own.rows],
+            [] if own.weight_rows is None else [own.weight_rows],
+            [] if brief else [own.start_squares],
+            [] if own.drift_squares is None else [own.drift_squares],
+            own.drift_sketch,
+        )
 
     @staticmethod
     def _measure_drift(

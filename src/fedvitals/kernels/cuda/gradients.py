@@ -63,24 +63,8 @@ class DeviceGradients:
 
     def record(self) -> Tensor | None:
         """Return the rows [layers, 9] that the device will fill, or None if each tensor must be measured separately."""
-        index = self._device.index
-        addresses = []
-        for parameter, dtype, length in self._known:
-            if parameter is None:
-                addresses.append(0)
-                continue
-            gradient = parameter.grad
-            if (
-                gradient is None
-                or gradient.dtype is not dtype
-                or gradient.numel() != length
-                or gradient.get_device() != index
-                or gradient.layout is not torch.strided
-                or not (gradient.is_contiguous() or layout.is_dense(gradient))
-            ):
-                return None
-            addresses.append(gradient.data_ptr())
-        if torch.cuda.is_current_stream_capturing():
+        addresses = self._gather()
+        if addresses is None or torch.cuda.is_current_stream_capturing():
             return None  # a graph would replay with the addresses of today
         stream = stream_of(self._device)
         if stream != self._stream:
@@ -99,6 +83,30 @@ class DeviceGradients:
         launch_partials(self._kernels, self._cut, self._pointers, None, self._partials[step])
         self._waiting += 1
         return self._rows[step]
+
+    def _gather(self) -> list[int] | None:
+        """Return where the gradients lie now, 0 for a layer without; None unless all can be read as expected.
+
+        This runs at every step for every layer. What could make the kernel read beyond a gradient is asked each time: a
+        user may move, resize or convert a layer between two steps.
+        """
+        index, addresses = self._device.index, []
+        for parameter, dtype, length in self._known:
+            if parameter is None:
+                addresses.append(0)
+                continue
+            gradient = parameter.grad
+            if (
+                gradient is None
+                or gradient.dtype is not dtype
+                or gradient.numel() != length
+                or gradient.get_device() != index
+            ):
+                return None
+            if not gradient.is_contiguous() and (gradient.layout is not torch.strided or not layout.is_dense(gradient)):
+                return None
+            addresses.append(gradient.data_ptr())
+        return addresses
 
     def finish(self) -> None:
         """Start what fills the rows of all steps recorded so far."""

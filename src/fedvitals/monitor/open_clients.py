@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients that train now, alone or as one batch, and those that have ended while their results come from a device."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextvars import Token
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fedvitals.monitor.guard import Guard
+from fedvitals.probes.results import Results
+from fedvitals.protocols import Node, Stack
+from fedvitals.resources.capture import Recording
+from fedvitals.scope import Scope
+
+if TYPE_CHECKING:
+    from fedvitals.probes.session import ClientSession
+    from fedvitals.probes.stacked.session import StackSession
+    from fedvitals.resources.client_memory import OpenMemory
+    from fedvitals.resources.phases import StepClock
+
+
+@dataclass(slots=True)
+class OpenClient:
+    """How to close it again, and what it has gathered."""
+
+    scope: Scope
+    token: Token[Scope | None]
+    began: float = field(default_factory=time.perf_counter)
+    at: float = field(default_factory=time.time)
+    session: ClientSession | None = None  # of a client with a model
+    unsettled: ClientSession | None = None  # the same, once stopped, while its results are on their way from a device
+    clock: StepClock | None = None
+    memory: OpenMemory | None = None
+    recording: Recording | None = None  # of single operators
+    tables: Mapping[str, str] = field(default_factory=dict)
+    logged: set[str] = field(default_factory=set)
+    results: Results = field(default_factory=Results)
+    attributes: dict[str, Any] = field(default_factory=dict)  # attributes of its Span
+    memory_metrics: Mapping[str, float] | None = None
+
+
+@dataclass(slots=True)
+class OpenStack:
+    """Clients that train as one batch: one stretch of time, and one session for all."""
+
+    stack: Stack
+    scope: Scope
+    token: Token[Scope | None]
+    session: StackSession | None = None
+    device: Any = None  # of CUDA, if they train there and memory is watched
+    tables: Mapping[str, str] = field(default_factory=dict)
+    logged: set[tuple[Node, str]] = field(default_factory=set)
+    at: float = field(default_factory=time.time)
+    began: float = field(default_factory=time.perf_counter)
+
+
+class UnsettledClients:
+    """Clients that have ended and are reported, in their order, once their results have come from a device."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._waiting: deque[tuple[OpenClient, Callable[[], None]]] = deque()
+        self._lock = threading.RLock()
+
+    def append(self, opened: OpenClient, report: Callable[[], None]) -> None:
+        self._waiting.append((opened, report))
+
+    def clear(self) -> None:
+        """Forget them without a report."""
+        self._waiting.clear()
+
+    def settle(self, *, wait: bool) -> None:
+        """Report all of them, or, unless `wait`, those whose results have arrived."""
+        with self._lock:
+            while self._waiting:
+                opened, report = self._waiting[0]
+                if not wait and opened.unsettled is not None and opened.unsettled.awaits_device:
+                    return
+                self._waiting.popleft()
+                self._guard("reporting a client", report, opened.scope)
