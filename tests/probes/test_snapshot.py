@@ -176,3 +176,27 @@ def test_a_snapshot_on_the_host_is_read_when_it_is_complete(monkeypatch):
     tensors = [torch.randn(1 << 20, device="cuda")]
     torch.cuda._sleep(10**9)
     assert torch.equal(ParameterSnapshot(tensors).vector, tensors[0].cpu())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.bfloat16,), (torch.bfloat16, torch.float32)], ids=str)
+def test_a_gpu_measures_in_one_pass_what_a_cpu_measures_in_pieces(dtypes, keep):
+    updates = []
+    for device in ("cuda", "cpu"):
+        tensors = [p.detach().to(device).requires_grad_() for p in parameters(dtypes=dtypes)]
+        kept = ParameterSnapshot(tensors)
+        assert kept._in_one_pass == (device == "cuda")
+        with torch.no_grad():
+            for tensor, other in zip(tensors, parameters(1), strict=True):
+                tensor.add_((0.1 * other).to(device, tensor.dtype))
+        initial = InitialModel(5242, torch.ones(5242, device=device))
+        updates.append(measured(kept, keep=keep, sketch=True, weigh=True, initial=initial))
+    gpu, cpu = updates
+    np.testing.assert_allclose(gpu.rows, cpu.rows, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(gpu.weight_rows, cpu.weight_rows, rtol=1e-5, atol=1e-5)
+    assert (gpu.start_norm, gpu.drift) == pytest.approx((cpu.start_norm, cpu.drift), rel=1e-6)
+    if keep:
+        assert torch.equal(gpu.vector.cpu(), cpu.vector)
+    else:
+        torch.testing.assert_close(gpu.sketch, cpu.sketch, rtol=0, atol=1e-5)

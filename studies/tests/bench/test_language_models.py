@@ -38,17 +38,17 @@ def test_every_watcher_leaves_the_same_bits(watcher):
         with monitors(["standard"]) as own:
             chosen = own["standard"] if watcher == "monitor" else CockpitHooks()
             for number in range(2):
-                loop.round(number, chosen if watched else None)
+                loop.block([number], chosen if watched else None)
         weights.append(torch.cat([p.detach().flatten() for p in loop.model.parameters()]))
     assert torch.equal(*weights)
 
 
 def test_hooks_measure_each_trained_parameter_at_each_step_and_leave():
     loop, hooks = Loop(with_adapters(tiny()), TINY, "cpu", autocast=False), CockpitHooks()
-    loop.round(0, hooks)
+    loop.block([0], hooks)
     assert len(hooks.numbers) == TINY.clients * TINY.steps * len(loop.trained[0])
     assert {len(numbers) for numbers in hooks.numbers} == {5 + BINS}
-    loop.round(1, None)
+    loop.block([1], None)
     assert len(hooks.numbers) == TINY.clients * TINY.steps * len(loop.trained[0])
 
 

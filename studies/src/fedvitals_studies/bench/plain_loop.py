@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plain federated loop over a language model, and what those who watch it add: rounds of all of them take turns.
 
-A round's time ends when everything of it is written (`flush`), so that no round pays for the one before it.
+What is compared are blocks of rounds. A block's time ends when everything of it is written (`flush`), so that no block
+pays for the one before it; within a block, as in a run, a round is written while the next one trains.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Seconds of a round: until the next one could begin, and until all that was measured is written."""
+    """Seconds of a block of rounds: until the next one could begin, and until all that was measured is written."""
 
     trained: float
     written: float
@@ -58,12 +59,20 @@ class Loop:
         self._tokens = torch.randint(0, size.vocabulary, shape, device=device)
         self._cuda, self._autocast = device.startswith("cuda"), autocast
 
-    def round(self, number: int, watcher: Any) -> Spent:
-        """Train a round under a monitor, or what has its scopes, or None.
+    def block(self, numbers: Iterable[int], watcher: Any) -> Spent:
+        """Train rounds under a monitor, or what has its scopes, or None.
 
         Times are the host's clock where a GPU trains, else this process's processor time.
         """
         began = self._now()
+        for number in numbers:
+            self._round(number, watcher)
+        trained = self._now()
+        if watcher:
+            watcher.flush()
+        return Spent(trained - began, self._now() - began)
+
+    def _round(self, number: int, watcher: Any) -> None:
         shared, *local = self.trained
         with watcher.round(number, self.model) if watcher else contextlib.nullcontext():
             for index, model in enumerate(self._clients):
@@ -76,10 +85,6 @@ class Loop:
             with torch.no_grad():
                 for parameter, *own in zip(shared, *local, strict=True):
                     parameter.copy_(torch.stack([p.detach() for p in own]).mean(0))
-        trained = self._now()
-        if watcher:
-            watcher.flush()
-        return Spent(trained - began, self._now() - began)
 
     def _step(self, model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self._autocast):
@@ -96,17 +101,20 @@ class Loop:
         return time.perf_counter()
 
 
-def in_turns(loop: Loop, watchers: Mapping[str, Any], pairs: int, tell: Tell) -> dict[str, list[Spent]]:
-    """Train rounds without ("off") and with each watcher, in an order that turns round from one pair to the next."""
+def in_turns(
+    loop: Loop, watchers: Mapping[str, Any], pairs: int, tell: Tell, rounds: int = 1
+) -> dict[str, list[Spent]]:
+    """Train blocks of rounds without ("off") and with each watcher, in an order that turns round after each pair."""
     arms = {"off": None, **watchers}
     spent: dict[str, list[Spent]] = {name: [] for name in arms}
     for name, watcher in arms.items():
         tell(f"warming up, {name}")
-        loop.round(0, watcher)
+        loop.block([0], watcher)
     for number in range(1, pairs + 1):
-        tell(f"round {number} of {pairs}")
+        tell(f"block {number} of {pairs}")
+        numbers = range((number - 1) * rounds + 1, number * rounds + 1)
         for name in arms if number % 2 else reversed(arms):
-            spent[name].append(loop.round(number, arms[name]))
+            spent[name].append(loop.block(numbers, arms[name]))
     return spent
 
 

@@ -24,7 +24,8 @@ from fedvitals_studies.bench.plain_loop import Loop, Size, Spent, in_turns, row_
 Row = dict[str, Any]
 Tell = Callable[[str], None]
 
-PAIRS, PAIRS_OF_OTHERS = 25, 9  # the others are slow, and far from us
+PAIRS = 25
+ROUNDS = 2  # of a block; of the others, which are slow, one
 BARS = {"light": 2.0, "standard": 4.0}  # per cent
 BAR_MEMORY = 1.1  # times the bytes of what trains
 
@@ -54,13 +55,13 @@ def llm_rows(quick: bool, tell: Tell, cases: Sequence[Case] = CASES, device: str
     torch.manual_seed(0)
     rows: list[Row] = []
     for case in cases:
-        rows += _case_rows(case, 3 if quick else PAIRS, 2 if quick else PAIRS_OF_OTHERS, device, tell)
+        rows += _case_rows(case, 3 if quick else PAIRS, device, tell)
         if device == "cuda":
             torch.cuda.empty_cache()
     return rows
 
 
-def _case_rows(case: Case, pairs: int, pairs_of_others: int, device: str, tell: Tell) -> list[Row]:
+def _case_rows(case: Case, pairs: int, device: str, tell: Tell) -> list[Row]:
     with torch.device(device):
         model = case.make()
     loop = Loop(model, case.size, device, autocast=case.autocast)
@@ -71,14 +72,14 @@ def _case_rows(case: Case, pairs: int, pairs_of_others: int, device: str, tell: 
     tell(f"{what}, {case.size}")
     unwatched_peak = _peak_bytes(loop, device)
     with monitors(case.presets) as watchers:
-        spent = in_turns(loop, watchers, pairs, tell)
+        spent = in_turns(loop, watchers, pairs, tell, ROUNDS)
         watched_peak = _peak_bytes(loop, device, since_start=True)
-    seconds = statistics.median(s.trained for s in spent["off"])
+    seconds = statistics.median(s.trained for s in spent["off"]) / ROUNDS
     rows = [{"what": f"{what}, unwatched", "bar": "", "measured": f"{seconds:.2f} s a round", "verdict": ""}]
     rows += [row_of(f"{what}, {name}", spent[name], spent["off"], BARS[name]) for name in case.presets]
     if device == "cuda" and len(watchers) == 1:  # of several, only the sum would be known
         rows.append(_memory_row(what, loop, watched_peak - unwatched_peak))
-    return rows + (other_rows(what, loop, pairs_of_others, tell) if case.others else [])
+    return rows + (other_rows(what, loop, pairs, tell) if case.others else [])
 
 
 def _peak_bytes(loop: Loop, device: str, *, since_start: bool = False) -> int:
@@ -87,8 +88,7 @@ def _peak_bytes(loop: Loop, device: str, *, since_start: bool = False) -> int:
         return 0
     if not since_start:
         torch.cuda.reset_peak_memory_stats()
-        for _ in range(2):
-            loop.round(0, None)
+        loop.block([0, 0], None)
     return int(torch.cuda.max_memory_allocated())
 
 
