@@ -21,8 +21,7 @@ INF = tl.constexpr(float("inf"))
 CLEAN = tl.constexpr(2e-25)  # a sum of squares below it may have lost squares that are too small for float32
 COLUMNS = tl.constexpr(9)
 PARTIALS = tl.constexpr(8)  # numbers of an item; its count is known
-LANES = tl.constexpr(4)  # values of a thread in each load
-BORDER = tl.constexpr(16)  # bytes
+BORDER = tl.constexpr(16)  # bytes, which a thread loads at once
 
 
 @triton.jit
@@ -157,7 +156,7 @@ def partials_of(
         )
     else:
         total32, squares32, magnitudes32, smallest32, largest32, zeros32 = sum_fast(
-            pointer, first, last, THREADS * LANES
+            pointer, first, last, THREADS * (BORDER // SIZE)
         )
         zeros = zeros32.to(tl.int32)
         total, squares, magnitudes = total32.to(tl.float64), squares32.to(tl.float64), magnitudes32.to(tl.float64)
