@@ -108,13 +108,14 @@ class MonitoredRun:
 
     def end_round(self, model: Any = None, metrics: Any = None, state: Any = None) -> None:
         """Close the open round, if any, and record what is known of it. `state` is what the tape keeps of it."""
+        model_results = self.rounds.measure_model(model)
         self.clients.settle()
         opened = self.rounds.close()
         if opened is None:
             return
 
         def end() -> None:
-            self.rounds.finish(opened, model, metrics or {})
+            self.rounds.finish(opened, model_results, metrics or {})
             if self.cure.automatic and not self.asked():
                 # Corrections are the host's to apply, and a plain loop that does not ask for them applies none.
                 why = "Nothing is corrected by itself: this host does not ask what to do."

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import Token
 from dataclasses import dataclass, field, replace
@@ -103,13 +103,29 @@ class Rounds:
         self._scopes.leave_round()
         return opened
 
-    def finish(self, opened: OpenScope, model: Any, metrics: Mapping[str, float]) -> None:
+    def measure_model(self, model: Any) -> Callable[[], Results] | None:
+        """Begin to measure the open round's new model: a device does so while its clients' results are waited for."""
+        if self.open is None or model is None:
+            return None
+        started, attempt = time.perf_counter(), self._attempts(self.open.scope)
+        attempt("reading a model's layers", lambda: self._know_layers(model))
+        results: Callable[[], Results] | None
+        results = attempt("measuring the global model", lambda: self._kit.measure_model(model))
+        spent = time.perf_counter() - started
+        self.open.cohort.cost += spent
+        if self._ledger is not None:
+            self._ledger.spent("measure", spent, "server")
+        return results
+
+    def finish(
+        self, opened: OpenScope, model_results: Callable[[], Results] | None, metrics: Mapping[str, float]
+    ) -> None:
         """Tell of a round that is over. Each step is done by itself: what fails costs what it would have told."""
         attempt = self._attempts(opened.scope)
         try:
             for name, value in metrics.items():
                 attempt("noting a metric", partial(self._tell_metric, opened.scope, name, value))
-            self._tell(opened, model, attempt)
+            self._tell(opened, model_results, attempt)
         finally:
             self._scopes.leave(opened.scope, opened.token)
 
@@ -120,15 +136,13 @@ class Rounds:
         """Does pieces of work, each for itself; what fails is told of the node that it is about."""
         return partial(self._guard.attempt, here=lambda node: scope if node is None else replace(scope, node=node))
 
-    def _tell(self, opened: OpenScope, model: Any, attempt: Attempt) -> None:
+    def _tell(self, opened: OpenScope, model_results: Callable[[], Results] | None, attempt: Attempt) -> None:
         started = time.perf_counter()
         scope, cohort = opened.scope, opened.cohort
-        if model is not None:
-            attempt("reading a model's layers", lambda: self._know_layers(model))
         self._tell_updates(opened, attempt)
         attempt("noting who is missing", lambda: self._arrivals.close_round(scope, cohort))
         attempt("reading layers", lambda: self._kit.updates.know(self._context.own_tables.values()))
-        closing = partial(cohort.close, self._kit, model, self._least, attempt)
+        closing = partial(cohort.close, self._kit, model_results, self._least, attempt)
         self._tell_all(scope, attempt("comparing clients", closing) or (), attempt)
         attempt("measuring memory", lambda: self._tell_memory(scope))
         cost = cohort.cost + time.perf_counter() - started

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -153,12 +153,17 @@ class Cohort:
             self._received[receiver] += size
 
     def close(
-        self, instruments: AnyInstruments, model: Any, least: int, attempt: Attempt = unguarded
+        self,
+        instruments: AnyInstruments,
+        model_results: Callable[[], Results] | None,
+        least: int,
+        attempt: Attempt = unguarded,
     ) -> list[tuple[Key, Results]]:
         """Return everything that is known only now: cosines and duplicates, groups, the whole, the global model,
         traffic.
 
-        `least` is the smallest number of clients whose sum may be reported where they may not be reported individually.
+        `model_results` gives what was measured of the global model. `least` is the smallest number of clients whose sum
+        may be reported where they may not be reported individually.
         `attempt` runs each step separately, so that one that fails affects nothing else.
         """
         results: list[tuple[Key, Results]] = []
@@ -173,8 +178,8 @@ class Cohort:
         step("adding up groups", self._of_groups)
         step("adding up traffic", self._of_traffic)
         step("counting clients", partial(self._of_whole, instruments))
-        if model is not None:
-            step("measuring the global model", lambda: [(("server", None), instruments.model_results(model))])
+        if model_results is not None:
+            step("measuring the global model", lambda: [(("server", None), model_results())])
         return results
 
     def _by_members(self) -> list[tuple[Kind, Mapping[str | None, list[tuple[str, Array]]]]]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from fedvitals.kernels import is_sharded, local
 from fedvitals.probes.activations import activations, watched_modules
 from fedvitals.probes.allowance import Allowance, Turns
 from fedvitals.probes.fit import Fit
-from fedvitals.probes.host_copies import to_host
+from fedvitals.probes.host_copies import HostCopies
 from fedvitals.probes.nonlinearity import nonlinearity
 from fedvitals.probes.presets import Preset
 from fedvitals.probes.results import Results
@@ -96,17 +96,21 @@ class Instruments:
         """Return the matrices that start at 0 on purpose."""
         return starts_at_zero(model)
 
-    def model_results(self, model: nn.Module) -> Results:
-        """Return the statistics of the global model's own weights and buffers."""
-        results, view = Results(), self.view(model)
-        if is_sharded(view.parameters):
-            return results  # a process has only its shards
-        measured = weights(view)
-        for name, values in zip(measured, to_host([*measured.values()]), strict=True):
-            if name in FAMILIES:
-                results.matrices.append((name, values, None))
-            else:
-                results.take({name: values})
+    def measure_model(self, model: nn.Module) -> Callable[[], Results]:
+        """Begin to measure the global model's own weights and buffers; what is returned waits for the results."""
+        view = self.view(model)
+        measured = {} if is_sharded(view.parameters) else weights(view)  # of shards, a process has only its own
+        copies = HostCopies([*measured.values()])
+
+        def results() -> Results:
+            own = Results()
+            for name, values in zip(measured, copies.arrays(), strict=True):
+                if name in FAMILIES:
+                    own.matrices.append((name, values, None))
+                else:
+                    own.take({name: values})
+            return own
+
         return results
 
     def remarks(self) -> list[tuple[str, str, Mapping[str, Any]]]:

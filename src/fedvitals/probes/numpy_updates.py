@@ -12,7 +12,7 @@ import itertools
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -285,8 +285,11 @@ class ArrayInstruments:
         """Return the matrices that start at 0; which of them train is not known."""
         return [name for name, values in model.named_parameters() if values.ndim > 1 and not values.any()]
 
-    def model_results(self, model: Any) -> Results:
-        """Return the statistics of the global model's own weights."""
+    def measure_model(self, model: Any) -> Callable[[], Results]:
+        """Return what gives the statistics of the global model's own weights."""
+        return lambda: self._model_results(model)
+
+    def _model_results(self, model: Any) -> Results:
         rows = sums(values for _, values in model.named_parameters())
         results = Results(matrices=[("weight", rows, None)])
         nonfinite = rows[:, NANS].sum() + rows[:, INFS].sum()
