@@ -196,7 +196,7 @@ def pack(family: str, matrix: Array) -> npt.NDArray[np.float32]:
     with np.errstate(all="ignore"):
         packed = matrix.astype(np.float32)
         if FAMILIES[family].columns is STATISTICS:
-            _pack_sums(np.moveaxis(matrix, -1, 0), np.moveaxis(packed, -1, 0))
+            _pack_sums(matrix.T, packed.T)
         return packed
 
 
@@ -211,13 +211,14 @@ def pack_entries(family: str, matrices: Array) -> npt.NDArray[np.float32]:
 
 
 def _pack_sums(sums: Array, packed: npt.NDArray[np.float32]) -> None:
-    """Put means and spread in place of the nine sums; both arrays are [columns, ...]."""
+    """Put means and spread in place of the nine sums; both arrays are [columns, ...], the rest in any order."""
     finite = sums[COUNT] - sums[NANS] - sums[INFS]
     means = sums[SUM:MIN] / finite  # of values, of squares, of magnitudes
     mean, variance = means[0], means[1]
     np.subtract(variance, mean * mean, out=variance)
     np.sqrt(np.maximum(variance, 0, out=variance), out=variance)
-    if finite.min(initial=1.0) > 0 and not np.isnan(means.sum()):  # as a rule, and half the time
+    total = np.add.reduce(means, axis=None)
+    if total == total and np.minimum.reduce(finite, axis=None, initial=1.0) > 0:  # noqa: PLR0124 - as a rule
         packed[SUM:MIN] = means
     else:
         packed[SUM:MIN] = np.where((finite > 0) & (means == means), means, 0.0)  # noqa: PLR0124 - not NaN
