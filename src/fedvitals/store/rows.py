@@ -158,9 +158,11 @@ def sketch_columns(measured: Measurements, number: Number) -> list[Column]:
     if not count or measured.sketches is None:
         return []
     first = measured.sequence + len(measured) - count
+    with np.errstate(over="ignore"):
+        numbers = measured.sketches.astype("<f4")
     return [
         *_place_columns(measured, measured.sketch_rows, number, Constant(None)),
-        [*map(_floats, measured.sketches)],
+        [row.tobytes() for row in numbers],
         [*map(sketch_digest, measured.sketches)],
         Constant(number(measured.source)),
         range(first, first + count),

@@ -61,7 +61,7 @@ class Writer:
         rows.check(records)
         due: set[Family] = set()
         try:
-            self._transaction({run_of(record) for record in records}, partial(self._ingest, records, due))
+            self._transaction(map(run_of, records), partial(self._ingest, records, due))
         except (TypeError, ValueError, OverflowError) as error:  # of our own making rows, not of the database
             raise RecordError(f"A record cannot be stored ({type(error).__name__}: {error}).") from error
         for key in due:
@@ -75,7 +75,7 @@ class Writer:
             if self._changed_elsewhere():
                 self._forget()
             if self._database.dialect.shared:
-                for run in sorted(runs):  # in one order, so that two never wait for each other
+                for run in sorted({*runs}):  # in one order, so that two never wait for each other
                     self._database.take_turn(f"run {run}")
                 self._delivered.forget()
                 self._symbols.begin()
