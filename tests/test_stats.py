@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedvitals import stats
-from fedvitals.stats import FAMILIES, STATISTICS, derive, empty_sums, merge, pack, statistics_of, unpack
+from fedvitals.stats import FAMILIES, STATISTICS, derive, empty_sums, merge, pack, pack_entries, statistics_of, unpack
 from support.conditions import holds_for_each
 
 MERGEABLE = [name for name, family in FAMILIES.items() if family.merge is not None]
@@ -195,6 +195,26 @@ def test_pack_and_unpack_keep_the_sums(family, first, second):
         np.testing.assert_allclose(back[:, column], matrix[:, column], rtol=1e-6, atol=1e-30)
     # A sum may cancel to nearly nothing; it is as good as the magnitudes that went into it.
     assert np.all(np.abs(back[:, stats.SUM] - matrix[:, stats.SUM]) <= 1e-6 * matrix[:, stats.SUM_MAGNITUDES] + 1e-30)
+
+
+_ANYTHING = st.sampled_from((0.0, 1.0, -2.5, 7.0, 1e30, -1e200, np.inf, -np.inf, np.nan))
+
+
+@given(hnp.arrays(np.float64, (3, 2, 9), elements=_ANYTHING))
+def test_packed_sums_are_those_of_each_row_by_itself(matrices):
+    """Whatever stands in them: mean, spread and magnitude are 0 where nothing finite was counted, and for NaN."""
+    packed = pack("gradient", matrices)
+    np.testing.assert_array_equal(pack_entries("gradient", matrices), packed.transpose(1, 2, 0))
+    with np.errstate(all="ignore"):
+        plain = matrices[..., :3].astype(np.float32).transpose(1, 2, 0)
+        np.testing.assert_array_equal(pack_entries("update.alignment", matrices[..., :3]), plain)
+        for row, alike in zip(matrices.reshape(-1, 9), packed.reshape(-1, 9), strict=True):
+            finite = row[stats.COUNT] - row[stats.NANS] - row[stats.INFS]
+            mean, square, magnitude = row[stats.SUM : stats.MIN] / finite
+            means = np.array((mean, np.sqrt(np.maximum(square - mean * mean, 0)), magnitude))
+            expected = row.astype(np.float32)
+            expected[stats.SUM : stats.MIN] = [x if finite > 0 and x == x else 0.0 for x in means]  # noqa: PLR0124
+            np.testing.assert_array_equal(alike, expected)
 
 
 def test_values_whose_squares_overflow_float32_survive():

@@ -93,8 +93,9 @@ class Measurements:
 
     def _rows(self) -> list[int]:
         """The rows of the nodes that something was measured of, in order."""
-        rows = {*np.flatnonzero(self.present.any(axis=1)).tolist(), *self.sketch_rows}
-        rows.update(row for part in self.layers for row in part.rows)
+        rows = {*self.sketch_rows}.union(*(part.rows for part in self.layers))
+        if self.metric_count and len(rows) < len(self.nodes):
+            rows.update(np.flatnonzero(self.present.any(axis=1)).tolist())
         return sorted(rows)
 
     def metrics(self) -> Iterator[tuple[int, str, float, int | None]]:

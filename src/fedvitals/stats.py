@@ -196,13 +196,32 @@ def pack(family: str, matrix: Array) -> npt.NDArray[np.float32]:
     with np.errstate(all="ignore"):
         packed = matrix.astype(np.float32)
         if FAMILIES[family].columns is STATISTICS:
-            finite = _finite(matrix)[..., None]
-            means = matrix[..., SUM:MIN] / finite  # of values, of squares, of magnitudes
-            mean, variance = means[..., 0], means[..., 1]
-            np.subtract(variance, mean * mean, out=variance)
-            np.sqrt(np.maximum(variance, 0, out=variance), out=variance)
-            packed[..., SUM:MIN] = np.where((finite > 0) & (means == means), means, 0.0)  # noqa: PLR0124 - not NaN
+            _pack_sums(matrix.T, packed.T)
         return packed
+
+
+def pack_entries(family: str, matrices: Array) -> npt.NDArray[np.float32]:
+    """Return matrices [entries, layers, columns] as `pack` does, but contiguous as [layers, columns, entries]."""
+    sums = np.ascontiguousarray(matrices.transpose(1, 2, 0))
+    with np.errstate(all="ignore"):
+        packed = sums.astype(np.float32)
+        if FAMILIES[family].columns is STATISTICS:
+            _pack_sums(sums.transpose(1, 0, 2), packed.transpose(1, 0, 2))
+        return packed
+
+
+def _pack_sums(sums: Array, packed: npt.NDArray[np.float32]) -> None:
+    """Put means and spread in place of the nine sums; both arrays are [columns, ...], the rest in any order."""
+    finite = sums[COUNT] - sums[NANS] - sums[INFS]
+    means = sums[SUM:MIN] / finite  # of values, of squares, of magnitudes
+    mean, variance = means[0], means[1]
+    np.subtract(variance, mean * mean, out=variance)
+    np.sqrt(np.maximum(variance, 0, out=variance), out=variance)
+    total = np.add.reduce(means, axis=None)
+    if total == total and np.minimum.reduce(finite, axis=None, initial=1.0) > 0:  # noqa: PLR0124 - as a rule
+        packed[SUM:MIN] = means
+    else:
+        packed[SUM:MIN] = np.where((finite > 0) & (means == means), means, 0.0)  # noqa: PLR0124 - not NaN
 
 
 def unpack(family: str, packed: npt.NDArray[np.float32]) -> Array:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
+import math
 import sqlite3
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from fedvitals.errors import StoreError
 from fedvitals.protocols import History, Sink
 from fedvitals.store import open_reader, open_store
+from fedvitals.store.columns import Constant, insertions
 from fedvitals.store.dialect import SQLITE, Database
 from fedvitals.store.read import queries
 from fedvitals.store.sqlite import SqliteStore
@@ -62,17 +64,37 @@ def test_it_is_what_it_says(tmp_path):
             assert isinstance(reader.history("r-1"), History)
 
 
-@pytest.mark.parametrize("count", [0, 3, 25, 61])
-def test_rows_of_one_statement_are_those_of_many(count):
+@pytest.mark.parametrize("limit", [SQLITE.numbered, 40, 5])
+@pytest.mark.parametrize("count", [1, 3, 25, 61, 600])
+def test_rows_of_columns_are_those_that_are_inserted_one_by_one(count, limit):
+    """Columns that vary, count up, are the same in each row, or are always NULL; NaN is NULL as everywhere."""
+    columns = ([*range(count)], [math.nan if i % 7 else i / 3 for i in range(count)], Constant("x"), Constant(None))
     stored = []
-    for together in (1, SQLITE.together):
+    for numbered in (0, limit):
         connection = sqlite3.connect(":memory:", isolation_level=None)
-        database = Database(connection, dataclasses.replace(SQLITE, together=together), "memory")
-        database.execute("CREATE TABLE t (arrival INTEGER PRIMARY KEY, a INTEGER NOT NULL, b REAL)")
-        database.many("INSERT INTO t (a, b) VALUES (?, ?)", [(i, None if i % 7 else i / 3) for i in range(count)])
+        database = Database(connection, dataclasses.replace(SQLITE, numbered=numbered), "memory")
+        database.execute("CREATE TABLE t (arrival INTEGER PRIMARY KEY, a INTEGER, b REAL, c TEXT, d REAL, e INTEGER)")
+        database.insert("INSERT INTO t (a, b, c, d, e)", [*columns, range(5, 5 + count)])
         stored.append(database.rows("SELECT * FROM t ORDER BY arrival"))
     assert stored[0] == stored[1]
-    assert len(stored[0]) == count
+    assert [(a, e) for _, a, _, _, _, e in stored[0]] == [(i, i + 5) for i in range(count)]
+
+
+def test_no_statement_binds_more_values_than_allowed():
+    columns = [[*range(700)], Constant(1), [*range(700)], range(700)]
+    statements = [*insertions("INSERT INTO t (a, b, c, d)", columns, 100)]
+    assert max(len(values) for _, values in statements) <= 100
+    assert len({statement for statement, _ in statements}) <= 3
+
+
+def test_a_column_that_is_refused_costs_the_whole_transaction():
+    database = Database(sqlite3.connect(":memory:", isolation_level=None), SQLITE, "memory")
+    database.execute("CREATE TABLE t (a INTEGER NOT NULL)")
+    database.execute("BEGIN")
+    with pytest.raises(StoreError):
+        database.insert("INSERT INTO t (a)", [[i if i != 30 else None for i in range(50)]])
+    database.rollback()
+    assert database.rows("SELECT * FROM t") == []
 
 
 def test_a_row_that_is_refused_costs_the_whole_transaction():

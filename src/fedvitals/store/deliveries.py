@@ -76,14 +76,14 @@ def fresh(records: Sequence[Telemetry], intervals: dict[tuple[str, str], Interva
     which a part has been here come back as the single records that have not.
     """
     new: list[Telemetry] = []
+    key, here = ("", ""), Intervals()  # of no record that has a source
     for record in records:
         if not record.source:
             new.append(record)
             continue
-        key = (run_of(record), record.source)
-        here = intervals.get(key)
-        if here is None:
-            here = intervals[key] = Intervals()
+        if key != (run_of(record), record.source):
+            key = (run_of(record), record.source)
+            here = intervals.setdefault(key, Intervals())
         if isinstance(record, Measurements):
             added = here.add_range(record.sequence, record.sequence + len(record) - 1) if len(record) else False
             if added:
@@ -102,10 +102,12 @@ class Delivered:
         self._database = database
         self._symbols = symbols
         self._intervals: dict[tuple[str, str], Intervals] = {}
+        self._touched: set[tuple[str, str]] = set()  # by the batch that is being written
 
     def fresh(self, records: Sequence[Telemetry]) -> list[Telemetry]:
         """Return the records that are not stored yet, and note them as stored."""
-        for key in {(run_of(record), record.source) for record in records}:
+        self._touched = {(run_of(record), record.source) for record in records}
+        for key in self._touched:
             if key not in self._intervals:
                 self._intervals[key] = self._load(*key)
         return fresh(records, self._intervals)
@@ -117,11 +119,11 @@ class Delivered:
     def _key(self, run: str, source: str) -> tuple[int, int]:
         return self._symbols.known(run), self._symbols.known(source)
 
-    def save(self, touched: Iterable[tuple[str, str]]) -> None:
+    def save(self) -> None:
         """Write what changed; in the transaction of the records themselves."""
-        for key in touched:
-            intervals = self._intervals.get(key)
-            if intervals is None or not intervals.changed:
+        for key in self._touched:
+            intervals = self._intervals[key]
+            if not intervals.changed:
                 continue
             place = self._key(*key)
             for first, last in intervals.changed.items():

@@ -14,12 +14,12 @@ import sqlite3
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import msgspec
 
 from fedvitals.errors import StoreError
+from fedvitals.store.columns import Column, insertions, rows_of
 
 _LARGEST = repr(sys.float_info.max)
 _NUMBERS = msgspec.json.Decoder(list[float | None])
@@ -46,7 +46,7 @@ class Dialect:
     # name), and how the next block of layer statistics is numbered. Empty where the database has one writer.
     lock: str = ""
     next_block: str = ""
-    together: int = 1  # rows that one INSERT takes; 1 where the driver sends many by itself
+    numbered: int = 0  # values that a statement with numbered placeholders takes; 0 where rows are sent one by one
     gather: str = "json_group_array({})"  # how the values of a group become one; see `gathered`
     hide: Callable[[str], str] = str  # takes out of an error's words what nobody may read
 
@@ -89,7 +89,7 @@ SQLITE = Dialect(
     # An integer beyond 64 bits, a lone surrogate in a name that is asked for, a second statement in one text.
     errors=(sqlite3.Error, OverflowError, UnicodeEncodeError, sqlite3.Warning),
     begin="BEGIN IMMEDIATE",  # a deferred one could not wait for its turn once it has read
-    together=25,  # fewer returns to Python; with up to 39 columns within the 999 values that an old SQLite takes
+    numbered=999,  # what an old SQLite takes
 )
 
 
@@ -122,17 +122,21 @@ class Database:
     def many(self, sql: str, rows: Iterable[Sequence[Any]]) -> None:
         """The same statement for each row of values."""
         rows = [*rows]  # before the driver begins: making a row may ask this very connection for the number of a name
-        together, values = self.dialect.together, sql.rpartition(" VALUES ")[2]
-        parts: list[tuple[str, Sequence[Any]]] = [(sql, rows)]
-        if 1 < together <= len(rows) and sql.startswith("INSERT") and values.endswith("?)"):
-            last = len(rows) - len(rows) % together
-            whole = [[*chain.from_iterable(rows[i : i + together])] for i in range(0, last, together)]
-            # A transaction fails as a whole, so SQLite need not be able to undo one statement: that costs more than it.
-            every = sql.replace("INSERT INTO", "INSERT OR FAIL INTO", 1) + f", {values}" * (together - 1)
-            parts = [(every, whole), (sql, rows[last:])]
+        if not rows:
+            return
         try:
-            for statement, of_rows in parts:
-                self.connection.cursor().executemany(self.dialect.sql(statement), of_rows)
+            self.connection.cursor().executemany(self.dialect.sql(sql), rows)
+        except self.dialect.errors as error:
+            raise self.failed("written", error) from error
+
+    def insert(self, into: str, columns: Sequence[Column]) -> None:
+        """Insert rows that come as columns; `into` is the statement up to its values."""
+        if not self.dialect.numbered:
+            self.many(f"{into} VALUES ({', '.join('?' * len(columns))})", rows_of(columns))
+            return
+        try:
+            for statement, values in insertions(into, columns, self.dialect.numbered):
+                self.connection.execute(statement, values)
         except self.dialect.errors as error:
             raise self.failed("written", error) from error
 

@@ -75,10 +75,10 @@ class Content:
         return (cls(runs, highest), (device, inode, size, changed)) if len(highest) == len(TABLES) else None
 
 
-def signature_of(path: Path) -> Signature | None:
+def signature_of(path: Path | str) -> Signature | None:
     """Device, inode, size and time of change; None when there is no such file. Does not open it."""
     try:
-        status = path.stat()
+        status = os.stat(path)  # noqa: PTH116 - before each commit, and a text is quicker than a Path
     except OSError:
         return None
     return status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns
@@ -139,6 +139,7 @@ class FileWatch:
         another program has written to it through SQLite since.
         """
         self._path, self._is_sound, self._is_edited = path.absolute(), is_sound, is_edited
+        self._name = str(self._path)
         self._signature = signature_of(self._path)
         self._content = content_of(self._path)
         self._maintained = _MAINTAINED.get(self._path, 0)
@@ -158,11 +159,12 @@ class FileWatch:
 
     def remember(self) -> bool:
         """Take in what this process has just written; whether the file itself has changed by it."""
-        self.restore_index()
-        signature = signature_of(self._path)
+        if not self.restore_index() or len(self._logs) < len(SIDE_FILES):
+            self._logs = self._log_inodes() or self._logs
+            self.restore_index()
+        signature = signature_of(self._name)
         if signature is None or signature[:2] != (self._signature or (0, 0))[:2]:
             return False
-        self._logs = self._log_inodes() or self._logs
         if signature == self._signature:
             return False
         content, before = content_of(self._path), self._content
@@ -172,27 +174,28 @@ class FileWatch:
         self._signature, self._content = signature, content
         return True
 
-    def restore_index(self) -> None:
-        """Give the log's index its length back if another program has cut it short.
+    def restore_index(self) -> bool:
+        """Give the log's index its length back if another program has cut it short; whether it is the index we know.
 
         SQLite keeps that file in its address space, and touching what lies beyond its end kills the process (SIGBUS).
         An index of zeros is one that SQLite makes anew from the log.
         """
-        path = self._path.with_name(f"{self._path.name}-shm")
+        path = f"{self._name}-shm"
         signature = signature_of(path)
         if signature is None or signature[:2] != self._logs.get("-shm"):
-            return
+            return False
         if signature[2] < self._index_bytes:
             with contextlib.suppress(OSError):
                 os.truncate(path, 0)  # its beginning alone would be taken for a whole index
                 os.truncate(path, self._index_bytes)
         else:
             self._index_bytes = signature[2]
+        return True
 
     def check(self) -> Condition:
         """Return what has become of the file."""
         self.restore_index()
-        signature = signature_of(self._path)
+        signature = signature_of(self._name)
         if signature == self._signature and signature is not None:
             return Condition.SAME
         if signature is None or self._signature is None or signature[:2] != self._signature[:2]:
@@ -227,7 +230,7 @@ class FileWatch:
         return moved
 
     def _log_inodes(self) -> dict[str, tuple[int, int]]:
-        signatures = {suffix: signature_of(self._path.with_name(self._path.name + suffix)) for suffix in SIDE_FILES}
+        signatures = {suffix: signature_of(self._name + suffix) for suffix in SIDE_FILES}
         return {suffix: signature[:2] for suffix, signature in signatures.items() if signature is not None}
 
 

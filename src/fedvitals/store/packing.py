@@ -7,6 +7,7 @@ Entries come last so that one statistic of one layer lies in one piece, over all
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from fedvitals.errors import StoreError
 from fedvitals.measurements import MeasuredLayers, Measurements, Telemetry
 from fedvitals.records import LayerStats, Where, natural
-from fedvitals.stats import FAMILIES, Array, derive, pack, unpack
+from fedvitals.stats import FAMILIES, Array, derive, pack_entries, unpack
 
 Numbers = npt.NDArray[np.float32]
 Whole = npt.NDArray[np.int64]
@@ -27,9 +28,10 @@ Whole = npt.NDArray[np.int64]
 NONE = -(2**63)  # of a round or a step; a symbol that is None is 0, since symbols count from 1
 
 # Little endian on every machine: a store may be carried to another.
-_COORDINATES = (("rounds", "<i8"), ("at", "<f8"), ("nodes", "<i4"))
+_I8, _F8, _I4 = (np.dtype(kind) for kind in ("<i8", "<f8", "<i4"))
+_COORDINATES = (("rounds", _I8), ("at", _F8), ("nodes", _I4))
+_DETAILS = (("steps", _I8), ("sequences", _I8), ("layers", _I4), ("groups", _I4), ("sources", _I4))
 _CHECKSUM = struct.Struct("<I")
-_DETAILS = (("steps", "<i8"), ("sequences", "<i8"), ("layers", "<i4"), ("groups", "<i4"), ("sources", "<i4"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,38 +49,50 @@ class Entries:
 
     def coordinates(self) -> bytes:
         """Return rounds, times and nodes of the entries as bytes, with a checksum."""
-        return with_checksum(b"".join(getattr(self, name).astype(kind).tobytes() for name, kind in _COORDINATES))
+        return with_checksum(b"".join([getattr(self, name).astype(kind, copy=False) for name, kind in _COORDINATES]))
 
     def details(self) -> bytes:
         """Return the other coordinates of the entries as bytes, with a checksum."""
-        return with_checksum(b"".join(getattr(self, name).astype(kind).tobytes() for name, kind in _DETAILS))
+        return with_checksum(b"".join([getattr(self, name).astype(kind, copy=False) for name, kind in _DETAILS]))
 
 
-def with_checksum(blob: bytes) -> bytes:
-    """Return the bytes with their CRC-32 behind them."""
-    return blob + _CHECKSUM.pack(zlib.crc32(blob))
+def with_checksum(blob: Any) -> bytes:
+    """Return the bytes, or those of a contiguous array, with their CRC-32 behind them."""
+    return b"".join((blob, _CHECKSUM.pack(zlib.crc32(blob))))
 
 
-def _verified(blob: bytes, size: int) -> bytes:
+def merged(parts: Sequence[Numbers]) -> list[memoryview]:
+    """Return the numbers of several blocks as those of one, a blob with its checksum for each layer."""
+    layers, columns, _ = parts[0].shape
+    size = columns * sum(part.shape[2] for part in parts)
+    blobs = np.empty((layers, 4 * size + _CHECKSUM.size), np.uint8)
+    np.concatenate(parts, axis=2, out=blobs[:, : 4 * size].view("<f4").reshape(layers, columns, -1))
+    for blob in blobs:
+        _CHECKSUM.pack_into(blob, 4 * size, zlib.crc32(blob[: 4 * size]))
+    return [blob.data for blob in blobs]
+
+
+def _verified(blob: bytes, size: int) -> memoryview:
     """Return the bytes without their checksum; StoreError if it is not theirs. `size`: how many they should be.
 
     What a store of a version before 5 wrote has none.
     """
+    content = memoryview(blob)[:size]
     if len(blob) == size:
-        return blob
-    if len(blob) != size + _CHECKSUM.size or _CHECKSUM.unpack_from(blob, size)[0] != zlib.crc32(blob[:size]):
+        return content
+    if len(blob) != size + _CHECKSUM.size or _CHECKSUM.unpack_from(blob, size)[0] != zlib.crc32(content):
         raise StoreError(
             "A block of layer statistics is damaged: its checksum is not that of its bytes. "
             "`fedvitals doctor STORE --mend` removes such blocks."
         )
-    return blob[:size]
+    return content
 
 
-def _split(blob: bytes, fields: tuple[tuple[str, str], ...], count: int) -> list[Any]:
-    blob = _verified(blob, count * sum(np.dtype(kind).itemsize for _, kind in fields))
+def _split(blob: bytes, fields: tuple[tuple[str, np.dtype[Any]], ...], count: int) -> list[Any]:
+    content = _verified(blob, count * sum([kind.itemsize for _, kind in fields]))
     arrays, offset = [], 0
     for _, kind in fields:
-        arrays.append(np.frombuffer(blob, kind, count, offset))
+        arrays.append(np.frombuffer(content, kind, count, offset))
         offset += arrays[-1].nbytes
     return arrays
 
@@ -109,7 +123,7 @@ whole federation and not about nodes, and round."""
 class LayerMatrices:
     """Matrices of one family, layer table and round, [entries, layers, columns]: of one record, or of measurements.
 
-    They have consecutive sequence numbers, from `sequence` on; all are about nodes, or all about the whole federation.
+    All are about nodes, or all about the whole federation.
     """
 
     run: str
@@ -190,10 +204,10 @@ def block_of(parts: Sequence[LayerMatrices], number: Callable[[str | None], int 
     counts = [len(part.nodes) for part in parts]
 
     def each(values: Sequence[Any], kind: type) -> Any:
-        return np.repeat(np.array(values, kind), counts)
+        return np.full(counts[0], values[0], kind) if len(parts) == 1 else np.repeat(np.array(values, kind), counts)
 
     def symbols(names: Sequence[str | None]) -> Any:
-        if {*names} == {None}:  # mostly no groups
+        if names.count(None) == len(names):  # mostly no groups
             return np.zeros(len(names), np.int32)
         return np.array([number(name) or 0 for name in names], np.int32)
 
@@ -202,15 +216,14 @@ def block_of(parts: Sequence[LayerMatrices], number: Callable[[str | None], int 
         each([part.at for part in parts], np.float64),
         symbols([node for part in parts for node in part.nodes]),
         each([NONE if part.step is None else part.step for part in parts], np.int64),
-        np.array([sequence for part in parts for sequence in part.sequences], np.int64),
+        np.fromiter(itertools.chain.from_iterable(part.sequences for part in parts), np.int64, sum(counts)),
         each([number(part.layer) or 0 for part in parts], np.int32),
         symbols([group for part in parts for group in part.groups]),
         each([number(part.source) or 0 for part in parts], np.int32),
     )
-    stacked = np.asarray(np.concatenate([part.values for part in parts]), np.float64)
-    with np.errstate(all="ignore"):  # what overflows float32 becomes infinite, which is what it should say
-        packed = pack(parts[0].family, stacked)
-    return entries, np.ascontiguousarray(packed.transpose(1, 2, 0))
+    matrices = parts[0].values if len(parts) == 1 else np.concatenate([part.values for part in parts])
+    # What overflows float32 becomes infinite, which is what it should say.
+    return entries, pack_entries(parts[0].family, np.asarray(matrices, np.float64))
 
 
 def layers_in(family: str, blob: bytes, count: int) -> int:

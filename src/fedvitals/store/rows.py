@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from operator import attrgetter
 from typing import Any
@@ -32,6 +31,7 @@ from fedvitals.records import (
     Truth,
     Where,
 )
+from fedvitals.store.columns import Column, Constant
 from fedvitals.store.ddl import quoted
 from fedvitals.store.schema import TABLE
 from fedvitals.store.symbols import encodable
@@ -53,6 +53,7 @@ _PLACE = ("run", "round", "node", "step", "layer", "group")
 Row = tuple[Any, ...]
 
 
+_encoded = json.JSONEncoder(allow_nan=False).encode
 _plain = plain_json.PlainJson(nonfinite=plain_json.word, fields=plain_json.no_fields, unknown=str)
 
 
@@ -61,7 +62,7 @@ def to_json(value: Any) -> str:
     if not value and isinstance(value, Mapping):
         return "{}"  # by far the most frequent
     try:
-        return json.dumps(value, allow_nan=False)
+        return _encoded(value)
     except (TypeError, ValueError):
         return json.dumps(_plain(value))
 
@@ -90,28 +91,31 @@ def _floats(values: Sequence[float]) -> bytes:
         return np.asarray(values, "<f4").tobytes()
 
 
-Column = Sequence[Any]
+Values = Sequence[Any]  # of a column
+Number = Callable[[str | None], int | None]  # gives a name's symbol
 
 
-def _wholes(column: Column) -> Column:
+def _wholes(column: Values) -> Column:
+    if column.count(column[0]) == len(column):
+        return Constant(_whole(column[0]))
     return column if {*map(type, column)} <= {int, type(None)} else [_whole(value) for value in column]
 
 
-def _reals(column: Column) -> Column:
+def _reals(column: Values) -> Values:
     if {*map(type, column)} == {float}:
         return [value if value == value else None for value in column]  # noqa: PLR0124 - as in _real
     return [_real(value) for value in column]
 
 
-def to_rows(kind: type, number: Callable[[str | None], int | None]) -> Callable[[Sequence[Any]], list[Row]]:
-    """The function that makes rows of such records, column by column; `number` gives a name's symbol."""
+def _symbols(texts: Values, number: Number) -> Column:
+    known = {text: number(text) for text in dict.fromkeys(texts)}
+    return Constant(known[texts[0]]) if len(known) == 1 else [known[text] for text in texts]
 
-    def symbols(column: Column) -> Column:
-        known = {text: number(text) for text in dict.fromkeys(column)}
-        return [known[text] for text in column]
 
-    by_type: dict[str, Callable[[Column], Column]] = {
-        "symbol": symbols,
+def to_columns(kind: type, number: Number) -> Callable[[Sequence[Any]], list[Column]]:
+    """The function that makes the columns of the table of such records; there is one record at least."""
+    by_type: dict[str, Callable[[Values], Column]] = {
+        "symbol": lambda column: _symbols(column, number),
         "integer": _wholes,
         "real": _reals,
         "text": lambda column: [*map(_text, column)],
@@ -122,55 +126,68 @@ def to_rows(kind: type, number: Callable[[str | None], int | None]) -> Callable[
     values = attrgetter(*(f"where.{c.name}" if c.name in _PLACE else c.name for c in columns))
     plan = [(lambda column: [*map(_suspects, column)]) if c.name == "suspects" else by_type[c.type] for c in columns]
 
-    def rows(records: Sequence[Any]) -> list[Row]:
+    def columns_of(records: Sequence[Any]) -> list[Column]:
         columns_of_records = zip(*map(values, records), strict=True)
-        return [*zip(*(convert(column) for convert, column in zip(plan, columns_of_records, strict=True)), strict=True)]
+        return [convert(column) for convert, column in zip(plan, columns_of_records, strict=True)]
 
-    return rows
+    return columns_of
 
 
-def measured_rows(measured: Measurements, number: Callable[[str | None], int | None]) -> Iterator[Row]:
-    """The rows of the table `metric` for measurements; without an object for each."""
+def metric_columns(measured: Measurements, number: Number) -> list[Column]:
+    """The columns of the table `metric` for measurements, without an object for each; [] if they have no metrics."""
     if not measured.metric_count:
-        return iter(())
-    texts = (measured.nodes, measured.groups, measured.names)
-    nodes, groups, names = ([number(text) for text in column] for column in texts)
+        return []
     row, column = (index.tolist() for index in np.nonzero(measured.present))
+    names = [number(name) for name in measured.names]
     values = measured.values[measured.present]
-    steps: Iterable[int | None] = itertools.repeat(None)
+    steps: Column = Constant(None)
     if measured.steps is not None:
         steps = [None if step == NO_STEP else step for step in measured.steps[measured.present].tolist()]
-    return zip(
-        itertools.repeat(number(measured.run)),
-        itertools.repeat(_whole(measured.round)),
-        map(nodes.__getitem__, row),
-        steps,
-        itertools.repeat(None),  # of no single layer
-        map(groups.__getitem__, row),
-        itertools.repeat(_real(measured.at)),
-        map(names.__getitem__, column),
-        _reals(values.tolist()),
-        itertools.repeat(number(measured.source)),
+    return [
+        *_place_columns(measured, row, number, steps),
+        [names[i] for i in column],
+        _reals(values.tolist()) if np.isnan(values).any() else values.tolist(),
+        Constant(number(measured.source)),
         range(measured.sequence, measured.sequence + len(row)),
-    )  # fmt: skip
+    ]
 
 
-def sketch_rows(measured: Measurements, number: Callable[[str | None], int | None]) -> Iterator[Row]:
-    """The rows of the table `sketch` for measurements."""
-    first = measured.sequence + len(measured) - len(measured.sketch_rows)
-    for i, row in enumerate(measured.sketch_rows):
-        assert measured.sketches is not None  # noqa: S101 - there are rows of it
-        values, node, group = measured.sketches[i], number(measured.nodes[row]), number(measured.groups[row])
-        place = (number(measured.run), _whole(measured.round), node, None, None, group, _real(measured.at))
-        identity = (number(measured.source), first + i, measured.sketch_version)
-        yield (*place, _floats(values), sketch_digest(values), *identity)
+def sketch_columns(measured: Measurements, number: Number) -> list[Column]:
+    """The columns of the table `sketch` for measurements; [] if they have no sketches."""
+    count = len(measured.sketch_rows)
+    if not count or measured.sketches is None:
+        return []
+    first = measured.sequence + len(measured) - count
+    with np.errstate(over="ignore"):
+        numbers = measured.sketches.astype("<f4")
+    return [
+        *_place_columns(measured, measured.sketch_rows, number, Constant(None)),
+        [row.tobytes() for row in numbers],
+        [*map(sketch_digest, measured.sketches)],
+        Constant(number(measured.source)),
+        range(first, first + count),
+        Constant(measured.sketch_version),
+    ]
+
+
+def _place_columns(measured: Measurements, rows: Sequence[int], number: Number, steps: Column) -> list[Column]:
+    """The columns of `_PLACE` and the time, for the nodes in some rows of measurements."""
+    nodes, groups = [number(node) for node in measured.nodes], _symbols(measured.groups, number)
+    return [
+        Constant(number(measured.run)),
+        Constant(_whole(measured.round)),
+        [nodes[i] for i in rows],
+        steps,
+        Constant(None),  # of no single layer
+        groups if isinstance(groups, Constant) else [groups[i] for i in rows],
+        Constant(_real(measured.at)),
+    ]
 
 
 def insert(kind: type) -> str:
-    """Return the statement that inserts a row of such records."""
+    """Return the statement that inserts rows of such records, up to its values."""
     table = TABLE[TABLE_OF[kind]]
-    columns = [quoted(column.name) for column in table.columns[1:]]
-    return f"INSERT INTO {table.name} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"  # noqa: S608
+    return f"INSERT INTO {table.name} ({', '.join(quoted(column.name) for column in table.columns[1:])})"
 
 
 def select(kind: type) -> str:
@@ -188,7 +205,7 @@ def from_rows(kind: type, rows: Sequence[Row]) -> list[Any]:
     if not rows:
         return []
     columns = TABLE[TABLE_OF[kind]].columns[1:]
-    by_name: dict[str, Column] = {c.name: v for c, v in zip(columns, zip(*rows, strict=True), strict=True)}
+    by_name: dict[str, Values] = {c.name: v for c, v in zip(columns, zip(*rows, strict=True), strict=True)}
     where = map(Where, *(by_name.pop(name) for name in _PLACE))
     for column in columns:
         if column.name not in by_name:
@@ -278,6 +295,6 @@ def as_stored(event: Event) -> Event:
 
 def check(records: Sequence[Any]) -> None:
     """RecordError for a batch with something else in it, before any of it is stored."""
-    for thing in records:
-        if not isinstance(thing, Telemetry):
-            raise RecordError(f"A store takes records (see fedvitals.records), got {type(thing).__name__}.")
+    for kind in {*map(type, records)}:
+        if not issubclass(kind, Telemetry):
+            raise RecordError(f"A store takes records (see fedvitals.records), got {kind.__name__}.")

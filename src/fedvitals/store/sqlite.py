@@ -116,7 +116,8 @@ def _connect(path: Path) -> Database:
             "journal_mode = WAL",
             "synchronous = NORMAL",
             "secure_delete = OFF",  # some builds overwrite what is deleted, which would double the cost of compaction
-            "wal_autocheckpoint = 2000",
+            "wal_autocheckpoint = 4000",  # what compaction frees before that never reaches the file
+            "cache_size = -8000",  # KiB: compaction finds what it merges in memory
         ):
             database.execute(f"PRAGMA {setting}")
         _upgrade(database)
@@ -228,8 +229,11 @@ class SqliteStore(Sink):
 
     def _hold(self) -> None:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file_lock.hold()
+            try:
+                self._file_lock.hold()
+            except FileNotFoundError:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file_lock.hold()
         except OSError as error:
             what = "written" if self.path.exists() else "created"
             raise StoreError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from fedvitals.errors import RecordError
 from fedvitals.measurements import Measurements, Telemetry, run_of
 from fedvitals.records import LayerStats, LayerTable, Metric, Run, Sketch, Truth
 from fedvitals.store import rows
+from fedvitals.store.columns import Column
 from fedvitals.store.deliveries import Delivered
 from fedvitals.store.dialect import Database
 from fedvitals.store.packing import LayerMatrices, block_of, in_blocks, layer_matrices, with_checksum
@@ -20,7 +21,8 @@ from fedvitals.store.symbols import Symbols
 from fedvitals.store.upkeep import compaction
 
 Family = tuple[str, str, str, int, bool]  # run, family, layer table, number of layers, whether about the whole
-MeasuredRows = Callable[[Measurements, Callable[[str | None], int | None]], Iterator[rows.Row]]
+MeasuredColumns = Callable[[Measurements, rows.Number], list[Column]]
+_NOT_NOTED = (Run, Truth)
 ROUNDS_REMEMBERED = 1000  # whose times are known without asking; a run of any length must fit into memory
 
 
@@ -42,14 +44,14 @@ class Writer:
         self._before_commit = before_commit
         self._symbols = Symbols(database)
         self._delivered = Delivered(database, self._symbols)
-        self._rows = {kind: (rows.insert(kind), rows.to_rows(kind, self._symbols.number)) for kind in rows.TABLE_OF}
+        self._columns = {kind: rows.to_columns(kind, self._symbols.number) for kind in rows.TABLE_OF}
         self._forget()
 
     def _forget(self) -> None:
         self._symbols.forget()
         self._delivered.forget()
         self._tables: set[str] = set()
-        self._nodes: set[tuple[str, str | None]] = set()
+        self._nodes: dict[str, set[str | None]] = {}  # by run; None is never noted
         self._rounds: dict[tuple[str, int], tuple[float, float]] = {}
         self._pending: dict[Family, compaction.Pending] = {}
         self._arrival: int | None = None
@@ -59,7 +61,7 @@ class Writer:
         rows.check(records)
         due: set[Family] = set()
         try:
-            self._transaction({run_of(record) for record in records}, partial(self._ingest, records, due))
+            self._transaction(map(run_of, records), partial(self._ingest, records, due))
         except (TypeError, ValueError, OverflowError) as error:  # of our own making rows, not of the database
             raise RecordError(f"A record cannot be stored ({type(error).__name__}: {error}).") from error
         for key in due:
@@ -73,7 +75,7 @@ class Writer:
             if self._changed_elsewhere():
                 self._forget()
             if self._database.dialect.shared:
-                for run in sorted(runs):  # in one order, so that two never wait for each other
+                for run in sorted({*runs}):  # in one order, so that two never wait for each other
                     self._database.take_turn(f"run {run}")
                 self._delivered.forget()
                 self._symbols.begin()
@@ -90,32 +92,29 @@ class Writer:
         by_kind: dict[type, list[Any]] = {}
         for record in new:
             by_kind.setdefault(type(record), []).append(record)
-        for together in (LayerStats, Metric, Sketch, Measurements):  # written in one order with each other
-            by_kind.pop(together, None)
         for run in by_kind.pop(Run, []):
             self._write_run(run)
-        for measured_kind, to_rows in ((Metric, rows.measured_rows), (Sketch, rows.sketch_rows)):
-            self._database.many(self._rows[measured_kind][0], self._rows_in_order(new, measured_kind, to_rows))
+        if by_kind.keys() & {Metric, Sketch, Measurements}:
+            self._write_in_order(new, Metric, rows.metric_columns)
+            self._write_in_order(new, Sketch, rows.sketch_columns)
         for kind, same in by_kind.items():
-            statement, rows_of = self._rows[kind]
-            self._database.many(statement, rows_of(same))
+            if kind not in (LayerStats, Metric, Sketch, Measurements):  # written in one order with each other
+                self._database.insert(rows.insert(kind), self._columns[kind](same))
         due |= self._write_statistics(layer_matrices(new))
         self._note_places(new)
-        self._delivered.save({(run_of(record), record.source) for record in new})
+        self._delivered.save()
         self._symbols.save()
 
-    def _rows_in_order(
-        self, records: Sequence[Telemetry], kind: type, measured_rows: MeasuredRows
-    ) -> Iterator[rows.Row]:
-        """The rows of all metrics or sketches by arrival: of two with the same time, the later one counts."""
-        to_rows = self._rows[kind][1]
-        parts: list[Iterable[rows.Row]] = []
+    def _write_in_order(self, records: Sequence[Telemetry], kind: type, measured_columns: MeasuredColumns) -> None:
+        """Write all metrics or sketches by arrival: of two with the same time, the later one counts."""
         for kind_of_same, same in itertools.groupby(records, type):
             if kind_of_same is kind:
-                parts.append(to_rows([*same]))
+                self._database.insert(rows.insert(kind), self._columns[kind]([*same]))
             elif kind_of_same is Measurements:
-                parts += [measured_rows(measured, self._symbols.number) for measured in same]  # type: ignore[arg-type]
-        return itertools.chain.from_iterable(parts)
+                for measured in same:
+                    columns = measured_columns(measured, self._symbols.number)  # type: ignore[arg-type]
+                    if columns:
+                        self._database.insert(rows.insert(kind), columns)
 
     def _write_run(self, run: Run) -> None:
         """Insert the run or write over it, unless its own source has said something newer before."""
@@ -161,7 +160,7 @@ class Writer:
     def _write_block(self, key: Family, same: list[LayerMatrices], round_: int | None) -> tuple[int, int | None, int]:
         arrival = self._next_arrival()
         entries, numbers = block_of(same, self._symbols.number)
-        blob = with_checksum(numbers.astype("<f4", copy=False).tobytes())
+        blob = with_checksum(numbers.astype("<f4", copy=False))
         run, family, table, layers, _ = key
         names = [self._symbols.number(name) for name in (run, family, table)]
         first, last = compaction.rounds_of(entries)
@@ -189,30 +188,32 @@ class Writer:
 
         Whoever reads these must not learn from them what is to be found out: truths are left out.
         """
-        spans: dict[tuple[str, int], tuple[float, float]] = {}
-        nodes: set[tuple[str, str | None]] = set()
+        times: dict[tuple[str, int | None], list[float]] = {}
+        nodes: dict[str, set[str | None]] = {}
         for record in records:
-            if isinstance(record, Run | Truth):
-                continue
             if isinstance(record, Measurements):
-                round_index, own = record.round, record.measured_nodes()
+                run, round_index, measured = record.run, record.round, record.measured_nodes()
+                if not measured:
+                    continue
+                nodes.setdefault(run, set()).update(measured)
+            elif isinstance(record, _NOT_NOTED):
+                continue
             else:
-                round_index, own = record.where.round, [record.where.node]
-            run = run_of(record)
-            nodes.update((run, node) for node in own if node is not None)
-            if round_index is not None and own:
-                key, at = (run, int(round_index)), record.at
-                first, last = spans.get(key, (math.inf, -math.inf))
-                spans[key] = (min(first, at), max(last, at))
+                run, round_index = record.where.run, record.where.round
+                nodes.setdefault(run, set()).add(record.where.node)
+            times.setdefault((run, round_index), []).append(record.at)
         number = self._symbols.number
-        added = nodes - self._nodes
-        self._nodes |= added
-        self._database.many(
-            "INSERT INTO run_node (run, node) VALUES (?, ?) ON CONFLICT (run, node) DO NOTHING",
-            [(number(run), number(node)) for run, node in added],
-        )
-        for key, span in spans.items():
-            self._note_round(key, span)
+        for run, own in nodes.items():
+            known = self._nodes.setdefault(run, {None})
+            added = own - known
+            known |= added
+            self._database.many(
+                "INSERT INTO run_node (run, node) VALUES (?, ?) ON CONFLICT (run, node) DO NOTHING",
+                [(number(run), number(node)) for node in added],
+            )
+        for (run, round_index), at in times.items():
+            if round_index is not None:
+                self._note_round((run, int(round_index)), (min(math.inf, *at), max(-math.inf, *at)))
 
     def _note_round(self, key: tuple[str, int], span: tuple[float, float]) -> None:
         place = (self._symbols.number(key[0]), key[1])

@@ -22,8 +22,8 @@ from fedvitals.store.packing import (
     coordinates_of,
     entries_of,
     joined,
+    merged,
     numbers_of,
-    with_checksum,
 )
 
 NEWEST_ROUNDS = 10  # stay as they came
@@ -39,10 +39,12 @@ class Pending:
     blocks: list[tuple[int, int | None, int]] = field(default_factory=list)
     newest: int | None = None
     unchecked: int = 0
+    bytes: int = 0  # of all blocks
 
     def add(self, arrival: int, round_index: int | None, size: int) -> bool:
         """Whether it is time to look for old ones."""
         self.blocks.append((arrival, round_index, size))
+        self.bytes += size
         self.unchecked += 1
         advanced = round_index is not None and (self.newest is None or round_index > self.newest)
         if advanced:
@@ -53,6 +55,8 @@ class Pending:
     def take(self) -> list[int]:
         """The blocks to merge now, oldest first; [] when it is too early."""
         self.unchecked = 0
+        if len(self.blocks) < CHUNK_ROUNDS and self.bytes < CHUNK_BYTES:
+            return []
         limit = None if self.newest is None else self.newest - NEWEST_ROUNDS
         old = [block for block in self.blocks if block[1] is None or (limit is not None and block[1] <= limit)]
         if len(old) < 2 or (
@@ -70,6 +74,7 @@ class Pending:
             taken.append(arrival)
         gone = set(taken)
         self.blocks = [block for block in self.blocks if block[0] not in gone]
+        self.bytes = sum(block[2] for block in self.blocks)
         return taken
 
 
@@ -125,14 +130,14 @@ def compact(database: Database, family: str, arrivals: list[int]) -> None:
     if _overtakes(database, blocks[0][:4], arrivals, parts):
         return
     entries = joined(parts)
-    numbers = np.concatenate([numbers_of(family, row[7], row[4]) for row in blocks], axis=2)
+    blobs = merged([numbers_of(family, row[7], row[4]) for row in blocks])
     database.execute(f"DELETE FROM layer_matrix WHERE block IN ({holes})", arrivals)  # noqa: S608
     database.execute(f"DELETE FROM layer_block WHERE arrival IN ({holes})", arrivals)  # noqa: S608
     first, last = rounds_of(entries)
     insert_block(database, (arrivals[-1], *blocks[0][:4], len(entries.at), first, last), entries)
     database.many(
         "INSERT INTO layer_matrix (block, layer, numbers) VALUES (?, ?, ?)",
-        ((arrivals[-1], i, with_checksum(layer.tobytes())) for i, layer in enumerate(numbers)),
+        [(arrivals[-1], layer, blob) for layer, blob in enumerate(blobs)],
     )
 
 

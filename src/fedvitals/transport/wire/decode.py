@@ -34,7 +34,17 @@ from fedvitals.records import (
 )
 from fedvitals.stats import FAMILIES, STATISTICS, Array, unpack
 from fedvitals.transport.wire import fields
-from fedvitals.transport.wire.fields import ANY_SUMS, HOLDS_SUMS, Entry, Head, Limits, Place, check_plain, check_size
+from fedvitals.transport.wire.fields import (
+    ANY_SUMS,
+    HOLDS_SUMS,
+    WIDTH,
+    Entry,
+    Head,
+    Limits,
+    Place,
+    check_plain,
+    check_size,
+)
 
 _DATA = msgspec.msgpack.Decoder(dict[str, Any])
 
@@ -106,7 +116,7 @@ class PayloadReader:
 
     def matrices(self, family: str, *shape: int) -> Array:
         """Return the next numbers of this family, [*shape, its columns]."""
-        rows, columns = math.prod(shape), len(FAMILIES[family].columns)
+        rows, columns = math.prod(shape), WIDTH[family]
         if HOLDS_SUMS[family]:
             self._sum_row += rows
             return self._sums[self._sum_row - rows : self._sum_row].reshape(*shape, columns)
@@ -161,10 +171,10 @@ class PayloadReader:
             if HOLDS_SUMS[family]:
                 sums += rows
             else:
-                others += rows * len(FAMILIES[family].columns)
+                others += rows * WIDTH[family]
         if not sums and not others:
             return _NO_SUMS, _NOTHING, matrices
-        width = len(STATISTICS)
+        width = WIDTH[ANY_SUMS]
         size = 4 * (sums * width + others)
         if size > len(matrices):
             raise RecordError(f"Matrices of {size} bytes announced, got {len(matrices)}.")
@@ -258,13 +268,13 @@ def _measurements(r: PayloadReader, e: fields.MeasurementsEntry, at: _At, identi
 
 
 def _measured_layers(r: PayloadReader, part: fields.MeasuredLayersEntry, rows: int) -> MeasuredLayers:
-    if max(part.rows, default=-1) >= rows:
+    if part.rows and max(part.rows) >= rows:
         raise RecordError("Statistics of layers in a payload are of a node that it does not name.")
     if not part.layers:
         raise RecordError("Statistics of layers in a payload are of no layer at all.")
-    family = r.word(part.family)
+    family = r.words[part.family]
     matrices = r.matrices(family, len(part.rows), part.layers)
-    return MeasuredLayers(family, r.word(part.table), part.step, tuple(part.rows), matrices)
+    return MeasuredLayers(family, r.words[part.table], part.step, tuple(part.rows), matrices)
 
 
 def _finding(r: PayloadReader, e: fields.Findings, at: _At, identity: _Identity) -> Record:

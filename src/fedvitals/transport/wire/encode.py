@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -125,9 +126,8 @@ class PayloadWriter:
             self.words.append(text(value, WORD_CHARACTERS))
         return number
 
-    def words_of(self, values: Iterable[str]) -> list[int]:
-        known = NUMBER_OF.get
-        return [self.word(value) if (number := known(value)) is None else number for value in values]
+    def words_of(self, texts: tuple[str, ...]) -> Sequence[int]:
+        return _vocabulary_numbers(texts) or [self.word(text) for text in texts]
 
     def maybe(self, value: str | None) -> int | None:
         return None if value is None else self.word(value)
@@ -143,7 +143,7 @@ class PayloadWriter:
         else:
             self._others.append(matrix.reshape(-1))
 
-    def array(self, values: npt.NDArray[Any], kind: str) -> None:
+    def array(self, values: npt.NDArray[Any], kind: np.dtype[Any]) -> None:
         self._arrays.append(values.astype(kind, copy=False).tobytes())
 
     def _header(self, record: Telemetry, place: int, at: float | None) -> tuple[Any, ...]:
@@ -175,8 +175,18 @@ class PayloadWriter:
         return number
 
 
+@lru_cache(maxsize=64)
+def _vocabulary_numbers(texts: tuple[str, ...]) -> tuple[int, ...]:
+    """The numbers of words that are all in the vocabulary, or (); clients measure the same again and again."""
+    numbers = [NUMBER_OF.get(text, -1) for text in texts]
+    return () if -1 in numbers else tuple(numbers)
+
+
+_U1, _F4, _F8, _I8, _U4 = (np.dtype(kind) for kind in ("u1", "<f4", "<f8", "<i8", "<u4"))
+
+
 def _little(values: Array | npt.NDArray[np.float32]) -> bytes:
-    return values.astype("<f4", copy=False).tobytes()
+    return values.astype(_F4, copy=False).tobytes()
 
 
 def _layers(w: PayloadWriter, r: LayerStats) -> tuple[Any, ...]:
@@ -186,17 +196,17 @@ def _layers(w: PayloadWriter, r: LayerStats) -> tuple[Any, ...]:
 
 def _measurements(w: PayloadWriter, m: Measurements) -> tuple[Any, ...]:
     complete = m.metric_count == m.present.size
-    w.array(np.packbits(m.present), "u1")
-    w.array(m.values if complete else m.values[m.present], "<f8")
+    w.array(np.packbits(m.present), _U1)
+    w.array(m.values if complete else m.values[m.present], _F8)
     stepped = None
     if m.steps is not None:
         steps = m.steps.ravel() if complete else m.steps[m.present]
         (stepped,) = (steps != NO_STEP).nonzero()
         if len(stepped):
-            w.array(stepped, "<u4")
-            w.array(steps[stepped], "<i8")
+            w.array(stepped, _U4)
+            w.array(steps[stepped], _I8)
     if m.sketches is not None:
-        w.array(m.sketches, "<f8")
+        w.array(m.sketches, _F8)
     layers = []
     for part in m.layers:
         count, rows, columns = part.matrices.shape

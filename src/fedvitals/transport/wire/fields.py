@@ -23,6 +23,7 @@ DEPTH = 16  # of free-form data
 # All families of nine sums are packed alike, and so in one go, as if they were one of them.
 ANY_SUMS = "gradient"
 HOLDS_SUMS = {name: family.columns is STATISTICS for name, family in FAMILIES.items()}
+WIDTH = {name: len(family.columns) for name, family in FAMILIES.items()}
 
 Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]  # what a database can hold
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -229,7 +230,7 @@ def plain(value: Any, depth: int = DEPTH) -> Any:  # noqa: PLR0911 - one per kin
         return text(value)
     if kind is int:
         return value if -(2**63) <= value < 2**63 else float(value) if abs(value) < 1 << 1000 else text(str(value))
-    if isinstance(value, Mapping) and depth:
+    if (kind is dict or isinstance(value, Mapping)) and depth:
         return {
             name if type(name) is str and name.isascii() and len(name) <= TEXT_CHARACTERS else text(str(name)): (
                 item if type(item) is float else plain(item, depth - 1)

@@ -28,6 +28,7 @@ MAGIC, VERSION = b"fv", 2
 _START = struct.Struct("<2sBBI")
 _CHECKSUM = struct.Struct("<I")
 _WITHOUT_CHECKSUM = 1  # a version that is still read
+_BYTES = (bytes, bytearray, memoryview)
 _PLAIN, _DEFLATED = 0, 1
 _SHORT = 800  # bytes of a head that are not worth the time to deflate
 _HEADS = msgspec.msgpack.Decoder(Head)
@@ -57,7 +58,7 @@ def encode(records: Sequence[Telemetry], limits: Limits = LIMITS) -> bytes:
 
 def decode(payload: bytes, limits: Limits = LIMITS) -> list[Telemetry]:
     """Return what a payload holds. RecordError for anything else; either in bounded time and memory."""
-    if not isinstance(payload, bytes | bytearray | memoryview):
+    if not isinstance(payload, _BYTES):
         raise RecordError(f"A payload is bytes, got {type(payload).__name__}.")
     check_size("bytes", len(payload), limits.bytes)
     if len(payload) < _START.size or payload[:2] != MAGIC:

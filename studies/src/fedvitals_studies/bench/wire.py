@@ -23,6 +23,8 @@ from fedvitals.transport.wire.payload import decode, encode
 from fedvitals_studies.bench.fuzzed_payloads import fuzzed_payloads
 from fedvitals_studies.bench.workloads import WORKLOADS, step
 
+BAR = 60  # microseconds to encode and decode a client-round of the paper's CNN
+
 
 def client_round(*, first: bool = False, probes: str = "standard") -> list[Telemetry]:
     """The records of one client-round of the paper's CNN, 20 steps, as a worker sends them.
@@ -77,6 +79,7 @@ def bench_wire(*, quick: bool = False) -> list[dict[str, Any]]:
                 "encode_microseconds": times[0],
                 "decode_microseconds": times[1],
                 "both_microseconds": sum(times),
+                "bar_microseconds": BAR if name == "standard" else None,
             }
         )
     return [*found, _fuzzed(3_000 if quick else 100_000)]

@@ -38,7 +38,10 @@ BARS = {
     "gpu": ("round", "statistics", "kernel", "clients", "monitored", "llm", "precision", "study"),
 }
 SHOWN = {  # the rest is for --json
-    "wire": ("client_round", "records", "bytes", "encode_microseconds", "decode_microseconds", "both_microseconds"),
+    "wire": (
+        *("client_round", "records", "bytes", "encode_microseconds", "decode_microseconds", "both_microseconds"),
+        "bar_microseconds",
+    ),
     "lab": ("what", "against", "bar", "value", "low", "high", "verdict"),
     "scale": ("what", "bar", "measured", "verdict"),
     "profile": ("what", "bar", "measured", "verdict"),
