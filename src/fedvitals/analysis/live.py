@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from fedvitals.analysis.bottleneck import SLOWER, max_stragglers
 from fedvitals.analysis.round_shape import WAITED
 from fedvitals.analysis.timeline import may_report
-from fedvitals.measurements import Telemetry
+from fedvitals.measurements import Emitted
 from fedvitals.protocols import Sink
 from fedvitals.records import Metric, Record, Span, Where
 from fedvitals.resources.node_spans import CLOSE, clamped_parts, recorded_parts
@@ -129,13 +129,13 @@ class LiveProfile(Sink):
     """A sink that emits the metrics of each round that is over; it runs on a queue's worker."""
 
     name = "profile"
-    takes_measurements = True  # and leaves them out: a round is told by its Spans
+    takes_measurements = takes_transfers = True  # and leaves them out: a round is told by its Spans
 
     def __init__(self, emit: Callable[[Record], None]) -> None:
         self._emit = emit
         self._open: dict[tuple[str, int], dict[str, _RoundSums]] = {}
 
-    def write(self, records: Sequence[Telemetry], /) -> None:
+    def write(self, records: Sequence[Emitted], /) -> None:
         for record in records:
             if isinstance(record, Span):
                 self._add(record)

@@ -225,9 +225,20 @@ class HostObserver:
         def emit() -> None:
             ends = self._clients.transfer(sender, receiver, bytes, raw_bytes, seconds, kind)
             if self._rounds.open is not None:
-                self._rounds.open.cohort.count_traffic(*ends, int(bytes))
+                self._rounds.open.cohort.count_traffic(ends[:1], ends[1:], (int(bytes),))
 
         self._guard("transfer()", emit)
+
+    def transfer_each(self, messages: Sequence[tuple[AnyName, AnyName, int, int, float | None, str]]) -> None:
+        """Record several messages: of each, all that `transfer` takes."""
+
+        def emit() -> None:
+            block = self._clients.transfer_each(messages)
+            if self._rounds.open is not None:
+                self._rounds.open.cohort.count_traffic(block.senders, block.receivers, block.sizes)
+
+        if messages:
+            self._guard("transfer()", emit)
 
     def truth(self, fault: Mapping[str, Any]) -> None:
         """Keep what the host made ill on purpose, for trials. Detectors get no word of it."""

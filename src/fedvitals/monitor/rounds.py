@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fedvitals.catalog import public_name
+from fedvitals.measurements import Measurements
 from fedvitals.monitor.arrivals import Arrivals
 from fedvitals.monitor.losses import LostRecords
 from fedvitals.monitor.spine import Spine
@@ -96,6 +97,15 @@ class Rounds:
         cohort.cost += sum(value for name, value, _ in results.metrics if name == "monitor.cost")
         if self._ledger is not None:
             self._ledger.trained(span)
+
+    def joined_stack(self, spans: Sequence[Span], measured: Measurements) -> None:
+        """Clients have finished as one batch in this process."""
+        if self.open is None:
+            return
+        self.open.cohort.add_measured({span.where.node or "": span for span in spans}, [measured])
+        if self._ledger is not None:
+            for span in spans:
+                self._ledger.trained(span)
 
     def close(self) -> OpenScope | None:
         """The open round, which from now on is none: to be told of by `finish`, or forgotten."""
