@@ -259,7 +259,9 @@ class Federation:
             return set()
         sent = torch.stack([u.state[:weights] for u in arrived])
         sent -= torch.stack([task_of[u.node].start[:weights] for u in arrived])
-        deltas = {u.node: SplitVector(row, sizes) for u, row in zip(arrived, sent, strict=True)}
+        parts = zip(*(part.unbind() for part in sent.split(sizes, dim=1)), strict=True)
+        rows = zip(arrived, sent.unbind(), parts, strict=True)
+        deltas = {update.node: SplitVector(row, own) for update, row, own in rows}
         self.observer.log_each("update.samples", {update.node: float(update.samples) for update in arrived})
         answers = self.observer.updates(self.round, deltas)
         return {action.target for action in answers if action.kind == "exclude" and action.target is not None}

@@ -20,7 +20,7 @@ from fedvitals.loop_tape import LoopTape
 from fedvitals.measurements import Measurements, Transfers
 from fedvitals.monitor.spine import Spine
 from fedvitals.monitor.stacks import Stacks
-from fedvitals.probes.results import Results
+from fedvitals.probes.results import Key, Results
 from fedvitals.protocols import Node, Stack
 from fedvitals.records import AnyName, Span, Transfer, Where, group_name, node_name
 from fedvitals.resources.capture import OPERATORS, Capture, Captures, Recording
@@ -264,6 +264,13 @@ class Clients:
             return stacked
         outer = self._scopes.round or self._scopes.here()
         return replace(outer, node=node, group=None)
+
+    def key(self, name: AnyName) -> Key:
+        """A node that the host names, and its group, as far as it is open here."""
+        node = node_name(name)
+        if self._stacks.open is None and node not in self._open:
+            return node, None
+        return node, self.at(node).group
 
     def log(self, values: Mapping[str, float], node: AnyName | None = None) -> None:
         """Metrics of the user's own, for a node, or for the client or the round that is open (or was open last)."""

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from fedvitals.measurements import MeasuredLayers, Measurements
 from fedvitals.probes.attempts import Attempt, unguarded
+from fedvitals.probes.node_columns import NodeColumns
 from fedvitals.probes.results import Results
 from fedvitals.records import LayerStats, Span
 from fedvitals.stats import COUNT, FAMILIES, INFS, MAX, MIN, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array, merge
@@ -204,7 +205,7 @@ class Cohort:
 
     def close(
         self, instruments: AnyInstruments, model: Any, least: int, attempt: Attempt = unguarded
-    ) -> list[tuple[Key, Results]]:
+    ) -> tuple[list[NodeColumns], list[tuple[Key, Results]]]:
         """Return everything that is known only now: cosines and duplicates, groups, the whole, the global model,
         traffic.
 
@@ -216,16 +217,21 @@ class Cohort:
         def step(doing: str, work: Callable[[], list[tuple[Key, Results]]], node: str | None = None) -> None:
             results.extend(attempt(doing, work, node) or ())
 
-        for update in instruments.updates.close_round(attempt):
-            step("measuring an update", partial(self._of_update, update, instruments), update.node)
+        updates = instruments.updates.close_round(attempt)
+        try:
+            columns = [self._of_updates(updates, instruments)]
+        except Exception:  # noqa: BLE001 - because of somebody: each by itself, so that it costs nobody else
+            each = [(update.node, partial(self._of_updates, [update], instruments)) for update in updates]
+            columns = [own for node, work in each if (own := attempt("measuring an update", work, node)) is not None]
+        traffic = attempt("adding up traffic", self._of_traffic, None)
+        columns += () if traffic is None else (traffic,)
         for kind, members in self._by_members():
             step(f"adding up '{kind[0]}'", partial(_merge_groups, kind, members, least))
         step("adding up groups", self._of_groups)
-        step("adding up traffic", self._of_traffic)
         step("counting clients", partial(self._of_whole, instruments))
         if model is not None:
             step("measuring the global model", lambda: [(("server", None), instruments.model_results(model))])
-        return results
+        return columns, results
 
     def _by_members(self) -> list[tuple[Kind, Mapping[str | None, list[Part]]]]:
         """Return what is to be merged, by family; within a family, the layers that most clients have come last.
@@ -247,12 +253,12 @@ class Cohort:
                 results_by_key.append(((group, group), results))
         return results_by_key
 
-    def _of_traffic(self) -> list[tuple[Key, Results]]:
-        return [
-            ((node, self._groups.get(node)), Results(metrics=[(name, float(size), None)]))
-            for name, traffic in (("traffic.sent", self._sent), ("traffic.received", self._received))
-            for node, size in traffic.items()
-        ]
+    def _of_traffic(self) -> NodeColumns:
+        nodes = {node: row for row, node in enumerate(dict.fromkeys((*self._sent, *self._received)))}
+        columns = NodeColumns([(node, self._groups.get(node)) for node in nodes])
+        for name, traffic in (("traffic.sent", self._sent), ("traffic.received", self._received)):
+            columns.put(name, [*traffic.values()], np.array([nodes[node] for node in traffic], np.intp))
+        return columns
 
     def _of_whole(self, instruments: AnyInstruments) -> list[tuple[Key, Results]]:
         whole = Results()
@@ -263,16 +269,26 @@ class Cohort:
         whole.remarks += instruments.remarks()
         return [((None, None), whole)]
 
-    def _of_update(self, update: ClientUpdate | ArrayUpdate, instruments: AnyInstruments) -> list[tuple[Key, Results]]:
-        results = Results(tables=self._tables.get(update.node, {}))
-        results.take(update.metrics)
-        if update.alignment is not None:
-            results.matrices.append(("update.alignment", update.alignment, None))
-        if update.peers is not None:
-            results.matrices.append(("update.peers", update.peers, None))
-        if update.sketch is not None and not instruments.preset.brief:
-            results.sketch = update.sketch
-        return [((update.node, self._groups.get(update.node)), results)]
+    def _of_updates(self, updates: Sequence[ClientUpdate | ArrayUpdate], instruments: AnyInstruments) -> NodeColumns:
+        columns = NodeColumns([(update.node, self._groups.get(update.node)) for update in updates])
+        for name in dict.fromkeys(name for update in updates for name in update.metrics):
+            rows = [row for row, update in enumerate(updates) if name in update.metrics]
+            columns.put(name, [float(updates[row].metrics[name]) for row in rows], np.array(rows))
+        for family in ("update.alignment", "update.peers"):
+            alike: dict[tuple[Any, ...], list[tuple[int, Array]]] = defaultdict(list)  # by layers and their table
+            for row, update in enumerate(updates):
+                matrix = update.alignment if family == "update.alignment" else update.peers
+                if matrix is not None:
+                    tables = self._tables.get(update.node, {})
+                    alike[len(matrix), *tables.items()].append((row, matrix))
+            for (_, *tables_of_rows), own in alike.items():
+                matrices, places = np.stack([matrix for _, matrix in own]), np.array([row for row, _ in own])
+                columns.put_matrices(family, matrices, places, tables=dict(tables_of_rows))
+        if not instruments.preset.brief:
+            for row, update in enumerate(updates):
+                if update.sketch is not None:
+                    columns.put_sketch(row, update.sketch)
+        return columns
 
 
 def _kind(family: str, matrix: Array, table: str | None) -> Kind:
