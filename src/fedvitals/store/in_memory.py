@@ -318,11 +318,11 @@ class MemoryStore(Sink):
     @staticmethod
     def _write_measurements(memory: _Memory, measured: Measurements) -> None:
         """Keep the newest value of each metric and node, column by column."""
-        places = measured.places()
-        memory.nodes.update(place.node for place in places if place.node is not None)
+        nodes = measured.measured_nodes()
+        memory.nodes.update(node for node in nodes if node is not None)
         if measured.round is None:
             return
-        if places:
+        if nodes:
             memory.rounds.add(measured.round)
         if len({*measured.nodes}) < len(measured.nodes):  # the last of a node's values is known by their order alone
             for record in measured.records():

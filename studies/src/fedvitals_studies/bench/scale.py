@@ -108,7 +108,7 @@ def _with_and_without(clients: int, pairs: int, rounds: int, bar: str, least: fl
             text = ", ".join(f"{own[-1]:.2f} {what}" for what, own in ratios.items())
             tell(f"{clients} clients, pair {number + 1} of {pairs}: {text}")
         lost = sum(monitor.lost for monitor in monitors)
-    rows = []
+    rows: list[Row] = []
     for number, (what, own) in enumerate(ratios.items()):
         (low, high), share = _interval(own), statistics.median(own)
         rows.append({
