@@ -258,7 +258,9 @@ class Federation:
         if not arrived:
             return set()
         sent = torch.stack([u.state[:weights] for u in arrived])
-        sent -= torch.stack([task_of[u.node].start[:weights] for u in arrived])
+        starts = [task_of[update.node].start for update in arrived]
+        alike = all(start is starts[0] for start in starts)
+        sent -= starts[0][:weights] if alike else torch.stack([start[:weights] for start in starts])
         parts = zip(*(part.unbind() for part in sent.split(sizes, dim=1)), strict=True)
         rows = zip(arrived, sent.unbind(), parts, strict=True)
         deltas = {update.node: SplitVector(row, own) for update, row, own in rows}

@@ -226,6 +226,7 @@ class Arrivals:
         if (
             not isinstance(telemetry, Measurements)
             or self._ledger is None
+            or not self._ledger.exchanged
             or not any(map(self._ledger.ahead, telemetry.nodes))
         ):
             return (telemetry,)
@@ -236,7 +237,7 @@ class Arrivals:
         here = self._scopes.round
         if isinstance(record, Measurements):
             return record if here is None or record.round is not None else replace(record, round=here.round)
-        if self._ledger is not None:
+        if self._ledger is not None and self._ledger.exchanged:
             record = _by_our_clock(record, self._ledger)
         if isinstance(record, Run) or here is None or record.where.round is not None:
             return record
