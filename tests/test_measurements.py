@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measurements stand for single records: every way through fedvitals gives the same for both."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
+import sqlite3
 
 import numpy as np
 from hypothesis import given
@@ -18,6 +20,7 @@ from fedvitals.measurements import (
     single_records,
     stamped,
 )
+from fedvitals.probes.node_columns import NodeColumns
 from fedvitals.probes.results import Results, measurements_of, metric_of_nodes
 from fedvitals.records import LayerStats, Metric, Sketch
 from fedvitals.store import MemoryStore, SqliteStore, open_reader
@@ -27,7 +30,7 @@ from fedvitals.testing import MemorySink
 from fedvitals.transport.privacy import PrivacyPolicy
 from fedvitals.transport.queue import Queue
 from fedvitals.transport.sink_writer import SinkWriter
-from support.measured_tables import RUN, measured, results, same
+from support.measured_tables import RUN, TABLE, measured, messages, results, same, sums
 
 
 def test_it_stands_for_the_records_that_the_results_tell():
@@ -300,3 +303,78 @@ def test_its_places_are_those_that_something_was_measured_of():
     present[2] = False
     fewer = dataclasses.replace(table, present=present, layers=(), sketch_rows=(), sketches=None)
     assert [place.node for place in places_of(fewer)] == ["c0", "c1", "c3"]
+
+
+def test_messages_stand_for_transfers():
+    block = messages()
+    records = single_records([block])
+    assert len(block) == len(records) == record_count(block) == 6
+    assert [r.sequence for r in records] == [*range(100, 106)]
+    assert [(r.where.node, r.sender, r.receiver) for r in records[:2]] == [
+        ("c0", "server", "c0"),
+        ("c0", "c0", "server"),
+    ]
+    assert [(r.where.group, r.at, r.bytes, r.raw_bytes, r.seconds, r.kind) for r in records[2:4]] == [
+        ("edge-0", 7.0, 2, 4, None, "model"),
+        (None, 8.0, 3, 6, 0.5, "update"),
+    ]
+    assert [r.receiver for r in block.of_rows([1, 4]).records()] == ["server", "c2"]
+
+
+def test_messages_reach_a_store_and_a_history_as_their_records_do(tmp_path):
+    whole, single = SqliteStore(tmp_path / "a.db"), SqliteStore(tmp_path / "b.db")
+    for store, batch in ((whole, [RUN, messages()]), (single, [RUN, *messages().records()])):
+        queue = Queue(store)
+        queue.put_many(batch)
+        queue.close()
+    read = []
+    for name in "ab":
+        with contextlib.closing(sqlite3.connect(tmp_path / f"{name}.db")) as database:
+            read.append(database.execute("SELECT * FROM transfer ORDER BY rowid").fetchall())
+    assert read[0] == read[1]
+    assert len(read[0]) == 6
+    noted, told = MemoryStore(), MemoryStore()
+    noted.note(messages())
+    told.write(messages().records())
+    assert noted.history("r").nodes() == told.history("r").nodes() == ["c0", "c1", "c2"]
+    assert noted.history("r").rounds() == told.history("r").rounds() == [2]
+
+
+def test_columns_of_many_nodes_are_the_results_of_each():
+    """Also where clients have other names, steps and layers, come in parts, and are left out."""
+    rng = np.random.default_rng(1)
+    keys = [("c0", None), ("c1", "edge-0"), ("c2", None)]
+    matrices = np.stack([sums(rng) for _ in keys])
+    columns, each = NodeColumns(keys), [Results(tables={"parameter": TABLE.digest}) for _ in keys]
+    columns.put("loss", [1.0, math.nan, 3.0])
+    columns.put("gradient.norm_max", [5.0, 6.0], np.array([2, 0]), np.array([7, 8]))
+    columns.put("gradient.norm_max", [9.0], np.array([1]))
+    columns.put("loss", 4.0, np.array([2]), 1)
+    columns.put("nothing", [], np.array([], np.intp))
+    columns.put_matrices("gradient", matrices[1:], np.array([1, 2]))
+    columns.put_matrices("gradient", matrices[:1], np.array([0]))
+    columns.use_tables({"parameter": TABLE.digest})
+    columns.put_sketch(1, rng.normal(size=256))
+    for row, own in enumerate(each):
+        own.take({"loss": [1.0, math.nan, 3.0][row]})
+        own.take({"gradient.norm_max": [6.0, 9.0, 5.0][row]}, step=[8, None, 7][row])
+        own.matrices.append(("gradient", matrices[row], None))
+    each[2].metrics.insert(1, ("loss", 4.0, 1))
+    each[1].sketch = columns._sketches[0][1]
+    for without in ((), (1,), (0, 2)):
+        rows = [(key, own) for row, (key, own) in enumerate(zip(keys, each, strict=True)) if row not in without]
+        slow = measurements_of("r", 2, 1.0, rows, lambda *_: TABLE.digest)
+        fast = columns.measurements("r", 2, 1.0, lambda *_: TABLE.digest, without)
+        by_content = [sorted(map(_content, table.records()), key=repr) for table in (slow, fast)]
+        assert by_content[0] == by_content[1]
+    parts = [columns.of_row(row).measurements("r", 2, 1.0, lambda *_: TABLE.digest) for row in range(3)]
+    split = sorted((_content(record) for part in parts for record in part.records()), key=repr)
+    assert split == sorted(
+        map(_content, columns.measurements("r", 2, 1.0, lambda *_: TABLE.digest).records()), key=repr
+    )
+
+
+def _content(record):
+    """A record without its identity."""
+    fields = dataclasses.asdict(dataclasses.replace(record, sequence=0))
+    return type(record).__name__, [repr(np.asarray(part).tolist()) for part in fields.values()]

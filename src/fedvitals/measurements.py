@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from fedvitals.records import (
     Run,
     Sketch,
     Snapshot,
+    Transfer,
     Truth,
     Where,
 )
@@ -164,6 +165,47 @@ class Measurements:
         yield from self.numbered_sketches()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfers:
+    """Many messages of a round as columns. It stands for the records that `records()` makes of it, numbered from
+    `sequence` on; `nodes` are those that the messages are about.
+    """
+
+    run: str
+    round: int | None
+    nodes: Sequence[str]
+    groups: Sequence[str | None]
+    at: Sequence[float]
+    senders: Sequence[str]
+    receivers: Sequence[str]
+    sizes: Sequence[int]  # bytes
+    raw_sizes: Sequence[int]  # bytes before compression
+    seconds: Sequence[float | None]
+    kinds: Sequence[str]
+    source: str = ""
+    sequence: int = 0
+
+    def __len__(self) -> int:
+        """How many records these are."""
+        return len(self.nodes)
+
+    def records(self) -> list[Record]:
+        """The same as single records."""
+        run, number, source = self.run, self.round, self.source
+        places = zip(self.nodes, self.groups, self.at, range(self.sequence, self.sequence + len(self)), strict=True)
+        messages = zip(self.senders, self.receivers, self.sizes, self.raw_sizes, self.seconds, self.kinds, strict=True)
+        return [
+            Transfer(Where(run, number, node, None, None, group), at, sender, to, size, raw, seconds, kind, source, i)
+            for (node, group, at, i), (sender, to, size, raw, seconds, kind) in zip(places, messages, strict=True)
+        ]
+
+    def of_rows(self, rows: Sequence[int]) -> Transfers:
+        """Return the messages in these rows."""
+        names = ("nodes", "groups", "at", "senders", "receivers", "sizes", "raw_sizes", "seconds", "kinds")
+        columns: dict[str, Any] = {name: [getattr(self, name)[row] for row in rows] for name in names}
+        return replace(self, **columns)
+
+
 def sketch_digest(values: Array) -> str:
     """Return the digest of a sketch: the same update gives the same sums to the last bit, so equal digests are equal
     updates.
@@ -172,26 +214,28 @@ def sketch_digest(values: Array) -> str:
 
 
 Telemetry = Record | Measurements
-"""Whatever travels from a monitor to its sinks. Sinks that do not say that they take measurements get records."""
+"""What sinks get. Those that do not say that they take measurements get records."""
+Emitted = Telemetry | Transfers
+"""Whatever travels from a monitor to its queues."""
 
 
-def single_records(batch: Iterable[Telemetry]) -> list[Record]:
+def single_records(batch: Iterable[Emitted]) -> list[Record]:
     """All as single records, in order."""
     records: list[Record] = []
     for telemetry in batch:
-        if isinstance(telemetry, Measurements):
+        if isinstance(telemetry, Measurements | Transfers):
             records += telemetry.records()
         else:
             records.append(telemetry)
     return records
 
 
-def record_count(telemetry: Telemetry) -> int:
+def record_count(telemetry: Emitted) -> int:
     """For how many records it stands."""
-    return len(telemetry) if isinstance(telemetry, Measurements) else 1
+    return len(telemetry) if isinstance(telemetry, Measurements | Transfers) else 1
 
 
-AnyTelemetry = TypeVar("AnyTelemetry", bound=Telemetry)
+AnyTelemetry = TypeVar("AnyTelemetry", bound=Emitted)
 
 
 def stamped(telemetry: AnyTelemetry, source: str, sequence: int) -> AnyTelemetry:
@@ -211,14 +255,14 @@ def run_of(telemetry: Telemetry) -> str:
     return telemetry.id if isinstance(telemetry, Run) else telemetry.where.run
 
 
-def round_of(telemetry: Telemetry) -> int | None:
+def round_of(telemetry: Emitted) -> int | None:
     """Return the round that a record or measurements belong to; None where they belong to none."""
-    if isinstance(telemetry, Measurements):
+    if isinstance(telemetry, Measurements | Transfers):
         return telemetry.round
     return None if isinstance(telemetry, Run) else telemetry.where.round
 
 
-def is_important(record: Telemetry) -> bool:
+def is_important(record: Emitted) -> TypeGuard[Record]:
     """Whether a full queue must keep it: findings, actions, snapshots, truths, runs, and events from «warning» up."""
     if isinstance(record, Event):
         return record.level in ("warning", "error", "critical")

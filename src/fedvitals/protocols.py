@@ -85,13 +85,14 @@ class Sink(RecordWriter, Protocol):
     """Where records go: the store, an exporter, an alert. It may be slow and it may fail: it never sees training.
 
     Inherit from it: all but `write` have defaults. `name`: for messages; by default the class's. `ignores`: kinds of
-    records that are not handed to it. `takes_measurements`: whether `write` takes `Measurements`, too; else it gets the
-    records that they stand for.
+    records that are not handed to it. `takes_measurements`: whether `write` takes `Measurements`, too;
+    `takes_transfers`: both these and `Transfers`; else it gets the records that they stand for.
     """
 
     name: str = ""
     ignores: tuple[type, ...] = ()
     takes_measurements: bool = False
+    takes_transfers: bool = False
 
     def prepare(self, folder: Path | None = None, families: Mapping[str, str] | None = None) -> None:
         """Called before the first record, with the folder beside the store and each issue's family."""
@@ -315,16 +316,8 @@ class Observer(RoundObserver, Protocol):
         """Before aggregation: what each client sends. Guards answer whom to «exclude»; the host applies."""
         ...
 
-    def transfer(
-        self,
-        sender: Node,
-        receiver: Node,
-        bytes: int,  # noqa: A002
-        raw_bytes: int | None = None,
-        seconds: float | None = None,
-        kind: str = "update",
-    ) -> None:
-        """A message went from one node to another. `raw_bytes`: its size before compression."""
+    def transfer_each(self, messages: Sequence[tuple[Node, Node, int, int, float | None, str]]) -> None:
+        """Messages: sender, receiver, bytes, bytes before compression, seconds where known, and kind of each."""
         ...
 
     def for_worker(self) -> WorkerObserver:
@@ -477,6 +470,10 @@ class NullObserver:
         return ()
 
     def transfer(self, *_: Any, **__: Any) -> None: ...
+    def transfer_each(self, messages: Sequence[tuple[Any, ...]]) -> None:
+        for message in messages:
+            self.transfer(*message)
+
     def round_end(self, *_: Any, **__: Any) -> None: ...
     def for_worker(self) -> WorkerObserver:
         return self

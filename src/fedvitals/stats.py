@@ -115,12 +115,14 @@ def empty_sums(*shape: int) -> Array:
     return rows
 
 
-def merge(family: str, matrices: Sequence[Array]) -> Array:
-    """The matrices of one family as one; the order does not matter (within float tolerance)."""
+def merge(family: str, matrices: Sequence[Array] | Array) -> Array:
+    """The matrices of one family, also stacked along a first axis, as one; the order does not matter (within float
+    tolerance).
+    """
     rule = FAMILIES[family].merge
     if rule is None:
         raise ValueError(f"'{family}' holds ratios, which cannot be merged. Merge the sums they derive from.")
-    return rule(np.stack(matrices))
+    return rule(matrices if isinstance(matrices, np.ndarray) else np.stack(matrices))
 
 
 def _over(value: Array, total: Array) -> Array:

@@ -42,16 +42,16 @@ def test_a_metric_that_is_no_number_does_not_keep_a_round_open():
     assert len(sink.metrics("time.round")) == 1
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Cohort, "_of_update"), (Emission, "results_of_nodes")])
+@pytest.mark.parametrize(("owner", "name"), [(Cohort, "_of_updates"), (Emission, "columns")])
 def test_a_step_that_fails_for_one_client_costs_that_client_alone(owner, name, monkeypatch):
     """No data is known that would make it fail: so it is made to."""
     plain = getattr(owner, name)
 
-    def fails(self, about, rows, *more, **named):
-        nodes = [about.node] if owner is Cohort else [node for (node, _), _ in rows]
+    def fails(self, first, second, *more, **named):
+        nodes = [update.node for update in first] if owner is Cohort else [node for node, _ in second.keys]
         if "bob" in nodes:
             raise OverflowError("of bob's")
-        return plain(self, about, rows, *more, **named)
+        return plain(self, first, second, *more, **named)
 
     monkeypatch.setattr(owner, name, fails)
     with federation(lambda _: [], ill=("eve",)) as found:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from fedvitals.measurements import stamped
+from fedvitals.measurements import Transfers, stamped
 from fedvitals.probes.results import Results, measurements_of
 from fedvitals.records import Layer, LayerTable, Run
 from fedvitals.stats import STATISTICS
@@ -56,3 +56,14 @@ def measured(clients=4, seed=0, *, round_index=2, nodes=None):
     rows = [((node, None if i % 2 else "edge-0"), results(rng, absent=i == 1)) for i, node in enumerate(names)]
     table = measurements_of("r", round_index, 5.0, rows, lambda *_: TABLE.digest)
     return stamped(table, "s", 10)
+
+
+def messages(clients=3, *, round_index=2):
+    """A model to each client, and an update from it."""
+    nodes = [f"c{i}" for i in range(clients) for _ in range(2)]
+    ends = [[("server", f"c{i}"), (f"c{i}", "server")] for i in range(clients)]
+    senders, receivers = zip(*(pair for own in ends for pair in own), strict=True)
+    count = len(nodes)
+    place = ("r", round_index, nodes, ["edge-0", None] * clients, [5.0 + i for i in range(count)])
+    sizes = ([*range(count)], [2 * i for i in range(count)], [None, 0.5] * clients)
+    return stamped(Transfers(*place, senders, receivers, *sizes, ["model", "update"] * clients), "s", 100)

@@ -126,7 +126,7 @@ def test_a_sum_is_only_what_adds_up():
 def test_a_layer_that_few_have_trained_keeps_the_sum_back():
     """Clients are counted layer by layer, each once."""
     here, there = np.array([[4.0, 1], [4, 2]]), np.array([[4.0, 1], [0, 0]])
-    assert clients_per_layer([("a", here), ("b", there), ("b", there)]).tolist() == [2, 1]
+    assert clients_per_layer([(["a"], here[None]), (["b", "b"], np.stack([there, there]))]).tolist() == [2, 1]
     assert clients_per_sum({None: np.array([12, 1])}, 10) == {None: 1}
     assert clients_per_sum({None: np.array([12, 0])}, 10) == {None: 12}
     assert clients_per_sum({"a": np.array([10, 10]), None: np.array([3, 0])}, 10) == {"a": 3, None: 10}

@@ -20,7 +20,7 @@ from fedvitals.store.sqlite import SqliteStore
 from fedvitals.transport.queue import Queue
 from fedvitals.transport.thinning import ThinnedClientRounds, is_kept, levels, room_of, thinned
 from fedvitals.views.status import status_of
-from support.measured_tables import measured, same
+from support.measured_tables import measured, messages, same
 from support.models import mlp
 from support.sinks import Hanging, ending_queues
 from support.verbs import run
@@ -55,6 +55,19 @@ def test_measurements_are_thinned_as_their_single_records_are(seed, level, nodes
     same(*unnumbered)
     assert without == [node for node in nodes if not is_kept(node, seed, level)]
     assert (kept is table) == (not without)
+
+
+@pytest.mark.parametrize("level", range(5))
+def test_messages_are_thinned_as_their_single_records_are(level):
+    block = messages(9)
+    kept, without = thinned(block, level, level)
+    expected = [own for record in block.records() if (own := thinned(record, level, level)[0]) is not None]
+    ends = [
+        [(r.sender, r.receiver, r.bytes) for r in single_records(own)] for own in ([kept] if kept else [], expected)
+    ]
+    assert ends[0] == ends[1]
+    assert without == [f"c{i}" for i in range(9) if not is_kept(f"c{i}", 2, level)]
+    assert room_of(block) == len(block)
 
 
 def test_the_rule():

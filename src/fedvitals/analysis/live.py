@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from fedvitals.analysis.bottleneck import SLOWER, max_stragglers
 from fedvitals.analysis.round_shape import WAITED
 from fedvitals.analysis.timeline import may_report
-from fedvitals.measurements import Telemetry
+from fedvitals.measurements import Emitted
 from fedvitals.protocols import Sink
 from fedvitals.records import Metric, Record, Span, Where
 from fedvitals.resources.node_spans import CLOSE, clamped_parts, recorded_parts
@@ -29,6 +29,41 @@ LATEST = 64  # clients that are remembered by name: those that were done last
 ROUNDS = 8  # that are open at a time; of more, the oldest are forgotten
 LONGEST = 366 * 86_400.0  # seconds; what says it took longer is left out
 SPANS = 32_768  # of one round and clock, that are told apart from those which come again; more are left out
+
+
+@dataclass(frozen=True, slots=True)
+class _SpanWork:
+    """What a Span's time went to; of clients that trained as one batch, a client's share of the work."""
+
+    attributes: object  # of the Span
+    seconds: float
+    work: dict[str, float]
+    busy: float  # seconds of work
+    whole: float  # seconds of work of the whole batch
+    rest: float
+    waited: tuple[float, ...]
+    stacked: bool
+
+    @classmethod
+    def of(cls, span: Span) -> _SpanWork:
+        work: dict[str, float] = {}
+        rest = 0.0
+        parts = clamped_parts(recorded_parts(span), span.seconds)
+        sent_late = "download" in parts and next(iter(parts)) == "queue"  # the server sent to others until then
+        for part, seconds in parts.items():
+            kind = "download" if sent_late and part == "queue" else WORK.get(part)
+            if kind is not None:
+                work[kind] = work.get(kind, 0.0) + seconds
+            elif part in ("wait", "away"):
+                rest += seconds
+        waited = tuple(seconds for part, seconds in parts.items() if part in REST)
+        busy = whole = sum(work.values())
+        together = span.attributes.get("stacked")
+        shared = together if isinstance(together, int) and together > 1 else 1
+        if shared > 1:  # trained as one batch: the time is all of theirs
+            work = {kind: seconds / shared for kind, seconds in work.items()}
+            busy /= shared
+        return cls(span.attributes, span.seconds, work, busy, whole, rest, waited, shared > 1)
 
 
 @dataclass(slots=True)
@@ -48,39 +83,28 @@ class _SpanSums:
     waited: float = 0.0  # of these
     stacked: bool = False
     latest: list[tuple[float, int, str, float, dict[str, float]]] = field(default_factory=list)  # a heap, by the end
+    newest: _SpanWork | None = None  # of the Span that came last
 
     def add(self, span: Span) -> None:
-        work: dict[str, float] = {}
-        rest = 0.0
-        parts = clamped_parts(recorded_parts(span), span.seconds)
-        sent_late = "download" in parts and next(iter(parts)) == "queue"  # the server sent to others until then
-        for part, seconds in parts.items():
-            kind = "download" if sent_late and part == "queue" else WORK.get(part)
-            if kind is not None:
-                work[kind] = work.get(kind, 0.0) + seconds
-            elif part in ("wait", "away"):
-                rest += seconds
-            if part in REST:
-                self.waited += seconds
+        own = self.newest
+        if own is None or own.attributes is not span.attributes or own.seconds != span.seconds:
+            own = self.newest = _SpanWork.of(span)  # else of a client that trained in the same batch
+        for seconds in own.waited:
+            self.waited += seconds
         self.inside += span.seconds
-        busy = sum(work.values())
-        if busy <= 0:
+        if own.whole <= 0:
             return
-        ended = span.at + max(busy, span.seconds - rest) if span.name == JOURNEY else span.at + span.seconds
-        shared = span.attributes.get("stacked")
-        if isinstance(shared, int) and shared > 1:  # trained as one batch: the time is all of theirs
-            self.stacked = True
-            work = {kind: seconds / shared for kind, seconds in work.items()}
-            busy /= shared
+        ended = span.at + (max(own.whole, span.seconds - own.rest) if span.name == JOURNEY else span.seconds)
+        self.stacked |= own.stacked
         self.base = self.base if self.count else span.at
         self.count += 1
-        self.total += busy
+        self.total += own.busy
         self.ends += ended - self.base
         self.first, self.last = min(self.first, span.at), max(self.last, ended)
         self.last_began, self.first_ended = max(self.last_began, span.at), min(self.first_ended, ended)
-        for kind, seconds in work.items():
+        for kind, seconds in own.work.items():
             self.classes[kind] = self.classes.get(kind, 0.0) + seconds
-        entry = (ended, self.count, span.where.node or "", busy, work)
+        entry = (ended, self.count, span.where.node or "", own.busy, own.work)
         if len(self.latest) < LATEST:
             heapq.heappush(self.latest, entry)
         else:
@@ -129,13 +153,13 @@ class LiveProfile(Sink):
     """A sink that emits the metrics of each round that is over; it runs on a queue's worker."""
 
     name = "profile"
-    takes_measurements = True  # and leaves them out: a round is told by its Spans
+    takes_measurements = takes_transfers = True  # and leaves them out: a round is told by its Spans
 
     def __init__(self, emit: Callable[[Record], None]) -> None:
         self._emit = emit
         self._open: dict[tuple[str, int], dict[str, _RoundSums]] = {}
 
-    def write(self, records: Sequence[Telemetry], /) -> None:
+    def write(self, records: Sequence[Emitted], /) -> None:
         for record in records:
             if isinstance(record, Span):
                 self._add(record)

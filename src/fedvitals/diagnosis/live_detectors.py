@@ -11,7 +11,7 @@ from typing import Protocol
 from fedvitals.diagnosis.cases import Attendance, Case, cases, record_attendance, severity_rank
 from fedvitals.diagnosis.examine import DetectorExamination, with_run_and_time
 from fedvitals.diagnosis.gaps import incomplete, no_all_clear
-from fedvitals.measurements import Telemetry
+from fedvitals.measurements import Emitted, Telemetry, Transfers
 from fedvitals.protocols import Detector, History, Node, Sink
 from fedvitals.records import Action, Finding, Metric, Run, Truth, Where
 
@@ -23,6 +23,8 @@ class HistorySink(Protocol):
 
     def write(self, records: Sequence[Telemetry], /) -> None: ...
 
+    def note(self, messages: Transfers, /) -> None: ...
+
     def history(self, run: str) -> History: ...
 
 
@@ -33,7 +35,7 @@ class LiveDetectors(Sink):
     """
 
     name = "detectors"
-    takes_measurements = True
+    takes_measurements = takes_transfers = True
     ignores = (Finding, Action, Truth)  # no detector may see these; see `transport.sink_writer`
 
     def __init__(
@@ -49,12 +51,16 @@ class LiveDetectors(Sink):
         self.attendance: dict[Node | None, list[int]] = {}  # see `record_attendance`
         self._with_findings: set[Node | None] = set()
 
-    def write(self, records: Sequence[Telemetry], /) -> None:
+    def write(self, records: Sequence[Emitted], /) -> None:
         """Take in records and examine each completed round. Failures are reported and do not keep detectors from the
         rest.
         """
         try:
-            self._memory.write([_measured(record) for record in records if not isinstance(record, self.ignores)])
+            for record in records:
+                if isinstance(record, Transfers):
+                    self._memory.note(record)
+            seen = [r for r in records if not isinstance(r, Transfers) and not isinstance(r, self.ignores)]
+            self._memory.write([_measured(record) for record in seen])
         except Exception as error:  # noqa: BLE001 - of one record; the others are kept
             self._failed(error, "keeping records for the detectors")
         for record in records:

@@ -32,6 +32,8 @@ from fedvitals.lab.network.spans import record_round_spans
 from fedvitals.lab.state import SplitVector, StateCopies
 from fedvitals.protocols import Observer
 
+Message = tuple[Node, Node, int, int, float | None, str]  # sender, receiver, bytes, bytes uncompressed, seconds, kind
+
 
 @dataclass
 class ServerState:
@@ -125,7 +127,9 @@ class Federation:
         if fault_table.any_collusion(self.experiment.faults, self.round):
             batches = iter([self._apply_collusion(batches)])
         for batch in batches:
-            arrived = [update for update in batch if self._receive(update, task_of[update.node])]
+            messages: list[Message] = []
+            arrived = [update for update in batch if self._receive(update, task_of[update.node], messages)]
+            self.observer.transfer_each(messages)
             excluded = self._report_updates(arrived, task_of)
             tape_recording.messages(self, batch, arrived, excluded, task_of)
             for update in arrived:
@@ -170,7 +174,8 @@ class Federation:
     def passed(self, sender: Node, receiver: Node, times: int = 1, kind: str = "model") -> None:
         """Report that whole models went from one node to another, as one transfer of all their bytes."""
         size = times * self.bytes
-        self.observer.transfer(sender, receiver, size, size, self.journey_planner.edge_seconds(sender, receiver), kind)
+        seconds = self.journey_planner.edge_seconds(sender, receiver)
+        self.observer.transfer_each([(sender, receiver, size, size, seconds, kind)])
 
     def groups(self, members: Mapping[str, Sequence[Node]]) -> None:
         """Report the groups of this round if they have changed."""
@@ -219,8 +224,10 @@ class Federation:
         fault_table.apply_collusion(self.experiment.faults, self.round, working, self._past, self.experiment.seed)
         return held
 
-    def _receive(self, update: Update, task: Task) -> bool:
-        """Apply faults and compression to an update, report its transfers, and return whether it is usable."""
+    def _receive(self, update: Update, task: Task, messages: list[Message]) -> bool:
+        """Apply faults and compression to an update, and add its transfers to the messages; returns whether it is
+        usable.
+        """
         e, observer = self.experiment, self.observer
         if update.error is not None:
             if update.error_type in ("WorkerDied", "WorkerKilled"):  # who raised has told of it already
@@ -234,8 +241,8 @@ class Federation:
         # Where a group exchanges at each iteration, the journey holds all those messages; this is one of them.
         times = 1 if task.exchange is None else max(1, update.steps)
         down, up = (None, None) if journey is None else (journey.download / times, journey.upload / times)
-        observer.transfer(task.parent, update.node, self.bytes, self.bytes, down, "model")
-        observer.transfer(update.node, task.parent, size, self.bytes, up, "update")
+        messages.append((task.parent, update.node, self.bytes, self.bytes, down, "model"))
+        messages.append((update.node, task.parent, size, self.bytes, up, "update"))
         try:
             check_update(update.state, float(update.samples), update.node, task.start)
         except AggregationError as error:  # here, so that no topology has to know
@@ -251,8 +258,12 @@ class Federation:
         if not arrived:
             return set()
         sent = torch.stack([u.state[:weights] for u in arrived])
-        sent -= torch.stack([task_of[u.node].start[:weights] for u in arrived])
-        deltas = {u.node: SplitVector(row, sizes) for u, row in zip(arrived, sent, strict=True)}
+        starts = [task_of[update.node].start for update in arrived]
+        alike = all(start is starts[0] for start in starts)
+        sent -= starts[0][:weights] if alike else torch.stack([start[:weights] for start in starts])
+        parts = zip(*(part.unbind() for part in sent.split(sizes, dim=1)), strict=True)
+        rows = zip(arrived, sent.unbind(), parts, strict=True)
+        deltas = {update.node: SplitVector(row, own) for update, row, own in rows}
         self.observer.log_each("update.samples", {update.node: float(update.samples) for update in arrived})
         answers = self.observer.updates(self.round, deltas)
         return {action.target for action in answers if action.kind == "exclude" and action.target is not None}

@@ -9,7 +9,7 @@ to 16 million.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -66,10 +66,10 @@ class StateLayout:
 
 
 class SplitVector(list[Tensor]):
-    """A flat vector split into its tensors, each flat; the whole vector remains available as `vector`."""
+    """The tensors that a flat vector is split into, each flat; the whole vector remains available as `vector`."""
 
-    def __init__(self, vector: Tensor, sizes: Sequence[int]) -> None:
-        super().__init__(vector.split([*sizes]))
+    def __init__(self, vector: Tensor, parts: Iterable[Tensor]) -> None:
+        super().__init__(parts)
         self.vector = vector
 
 

@@ -9,10 +9,10 @@ import threading
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from fedvitals.errors import ConfigError, RecordError
-from fedvitals.measurements import Measurements, Telemetry, places_of, single_records
+from fedvitals.measurements import Measurements, Telemetry, Transfers, places_of, single_records
 from fedvitals.monitor.losses import LostRecords
 from fedvitals.monitor.spine import Spine
 from fedvitals.monitor.workers import INITIAL_BYTES, WorkerObserver
@@ -185,13 +185,14 @@ class Arrivals:
         spans = {span.where.node or "": span for span in own}
         if self._ledger is None or not spans:
             return
-        share = size // len(spans)
-        self._emission.emit_all(
-            [
-                Transfer(span.where, span.at + span.seconds, node, "server", share, share, None, "telemetry")
-                for node, span in spans.items()
-            ]
-        )
+        share, run = size // len(spans), self._context.run.id
+        for round_index in dict.fromkeys(span.where.round for span in spans.values()):
+            own_spans = [span for span in spans.values() if span.where.round == round_index]
+            count, nodes = len(own_spans), [span.where.node or "" for span in own_spans]
+            place = (run, round_index, nodes, [span.where.group for span in own_spans])
+            ends = ([span.at + span.seconds for span in own_spans], nodes, ["server"] * count)
+            sizes = [share] * count
+            self._emission.emit(Transfers(*place, *ends, sizes, sizes, [None] * count, ["telemetry"] * count))
 
     def forget(self) -> None:
         """Nobody is expected any more, and what was kept back is dropped."""
@@ -225,6 +226,7 @@ class Arrivals:
         if (
             not isinstance(telemetry, Measurements)
             or self._ledger is None
+            or not self._ledger.exchanged
             or not any(map(self._ledger.ahead, telemetry.nodes))
         ):
             return (telemetry,)
@@ -235,7 +237,7 @@ class Arrivals:
         here = self._scopes.round
         if isinstance(record, Measurements):
             return record if here is None or record.round is not None else replace(record, round=here.round)
-        if self._ledger is not None:
+        if self._ledger is not None and self._ledger.exchanged:
             record = _by_our_clock(record, self._ledger)
         if isinstance(record, Run) or here is None or record.where.round is not None:
             return record
@@ -256,37 +258,60 @@ class Arrivals:
         return records if not known else [kept for record in records for kept in _without_labels(record, known)]
 
     def _join(self, records: Sequence[Telemetry], cohort: Cohort | None, sender: Sender | None) -> None:
-        finished: dict[Node, tuple[Span, Results]] = {}
+        """Add the clients that finished to the cohort, and what was measured of them to what the next round needs."""
+        spans = {
+            record.where.node: record
+            for record in records
+            if isinstance(record, Span) and record.name == CLIENT and record.where.node is not None
+        }
+        blocks: list[Measurements] = []
+        # Of clients that are told of by single records, as all are that come from a sender.
+        single: dict[Node, Results] = {} if sender is None else {node: Results() for node in spans}
         for record in records:
-            if isinstance(record, Span) and record.name == "client" and record.where.node is not None:
-                finished[record.where.node] = (record, Results(tables={}))
-        results_by_node = {node: results for node, (_, results) in finished.items()}
-        for record in records:
-            if isinstance(record, Event) and record.name == LOST:
-                lost = record.data.get("records")
-                self._lost.miss(lost if isinstance(lost, int) and 0 < lost < 1 << 40 else 1)
-            elif isinstance(record, Transfer) and cohort is not None:
-                cohort.count_traffic(record.sender, record.receiver, record.bytes)
-            else:
-                _gather(results_by_node, record)
-        self._compare(finished)
-        for node, (span, results) in finished.items():
+            if isinstance(record, Measurements):
+                blocks.append(record)
+            elif isinstance(record, Event | Transfer):
+                self._count(record, cohort)
+            elif _is_needed(record) and record.where.node in spans:
+                _gather(single.setdefault(record.where.node or "", Results()), record)
+        for block in blocks if single else ():
+            _gather_rows(single, block)
+        together = {node: span for node, span in spans.items() if node not in single}
+        steps, norms = ({**_first(single, name), **_column(blocks, name)} for name in ("steps", "gradient.norm"))
+        self._compare(spans, norms)
+        for node, span in spans.items():
             self._expected.pop(node, None)
-            self._kit.turns.note(node, next((value for name, value, _ in results.metrics if name == "steps"), -1.0))
+            self._kit.turns.note(node, steps.get(node, -1.0))
             if self._ledger is not None:
                 self._ledger.trained(span)
-            if cohort is not None:
-                kind = WORKER if sender is None else SENDER
-                cohort.add(node, span.where.group, results, failed=bool(span.attributes.get("failed")), origin=kind)
-                cost = sum(value for name, value, _ in results.metrics if name == "monitor.cost")
-                # A sender's word for it, as far as it can be: the round's cost is not one client's to make up.
-                cohort.cost += cost if sender is None else min(cost, span.seconds) if cost > 0 else 0.0
+        if cohort is None:
+            return
+        cohort.add_measured(together, blocks, origin=WORKER)
+        for node, results in single.items():
+            self._join_single(cohort, spans[node], results, sender)
 
-    def _compare(self, finished: Mapping[Node, tuple[Span, Results]]) -> None:
+    def _count(self, record: Event | Transfer, cohort: Cohort | None) -> None:
+        """Count a message, or the records that a worker says it has lost."""
+        if isinstance(record, Transfer):
+            if cohort is not None:
+                cohort.count_traffic((record.sender,), (record.receiver,), (record.bytes,))
+        elif record.name == LOST:
+            lost = record.data.get("records")
+            self._lost.miss(lost if isinstance(lost, int) and 0 < lost < 1 << 40 else 1)
+
+    def _join_single(self, cohort: Cohort, span: Span, results: Results, sender: Sender | None) -> None:
+        kind = WORKER if sender is None else SENDER
+        failed = bool(span.attributes.get("failed"))
+        cohort.add(span.where.node or "", span.where.group, results, failed=failed, origin=kind)
+        cost = sum(value for name, value, _ in results.metrics if name == "monitor.cost")
+        # A sender's word for it, as far as it can be: the round's cost is not one client's to make up.
+        cohort.cost += cost if sender is None else min(cost, span.seconds) if cost > 0 else 0.0
+
+    def _compare(self, spans: Mapping[Node, Span], norms: Mapping[Node, float]) -> None:
         """`gradient.change_round`, which a worker cannot know: a client's last round may have been elsewhere."""
         changes: dict[int | None, dict[Key, float]] = {}
-        for node, (span, results) in finished.items():
-            norm = next((value for name, value, _ in results.metrics if name == "gradient.norm"), None)
+        for node, span in spans.items():
+            norm = norms.get(node)
             if norm is None:
                 continue
             before, self._kit.norms[node] = self._kit.norms.get(node), norm
@@ -342,25 +367,36 @@ def _without_labels(telemetry: Telemetry, nodes: Container[Node | None]) -> Iter
             yield record
 
 
-def _gather(results_by_node: Mapping[Node, Results], telemetry: Telemetry) -> None:
-    """Add what was measured of these nodes to their results: matrices, and the metrics that a round asks for."""
-    if isinstance(telemetry, Measurements):
-        _gather_rows(results_by_node, telemetry)
-    elif (
-        isinstance(telemetry, Metric | LayerStats)
-        and (results := results_by_node.get(telemetry.where.node or "")) is not None
-    ):
-        if isinstance(telemetry, Metric):
-            if _is_needed(telemetry.name):
-                results.metrics.append((telemetry.name, telemetry.value, telemetry.where.step))
-        else:
-            results.matrices.append((telemetry.family, telemetry.matrix, telemetry.where.step))
-            results.tables = {**results.tables, FAMILIES[telemetry.family].rows: telemetry.table}
+def _first(single: Mapping[Node, Results], name: str) -> dict[Node, float]:
+    """The first metric of a name, by client."""
+    return {
+        node: next(value for own, value, _ in results.metrics if own == name)
+        for node, results in single.items()
+        if any(own == name for own, _, _ in results.metrics)
+    }
+
+
+def _column(blocks: Sequence[Measurements], name: str) -> dict[Node, float]:
+    """The same of measurements."""
+    values: dict[Node, float] = {}
+    for block in reversed(blocks):
+        for _, rows, own, _ in [*block.columns(name.__eq__)][::-1]:
+            values |= {block.nodes[row] or "": value for row, value in zip(rows, own, strict=True)}
+    return values
+
+
+def _gather(results: Results, record: Metric | LayerStats) -> None:
+    """Add a single record of a client to its results: matrices, and the metrics that a round asks for."""
+    if isinstance(record, Metric):
+        results.metrics.append((record.name, record.value, record.where.step))
+    else:
+        results.matrices.append((record.family, record.matrix, record.where.step))
+        results.tables = {**results.tables, FAMILIES[record.family].rows: record.table}
 
 
 def _gather_rows(results_by_node: Mapping[Node, Results], measured: Measurements) -> None:
     own = [results_by_node.get(node or "") for node in measured.nodes]
-    for name, rows, values, steps in measured.columns(_is_needed):
+    for name, rows, values, steps in measured.columns(_is_needed_metric):
         for row, value, step in zip(rows, values, steps, strict=True):
             results = own[row]
             if results is not None:
@@ -375,6 +411,10 @@ def _gather_rows(results_by_node: Mapping[Node, Results], measured: Measurements
                     results.tables = {**results.tables, kind: part.table}
 
 
-def _is_needed(name: str) -> bool:
+def _is_needed(record: Telemetry) -> TypeGuard[Metric | LayerStats]:
+    return isinstance(record, LayerStats) or (isinstance(record, Metric) and _is_needed_metric(record.name))
+
+
+def _is_needed_metric(name: str) -> bool:
     """Whether the round asks for a client's metric: here, or in `Cohort.add`."""
     return name in ("steps", "gradient.norm", "monitor.cost") or name.startswith("weight.difference")

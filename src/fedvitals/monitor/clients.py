@@ -9,23 +9,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fedvitals.catalog import public_name
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.loop_tape import LoopTape
-from fedvitals.monitor.open_clients import OpenClient, OpenStack, UnsettledClients
+from fedvitals.measurements import Measurements, Transfers
+from fedvitals.monitor.open_clients import OpenClient, UnsettledClients
 from fedvitals.monitor.spine import Spine
-from fedvitals.probes.results import Results
+from fedvitals.monitor.stacks import Stacks
+from fedvitals.probes.results import Key, Results
 from fedvitals.protocols import Node, Stack
 from fedvitals.records import AnyName, Span, Transfer, Where, group_name, node_name
 from fedvitals.resources.capture import OPERATORS, Capture, Captures
 from fedvitals.resources.memory import resident_bytes
 from fedvitals.resources.turns import turn_over
 from fedvitals.scope import Scope
-from fedvitals.time_parts import CLIENT, edge_span
+from fedvitals.time_parts import CLIENT
 from fedvitals.transport.logs import bounded
 from fedvitals.transport.recorder import where
 from fedvitals.transport.timing import new_span_id
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
 
     from fedvitals.probes.instruments import Instruments
     from fedvitals.probes.session import ClientSession
-    from fedvitals.probes.stacked.fit import StackFit
     from fedvitals.resources.client_memory import ClientMemory
     from fedvitals.resources.phases import Clocks
 
@@ -43,7 +44,8 @@ LEVELS = ("debug", "info", "warning", "error", "critical")  # of events
 
 
 class Clients:
-    """`sent` takes a client's update (as `UpdateTracker.add` does), `joined` its scope and results.
+    """`sent` takes a client's update (as `UpdateTracker.add` does), `joined` its Span and results, `joined_stack` the
+    Spans of clients that trained as one batch and what was measured of them.
 
     `profile`: whether to tell what its time and memory went to. `capture`: whose operators to record. `defers`: whether
     a client that ends may be reported later, by `settle`, where its results are still on their way from a device.
@@ -56,6 +58,7 @@ class Clients:
         kit: Callable[[], Any],
         sent: Callable[..., Any],
         joined: Callable[[Span, Results], None],
+        joined_stack: Callable[[Sequence[Span], Measurements], None],
         *,
         profile: bool,
         capture: Capture | None = None,
@@ -67,8 +70,7 @@ class Clients:
         self._profile, self._captures, self._defers = profile, Captures(capture), defers
         self._unsettled = UnsettledClients(spine.guard)
         self._open: dict[Node, OpenClient] = {}
-        self._stack: OpenStack | None = None
-        self._told_unmeasured = False
+        self._stacks = Stacks(spine, kit, lambda: self._memory, sent, joined_stack, profile=profile)
 
     # What watches a model imports torch. It is made for the first model: a client may have none, nor torch.
 
@@ -89,15 +91,8 @@ class Clients:
 
         return ClientMemory()
 
-    @functools.cached_property
-    def _stack_fit(self) -> StackFit:
-        from fedvitals.probes.stacked.fit import StackFit  # noqa: PLC0415
-
-        preset = self._kit.preset
-        return StackFit(preset.fit_percent, preset.fit_floor_rounds)
-
     def __len__(self) -> int:
-        return len(self._open) + (self._stack is not None)
+        return len(self._open) + (self._stacks.open is not None)
 
     @contextlib.contextmanager
     def scope(self, opened: OpenClient | None) -> Iterator[None]:
@@ -227,90 +222,16 @@ class Clients:
     # -- clients that train as one batch ------------------------------------------------------------------------------
 
     def begin_stack(self, stack: Stack, *, inside: Scope | None = None) -> None:
-        stack = self._guard("naming a stack of clients", lambda: _with_names(stack)) or stack
-
-        def watch(opened: OpenStack) -> None:
-            from fedvitals.probes.instruments import tables_of  # noqa: PLC0415 - imports torch
-            from fedvitals.probes.stacked.session import StackSession  # noqa: PLC0415
-            from fedvitals.probes.view import View  # noqa: PLC0415
-
-            if not self._kit.preset.brief:
-                tables = tables_of(self._kit, View(stack.module))
-                self._emission.layer_tables(tables)
-                opened.tables = {rows: table.digest for rows, table in tables.items()}
-            report = functools.partial(self._guard.report, scope=opened.scope)
-            opened.device = self._memory.begin_stack(stack.states) if self._profile else None
-            opened.session = StackSession(self._kit, self._stack_fit, stack, opened.scope.round, report)
-
-        def begin() -> None:
-            if self._stack is not None:
-                text = f"A stack of {len(self._stack.stack.nodes)} clients was still open."
-                self._emission.record.event(self._stack.scope, "warning", "stack.unclosed", text)
-                self.end_stack({})
-            # As a client: whatever is said in here, without a node, was said by the code of clients.
-            opened = self._stack = OpenStack(stack, *self._scopes.enter(None, client=True, inside=inside))
-            self._tell_unmeasured(opened.scope)
-            self._guard("watching a stack of clients", lambda: watch(opened), opened.scope)
-
-        self._guard("opening a stack of clients", begin)
+        """Clients begin to train as one batch."""
+        self._stacks.begin(stack, inside)
 
     def step_stack(self, step: int, gradients: Tensor) -> None:
-        if self._stack is not None and self._stack.session is not None:
-            self._stack.session.step(step, gradients)
+        """Measure before an optimiser step of the open stack."""
+        self._stacks.step(step, gradients)
 
     def end_stack(self, failed: Mapping[Any, BaseException]) -> None:
-        opened, self._stack = self._stack, None
-        if opened is None:
-            return
-        try:
-            self._guard("closing a stack of clients", lambda: self._finish_stack(opened, failed), opened.scope)
-        finally:
-            self._scopes.leave(opened.scope, opened.token)
-
-    def _finish_stack(self, opened: OpenStack, failed: Mapping[Any, BaseException]) -> None:
-        stack, failed = opened.stack, {node_name(node): error for node, error in failed.items()}
-        results_by_client = [Results() for _ in stack.nodes]
-        cost = 0.0
-        if opened.session is not None:
-            results_by_client, updates, rows = opened.session.finish()
-            started = time.perf_counter()
-            for i, node in enumerate(stack.nodes):
-                if node not in stack.silent:
-                    self._sent(node, updates[i], None if rows is None else rows[i])
-            cost = opened.session.cost + time.perf_counter() - started
-            for results in results_by_client:
-                results.take({"monitor.cost": cost / len(results_by_client)})
-        resident = resident_bytes()
-        memory = self._memory.end_stack(opened.device, len(results_by_client))
-        if resident is not None:
-            memory["memory.resident"] = resident
-        self._tell_growth(opened.scope, resident)
-        seconds = time.perf_counter() - opened.began
-        every = zip(stack.nodes, stack.groups, results_by_client, strict=True)
-        present = [((node, group), results) for node, group, results in every if node not in stack.silent]
-        for (node, _), results in present:
-            results.tables = opened.tables
-            results.take({"time.client": seconds / len(results_by_client), **memory})
-            _tell_loss(results, logged=(node, "loss") in opened.logged)
-        self._emission.results_of_nodes(opened.scope, present)
-        for (node, group), results in present:
-            parent = opened.scope.parent if group is None else edge_span(opened.scope.parent, group)
-            scope = replace(opened.scope, node=node, group=group, span=new_span_id(), parent=parent)
-            if node in failed:
-                self._guard.exception(scope, "client.failed", failed[node])
-            parts = {"parts": {"compute": seconds - cost, "measure": cost}} if self._profile else {}
-            attributes = {"failed": node in failed, "stacked": len(results_by_client), **parts}
-            self._joined(self._emission.record.span(scope, CLIENT, opened.at, seconds, attributes), results)
-
-    def _tell_unmeasured(self, scope: Scope) -> None:
-        """Once: what a preset measures of clients that train alone, and not of these."""
-        from fedvitals.probes.stacked.session import unmeasured  # noqa: PLC0415 - imports torch
-
-        names = () if self._told_unmeasured else unmeasured(self._kit)
-        self._told_unmeasured = True
-        if names:
-            text = f"Not measured of clients that train as one batch: {', '.join(names)}."
-            self._emission.record.event(scope, "info", "stack.unmeasured", text, {"probes": names})
+        """The batch of clients has trained."""
+        self._stacks.end(failed)
 
     def abandon(self) -> None:
         """Close all without a word."""
@@ -321,9 +242,7 @@ class Clients:
             self._let_go(opened)
             self._scopes.leave(opened.scope, opened.token)
         self._open.clear()
-        if self._stack is not None:
-            self._scopes.leave(self._stack.scope, self._stack.token)
-        self._stack = None
+        self._stacks.abandon()
 
     def at(self, name: AnyName | None) -> Scope:
         """The scope of a node that the host names, as far as it is open here; None: where the caller stands."""
@@ -333,11 +252,18 @@ class Clients:
         client = self._open.get(node)
         if client is not None:
             return client.scope
-        if self._stack is not None and node in self._stack.stack.nodes:
-            group = self._stack.stack.groups[self._stack.stack.nodes.index(node)]
-            return replace(self._stack.scope, node=node, group=group)
+        stacked = self._stacks.at(node)
+        if stacked is not None:
+            return stacked
         outer = self._scopes.round or self._scopes.here()
         return replace(outer, node=node, group=None)
+
+    def key(self, name: AnyName) -> Key:
+        """A node that the host names, and its group, as far as it is open here."""
+        node = node_name(name)
+        if self._stacks.open is None and node not in self._open:
+            return node, None
+        return node, self.at(node).group
 
     def log(self, values: Mapping[str, float], node: AnyName | None = None) -> None:
         """Metrics of the user's own, for a node, or for the client or the round that is open (or was open last)."""
@@ -351,8 +277,8 @@ class Clients:
                 self._loop_tape.logged(scope.node, name, float(number))
                 if client is not None:
                     client.logged.add(name)
-                elif self._stack is not None and scope.node is not None:
-                    self._stack.logged.add((scope.node, name))
+                elif self._stacks.open is not None and scope.node is not None:
+                    self._stacks.open.logged.add((scope.node, name))
 
         self._guard("log()", emit)
 
@@ -390,6 +316,18 @@ class Clients:
         before = size if raw is None else raw
         self._emission.emit(Transfer(place, time.time(), sender, receiver, int(size), int(before), seconds, kind))
         return sender, receiver
+
+    def transfer_each(self, messages: Sequence[tuple[Any, ...]]) -> Transfers:
+        """Tell of several messages, as `transfer` does of one, in one block, which is returned."""
+        here, now = self._scopes.here(), time.time()
+        count = len(messages)
+        from_nodes, to_nodes, sizes, raw_sizes, seconds, kinds = zip(*messages, strict=True)
+        senders, receivers = [*map(node_name, from_nodes)], [*map(node_name, to_nodes)]
+        nodes = [to if sender == "server" else sender for sender, to in zip(senders, receivers, strict=True)]
+        place = (here.run, here.round, nodes, [here.group] * count, [now] * count)
+        block = Transfers(*place, senders, receivers, sizes, raw_sizes, seconds, kinds)
+        self._emission.emit(block)
+        return block
 
     def _finish(self, opened: OpenClient, *, failed: bool) -> None:
         self._measure(opened, failed=failed)
@@ -469,22 +407,8 @@ class Clients:
             return {} if resident is None else {"memory.resident": resident}
         own = (opened.memory, scope.node or "", scope.round, session.optimizers, session.held_bytes)
         memory = self._memory.end(*own, failed=failed)
-        self._tell_growth(scope, memory.get("memory.resident"))
+        self._stacks.tell_growth(scope, memory.get("memory.resident"))
         return memory
-
-    def _tell_growth(self, scope: Scope, resident: float | None) -> None:
-        """Which tensors there are more and more of, if the process grows: of all that trained here, not of one."""
-        from fedvitals.resources.leaks import CENSUS  # noqa: PLC0415 - imports torch
-
-        grown = self._memory.grown(scope.round, resident) if self._profile else None
-        if grown is not None:
-            self._emission.record.event(replace(scope, node=None, group=None), "info", CENSUS, *grown)
-
-
-def _with_names(stack: Stack) -> Stack:
-    """The same stack, its nodes and groups by their texts."""
-    nodes, silent = (tuple(map(node_name, names)) for names in (stack.nodes, stack.silent))
-    return replace(stack, nodes=nodes, silent=silent, groups=tuple(map(group_name, stack.groups)))
 
 
 def _tell_loss(results: Results, *, logged: bool) -> None:

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from fedvitals.measurements import Telemetry
+from fedvitals.measurements import Emitted, Measurements, Telemetry
 from fedvitals.monitor.run_context import RunContext
 from fedvitals.monitor.scopes import ClientThreads
+from fedvitals.probes.node_columns import NodeColumns
 from fedvitals.probes.results import Key, Results, measurements_of
 from fedvitals.records import LayerTable, Record
 from fedvitals.scope import Scope
@@ -36,7 +37,7 @@ class Emission:
         """The run has been opened: records go to this writer from now on."""
         self.writer = writer
 
-    def emit(self, record: Telemetry, clients: int | None = None) -> None:
+    def emit(self, record: Emitted, clients: int | None = None) -> None:
         """Hand over a record or measurements; the first opens the run. `clients`: how many a sum speaks for."""
         writer = self.writer or self._open_writer()
         if writer is not None:
@@ -45,7 +46,7 @@ class Emission:
     def emit_all(self, records: Sequence[Record]) -> None:
         """Hand over several records of this process."""
         writer = self.writer or self._open_writer()
-        if isinstance(writer, SinkWriter):
+        if writer is not None:
             writer.emit_all(records, stray=self._threads.may_be_client())
 
     def emit_if_open(self, record: Telemetry) -> None:
@@ -84,6 +85,17 @@ class Emission:
         for (node, group), results in rows:
             for name, message, data in results.remarks:
                 self.record.event(replace(scope, node=node, group=group), "info", name, message, data)
+
+    def columns(self, scope: Scope, columns: NodeColumns, without: Collection[int] = ()) -> Measurements:
+        """Hand over what was measured of many nodes in a round, except of those in the rows `without`; returns it."""
+        table = columns.measurements(scope.run, scope.round, time.time(), self._context.table_of, without)
+        if len(table):
+            self.emit(table)
+        for row, (name, message, data) in columns.remarks:
+            if row not in without:
+                node, group = columns.keys[row]
+                self.record.event(replace(scope, node=node, group=group), "info", name, message, data)
+        return table
 
     def layer_tables(self, tables: Mapping[str, LayerTable], *, own: bool = True) -> None:
         """Record layer tables the first time they are seen.

@@ -135,13 +135,13 @@ class HostObserver:
         if number is None:
             return ()
 
-        def take(node: Node, vector: Any, rows: Array) -> None:
-            answers.extend(self._take_update(number, node, vector, rows))
-
         named = self._guard("updates()", lambda: {node_name(node): sent for node, sent in updates.items()}) or {}
         attempt = functools.partial(self._guard.attempt, here=self._clients.at)
         for node, vector, rows in self._guard("updates()", lambda: flatten_and_sum_each(named, attempt)) or ():
-            attempt("updates()", functools.partial(take, node, vector, rows), node)
+            try:
+                answers += self._take_update(number, node, vector, rows)
+            except Exception as error:  # noqa: BLE001 - of this client: the others are taken
+                self._guard.report(error, "updates()", self._clients.at(node), each=True)
         excluded = [action.target for action in answers if action.target is not None]
         self._guard("taping updates", lambda: self.monitored.tape.loop.sent(number, named, excluded))
         return tuple(answers)
@@ -205,9 +205,9 @@ class HostObserver:
         def emit() -> None:
             by_key: dict[Key, float] = {}
             for node, value in values.items():
-                scope = self._clients.at(node)
-                by_key[scope.node, scope.group] = float(value)
-                self.monitored.tape.loop.logged(scope.node, name, float(value))
+                key = self._clients.key(node)
+                by_key[key] = float(value)
+                self.monitored.tape.loop.logged(key[0], name, float(value))
             if by_key:
                 here = self._scopes.round or self._scopes.here()
                 self._emission.emit(metric_of_nodes(here.run, here.round, time.time(), public_name(name), by_key))
@@ -228,9 +228,20 @@ class HostObserver:
         def emit() -> None:
             ends = self._clients.transfer(sender, receiver, bytes, raw_bytes, seconds, kind)
             if self._rounds.open is not None:
-                self._rounds.open.cohort.count_traffic(*ends, int(bytes))
+                self._rounds.open.cohort.count_traffic(ends[:1], ends[1:], (int(bytes),))
 
         self._guard("transfer()", emit)
+
+    def transfer_each(self, messages: Sequence[tuple[AnyName, AnyName, int, int, float | None, str]]) -> None:
+        """Record several messages: of each, all that `transfer` takes."""
+
+        def emit() -> None:
+            block = self._clients.transfer_each(messages)
+            if self._rounds.open is not None:
+                self._rounds.open.cohort.count_traffic(block.senders, block.receivers, block.sizes)
+
+        if messages:
+            self._guard("transfer()", emit)
 
     def truth(self, fault: Mapping[str, Any]) -> None:
         """Keep what the host made ill on purpose, for trials. Detectors get no word of it."""

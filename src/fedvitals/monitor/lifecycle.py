@@ -22,7 +22,7 @@ from fedvitals.analysis.live import LiveProfile
 from fedvitals.diagnosis.issues.table import ISSUES
 from fedvitals.diagnosis.live_detectors import LiveDetectors
 from fedvitals.errors import ConfigError
-from fedvitals.measurements import Telemetry
+from fedvitals.measurements import Emitted
 from fedvitals.monitor.emission import Writer
 from fedvitals.monitor.findings import RunFindings
 from fedvitals.monitor.losses import LostRecords
@@ -203,12 +203,12 @@ class _SinkSequence(Sink):
 
     name = "detectors"
     ignores = LiveDetectors.ignores
-    takes_measurements = True
+    takes_measurements = takes_transfers = True
 
     def __init__(self, sinks: Sequence[LiveProfile | LiveDetectors], failed: Callable[[Exception, str], None]) -> None:
         self._sinks, self._failed = sinks, failed
 
-    def write(self, records: Sequence[Telemetry], /) -> None:
+    def write(self, records: Sequence[Emitted], /) -> None:
         for sink in self._sinks:
             try:
                 sink.write(records)

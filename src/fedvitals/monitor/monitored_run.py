@@ -71,7 +71,7 @@ class MonitoredRun:
         self.ledger = Ledger() if profile else None
         self.arrivals = Arrivals(spine, self.lost, kit, self.ledger, capture)
         self.rounds = Rounds(spine, self.lost, kit, self.arrivals, self.ledger, policy.cohort)
-        joining = (kit.updates.add, self.rounds.joined)
+        joining = (kit.updates.add, self.rounds.joined, self.rounds.joined_stack)
         self.clients = Clients(
             spine,
             self.tape.loop,

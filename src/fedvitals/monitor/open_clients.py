@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that train now, alone or as one batch, and those that have ended while their results come from a device."""
+"""Clients that train now, and those that have ended while their results come from a device."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from fedvitals.monitor.guard import Guard
 from fedvitals.probes.results import Results
-from fedvitals.protocols import Node, Stack
 from fedvitals.resources.capture import Recording
 from fedvitals.scope import Scope
 
 if TYPE_CHECKING:
     from fedvitals.probes.session import ClientSession
-    from fedvitals.probes.stacked.session import StackSession
     from fedvitals.resources.client_memory import OpenMemory
     from fedvitals.resources.phases import StepClock
 
@@ -42,21 +40,6 @@ class OpenClient:
     results: Results = field(default_factory=Results)
     attributes: dict[str, Any] = field(default_factory=dict)  # attributes of its Span
     memory_metrics: Mapping[str, float] | None = None
-
-
-@dataclass(slots=True)
-class OpenStack:
-    """Clients that train as one batch: one stretch of time, and one session for all."""
-
-    stack: Stack
-    scope: Scope
-    token: Token[Scope | None]
-    session: StackSession | None = None
-    device: Any = None  # of CUDA, if they train there and memory is watched
-    tables: Mapping[str, str] = field(default_factory=dict)
-    logged: set[tuple[Node, str]] = field(default_factory=set)
-    at: float = field(default_factory=time.time)
-    began: float = field(default_factory=time.perf_counter)
 
 
 class UnsettledClients:

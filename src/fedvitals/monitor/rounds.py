@@ -13,12 +13,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fedvitals.catalog import public_name
+from fedvitals.measurements import Measurements
 from fedvitals.monitor.arrivals import Arrivals
 from fedvitals.monitor.losses import LostRecords
 from fedvitals.monitor.spine import Spine
 from fedvitals.probes.attempts import Attempt
 from fedvitals.probes.backends import as_array
 from fedvitals.probes.cohort import Cohort, Key, agreeing_claims
+from fedvitals.probes.node_columns import NodeColumns
 from fedvitals.probes.results import Results
 from fedvitals.protocols import Node
 from fedvitals.records import AnyName, LayerStats, Span, as_round_index, node_name
@@ -97,6 +99,15 @@ class Rounds:
         if self._ledger is not None:
             self._ledger.trained(span)
 
+    def joined_stack(self, spans: Sequence[Span], measured: Measurements) -> None:
+        """Clients have finished as one batch in this process."""
+        if self.open is None:
+            return
+        self.open.cohort.add_measured({span.where.node or "": span for span in spans}, [measured])
+        if self._ledger is not None:
+            for span in spans:
+                self._ledger.trained(span)
+
     def close(self) -> OpenScope | None:
         """The open round, which from now on is none: to be told of by `finish`, or forgotten."""
         opened, self.open = self.open, None
@@ -143,7 +154,10 @@ class Rounds:
         attempt("noting who is missing", lambda: self._arrivals.close_round(scope, cohort))
         attempt("reading layers", lambda: self._kit.updates.know(self._context.own_tables.values()))
         closing = partial(cohort.close, self._kit, model_results, self._least, attempt)
-        self._tell_all(scope, attempt("comparing clients", closing) or (), attempt)
+        columns, measurements = attempt("comparing clients", closing) or ((), ())
+        for own in columns:
+            self._tell_columns(scope, own, attempt)
+        self._tell_all(scope, measurements, attempt)
         attempt("measuring memory", lambda: self._tell_memory(scope))
         cost = cohort.cost + time.perf_counter() - started
         self._lost.record(scope)
@@ -199,6 +213,14 @@ class Rounds:
             for (node, group), results in rows:
                 own = replace(scope, node=node, group=group)
                 attempt("telling what was measured", partial(self._emission.results, own, results), node)
+
+    def _tell_columns(self, scope: Scope, columns: NodeColumns, attempt: Attempt) -> None:
+        try:
+            self._emission.columns(scope, columns)
+        except Exception:  # noqa: BLE001 - as above
+            for row, (node, _) in enumerate(columns.keys):
+                tell = partial(self._emission.columns, scope, columns.of_row(row))
+                attempt("telling what was measured", tell, node)
 
     def _tell_memory(self, scope: Scope) -> None:
         for name, size in (("memory.peak", peak_bytes()), ("memory.resident", resident_bytes())):

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fedvitals.probes.results import Results
 from fedvitals.records import LayerTable, Run
 from fedvitals.transport.privacy import PrivacyPolicy
 from fedvitals.transport.timing import new_trace
@@ -69,7 +68,7 @@ class RunContext:
         fitting = (t.digest for t in reversed(self.own_tables.values()) if t.rows == rows and len(t.layers) == layers)
         return next(fitting, None)
 
-    def table_of(self, results: Results, rows: str, layers: int) -> str | None:
-        """The table that the results name for such rows, if it has as many layers; otherwise `own_table`."""
-        named = self.tables.get(results.tables.get(rows, ""))
+    def table_of(self, tables: Mapping[str, str], rows: str, layers: int) -> str | None:
+        """The table that results name for such rows, if it has as many layers; otherwise `own_table`."""
+        named = self.tables.get(tables.get(rows, ""))
         return named.digest if named is not None and len(named.layers) == layers else self.own_table(rows, layers)

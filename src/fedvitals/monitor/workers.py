@@ -66,7 +66,8 @@ class _WorkerRun:
         )
         self.guard = self.spine.guard
         self.lifecycle = Lifecycle(self.spine, LostRecords(self.spine), lambda: self.buffer)
-        self.clients = Clients(self.spine, LoopTape(), self.kit, lambda *_: None, lambda *_: None, **worker.profiling())
+        nothing: list[Callable[..., None]] = [lambda *_: None] * 3  # the parent process takes updates and results
+        self.clients = Clients(self.spine, LoopTape(), self.kit, *nothing, **worker.profiling())
 
 
 @functools.lru_cache(maxsize=1)

@@ -9,14 +9,16 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from fedvitals.measurements import MeasuredLayers, Measurements
 from fedvitals.probes.attempts import Attempt, unguarded
+from fedvitals.probes.node_columns import NodeColumns
 from fedvitals.probes.results import Results
-from fedvitals.records import LayerStats
+from fedvitals.records import LayerStats, Span
 from fedvitals.stats import COUNT, FAMILIES, INFS, MAX, MIN, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array, merge
 
 if TYPE_CHECKING:
@@ -25,12 +27,14 @@ if TYPE_CHECKING:
     from fedvitals.probes.updates import ClientUpdate
 
 Kind = tuple[str, tuple[int, ...], tuple[tuple[str, str], ...]]  # family, shape, layer tables
+Part = tuple[list[str], Array]  # clients, and what they measured: [clients, layers, columns]
 Counts = npt.NDArray[np.int64]  # [layers] of clients
 Key = tuple[str | None, str | None]  # node, group; None: the whole
 
 # Where a client's statistics were computed: in this process, in a worker process of our own, or by a sender that is
 # trusted with nothing but its own numbers.
 HERE, WORKER, SENDER = "here", "worker", "sender"
+COST = "monitor.cost"
 ROUNDING = 1e-4  # what a client's sums of an update may differ by from the server's, of the same update
 
 
@@ -40,7 +44,7 @@ class Cohort:
     def __init__(self, *, approximate_before: bool = False) -> None:
         self._approximate_before = approximate_before
         self._lock = threading.Lock()
-        self._matrices: dict[Kind, dict[str | None, list[tuple[str, Array]]]] = defaultdict(lambda: defaultdict(list))
+        self._matrices: dict[Kind, dict[str | None, list[Part]]] = defaultdict(lambda: defaultdict(list))
         self._difference: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._differing: dict[str, set[str]] = defaultdict(set)  # whose weights went into it
         self._sent: dict[str, int] = defaultdict(int)
@@ -58,23 +62,64 @@ class Cohort:
     def add(self, node: str, group: str | None, results: Results, *, failed: bool, origin: str = HERE) -> None:
         """Add a client that has finished. `origin` is where its statistics were computed."""
         with self._lock:
-            self._groups[node] = group
-            if origin != HERE:
-                self._elsewhere.add(node)
+            self._finish(node, group, failed=failed, origin=origin)
             # What a sender calls its layers names its own numbers, and never the server's.
             self._tables[node] = {} if origin == SENDER else results.tables
-            self.failed += failed
             for family, matrix, step in results.matrices:
                 if step is None and FAMILIES[family].merge is not None:
-                    rows = FAMILIES[family].rows
-                    table = ((rows, results.tables[rows]),) if rows in results.tables else ()
-                    kind = (family, matrix.shape, table)
-                    self._matrices[kind][group].append((node, matrix))
+                    table = results.tables.get(FAMILIES[family].rows)
+                    self._matrices[_kind(family, matrix, table)][group].append(([node], matrix[None]))
             if group is not None:
                 for name, value, step in results.metrics:
-                    if step is None and name.startswith("weight.difference"):
-                        self._difference[group][name.endswith("absolute")] += value
-                        self._differing[group].add(node)
+                    if step is None:
+                        self._add_difference(node, group, name, value)
+
+    def _finish(self, node: str, group: str | None, *, failed: bool, origin: str) -> None:
+        self._groups[node] = group
+        if origin != HERE:
+            self._elsewhere.add(node)
+        self.failed += failed
+
+    def _add_difference(self, node: str, group: str, name: str, difference: float) -> None:
+        if name.startswith("weight.difference"):
+            self._difference[group][name.endswith("absolute")] += difference
+            self._differing[group].add(node)
+
+    def add_measured(self, spans: Mapping[str, Span], blocks: Sequence[Measurements], *, origin: str = HERE) -> None:
+        """Add clients of our own that have finished, by their Spans, with everything that was measured of them."""
+        with self._lock:
+            for node, span in spans.items():
+                self._finish(node, span.where.group, failed=bool(span.attributes.get("failed")), origin=origin)
+                self._tables[node] = {}
+            for measured in blocks:
+                self._add_block(spans, measured)
+
+    def _add_block(self, spans: Mapping[str, Span], measured: Measurements) -> None:
+        nodes = [node or "" for node in measured.nodes]
+        for part in measured.layers:
+            places_by_group: dict[str | None, list[int]] = defaultdict(list)
+            for place, row in enumerate(part.rows):
+                if nodes[row] in spans:
+                    places_by_group[spans[nodes[row]].where.group].append(place)
+            for group, places in places_by_group.items():
+                self._add_part(part, [nodes[part.rows[place]] for place in places], places, group)
+        for name, rows, values, steps in measured.columns(_is_summed):
+            for row, value, step in zip(rows, values, steps, strict=True):
+                span = spans.get(nodes[row])
+                if span is not None and name == COST:
+                    self.cost += value
+                elif span is not None and step is None and span.where.group is not None:
+                    self._add_difference(nodes[row], span.where.group, name, value)
+
+    def _add_part(self, part: MeasuredLayers, nodes: list[str], places: list[int], group: str | None) -> None:
+        """Add the matrices at these places, which are those of the nodes."""
+        family = FAMILIES[part.family]
+        for node in nodes:
+            if self._tables[node].get(family.rows) != part.table:
+                self._tables[node] = {**self._tables[node], family.rows: part.table}
+        if part.step is None and family.merge is not None:
+            matrices = part.matrices if len(nodes) == len(part.rows) else part.matrices[places]
+            self._matrices[_kind(part.family, part.matrices[0], part.table)][group].append((nodes, matrices))
 
     def receive(
         self, sent: Mapping[str, Array], claims: Mapping[str, Sequence[LayerStats]] | None = None
@@ -107,15 +152,18 @@ class Cohort:
         """Return the sums of a client's update that were measured where it trained, in this process or in one of our
         workers.
         """
-        groups = [own for kind, members in self._matrices.items() if kind[0] == "update" for own in members.values()]
-        return [rows for own in groups for name, rows in own if name == node]
+        return [rows[nodes.index(node)] for nodes, rows in self._update_parts() if node in nodes]
+
+    def _update_parts(self) -> list[Part]:
+        groups = [own for kind, groups in self._matrices.items() if kind[0] == "update" for own in groups.values()]
+        return [part for own in groups for part in own]
 
     def _agreeing(self, sent: Mapping[str, Array]) -> set[str]:
         """Return the clients whose own sums agree, after those of other updates have been replaced."""
         shapes: dict[str, list[tuple[int, ...]]] = defaultdict(list)
-        for kind, groups in self._matrices.items():
-            for node, rows in (member for own in groups.values() for member in own if kind[0] == "update"):
-                shapes[node].append(rows.shape)
+        for nodes, rows in self._update_parts():
+            for node in nodes:
+                shapes[node].append(rows.shape[1:])
         return {
             node
             for node, own in shapes.items()
@@ -125,21 +173,22 @@ class Cohort:
 
     def _replace_others(self, sent: Mapping[str, Array]) -> dict[str, float]:
         """Replace own sums that belong to another update than was sent; returns these clients with their distances."""
-        own_updates = [own for kind, groups in self._matrices.items() if kind[0] == "update" for own in groups.values()]
-        places: dict[tuple[int, ...], list[tuple[list[tuple[str, Array]], int, str]]] = defaultdict(list)
-        for own in own_updates:
-            for i, (node, rows) in enumerate(own):
-                # Of other layers than the client's it would be nothing that could be told in its place.
-                if node in sent and sent[node].shape == rows.shape:
-                    places[rows.shape].append((own, i, node))
         differing: dict[str, float] = {}
-        for same in places.values():
-            distances = _distances(
-                np.stack([own[i][1] for own, i, _ in same]), np.stack([sent[node] for _, _, node in same])
-            )
-            for (own, i, node), distance in zip(same, distances.tolist(), strict=True):
-                if distance > ROUNDING:
-                    own[i] = (node, sent[node])
+        groups = [own for kind, groups in self._matrices.items() if kind[0] == "update" for own in groups.values()]
+        for parts in groups:
+            for i, (nodes, rows) in enumerate(parts):
+                # Of other layers than the client's it would be nothing that could be told in its place.
+                places = [p for p, node in enumerate(nodes) if node in sent and sent[node].shape == rows.shape[1:]]
+                if not places:
+                    continue
+                received = np.stack([sent[nodes[place]] for place in places])
+                distances = _distances(rows if len(places) == len(nodes) else rows[places], received)
+                other = np.flatnonzero(distances > ROUNDING)
+                if len(other):
+                    replaced = rows.copy()
+                    replaced[np.array(places)[other]] = received[other]
+                    parts[i] = nodes, replaced
+                for node, distance in ((nodes[places[j]], float(distances[j])) for j in other.tolist()):
                     differing[node] = max(differing.get(node, 0.0), distance)
         return differing
 
@@ -147,10 +196,12 @@ class Cohort:
         """Return how many clients of a group have finished so far."""
         return sum(own == group for own in self._groups.values())
 
-    def count_traffic(self, sender: str, receiver: str, size: int) -> None:
+    def count_traffic(self, senders: Sequence[str], receivers: Sequence[str], sizes: Sequence[int]) -> None:
+        """Add messages, in bytes."""
         with self._lock:
-            self._sent[sender] += size
-            self._received[receiver] += size
+            for sender, receiver, size in zip(senders, receivers, sizes, strict=True):
+                self._sent[sender] += size
+                self._received[receiver] += size
 
     def close(
         self,
@@ -158,7 +209,7 @@ class Cohort:
         model_results: Callable[[], Results] | None,
         least: int,
         attempt: Attempt = unguarded,
-    ) -> list[tuple[Key, Results]]:
+    ) -> tuple[list[NodeColumns], list[tuple[Key, Results]]]:
         """Return everything that is known only now: cosines and duplicates, groups, the whole, the global model,
         traffic.
 
@@ -171,24 +222,32 @@ class Cohort:
         def step(doing: str, work: Callable[[], list[tuple[Key, Results]]], node: str | None = None) -> None:
             results.extend(attempt(doing, work, node) or ())
 
-        for update in instruments.updates.close_round(attempt):
-            step("measuring an update", partial(self._of_update, update, instruments), update.node)
+        updates = instruments.updates.close_round(attempt)
+        try:
+            columns = [self._of_updates(updates, instruments)]
+        except Exception:  # noqa: BLE001 - because of somebody: each by itself, so that it costs nobody else
+            each = [(update.node, partial(self._of_updates, [update], instruments)) for update in updates]
+            columns = [own for node, work in each if (own := attempt("measuring an update", work, node)) is not None]
+        traffic = attempt("adding up traffic", self._of_traffic, None)
+        columns += () if traffic is None else (traffic,)
         for kind, members in self._by_members():
             step(f"adding up '{kind[0]}'", partial(_merge_groups, kind, members, least))
         step("adding up groups", self._of_groups)
-        step("adding up traffic", self._of_traffic)
         step("counting clients", partial(self._of_whole, instruments))
         if model_results is not None:
             step("measuring the global model", lambda: [(("server", None), model_results())])
-        return results
+        return columns, results
 
-    def _by_members(self) -> list[tuple[Kind, Mapping[str | None, list[tuple[str, Array]]]]]:
+    def _by_members(self) -> list[tuple[Kind, Mapping[str | None, list[Part]]]]:
         """Return what is to be merged, by family; within a family, the layers that most clients have come last.
 
         A history names a family's layers by the newest table.
         """
         families = {family: i for i, family in enumerate(dict.fromkeys(kind[0] for kind in self._matrices))}
-        return sorted(self._matrices.items(), key=lambda item: (families[item[0][0]], sum(map(len, item[1].values()))))
+        return sorted(
+            self._matrices.items(),
+            key=lambda entry: (families[entry[0][0]], sum(len(nodes) for own in entry[1].values() for nodes, _ in own)),
+        )
 
     def _of_groups(self) -> list[tuple[Key, Results]]:
         results_by_key: list[tuple[Key, Results]] = []
@@ -199,12 +258,12 @@ class Cohort:
                 results_by_key.append(((group, group), results))
         return results_by_key
 
-    def _of_traffic(self) -> list[tuple[Key, Results]]:
-        return [
-            ((node, self._groups.get(node)), Results(metrics=[(name, float(size), None)]))
-            for name, traffic in (("traffic.sent", self._sent), ("traffic.received", self._received))
-            for node, size in traffic.items()
-        ]
+    def _of_traffic(self) -> NodeColumns:
+        nodes = {node: row for row, node in enumerate(dict.fromkeys((*self._sent, *self._received)))}
+        columns = NodeColumns([(node, self._groups.get(node)) for node in nodes])
+        for name, traffic in (("traffic.sent", self._sent), ("traffic.received", self._received)):
+            columns.put(name, [*traffic.values()], np.array([nodes[node] for node in traffic], np.intp))
+        return columns
 
     def _of_whole(self, instruments: AnyInstruments) -> list[tuple[Key, Results]]:
         whole = Results()
@@ -215,16 +274,34 @@ class Cohort:
         whole.remarks += instruments.remarks()
         return [((None, None), whole)]
 
-    def _of_update(self, update: ClientUpdate | ArrayUpdate, instruments: AnyInstruments) -> list[tuple[Key, Results]]:
-        results = Results(tables=self._tables.get(update.node, {}))
-        results.take(update.metrics)
-        if update.alignment is not None:
-            results.matrices.append(("update.alignment", update.alignment, None))
-        if update.peers is not None:
-            results.matrices.append(("update.peers", update.peers, None))
-        if update.sketch is not None and not instruments.preset.brief:
-            results.sketch = update.sketch
-        return [((update.node, self._groups.get(update.node)), results)]
+    def _of_updates(self, updates: Sequence[ClientUpdate | ArrayUpdate], instruments: AnyInstruments) -> NodeColumns:
+        columns = NodeColumns([(update.node, self._groups.get(update.node)) for update in updates])
+        for name in dict.fromkeys(name for update in updates for name in update.metrics):
+            rows = [row for row, update in enumerate(updates) if name in update.metrics]
+            columns.put(name, [float(updates[row].metrics[name]) for row in rows], np.array(rows))
+        for family in ("update.alignment", "update.peers"):
+            alike: dict[tuple[Any, ...], list[tuple[int, Array]]] = defaultdict(list)  # by layers and their table
+            for row, update in enumerate(updates):
+                matrix = update.alignment if family == "update.alignment" else update.peers
+                if matrix is not None:
+                    tables = self._tables.get(update.node, {})
+                    alike[len(matrix), *tables.items()].append((row, matrix))
+            for (_, *tables_of_rows), own in alike.items():
+                matrices, places = np.stack([matrix for _, matrix in own]), np.array([row for row, _ in own])
+                columns.put_matrices(family, matrices, places, tables=dict(tables_of_rows))
+        if not instruments.preset.brief:
+            for row, update in enumerate(updates):
+                if update.sketch is not None:
+                    columns.put_sketch(row, update.sketch)
+        return columns
+
+
+def _kind(family: str, matrix: Array, table: str | None) -> Kind:
+    return family, matrix.shape, () if table is None else ((FAMILIES[family].rows, table),)
+
+
+def _is_summed(name: str) -> bool:
+    return name == COST or name.startswith("weight.difference")
 
 
 def _contradiction(own_sums: Sequence[Array], sent: Array) -> float:
@@ -288,15 +365,13 @@ def _distances(own: Array, got: Array) -> Array:
     return worst
 
 
-def _merge_groups(
-    kind: Kind, members: Mapping[str | None, list[tuple[str, Array]]], least: int
-) -> list[tuple[Key, Results]]:
+def _merge_groups(kind: Kind, members: Mapping[str | None, list[Part]], least: int) -> list[tuple[Key, Results]]:
     """Merge clients to edges and edges to the round, each with the number of clients that it represents."""
     family, _, tables = kind
     with np.errstate(all="ignore"):  # what clients say may be infinite
-        sums = {group: merge(family, [matrix for _, matrix in matrices]) for group, matrices in members.items()}
+        sums = {group: merge(family, np.concatenate([own for _, own in parts])) for group, parts in members.items()}
         whole = merge(family, [*sums.values()])
-    clients = clients_per_sum({group: clients_per_layer(matrices) for group, matrices in members.items()}, least)
+    clients = clients_per_sum({group: clients_per_layer(parts) for group, parts in members.items()}, least)
     matrices = [((group, group), matrix, clients[group]) for group, matrix in sums.items() if group is not None]
     return [
         (key, Results(matrices=[(family, matrix, None)], tables=dict(tables), clients=number))
@@ -304,14 +379,14 @@ def _merge_groups(
     ]
 
 
-def clients_per_layer(matrices: Sequence[tuple[str, Array]]) -> Counts:
+def clients_per_layer(parts: Sequence[Part]) -> Counts:
     """Return how many clients contribute to each layer; one that froze a layer, or reported twice, adds nobody to
     it.
     """
-    stacked = np.stack([matrix for _, matrix in matrices])
+    stacked = np.concatenate([matrices for _, matrices in parts])
     there = (np.isfinite(stacked) & (stacked != 0)).any(axis=2)
     nodes: dict[str, int] = {}
-    rows = [nodes.setdefault(node, len(nodes)) for node, _ in matrices]
+    rows = [nodes.setdefault(node, len(nodes)) for own, _ in parts for node in own]
     if len(nodes) < len(rows):
         once = np.zeros((len(nodes), there.shape[1]), np.bool_)
         np.logical_or.at(once, rows, there)

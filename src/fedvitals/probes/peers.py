@@ -334,12 +334,15 @@ def nearest(cosines: Array, exact: dict[tuple[int, int], float]) -> Array:
 
 def as_matrix(vectors: Sequence[Tensor]) -> Tensor | None:
     """Return the vectors as [clients, D] without a copy if they are the rows of one matrix, else None."""
-    first, size = vectors[0], vectors[0].numel()
-    storage, offset = first.untyped_storage().data_ptr(), first.storage_offset()
-    for i, v in enumerate(vectors):
-        same = v.untyped_storage().data_ptr() == storage and v.dtype == first.dtype and v.numel() == size
-        if not same or not v.is_contiguous() or v.storage_offset() != offset + i * size:
+    first, last, size = vectors[0], vectors[-1], vectors[0].numel()
+    address, length = first.data_ptr(), size * first.element_size()
+    for v in vectors:
+        if v.data_ptr() != address or v.shape != first.shape or v.dtype != first.dtype or not v.is_contiguous():
             return None
+        address += length
+    # What lies between two parts of one piece of memory is part of it, too.
+    if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
+        return None
     return first.as_strided((len(vectors), size), (size, 1))
 
 

@@ -39,7 +39,8 @@ class Results:
 
 
 Key = tuple[str | None, str | None]  # a node and its group
-TableOf = Callable[[Results, str, int], str | None]  # results, kind of rows, number of layers → digest of a layer table
+TableOf = Callable[[Mapping[str, str], str, int], str | None]
+"""From the tables of `Results`, the kind of rows and the number of layers to the digest of a layer table."""
 
 
 def measurements_of(
@@ -60,7 +61,7 @@ def measurements_of(
         layers=_layers([(places[key], results) for key, results in rows], table_of),
         sketch_rows=tuple(row for row, _ in sketches),
         sketches=np.stack([np.asarray(sketch, np.float64) for _, sketch in sketches]) if sketches else None,
-        sketch_version=_sketch_version() if sketches else 1,
+        sketch_version=sketch_version() if sketches else 1,
     )
 
 
@@ -73,7 +74,8 @@ def metric_of_nodes(
     return Measurements(run, round_index, at, nodes, groups, (name,), column, np.ones(column.shape, np.bool_))
 
 
-def _sketch_version() -> int:
+def sketch_version() -> int:
+    """Return the version of the sketches that are made now."""
     from fedvitals.kernels.sketch_hash import VERSION  # noqa: PLC0415 - its package imports torch
 
     return VERSION
@@ -117,7 +119,7 @@ def _layers(rows: Sequence[tuple[int, Results]], table_of: TableOf) -> tuple[Mea
     parts: dict[tuple[str, str, int | None, tuple[int, ...]], tuple[list[int], list[Array]]] = {}
     for row, results in rows:
         for family, matrix, step in results.matrices:
-            table = table_of(results, FAMILIES[family].rows, len(matrix))
+            table = table_of(results.tables, FAMILIES[family].rows, len(matrix))
             if table is not None and len(matrix):
                 own_rows, matrices = parts.setdefault((family, table, step, matrix.shape), ([], []))
                 own_rows.append(row)

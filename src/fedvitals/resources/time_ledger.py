@@ -102,6 +102,11 @@ class Ledger:
         with self._lock:
             self._trained[span.where.node or ""] = _Trained(span.at, span.at + span.seconds, data, span.where.group)
 
+    @property
+    def exchanged(self) -> bool:
+        """Whether a client elsewhere has answered in this round: then clocks may differ."""
+        return bool(self._exchanges)
+
     def ahead(self, node: str | None) -> float:
         """Seconds to take off the times that a client tells; 0 unless it has exchanged messages in this round."""
         return self._clocks[node].seconds if node in self._exchanges and node is not None else 0.0

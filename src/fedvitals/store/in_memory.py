@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fedvitals.errors import RecordError
-from fedvitals.measurements import Measurements, Telemetry, single_records
+from fedvitals.measurements import Measurements, Telemetry, Transfers, single_records
 from fedvitals.protocols import Node, Sink
 from fedvitals.records import Event, LayerTable, Metric, Run, Truth, is_client, natural
 from fedvitals.stats import FAMILIES, Array
@@ -247,6 +247,16 @@ class MemoryStore(Sink):
         if errors:
             raise RecordError(f"{len(errors)} of {len(records)} records cannot be kept: {errors[0]}") from errors[0]
 
+    def note(self, messages: Transfers) -> None:
+        """Note who took part in a round: all that a `History` shows of messages."""
+        with self.lock:
+            self._delivered.setdefault((messages.run, messages.source), Intervals()).add_range(
+                messages.sequence, messages.sequence + len(messages) - 1
+            )
+            memory = self.memory(messages.run)
+            memory.nodes.update(messages.nodes)
+            memory.rounds.update(() if messages.round is None else (messages.round,))
+
     def _write_blocks(self, same: Sequence[LayerMatrices]) -> list[Exception]:
         """Keep matrices of one family and round as one block, or one by one where that fails; what still failed."""
         first = same[0]
@@ -308,11 +318,11 @@ class MemoryStore(Sink):
     @staticmethod
     def _write_measurements(memory: _Memory, measured: Measurements) -> None:
         """Keep the newest value of each metric and node, column by column."""
-        places = measured.places()
-        memory.nodes.update(place.node for place in places if place.node is not None)
+        nodes = measured.measured_nodes()
+        memory.nodes.update(node for node in nodes if node is not None)
         if measured.round is None:
             return
-        if places:
+        if nodes:
             memory.rounds.add(measured.round)
         if len({*measured.nodes}) < len(measured.nodes):  # the last of a node's values is known by their order alone
             for record in measured.records():

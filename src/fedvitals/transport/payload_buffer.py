@@ -12,7 +12,9 @@ from collections.abc import Iterable, Sequence
 
 from fedvitals.errors import RecordError
 from fedvitals.measurements import (
+    Emitted,
     Telemetry,
+    Transfers,
     is_important,
     record_count,
     round_of,
@@ -45,7 +47,7 @@ class PayloadBuffer:
         self._untold = 0
         self.lost = 0
 
-    def emit(self, record: Telemetry, *, clients: int | None = None, stray: bool = False) -> None:  # noqa: ARG002
+    def emit(self, record: Emitted, *, clients: int | None = None, stray: bool = False) -> None:  # noqa: ARG002
         """Buffer a record, as far as the privacy level allows. Never raises."""
         passed = released(record, self._policy, clients=clients, stray=True)
         count = 0 if passed is None else record_count(passed)
@@ -53,10 +55,15 @@ class PayloadBuffer:
             if isinstance(passed, Run):
                 self._run = passed
             elif passed is not None and (self._count < ROOM or is_important(passed)):
-                self._records.append(passed)
+                self._records += passed.records() if isinstance(passed, Transfers) else (passed,)
                 self._count += count
             elif passed is not None:
                 self._lose(count)
+
+    def emit_all(self, records: Sequence[Record], *, stray: bool = False) -> None:
+        """The same for several records at once."""
+        for record in records:
+            self.emit(record, stray=stray)
 
     def flush(self, timeout: float = 0.0, *, own: bool = False) -> bool:  # noqa: ARG002 - as a `SinkWriter`'s
         """Return True: nothing is written from here."""

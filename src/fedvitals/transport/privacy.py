@@ -29,7 +29,7 @@ from fedvitals.catalog import (
     level_of_metric,
 )
 from fedvitals.errors import ConfigError
-from fedvitals.measurements import Measurements, Telemetry
+from fedvitals.measurements import Emitted, Measurements, Transfers
 from fedvitals.records import Action, Event, Finding, LayerStats, Metric, Record, Run, Sketch, Span, Transfer, Truth
 from fedvitals.stats import (
     COUNT,
@@ -117,8 +117,8 @@ def described_policy(policy: PrivacyPolicy) -> dict[str, Any]:
 
 
 def released(
-    record: Telemetry, policy: PrivacyPolicy, *, clients: int | None = None, stray: bool = False, held: bool = False
-) -> Telemetry | None:
+    record: Emitted, policy: PrivacyPolicy, *, clients: int | None = None, stray: bool = False, held: bool = False
+) -> Emitted | None:
     """The record, a copy with less in it, or None: as much of it as may leave.
 
     `clients`: how many a sum speaks for (None: it is no sum). `stray`: it says «server», but a client's code may have
@@ -127,6 +127,8 @@ def released(
     """
     if isinstance(record, Measurements):
         return _measurements(record, policy, stray=stray, held=held)
+    if isinstance(record, Transfers):
+        return record  # as each of its records, see FREE
     return _record(record, policy, clients=clients, stray=stray, held=held)
 
 

@@ -14,7 +14,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fedvitals.errors import FedvitalsError, RecordError, StoreLostError
-from fedvitals.measurements import Measurements, Telemetry, is_important, record_count, round_of, single_records
+from fedvitals.measurements import (
+    Emitted,
+    Measurements,
+    Transfers,
+    is_important,
+    record_count,
+    round_of,
+    single_records,
+)
 from fedvitals.protocols import RecordWriter
 from fedvitals.records import LayerStats, Metric, Record, Sketch, Span, Transfer
 from fedvitals.transport.sink_adapter import as_sink
@@ -32,7 +40,7 @@ CAUSES_REPORTED = 100  # a sink whose messages all differ must not fill the user
 LEFT_OUT = "layer statistics of some client-rounds are left out"
 
 # Spares the longer question in `is_important` for nearly all records.
-ALWAYS_BULK = frozenset({Metric, LayerStats, Span, Transfer, Sketch})
+ALWAYS_BULK = frozenset({Metric, LayerStats, Span, Transfer, Sketch, Measurements, Transfers})
 
 
 class Queue:
@@ -76,7 +84,7 @@ class Queue:
         # Re-entrant, since a signal handler or a finaliser may log, and so put, in the midst of a put.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._bulk: deque[Telemetry] = deque()
+        self._bulk: deque[Emitted] = deque()
         self._important: deque[Record] = deque()
         self._bulk_room = 0  # that the waiting bulk takes, see `room_of`
         self._bulk_records = 0  # that it stands for
@@ -84,7 +92,7 @@ class Queue:
         self._heads = [0, 0]
         # The heads before the batch that the worker holds, and the batch: None when it holds none.
         self._held_from: list[int] | None = None
-        self._held: list[Telemetry] = []
+        self._held: list[Emitted] = []
         self._lost: dict[str, int] = {}
         self.thinned = ThinnedClientRounds()
         self._error: BaseException | None = None  # of a loss, to be raised by a strict flush
@@ -116,19 +124,19 @@ class Queue:
     def _ready(self) -> int:
         return self._bulk_records + len(self._important) + self._spilled
 
-    def put(self, record: Telemetry) -> None:
+    def put(self, record: Emitted) -> None:
         """Take a record or measurements, without waiting or raising."""
         with self._lock:
             if self._refused:
                 self._lose(self._refused, count=record_count(record))
-            elif isinstance(record, Measurements) or type(record) in ALWAYS_BULK or not is_important(record):
-                self._put_bulk(record)
-            else:
+            elif type(record) not in ALWAYS_BULK and is_important(record):
                 self._put_important(record)
+            else:
+                self._put_bulk(record)
             if self._thread is None:
                 self._start()
 
-    def put_many(self, records: Iterable[Telemetry]) -> None:
+    def put_many(self, records: Iterable[Emitted]) -> None:
         """Take records one after the other."""
         with self._lock:
             for record in records:
@@ -170,7 +178,7 @@ class Queue:
     def _spilled(self) -> int:
         return self._spill.waiting if self._spill is not None else 0
 
-    def _put_bulk(self, record: Telemetry) -> None:
+    def _put_bulk(self, record: Emitted) -> None:
         if 2 * self._bulk_room >= self._bulk_limit and LayerStats not in self._sink.ignores:
             kept = self._thin(record)
             if kept is None:
@@ -187,7 +195,7 @@ class Queue:
         if waiting < BATCH <= self._bulk_records:
             self._changed.notify_all()
 
-    def _thin(self, record: Telemetry) -> Telemetry | None:
+    def _thin(self, record: Emitted) -> Emitted | None:
         """Return what is taken of the record by a queue that is at least half full; None: nothing."""
         detail, rest = levels(self._bulk_room / self._bulk_limit)
         if not self._sink.takes_measurements:
@@ -199,7 +207,7 @@ class Queue:
             self.thinned.add(round_of(record), nodes, rest)
         return kept
 
-    def _pop_bulk(self) -> Telemetry:
+    def _pop_bulk(self) -> Emitted:
         record = self._bulk.popleft()
         count = record_count(record)
         room = room_of(record)
@@ -298,7 +306,7 @@ class Queue:
             lost = sum(map(record_count, left))
             if self._spill is not None:
                 for record in left:
-                    if not isinstance(record, Measurements) and is_important(record):
+                    if is_important(record):
                         self._spill_over(self._spill, record)
                         lost -= 1
                 self._spill.close(keep=self._spilled > 0)
@@ -338,7 +346,7 @@ class Queue:
             spilled = 0 if self._important else min(self._spilled, BATCH)
             important = [self._important.popleft() for _ in range(min(len(self._important), BATCH))]
             room = BATCH - len(important) - spilled
-            bulk: list[Telemetry] = []
+            bulk: list[Emitted] = []
             while self._bulk and room > 0:
                 bulk.append(self._pop_bulk())
                 room -= record_count(bulk[-1])
@@ -366,7 +374,7 @@ class Queue:
 
     def _deliver(self) -> None:
         """Write the held batch; retry while the sink fails, and leave out single records that it refuses."""
-        parts = [self._held if self._sink.takes_measurements else self._single_records()]
+        parts = [self._for_sink()]
         delay = FIRST_DELAY
         while parts:
             part = parts[0]
@@ -377,7 +385,7 @@ class Queue:
             try:
                 self._sink.write(part)  # type: ignore[arg-type]  # no measurements, unless it takes them
             except RecordError as error:
-                if isinstance(part[0], Measurements) and len(part) == 1:
+                if isinstance(part[0], Measurements | Transfers) and len(part) == 1:
                     parts[:1] = [[*part[0].records()]]  # so that one refused number costs no other
                 elif len(part) == 1:
                     with self._lock:
@@ -399,9 +407,19 @@ class Queue:
             self._succeeded()
         self._acknowledge()
 
-    def _single_records(self) -> list[Telemetry]:
-        """The held batch as single records, without those that the sink ignores."""
-        return [record for record in single_records(self._held) if not isinstance(record, self._sink.ignores)]
+    def _for_sink(self) -> list[Emitted]:
+        """The held batch in the form that the sink takes; as single records, without those that it ignores."""
+        if self._sink.takes_transfers:
+            return self._held
+        if not self._sink.takes_measurements:
+            return [record for record in single_records(self._held) if not isinstance(record, self._sink.ignores)]
+        records: list[Emitted] = []
+        for telemetry in self._held:
+            if isinstance(telemetry, Transfers):
+                records += telemetry.records()
+            else:
+                records.append(telemetry)
+        return records
 
     def _failed(self, error: BaseException, delay: float) -> None:
         with self._lock:

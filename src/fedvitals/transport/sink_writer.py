@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from fedvitals.measurements import AnyTelemetry, Measurements, Telemetry, record_count, stamped
+from fedvitals.measurements import AnyTelemetry, Emitted, Measurements, Telemetry, Transfers, record_count, stamped
 from fedvitals.protocols import RecordWriter, Sink
-from fedvitals.records import LayerStats, Metric, Record, Sketch
+from fedvitals.records import LayerStats, Metric, Record, Sketch, Transfer
 from fedvitals.transport.privacy import PrivacyPolicy, released
 from fedvitals.transport.queue import Queue
 from fedvitals.transport.sink_adapter import as_sink
@@ -40,12 +40,12 @@ class SinkWriter:
         whole = [as_sink(sink) for sink in sinks]
         self._sequence = itertools.count()
         # What a sink makes itself need not come back to it, least of all while it closes and takes nothing more.
-        self._ignored: list[tuple[type, ...]] = [_with_measurements(sink.ignores) for sink in whole]
+        self._ignored: list[tuple[type, ...]] = [_with_blocks(sink.ignores) for sink in whole]
         self._queues = [
             Queue(sink, spill=spill if first else None, strict=strict) for sink, first in _with_first(whole)
         ]
 
-    def emit(self, record: Telemetry, *, clients: int | None = None, stray: bool = False) -> None:
+    def emit(self, record: Emitted, *, clients: int | None = None, stray: bool = False) -> None:
         """Number and queue a record, as far as the privacy policy allows. Never waits, never raises.
 
         This process writes the store, so it is where the updates come together (`held`).
@@ -79,19 +79,19 @@ class SinkWriter:
         """Queue records of another process with the identity that they have, as far as the privacy policy allows."""
         self._put_all([passed for record in records for passed in self._admitted(record)])
 
-    def _admitted(self, record: Telemetry) -> Iterable[Telemetry]:
+    def _admitted(self, record: Telemetry) -> Iterable[Emitted]:
         passed = released(record, self._policy, held=True)
         if isinstance(record, Measurements) and passed is not None and record_count(passed) < len(record):
             # What is left as an array would have other numbers.
             return [left for single in record.records() for left in self._admitted(single)]
         return () if passed is None else (passed,)
 
-    def _put(self, record: Telemetry) -> None:
+    def _put(self, record: Emitted) -> None:
         for queue, ignored in zip(self._queues, self._ignored, strict=True):
             if not isinstance(record, ignored):
                 queue.put(record)
 
-    def _put_all(self, records: Sequence[Telemetry]) -> None:
+    def _put_all(self, records: Sequence[Emitted]) -> None:
         for queue, ignored in zip(self._queues, self._ignored, strict=True):
             queue.put_many(record for record in records if not isinstance(record, ignored))
 
@@ -137,6 +137,7 @@ def _with_first(sinks: Sequence[Sink]) -> list[tuple[Sink, bool]]:
     return [(sink, index == 0) for index, sink in enumerate(sinks)]
 
 
-def _with_measurements(ignored: tuple[type, ...]) -> tuple[type, ...]:
-    """Add measurements to the ignored kinds where all that they stand for is ignored."""
-    return (*ignored, Measurements) if {Metric, LayerStats, Sketch} <= {*ignored} else ignored
+def _with_blocks(ignored: tuple[type, ...]) -> tuple[type, ...]:
+    """Add the blocks to the ignored kinds of which all that they stand for is ignored."""
+    measured = (Measurements,) if {Metric, LayerStats, Sketch} <= {*ignored} else ()
+    return *ignored, *measured, *((Transfers,) if Transfer in ignored else ())

@@ -23,14 +23,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from fedvitals.measurements import NO_STEP, MeasuredLayers, Measurements, Telemetry
+from fedvitals.measurements import NO_STEP, Emitted, MeasuredLayers, Measurements, Transfers
 from fedvitals.records import LayerStats, Metric, Sketch, Span, Transfer, is_client
 
 UNIT = 2048  # bytes that count as much as one small record does
 
 
-def room_of(telemetry: Telemetry) -> int:
+def room_of(telemetry: Emitted) -> int:
     """Return the room that it takes in a queue, in units of one small record."""
+    if isinstance(telemetry, Transfers):
+        return len(telemetry)
     if isinstance(telemetry, Measurements):
         size = telemetry.values.nbytes + (0 if telemetry.sketches is None else telemetry.sketches.nbytes)
         size += sum(part.matrices.nbytes for part in telemetry.layers)
@@ -49,10 +51,12 @@ def is_kept(node: str | None, round_index: int | None, level: int) -> bool:
     return level == 0 or not is_client(node) or not zlib.crc32(f"{round_index} {node}".encode()) % (1 << level)
 
 
-def thinned(telemetry: Telemetry, detail: int, rest: int) -> tuple[Telemetry | None, list[str | None]]:
+def thinned(telemetry: Emitted, detail: int, rest: int) -> tuple[Emitted | None, list[str | None]]:
     """Return what is kept at these levels (None: nothing), and the nodes of which something is left out."""
     if isinstance(telemetry, Measurements):
         return _thinned_measurements(telemetry, detail, rest)
+    if isinstance(telemetry, Transfers):
+        return _thinned_transfers(telemetry, rest)
     level = detail if isinstance(telemetry, LayerStats | Sketch) else rest
     if isinstance(telemetry, Transfer):
         node: str | None = telemetry.sender if is_client(telemetry.sender) else telemetry.receiver
@@ -86,6 +90,16 @@ def _thinned_measurements(
     gone.update(row for row in measured.sketch_rows if not with_detail[row])
     gone.update(row for part in measured.layers for row in part.rows if not with_detail[row])
     return kept.without_absent() if len(kept) else None, [measured.nodes[row] for row in sorted(gone)]
+
+
+def _thinned_transfers(messages: Transfers, level: int) -> tuple[Transfers | None, list[str | None]]:
+    ends = zip(messages.senders, messages.receivers, strict=True)
+    clients = [sender if is_client(sender) else receiver for sender, receiver in ends]
+    kept = [row for row, node in enumerate(clients) if is_kept(node, messages.round, level)]
+    if len(kept) == len(messages):
+        return messages, []
+    gone = dict.fromkeys(node for node in clients if not is_kept(node, messages.round, level))
+    return messages.of_rows(kept) if kept else None, [*gone]
 
 
 def _rows_of(part: MeasuredLayers, kept: npt.NDArray[np.bool_]) -> MeasuredLayers:

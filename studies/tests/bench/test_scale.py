@@ -10,9 +10,10 @@ pytestmark = pytest.mark.thorough
 
 def test_watched_and_unwatched_rounds_take_turns():
     heard = []
-    throughput, lost = scale._with_and_without(4, 3, 1, ">= 0.6", 0.6, heard.append)
+    throughput, with_gradient_scale, lost = scale._with_and_without(4, 3, 1, ">= 0.6", 0.6, heard.append)
     assert len(heard) == 3
     assert throughput["verdict"] in ("met", "missed", "open")
+    assert (with_gradient_scale["bar"], with_gradient_scale["verdict"]) == ("", "")
     assert (lost["measured"], lost["verdict"]) == (0, "met")
 
 

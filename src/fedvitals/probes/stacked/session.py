@@ -9,12 +9,12 @@ of the stack's.
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,9 +26,9 @@ from fedvitals.probes.fit import label_entropy, labels_of, labels_remark
 from fedvitals.probes.full_gradient import full_gradient
 from fedvitals.probes.gradients import gradient_histogram, gradients, last_gradient, summarise
 from fedvitals.probes.instruments import Instruments
+from fedvitals.probes.node_columns import EVERY, NodeColumns, Rows
 from fedvitals.probes.nonlinearity import nonlinearity
 from fedvitals.probes.presets import Planned
-from fedvitals.probes.results import Results
 from fedvitals.probes.scale import scale, seed_of
 from fedvitals.probes.session import LABEL_ROUNDS, Report
 from fedvitals.probes.stacked.fit import Batch, StackFit, fill_rows, sample_counts
@@ -56,7 +56,8 @@ class StackSession:
         self._instruments, self._fit, self._stack, self._report = instruments, fit, stack, report
         self._model = StackModel(stack)
         self._view = View(stack.module, round_index=round_index)
-        self._results = [Results() for _ in stack.nodes]
+        self._columns = NodeColumns([*zip(stack.nodes, stack.groups, strict=True)])
+        self._due_rows: npt.NDArray[np.bool_] | None = None  # of the probe that is running; None: all
         self._steps = 0
         self._step_began = self._step_seconds = 0.0
         self._batches: list[Batch] = []
@@ -110,7 +111,7 @@ class StackSession:
             self._report(error, "measuring a step")
         self.cost += time.perf_counter() - now
 
-    def finish(self) -> tuple[list[Results], Tensor, Array | None]:
+    def finish(self) -> tuple[NodeColumns, Tensor, Array | None]:
         """Return the clients' results; their updates, [clients, weights]; nine sums of these, unless the preset is
         brief.
         """
@@ -121,9 +122,9 @@ class StackSession:
         own = self._own_steps()
         for node, count in zip(self._stack.nodes, own, strict=True):
             instruments.turns.note(node, count)
-        self._put("steps", [float(count) for count in own])
+        self._columns.put("steps", own)
         if self._steps and not instruments.preset.brief:
-            self._put("time.step", [(ended - self._began) / sum(own)] * model.clients)
+            self._columns.put("time.step", (ended - self._began) / sum(own))
         if any(planned.when is not at_exit for planned in instruments.preset.probes):
             self._view.step = max(0, self._steps - 1)  # else nobody counts along with a client that trains alone
         if instruments.preset.difference_each_step and self._steps:
@@ -141,7 +142,7 @@ class StackSession:
         if self._batches:
             self._guarded("fit", self._fit_after)
         self.cost += time.perf_counter() - ended
-        return self._results, update, rows
+        return self._columns, update, rows
 
     # -- at each step -------------------------------------------------------------------------------------------------
 
@@ -192,35 +193,36 @@ class StackSession:
 
     def _tell_differences(self) -> None:
         self._difference()
-        for step, (signed, absolute) in enumerate(torch.stack(self._changes).tolist()):
-            self._put("weight.difference", signed, step)
-            self._put("weight.difference_absolute", absolute, step)
+        for step, (signed, absolute) in enumerate(torch.stack(self._changes).cpu().numpy()):
+            self._put("weight.difference", signed, step=step)
+            self._put("weight.difference_absolute", absolute, step=step)
 
     # -- at the end ---------------------------------------------------------------------------------------------------
 
-    def _put(self, name: str, values: Sequence[float | None], step: int | None = None) -> None:
-        """Add one metric of every client; None for clients without it, or that did not take this step."""
-        for results, value, took in zip(self._results, values, self._took(step), strict=True):
-            if value is not None and took:
-                results.metrics.append((name, value, step))
+    def _put(
+        self, name: str, values: Array, present: npt.NDArray[np.bool_] | None = None, step: int | None = None
+    ) -> None:
+        """Add one metric, [clients], of the clients that have it (None: all), are due, and took this step."""
+        rows = self._rows(present, step)
+        self._columns.put(name, values[rows], rows, step)
 
-    def _took(self, step: int | None) -> list[bool]:
-        steps_of_clients = self._stack.steps
-        return (
-            [True] * self._model.clients
-            if step is None or steps_of_clients is None
-            else [step < own for own in steps_of_clients]
-        )
+    def _rows(self, present: npt.NDArray[np.bool_] | None = None, step: int | None = None) -> Rows:
+        steps = self._stack.steps
+        took = None if step is None or steps is None else np.asarray(steps) > step
+        masks = [mask for mask in (present, self._due_rows, took) if mask is not None and not mask.all()]
+        return np.flatnonzero(np.logical_and.reduce(masks)) if masks else EVERY
 
     def _put_all(self, metrics: Mapping[str, Array], step: int | None = None) -> None:
         for name, values in metrics.items():
-            absent = name in CATALOG and CATALOG[name].rare  # NaN says that this client has none
-            self._put(name, [None if absent and math.isnan(value) else value for value in values.tolist()], step)
+            numbers = np.ma.getdata(values)
+            present = ~np.ma.getmaskarray(values)
+            if name in CATALOG and CATALOG[name].rare:  # NaN says that this client has none
+                present &= ~np.isnan(numbers)
+            self._put(name, numbers, present, step)
 
     def _put_matrices(self, family: str, matrices: Array, step: int | None = None) -> None:
-        for results, matrix, took in zip(self._results, matrices, self._took(step), strict=True):
-            if took:
-                results.matrices.append((family, matrix, step))
+        rows = self._rows(step=step)
+        self._columns.put_matrices(family, matrices[rows], rows, step)
 
     def _merge(self) -> None:
         if self._recorder is not None and self._recorder[2].steps:
@@ -235,53 +237,50 @@ class StackSession:
                 if steps:
                     members = np.flatnonzero(own == count)
                     every = slice(None) if len(members) == len(own) else members  # a view, where it can be one
-                    self._gradient(steps, rows[: len(steps), every], members.tolist())
+                    self._gradient(steps, rows[: len(steps), every], members)
         counts = None if self._histogram is None else self._histogram[2].take()
         if counts is not None:
             self._put_matrices("gradient.histogram", self._model.trained_rows(counts))
 
-    def _gradient(self, steps: list[int], rows: Array, members: list[int]) -> None:
+    def _gradient(self, steps: list[int], rows: Array, members: npt.NDArray[np.intp]) -> None:
         """Summarise the steps of these clients at once, like `summarise`. rows: [steps, clients, layers, 9]."""
         count, clients, layers, _ = rows.shape
+        columns, of_step = self._columns, np.asarray(steps)
         merged, _ = summarise(steps, rows.reshape(count, clients * layers, -1))
+        for family, matrix in merged.items():
+            columns.put_matrices(family, self._model.trained_rows(matrix.reshape(clients, layers, -1)), members)
         whole = np.sqrt(rows[..., SUM_SQUARES].sum(axis=2))  # [steps, clients]
-        mean, largest = whole.mean(axis=0).tolist(), whole.argmax(axis=0)
-        lost = (rows[..., NANS] + rows[..., INFS]).sum(axis=(0, 2)).tolist()
-        with np.errstate(divide="ignore", invalid="ignore"):
-            relative = np.abs(whole[1:] - whole[:-1]) / whole[:-1]
-        change = np.where(whole[1:] == whole[:-1], 0.0, relative)
-        known = self._instruments.norms
-        for i, member in enumerate(members):
-            results, node = self._results[member], self._stack.nodes[member]
-            for family, matrix in merged.items():
-                own = self._model.trained_rows(matrix.reshape(clients, layers, -1)[i])
-                results.matrices.append((family, own, None))
-            results.metrics += [
-                ("gradient.norm", mean[i], None),
-                ("gradient.norm_max", float(whole[largest[i], i]), steps[largest[i]]),
-                ("gradient.norm_last", float(whole[-1, i]), steps[-1]),
-                ("gradient.nonfinite", lost[i], None),
-            ]
-            if count > 1:
-                most = int(change[:, i].argmax())
-                results.metrics.append(("gradient.change", float(change[most, i]), steps[1:][most]))
-            before = known.get(node)
-            if before:
-                results.metrics.append(("gradient.change_round", abs(mean[i] - before) / before, None))
-            known[node] = mean[i]
+        mean, largest, client = whole.mean(axis=0), whole.argmax(axis=0), np.arange(clients)
+        columns.put("gradient.norm", mean, members)
+        columns.put("gradient.norm_max", whole[largest, client], members, of_step[largest])
+        columns.put("gradient.norm_last", whole[-1], members, steps[-1])
+        columns.put("gradient.nonfinite", (rows[..., NANS] + rows[..., INFS]).sum(axis=(0, 2)), members)
+        if count > 1:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                relative = np.abs(whole[1:] - whole[:-1]) / whole[:-1]
+            change = np.where(whole[1:] == whole[:-1], 0.0, relative)
+            most = change.argmax(axis=0)
+            columns.put("gradient.change", change[most, client], members, of_step[1:][most])
+        norms = dict(zip((self._stack.nodes[row] for row in members.tolist()), mean.tolist(), strict=True))
+        before = np.array([self._instruments.norms.get(node) or 0.0 for node in norms])
+        known = before != 0
+        with np.errstate(all="ignore"):
+            changes = np.abs(mean - before) / before
+        columns.put("gradient.change_round", changes[known], members[known])
+        self._instruments.norms.update(norms)
 
     def _run_at_exit(self, index: int, planned: Planned) -> None:
         """Run a probe of the scope's end for the clients of which it is due in this round."""
         rows = [] if (self._turn.round_index or 0) % planned.rounds else self._due(index, planned)
         if not rows:
             return
-        started, results = time.perf_counter(), self._results
-        due = set(rows)
-        self._results = [own if row in due else Results() for row, own in enumerate(results)]
+        started = time.perf_counter()
+        self._due_rows = np.zeros(self._model.clients, np.bool_)
+        self._due_rows[rows] = True
         try:
             self._run(planned, rows)
         finally:
-            self._results = results
+            self._due_rows = None
             self._instruments.costs[index] += time.perf_counter() - started
 
     def _due(self, index: int, planned: Planned) -> list[int]:
@@ -306,8 +305,8 @@ class StackSession:
             taken = self._closing.take()
             # Of everybody the own last step; the only one that is kept, where all are equal.
             last = taken[np.minimum(self._last_steps(), len(taken) - 1), np.arange(self._model.clients)]
-            self._put("gradient.norm_last", np.sqrt(last[..., SUM_SQUARES].sum(axis=1)).tolist())
-            self._put("gradient.nonfinite", (last[..., NANS] + last[..., INFS]).sum(axis=1).tolist())
+            self._put("gradient.norm_last", np.sqrt(last[..., SUM_SQUARES].sum(axis=1)))
+            self._put("gradient.nonfinite", (last[..., NANS] + last[..., INFS]).sum(axis=1))
         elif isinstance(probe, scale):
             self._scale(probe, rows=rows)
         elif probe is full_gradient:
@@ -350,15 +349,15 @@ class StackSession:
         model = self._model
         rows = model.trained_rows(_to_host(sums(model.layers(model.matrix.detach()), clients=True)))
         self._put_matrices("weight", rows)
-        self._put("weight.norm", np.sqrt(rows[..., SUM_SQUARES].sum(axis=1)).tolist())
-        self._put("weight.nonfinite", (rows[..., NANS] + rows[..., INFS]).sum(axis=1).tolist())
+        self._put("weight.norm", np.sqrt(rows[..., SUM_SQUARES].sum(axis=1)))
+        self._put("weight.nonfinite", (rows[..., NANS] + rows[..., INFS]).sum(axis=1))
         if model.buffers:
             self._put_matrices("buffer", _to_host(sums(model.buffer_tensors(), clients=True)))
 
     def _nonlinearity(self, images: int) -> None:
         x = torch.as_tensor(self._stack.samples(images)[0]).to(self._model.states.device)
-        coefficients = stacked_nonlinearity(self._model, x, self._seeds())
-        self._put("nonlinearity.nlc", [None if math.isnan(value) else value for value in coefficients.tolist()])
+        coefficients = np.asarray(stacked_nonlinearity(self._model, x, self._seeds()).tolist())
+        self._put("nonlinearity.nlc", coefficients, ~np.isnan(coefficients))
 
     def _move(self, rows: Array) -> None:
         """Record how far the weights moved: `weights.movement` for all clients."""
@@ -368,19 +367,19 @@ class StackSession:
         norms = [torch.linalg.vector_norm(self._model.trained_columns(self._before), dim=1)]
         if initial is not None and initial.shape == now.shape[1:]:
             norms.append(torch.linalg.vector_norm(now - initial.to(now.device), dim=1))
-        start, *far = torch.stack(norms).tolist()
-        self._put("weight.drift", drift.tolist())
-        self._put("weight.difference", rows[..., SUM].sum(axis=1).tolist())
-        self._put("weight.difference_absolute", rows[..., SUM_MAGNITUDES].sum(axis=1).tolist())
-        pairs = zip(drift.tolist(), start, strict=True)
-        self._put("weight.update_ratio", [moved / norm if norm > 0 else None for moved, norm in pairs])
-        for values in far:
-            self._put("weight.drift_init", values)
+        start, *far = np.asarray(torch.stack(norms).tolist())
+        self._put("weight.drift", drift)
+        self._put("weight.difference", rows[..., SUM].sum(axis=1))
+        self._put("weight.difference_absolute", rows[..., SUM_MAGNITUDES].sum(axis=1))
+        with np.errstate(all="ignore"):
+            self._put("weight.update_ratio", drift / start, start > 0)
+        for distances in far:
+            self._put("weight.drift_init", distances)
 
     def _fit_before(self) -> None:
         labels = self._stack.labels
         if labels is not None:
-            self._put("samples", [float(len(own)) for own in labels])
+            self._columns.put("samples", [len(own) for own in labels])
         metrics, self._batches = self._fit.received(self._stack, self._model, self._turn)
         self._put_all(metrics)
         if labels is not None and not self._instruments.preset.brief:
@@ -388,16 +387,16 @@ class StackSession:
 
     def _tell_labels(self, labels: Sequence[Any]) -> None:
         """Report the labels of each client: when first seen, and again when a check every few rounds finds a change."""
-        known = self._instruments.labels
-        for node, own, results in zip(self._stack.nodes, labels, self._results, strict=True):
+        known, entropies = self._instruments.labels, dict[int, float]()
+        for row, (node, own) in enumerate(zip(self._stack.nodes, labels, strict=True)):
             if (self._view.round or 0) % LABEL_ROUNDS and node in known:
                 continue
             histogram = labels_of((own, torch.as_tensor(own)))
             if histogram is None or histogram == known.get(node):
                 continue
-            known[node] = histogram
-            results.take({"label.entropy": label_entropy(histogram)})
-            results.remarks.append(labels_remark(histogram))
+            known[node], entropies[row] = histogram, label_entropy(histogram)
+            self._columns.remarks.append((row, labels_remark(histogram)))
+        self._columns.put("label.entropy", [*entropies.values()], np.array([*entropies], np.intp))
 
     def _fit_after(self) -> None:
         self._put_all(self._fit.trained(self._stack, self._model, self._batches))

@@ -49,6 +49,8 @@ class PayloadWriter:
         self._arrays: list[bytes] = []
         self._same: dict[int, int] = {}
         self._kept: list[Where] = []  # so that no other object gets the identity of one
+        self._last_data: Any = self  # encoded as `_raw`; nothing so far
+        self._raw = msgspec.Raw()
         self._at: float | None = None
         self._source: str | None = None
         self._next = -1
@@ -133,9 +135,10 @@ class PayloadWriter:
         return None if value is None else self.word(value)
 
     def data(self, value: Any) -> msgspec.Raw:
-        raw = msgspec.msgpack.encode(plain(value))
-        self.data_bytes += len(raw)
-        return msgspec.Raw(raw)
+        if value is not self._last_data:  # clients that trained as one batch share the attributes of their Spans
+            self._last_data, self._raw = value, msgspec.Raw(msgspec.msgpack.encode(plain(value)))
+        self.data_bytes += len(self._raw)
+        return self._raw
 
     def matrix(self, family: str, matrix: Array) -> None:
         if HOLDS_SUMS[family]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +257,7 @@ def _monitored(repeats: int, tell: Tell) -> list[Row]:
 
     with tempfile.TemporaryDirectory() as folder, Monitor(Path(folder, "runs.db"), host="lab") as monitor:
         whole = experiment(CLIENTS, rounds=BLOCK_ROUNDS * (repeats + 2))
-        arms = {
+        arms: dict[str, tuple[Iterator[Any], Callable[[], Any]]] = {
             "unwatched": (lab.rounds(whole, None, engine="stacked", device="cuda"), lambda: None),
             "watched": (lab.rounds(whole, monitor, engine="stacked", device="cuda"), monitor.flush),
         }

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients that train as one batch in this process: one scope, one session and one block of results for all of them."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import Token
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedvitals.measurements import Measurements
+from fedvitals.monitor.spine import Spine
+from fedvitals.probes.node_columns import NodeColumns
+from fedvitals.protocols import Node, Stack
+from fedvitals.records import Span, Where, group_name, node_name
+from fedvitals.resources.memory import resident_bytes
+from fedvitals.scope import Scope
+from fedvitals.time_parts import CLIENT, edge_span
+from fedvitals.transport.timing import new_span_id
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedvitals.probes.instruments import Instruments
+    from fedvitals.probes.stacked.fit import StackFit
+    from fedvitals.probes.stacked.session import StackSession
+    from fedvitals.resources.client_memory import ClientMemory
+
+
+@dataclass(slots=True)
+class OpenStack:
+    """Clients that train as one batch: one stretch of time, and one session for all."""
+
+    stack: Stack
+    scope: Scope
+    token: Token[Scope | None]
+    session: StackSession | None = None
+    device: Any = None  # of CUDA, if they train there and memory is watched
+    tables: Mapping[str, str] = field(default_factory=dict)
+    logged: set[tuple[Node, str]] = field(default_factory=set)
+    at: float = field(default_factory=time.time)
+    began: float = field(default_factory=time.perf_counter)
+
+
+class Stacks:
+    """Opens, measures and closes a stack; `open` is the one that is open.
+
+    `kit` and `memory` are made when they are first needed, since they import torch. The other parameters are those of
+    `Clients`.
+    """
+
+    def __init__(
+        self,
+        spine: Spine,
+        kit: Callable[[], Any],
+        memory: Callable[[], ClientMemory],
+        sent: Callable[..., Any],
+        joined: Callable[[Sequence[Span], Measurements], None],
+        *,
+        profile: bool,
+    ) -> None:
+        self._scopes, self._emission, self._guard = spine.scopes, spine.emission, spine.guard
+        self._kit_of_run, self._memory, self._sent, self._joined = kit, memory, sent, joined
+        self._profile = profile
+        self._told_unmeasured = False
+        self.open: OpenStack | None = None
+
+    @property
+    def _kit(self) -> Instruments:
+        kit: Instruments = self._kit_of_run()
+        return kit
+
+    @functools.cached_property
+    def _fit(self) -> StackFit:
+        from fedvitals.probes.stacked.fit import StackFit  # noqa: PLC0415 - imports torch
+
+        preset = self._kit.preset
+        return StackFit(preset.fit_percent, preset.fit_floor_rounds)
+
+    def at(self, node: Node) -> Scope | None:
+        """The scope of a client of the open stack; None for any other node."""
+        if self.open is None or node not in self.open.stack.nodes:
+            return None
+        group = self.open.stack.groups[self.open.stack.nodes.index(node)]
+        return replace(self.open.scope, node=node, group=group)
+
+    def begin(self, stack: Stack, inside: Scope | None) -> None:
+        """Open a stack inside of a scope, or of the caller's."""
+        stack = self._guard("naming a stack of clients", lambda: _with_names(stack)) or stack
+
+        def begin() -> None:
+            if self.open is not None:
+                text = f"A stack of {len(self.open.stack.nodes)} clients was still open."
+                self._emission.record.event(self.open.scope, "warning", "stack.unclosed", text)
+                self.end({})
+            # As a client: whatever is said in here, without a node, was said by the code of clients.
+            opened = self.open = OpenStack(stack, *self._scopes.enter(None, client=True, inside=inside))
+            self._tell_unmeasured(opened.scope)
+            self._guard("watching a stack of clients", lambda: self._watch(opened), opened.scope)
+
+        self._guard("opening a stack of clients", begin)
+
+    def _watch(self, opened: OpenStack) -> None:
+        from fedvitals.probes.instruments import tables_of  # noqa: PLC0415 - imports torch
+        from fedvitals.probes.stacked.session import StackSession  # noqa: PLC0415
+        from fedvitals.probes.view import View  # noqa: PLC0415
+
+        stack = opened.stack
+        if not self._kit.preset.brief:
+            tables = tables_of(self._kit, View(stack.module))
+            self._emission.layer_tables(tables)
+            opened.tables = {rows: table.digest for rows, table in tables.items()}
+        report = functools.partial(self._guard.report, scope=opened.scope)
+        opened.device = self._memory().begin_stack(stack.states) if self._profile else None
+        opened.session = StackSession(self._kit, self._fit, stack, opened.scope.round, report)
+
+    def step(self, step: int, gradients: Tensor) -> None:
+        """Measure before an optimiser step."""
+        if self.open is not None and self.open.session is not None:
+            self.open.session.step(step, gradients)
+
+    def end(self, failed: Mapping[Any, BaseException]) -> None:
+        """Close the open stack, if there is one; `failed`: who did not train to the end, and why."""
+        opened, self.open = self.open, None
+        if opened is None:
+            return
+        try:
+            self._guard("closing a stack of clients", lambda: self._finish(opened, failed), opened.scope)
+        finally:
+            self._scopes.leave(opened.scope, opened.token)
+
+    def abandon(self) -> None:
+        """Close the open stack without a word."""
+        if self.open is not None:
+            self._scopes.leave(self.open.scope, self.open.token)
+        self.open = None
+
+    def _finish(self, opened: OpenStack, failed: Mapping[Any, BaseException]) -> None:
+        stack, errors = opened.stack, {node_name(node): error for node, error in failed.items()}
+        columns, clients = NodeColumns([*zip(stack.nodes, stack.groups, strict=True)]), len(stack.nodes)
+        silent = {*stack.silent}
+        cost = 0.0
+        if opened.session is not None:
+            columns, updates, sums = opened.session.finish()
+            started = time.perf_counter()
+            for node, update, rows in zip(
+                stack.nodes, updates.unbind(), [None] * clients if sums is None else sums, strict=True
+            ):
+                if node not in silent:
+                    self._sent(node, update, rows)
+            cost = opened.session.cost + time.perf_counter() - started
+            columns.put("monitor.cost", cost / clients)
+        columns.use_tables(opened.tables)
+        resident = resident_bytes()
+        memory = self._memory().end_stack(opened.device, clients)
+        if resident is not None:
+            memory["memory.resident"] = resident
+        self.tell_growth(opened.scope, resident)
+        seconds = time.perf_counter() - opened.began
+        for name, measure in {"time.client": seconds / clients, **memory}.items():
+            columns.put(name, measure)
+        fit = columns.values_of("fit.loss_after")  # the loss of a client that logged none
+        losses = {row: loss for row, loss in fit.items() if (stack.nodes[row], "loss") not in opened.logged}
+        columns.put("loss", [*losses.values()], np.array([*losses], np.intp))
+        without = [row for row, node in enumerate(stack.nodes) if node in silent]
+        measured = self._emission.columns(opened.scope, columns, without)
+        for node, error in errors.items():
+            if node not in silent:
+                self._guard.exception(self._scope_of(opened, node), "client.failed", error)
+        spans = self._spans(opened, silent, errors, seconds, cost)
+        self._emission.emit_all(spans)
+        self._joined(spans, measured)
+
+    @staticmethod
+    def _scope_of(opened: OpenStack, node: Node) -> Scope:
+        group = opened.stack.groups[opened.stack.nodes.index(node)]
+        return replace(opened.scope, node=node, group=group)
+
+    def _spans(
+        self, opened: OpenStack, silent: set[Node], errors: Mapping[Node, BaseException], seconds: float, cost: float
+    ) -> list[Span]:
+        """The Spans of all clients but the silent ones: each trained for as long as the whole stack."""
+        scope, stack = opened.scope, opened.stack
+        parts = {"parts": {"compute": seconds - cost, "measure": cost}} if self._profile else {}
+        attributes = [{"failed": failed, "stacked": len(stack.nodes), **parts} for failed in (False, True)]
+        parents = {group: edge_span(scope.parent, group) for group in {*stack.groups} if group is not None}
+        return [
+            Span(
+                Where(scope.run, scope.round, node, None, None, group),
+                *(opened.at, CLIENT, seconds, scope.trace, new_span_id()),
+                scope.parent if group is None else parents[group],
+                attributes[node in errors],
+            )
+            for node, group in zip(stack.nodes, stack.groups, strict=True)
+            if node not in silent
+        ]
+
+    def _tell_unmeasured(self, scope: Scope) -> None:
+        """Once: what a preset measures of clients that train alone, and not of these."""
+        from fedvitals.probes.stacked.session import unmeasured  # noqa: PLC0415 - imports torch
+
+        names = () if self._told_unmeasured else unmeasured(self._kit)
+        self._told_unmeasured = True
+        if names:
+            text = f"Not measured of clients that train as one batch: {', '.join(names)}."
+            self._emission.record.event(scope, "info", "stack.unmeasured", text, {"probes": names})
+
+    def tell_growth(self, scope: Scope, resident: float | None) -> None:
+        """Which tensors there are more and more of, if the process grows: of all that trained here, not of one."""
+        from fedvitals.resources.leaks import CENSUS  # noqa: PLC0415 - imports torch
+
+        grown = self._memory().grown(scope.round, resident) if self._profile else None
+        if grown is not None:
+            self._emission.record.event(replace(scope, node=None, group=None), "info", CENSUS, *grown)
+
+
+def _with_names(stack: Stack) -> Stack:
+    """The same stack, its nodes and groups by their texts."""
+    nodes, silent = (tuple(map(node_name, names)) for names in (stack.nodes, stack.silent))
+    return replace(stack, nodes=nodes, silent=silent, groups=tuple(map(group_name, stack.groups)))
