@@ -61,7 +61,7 @@ def test_a_round_that_differs_misses_the_bar(monkeypatch, tmp_path):
 def test_three_runs_side_by_side_cost_what_they_do(tmp_path):
     gc.collect()
     experiment = cost.WORKLOADS["mlp"].experiment(clients=4, iterations=1)
-    with cost.arms_of(experiment, tmp_path) as arms:
+    with cost.arms_of(experiment, tmp_path, 1) as arms:
         for arm in arms.values():
             arm.measure(2)
         taped = RoundJournal(arms["tape"].tape.folder).rounds()
