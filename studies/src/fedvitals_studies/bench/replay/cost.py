@@ -3,8 +3,8 @@
 
 Three runs of one experiment side by side in one process: without a tape, with one, and with every client's model saved
 as it arrives (FedDebug's way). They go on in turn, as many rounds at a time as lie between two whole states of the
-tape; what is still to be written belongs to their time. The CNN's tape keeps a whole state every second round, where the
-default is every fifth: turns are short, and its cost is rather overstated.
+tape; what is still to be written belongs to their time. The CNN's tape keeps a whole state every second round, where
+the default is every fifth: turns are short, and its cost is rather overstated.
 """
 
 from __future__ import annotations
