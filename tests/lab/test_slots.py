@@ -104,7 +104,8 @@ def test_updates_are_kept_where_they_arrived():
 
 def test_a_limited_norm_changes_what_is_averaged_and_not_what_is_kept():
     start, state = torch.zeros(4), torch.tensor([3.0, 4.0, 7.0, 9.0])
-    update = Update("c0", state, start, 1, arrived=(state, object()))
+    update = Update("c0", state, start, 1)
+    update.arrived = (state, object())
     assert update.lease is not None
     ActiveCorrections(max_update_norm=1.0).adjust_update(update, start, 2)
     torch.testing.assert_close(update.state, torch.tensor([0.6, 0.8, 7.0, 9.0]))

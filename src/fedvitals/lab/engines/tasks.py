@@ -54,7 +54,7 @@ class Update:
     error: str | None = None  # why there is nothing to use: the client failed; `state` is then its start
     error_type: str | None = None
     # The state as it arrived, and what to hold on to so that its memory stays as it is; None: it may not be kept.
-    arrived: tuple[Tensor, object] | None = None
+    arrived: tuple[Tensor, object] | None = field(default=None, init=False, repr=False)
 
     @property
     def lease(self) -> object:
