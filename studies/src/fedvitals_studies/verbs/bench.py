@@ -49,7 +49,7 @@ SHOWN = {  # the rest is for --json
     "ui": ("what", "bar", "measured", "verdict"),
     "overhead": (
         *("what", "model", "by", "pairs", "overhead_percent", "low", "high", "quiet_percent", "bar_percent", "verdict"),
-        *("microseconds", "step_milliseconds", "cheaper_than_naive"),
+        "cheaper_than_naive",
     ),
     "diagnosis": ("after_rounds", "milliseconds", "largest", "bar_milliseconds", "verdict", "percent_of_paper_round"),
 }
