@@ -7,6 +7,7 @@ since the epoch). `source` and `sequence` make it unique: delivered twice, it is
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import operator
 import re
@@ -84,6 +85,7 @@ def is_client(node: str | None) -> bool:
     return node is not None and node != "server" and _GROUP.fullmatch(node) is None
 
 
+@functools.lru_cache(maxsize=1 << 16)  # pages sort the names of a thousand clients again and again
 def natural(name: str) -> tuple[object, ...]:
     """Sort key by which c2 comes before c10."""
     parts: list[object] = list(_DIGITS.split(name))

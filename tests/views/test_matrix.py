@@ -21,7 +21,7 @@ from fedvitals.store.sqlite import SqliteStore
 from fedvitals.store.upkeep import retention
 from fedvitals.store.upkeep.doctor import examine
 from fedvitals.views.cases import failures_by_client
-from fedvitals.views.cohort import buckets, matrix_of
+from fedvitals.views.cohort import Matrix, buckets, matrix_of
 from fedvitals.views.grid import ABSENT, FAILED, MINUS, NAN, PLUS, VALUE, make_grid
 from fedvitals.views.matrix import Matrices, metric_matrix, share
 from fedvitals.views.profile import profile_of
@@ -85,6 +85,26 @@ def test_a_matrix_is_what_the_courses_tell_also_piece_by_piece(tmp_path_factory,
                     wanted = expected(reader, name)
                     check(kept.matrix(reader, "r-1", name), wanted)
                     check(metric_matrix(reader, "r-1", name), wanted)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=6), st.integers(0, 2**31))
+def test_what_is_known_of_earlier_rounds_is_as_if_all_were_computed_anew(steps, seed):
+    rng = np.random.default_rng(seed)
+    matrix = matrix_of([f"c{i}" for i in range(5)], [0], rng.normal(size=(5, 1)))
+    for added, looked_at in steps:
+        changed = min(len(matrix.rounds), 1)  # the newest round may still be written
+        first = len(matrix.rounds) - changed
+        matrix = matrix.grown(range(len(matrix.rounds), len(matrix.rounds) + added), first)
+        news = rng.choice([0.0, 1.0, 2.5, np.nan, np.inf], matrix.values[:, first:].shape).astype(np.float32)
+        matrix.values[:, first:], matrix.there[:, first:] = news, rng.random(news.shape) < 0.8
+        matrix.values[~matrix.there] = np.nan
+        if looked_at:
+            matrix.band()
+            matrix.deviations()
+    anew = Matrix(matrix.nodes, matrix.rounds, matrix.values, matrix.there)
+    np.testing.assert_array_equal(matrix.deviations(), anew.deviations())
+    for name in ("min", "p5", "median", "p95", "max", "count", "odd"):
+        np.testing.assert_array_equal(getattr(matrix.band(), name), getattr(anew.band(), name))
 
 
 def test_what_was_handed_out_before_does_not_change(tmp_path):

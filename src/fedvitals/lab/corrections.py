@@ -69,25 +69,25 @@ class ActiveCorrections:
         )
 
     def adjust_update(self, update: Update, start: Tensor, weights: int) -> Update:
-        """Correct an update's weight and norm in place, and return it."""
+        """Correct an update's weight and norm, and return it. Its state is replaced, not modified."""
         if update.node in self.samples:
             update.samples = self.samples[update.node]
         if update.node in self.factors:
             update.samples = max(1, round(update.samples * self.factors[update.node]))
         if self.max_update_norm is not None:
-            self._limit_norm(update.state[:weights], start[:weights], self.max_update_norm)
+            limited = self._limit_norm(update.state[:weights], start[:weights], self.max_update_norm)
+            update.state = torch.cat((limited, update.state[weights:]))
         return update
 
-    def _limit_norm(self, state: Tensor, start: Tensor, max_update_norm: float) -> None:
-        """Scale a state's change to the norm, in place. Non-finite values are left alone, so that detectors see
+    def _limit_norm(self, state: Tensor, start: Tensor, max_update_norm: float) -> Tensor:
+        """Return a state with its change scaled to the norm. Non-finite values are left alone, so that detectors see
         them.
         """
         change = state - start
         norm = torch.linalg.vector_norm(change)
         if not state.is_cpu:  # by a mask: nobody waits for a device to tell how long it is
-            state.copy_(torch.where(norm > max_update_norm, start + change * (max_update_norm / norm), state))
-        elif float(norm) > max_update_norm:
-            state.copy_(start + change * (max_update_norm / float(norm)))
+            return torch.where(norm > max_update_norm, start + change * (max_update_norm / norm), state)
+        return start + change * (max_update_norm / float(norm)) if float(norm) > max_update_norm else state
 
     def adjust_model(self, before: Tensor, after: Tensor, weights: int) -> Tensor:
         """Return the server's new model after scaling its step by the corrected server rate."""

@@ -32,6 +32,8 @@ from fedvitals.lab.network.spans import record_round_spans
 from fedvitals.lab.state import SplitVector, StateCopies
 from fedvitals.protocols import Observer
 
+SMALL_MODEL = 1 << 14  # weights, up to which all clients' changes are computed together
+
 Message = tuple[Node, Node, int, int, float | None, str]  # sender, receiver, bytes, bytes uncompressed, seconds, kind
 
 
@@ -86,6 +88,16 @@ class Federation:
         self._past = ServerModelHistory(server, site.layout.weights)
         self._cpu_model: tuple[Tensor, Tensor] | None = None  # the server's model, and the same on the CPU
         self.tape_copies = StateCopies(site.layout)
+        parts = (
+            self.experiment.topology,
+            self.experiment.aggregator,
+            self.experiment.compression,
+            *self.experiment.faults,
+        )
+        # A user's own topology or aggregator may write into a state that it has received.
+        self.never_modifies_updates = all(
+            part is None or type(part).__module__.startswith("fedvitals.lab.") for part in parts
+        )
         self._fell_back = False
 
     def model_on_cpu(self) -> Tensor:
@@ -114,7 +126,7 @@ class Federation:
         taken. With `timed`, this is a synchronous round on the virtual clock, if the experiment has one; a topology
         that manages the clock itself passes False.
         """
-        corrections = self.corrections
+        corrections, recorder = self.corrections, self.observer.recorder
         tasks = [task for task in map(corrections.adjust_task, tasks) if task.nodes]
         if timed and self.journey_planner.network is not None:
             timing = self.journey_planner.plan_round(self.round, tasks, self.server.clock)
@@ -131,7 +143,7 @@ class Federation:
             arrived = [update for update in batch if self._receive(update, task_of[update.node], messages)]
             self.observer.transfer_each(messages)
             excluded = self._report_updates(arrived, task_of)
-            tape_recording.messages(self, batch, arrived, excluded, task_of)
+            tape_recording.messages(self, recorder, batch, arrived, excluded, task_of)
             for update in arrived:
                 if update.node not in excluded and not corrections.is_quarantined(update.node, update.group):
                     taken = corrections.adjust_update(update, task_of[update.node].start, self.site.layout.weights)
@@ -254,19 +266,29 @@ class Federation:
 
     def _report_updates(self, arrived: Sequence[Update], task_of: Mapping[Node, Task]) -> set[Node]:
         """Show the clients' changes to the observer before aggregation; returns the clients that it wants excluded."""
-        weights, sizes = self.site.layout.weights, self._sizes
+        sizes = self._sizes
         if not arrived:
             return set()
-        sent = torch.stack([u.state[:weights] for u in arrived])
-        starts = [task_of[update.node].start for update in arrived]
-        alike = all(start is starts[0] for start in starts)
-        sent -= starts[0][:weights] if alike else torch.stack([start[:weights] for start in starts])
+        sent = self._changes(arrived, task_of)
         parts = zip(*(part.unbind() for part in sent.split(sizes, dim=1)), strict=True)
         rows = zip(arrived, sent.unbind(), parts, strict=True)
         deltas = {update.node: SplitVector(row, own) for update, row, own in rows}
         self.observer.log_each("update.samples", {update.node: float(update.samples) for update in arrived})
         answers = self.observer.updates(self.round, deltas)
         return {action.target for action in answers if action.kind == "exclude" and action.target is not None}
+
+    def _changes(self, arrived: Sequence[Update], task_of: Mapping[Node, Task]) -> Tensor:
+        """Return each client's weights minus those that it was trained from, [clients, weights], in new memory."""
+        weights = self.site.layout.weights
+        states, starts = [update.state for update in arrived], [task_of[update.node].start for update in arrived]
+        if not states[0].is_cpu or weights <= SMALL_MODEL:  # a call costs more than its computation
+            alike = all(start is starts[0] for start in starts)
+            changes = torch.stack([state[:weights] for state in states])
+            return changes.sub_(starts[0][:weights] if alike else torch.stack([start[:weights] for start in starts]))
+        changes = torch.empty(len(states), weights, dtype=states[0].dtype)
+        for change, state, start in zip(changes, states, starts, strict=True):
+            torch.sub(state[:weights], start[:weights], out=change)
+        return changes
 
     def _compress(self, update: Update, start: Tensor) -> int:
         """Compress an update in place, and return its bytes on the wire."""

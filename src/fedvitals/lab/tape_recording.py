@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.engines.tasks import Node, Task, Update
-from fedvitals.protocols import Message
+from fedvitals.lab.state import NamedTensors
+from fedvitals.protocols import Message, TapeRecorder
 from fedvitals.records import Action
 
 if TYPE_CHECKING:
@@ -65,20 +66,19 @@ def begin(federation: Federation, actions: Sequence[Action]) -> None:
 
 def messages(
     federation: Federation,
+    recorder: TapeRecorder | None,
     batch: Sequence[Update],
     arrived: Sequence[Update],
     excluded: AbstractSet[Node],
     task_of: Mapping[Node, Task],
 ) -> None:
     """Record a batch of updates as they arrived, usable or not."""
-    recorder = federation.observer.recorder
     if recorder is None:
         return
-    corrections = federation.corrections
-    states = dict(zip(map(id, arrived), federation.tape_copies([u.state for u in arrived]), strict=True))
+    corrections, states = federation.corrections, _kept_states(federation, arrived)
     messages = []
     for update in batch:
-        tensors = states.get(id(update))
+        tensors = states.get(update.node)
         used = tensors is not None and update.node not in excluded
         messages.append(
             Message(
@@ -93,6 +93,25 @@ def messages(
             )
         )
     recorder.messages(federation.round, messages)
+
+
+def _kept_states(federation: Federation, arrived: Sequence[Update]) -> dict[Node, NamedTensors]:
+    """Return the updates' states by client, to be kept: by reference where nobody writes to their memory again.
+
+    That is where an update is as a worker wrote it, and only code of this lab sees it on its way.
+    """
+    layout, copied = federation.site.layout, []
+    kept: dict[Node, NamedTensors] = {}
+    for update in arrived:
+        lease = update.lease if federation.never_modifies_updates else None
+        if lease is None:
+            copied.append(update)
+        else:
+            kept[update.node] = NamedTensors(layout, update.state, lease)
+    if copied:
+        copies = federation.tape_copies([update.state for update in copied])
+        kept |= {update.node: copy for update, copy in zip(copied, copies, strict=True)}
+    return kept
 
 
 def end(federation: Federation, metrics: Mapping[str, float]) -> None:

@@ -129,9 +129,10 @@ class ArrayUpdates:
 
     def has_room(self, size: int, clients: int = 1) -> bool:
         """Return whether an update of so many bytes would be kept; `clients`: and those of so many clients in this
-        round.
+        round and the next.
         """
-        return self._held + (max(1, clients - len(self._round)) + 1) * size <= self._memory
+        needed = self._held + (max(1, clients - len(self._round)) + 1) * size
+        return max(needed, (2 * clients + 1) * size if clients > 1 else 0) <= self._memory
 
     def add(self, node: str, vector: Values, rows: Array | None) -> ArrayUpdate:
         """Add one update. A second one of the same client in the same round replaces the first."""

@@ -118,10 +118,11 @@ class UpdateTracker:
 
     def has_room(self, size: int, clients: int = 1) -> bool:
         """Return whether an update of so many bytes would be kept; `clients`: and those of so many clients in this
-        round.
+        round and the next, since a first round that is kept for nothing costs more than many that are not.
         """
         awaited = max(1, clients - len(self._round))
-        return not self.approximate and self._held + (awaited + 1) * size <= self._memory
+        needed = max(self._held + (awaited + 1) * size, (2 * clients + 1) * size if clients > 1 else 0)
+        return not self.approximate and needed <= self._memory
 
     def add(
         self, node: str, vector: Tensor | None, rows: Array | None = None, sketch: Tensor | None = None

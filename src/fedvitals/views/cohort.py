@@ -21,6 +21,8 @@ Whole = npt.NDArray[np.int64]
 T = TypeVar("T")
 
 CAP = 10.0  # spreads beyond this count as this: one wild round must not hide a client that is always wrong
+EARLIER = "earlier"  # what is known of a matrix's first rounds
+BY_ROUND = ORDERED, DEVIATIONS = ("_ordered", "deviations")  # methods that compute each round by itself
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -98,6 +100,18 @@ class Matrix:
         known: T = self._known[key]
         return known
 
+    def grown(self, rounds: Sequence[int], unchanged: int) -> Matrix:
+        """Return a copy with room for later rounds. What is known of each of the first `unchanged` rounds stays so."""
+        values = np.full((len(self.nodes), len(self.rounds) + len(rounds)), np.nan, np.float32)
+        there = np.zeros(values.shape, bool)
+        values[:, : len(self.rounds)], there[:, : len(self.rounds)] = self.values, self.there
+        earlier = {**self._known.get(EARLIER, {}), **{k: self._known[k] for k in BY_ROUND if k in self._known}}
+        if ORDERED in earlier:
+            earlier[ORDERED] = tuple(part[:unchanged] for part in earlier[ORDERED])
+        if DEVIATIONS in earlier:
+            earlier[DEVIATIONS] = earlier[DEVIATIONS][:, :unchanged]
+        return Matrix(self.nodes, (*self.rounds, *rounds), values, there, {EARLIER: earlier})
+
     def take(
         self, rows: Sequence[int] | Whole | None = None, first: int | None = None, last: int | None = None
     ) -> Matrix:
@@ -131,7 +145,10 @@ class Matrix:
     @remembered
     def _ordered(self) -> tuple[Floats, Whole]:
         """The finite values of each round, sorted along the rows, and how many there are."""
-        return _sorted(np.where(np.isfinite(self.values), self.values, np.nan).T)
+        earlier = self._known.get(EARLIER, {}).get(ORDERED)
+        later = self.values[:, 0 if earlier is None else len(earlier[1]) :]
+        parts = _sorted(np.where(np.isfinite(later), later, np.nan).T)
+        return parts if earlier is None else (np.concatenate((earlier[0], parts[0])), np.append(earlier[1], parts[1]))
 
     @remembered
     def deviations(self) -> Floats:
@@ -141,17 +158,21 @@ class Matrix:
         without the floor that robust deviations have. NaN where there is no finite value. In a round where most are
         equal, the mean distance stands for the median one; where all are equal, nobody deviates.
         """
+        earlier = self._known.get(EARLIER, {}).get(DEVIATIONS)
+        first = 0 if earlier is None else earlier.shape[1]
         ordered, counts = self._ordered()
-        middle = _quantile(ordered, counts, 0.5)
-        away = (self.values - middle).astype(np.float32)
-        away[~np.isfinite(self.values)] = np.nan
+        ordered, counts = ordered[first:], counts[first:]
+        middle, values = _quantile(ordered, counts, 0.5), self.values[:, first:]
+        away = (values - middle).astype(np.float32)
+        away[~np.isfinite(values)] = np.nan
         spread, _ = _sorted(np.abs(away).T)
         scale = 1.4826 * _quantile(spread, counts, 0.5)
         mean = 1.2533 * np.nansum(spread, axis=1) / np.maximum(counts, 1)
         # Float32 has seven digits: what differs by less is equal.
         least = np.maximum(1e-6 * np.abs(np.nan_to_num(middle)), 1e-30)
         scale = np.maximum(np.where(scale > least, scale, mean), least)
-        return np.asarray(away / scale, np.float32)
+        later = np.asarray(away / scale, np.float32)
+        return later if earlier is None else np.concatenate((earlier, later), axis=1)
 
     @remembered
     def scores(self) -> Reals:

@@ -95,13 +95,10 @@ def _arranged(reader: Reader, nodes: Whole, rounds: Whole, values: Floats, there
 def _grown(reader: Reader, held: _Held, nodes: Whole, rounds: Whole) -> tuple[_Held, Whole]:
     """The same with room for these nodes and rounds, and the rounds as an array."""
     before = np.asarray(held.matrix.rounds, np.int64)
-    if len(before) and rounds[0] > before[-1] and np.isin(nodes, held.nodes).all():  # one more round, as a rule
-        # Row by row in memory, which `concatenate` does not promise: values are written into them as into a line.
-        values = np.full((len(held.nodes), len(before) + len(rounds)), np.nan, np.float32)
-        there = np.zeros(values.shape, bool)
-        values[:, : len(before)], there[:, : len(before)] = held.matrix.values, held.matrix.there
-        kept = Matrix(held.matrix.nodes, (*held.matrix.rounds, *rounds.tolist()), values, there)
-        return _Held(held.nodes, kept), np.append(before, rounds)
+    later = rounds[rounds > before[-1]] if len(before) else rounds
+    if len(before) and np.isin(nodes, held.nodes).all() and np.isin(rounds[: len(rounds) - len(later)], before).all():
+        unchanged = int(np.searchsorted(before, rounds[0]))  # as a rule all, or all but the newest
+        return _Held(held.nodes, held.matrix.grown(later.tolist(), unchanged)), np.append(before, later)
     columns = np.union1d(before, rounds)
     numbers = np.concatenate([held.nodes, np.setdiff1d(nodes, held.nodes)])
     values = np.full((len(numbers), len(columns)), np.nan, np.float32)

@@ -92,7 +92,7 @@ def overview(reader: Reader, run: str) -> Overview:
         total_cases=len(lines),
         muted=sum(line.muted for line in lines),
         suspects=suspects((case for case in cases if case_key(case) not in facts.muted), facts.labels),
-        clients=len(outline.clients),
+        clients=facts.clients,
         first_round=rounds[0] if rounds else None,
         last_round=rounds[-1] if rounds else None,
         signs=[

@@ -7,7 +7,7 @@ import torch
 from fedvitals_studies.bench.gpt import GPT, with_adapters
 from fedvitals_studies.bench.gpu.llm import CASES, Case, llm_rows, monitors
 from fedvitals_studies.bench.other_watchers import BINS, CockpitHooks
-from fedvitals_studies.bench.overhead import language_model_rows
+from fedvitals_studies.bench.overhead import _judged, language_model_rows
 from fedvitals_studies.bench.plain_loop import Loop, Size, Spent, percent_over, row_of
 
 TINY = Size(clients=2, steps=2, batch=2, tokens=8, vocabulary=32)
@@ -70,6 +70,13 @@ def test_models_have_the_sizes_that_are_told():
 
 
 def test_the_same_comparison_on_a_cpu():
-    rows = language_model_rows(2, 1, lambda _: None, tiny(), TINY)
+    rows = [row for part in ("llm", "others") for row in language_model_rows(part, 2, lambda _: None, tiny(), TINY)]
     assert {row["by"].split(":")[0] for row in rows} == {"standard", "hooks like Cockpit's", "wandb.watch"}
     assert all("overhead_percent" in row or "not measured" in row["by"] for row in rows)
+
+
+def test_a_row_is_judged_by_its_interval_where_it_has_a_bar():
+    rows = [{"model": "demo", "by": by, "low": 5.0, "high": 6.5} for by in ("standard with scale", "standard")]
+    with_bar, without = _judged("rounds", rows)
+    assert (with_bar["bar_percent"], with_bar["verdict"]) == (6.0, "open")
+    assert "verdict" not in without

@@ -61,7 +61,7 @@ def test_a_round_that_differs_misses_the_bar(monkeypatch, tmp_path):
 def test_three_runs_side_by_side_cost_what_they_do(tmp_path):
     gc.collect()
     experiment = cost.WORKLOADS["mlp"].experiment(clients=4, iterations=1)
-    with cost.arms_of(experiment, tmp_path) as arms:
+    with cost.arms_of(experiment, tmp_path, 1) as arms:
         for arm in arms.values():
             arm.measure(2)
         taped = RoundJournal(arms["tape"].tape.folder).rounds()
@@ -89,7 +89,8 @@ def test_ratios_are_of_the_same_turns():
 @pytest.mark.parametrize(("low", "high", "verdict"), [(-0.5, 0.5, "met"), (0.5, 9.0, "open"), (8.5, 9.5, "missed")])
 def test_an_interval_on_both_sides_of_a_bar_settles_nothing(monkeypatch, tmp_path, low, high, verdict):
     ratio = {"overhead_percent": (low + high) / 2, "low": low, "high": high}
-    seconds = dict.fromkeys(("round_seconds", "round_cpu_seconds", "aggregation_seconds", "thread_percent"), 1.0)
+    parts = ("round_seconds", "round_cpu_seconds", "aggregation_seconds", "aggregation_cpu_seconds", "thread_percent")
+    seconds = dict.fromkeys(parts, 1.0)
     ratios = dict.fromkeys(cost.COSTS, ratio)
     found = {"tape": ratios, "every model": ratios, "pairs": 9, **seconds}
     monkeypatch.setattr(bench, "measured", lambda *_, **__: found)

@@ -13,6 +13,7 @@ The engine «flower» trains on Flower's nodes, as «sequential» would: `hosts/
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import time
@@ -27,6 +28,7 @@ from fedvitals.lab.engines.devices import check_precision, resolve_device
 from fedvitals.lab.engines.executor import ClientByClientExecutor, EvaluationJob, Executor
 from fedvitals.lab.engines.pool import WorkerPool
 from fedvitals.lab.engines.site import Site
+from fedvitals.lab.engines.slots import StateLease, StateSlots
 from fedvitals.lab.engines.tasks import Task, Update
 from fedvitals.lab.stacked.executor import StackedExecutor, can_stack, stack_size
 from fedvitals.protocols import NullObserver, Observer
@@ -118,18 +120,30 @@ class Engine:
         `absorb` receives the encoded measurements of the workers, in place of the observer.
         """
         watcher, absorb = observer.for_worker(), absorb or observer.absorb
-        batches = [*self._batches(tasks)]
+        batches, keep = [*self._batches(tasks)], observer.recorder is not None
         if self._pool is not None:
-            yield from self._pool.train(batches, watcher, absorb)
+            yield from self._pool.train(batches, watcher, absorb, keep=keep)
             return
         assert self._executor is not None  # noqa: S101 - one of the two is there
-        rows = max((sum(len(task.nodes) for task in batch) for batch in batches), default=0)
-        out = torch.empty(rows, self.site.layout.size, device=self.device)
-        for batch in batches:
+        counts = [sum(len(task.nodes) for task in batch) for batch in batches]
+        out = torch.empty(max(counts, default=0), self.site.layout.size, device=self.device)
+        for batch, count in zip(batches, counts, strict=True):
+            lease = self._lease(count) if keep else None
+            rows = out[:count] if lease is None else self._slots.rows(lease.first, count)
             with single_threaded():
-                updates = self._executor.train(batch, watcher, out[: sum(len(task.nodes) for task in batch)])
+                updates = self._executor.train(batch, watcher, rows)
+            for update in updates if lease is not None else ():
+                update.arrived = (update.state, lease)
             absorb(watcher.payload())
             yield updates
+
+    def _lease(self, count: int) -> StateLease | None:
+        """Lease memory for the states of a batch; None on a device, from which a tape copies them anyway."""
+        return None if self.device.type != "cpu" else self._slots.lease(count)
+
+    @functools.cached_property
+    def _slots(self) -> StateSlots:
+        return StateSlots(0, self.site.experiment.clients, self.site.layout.size)
 
     def evaluate(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return each test sample's loss under a state, and whether it was classified correctly."""

@@ -43,7 +43,7 @@ class Update:
     """What one client sends at the end of its local training. Faults change it on its way."""
 
     node: Node
-    state: Tensor  # [size]; valid until the next update is taken, unless it is cloned
+    state: Tensor  # [size]; replaced, never modified; valid until the next update is taken, unless it is cloned
     start: Tensor  # [size]: what it was trained from
     samples: int
     group: str | None = None
@@ -53,6 +53,13 @@ class Update:
     sent: bool = False  # what is wrong with its sending has been applied
     error: str | None = None  # why there is nothing to use: the client failed; `state` is then its start
     error_type: str | None = None
+    # The state as it arrived, and what to hold on to so that its memory stays as it is; None: it may not be kept.
+    arrived: tuple[Tensor, object] | None = field(default=None, init=False, repr=False)
+
+    @property
+    def lease(self) -> object:
+        """What to hold on to in order to keep `state` without a copy; None if it has to be copied."""
+        return None if self.arrived is None or self.arrived[0] is not self.state else self.arrived[1]
 
     def fail(self, error: BaseException) -> None:
         """Note that the client failed with this error."""

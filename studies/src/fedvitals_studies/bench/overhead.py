@@ -13,7 +13,7 @@ import copy
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,25 +39,55 @@ Tell = Callable[[str], None]
 SIZE = Size(clients=2, steps=3, batch=4, tokens=128, vocabulary=VOCABULARY)  # of the language model's rounds
 
 
-def bench_overhead(*, quick: bool = False, tell: Tell = lambda _text: None) -> list[Row]:
-    """Rows for the table: statistics per step on four models, the whole monitor per round on three.
+PARTS = ("steps", "rounds", "llm", "others")
+GPT_NAME = "gpt"  # the language model, in rows
+SCALED = "standard with scale"
+BARS = {  # per cent, by what is measured, model and who measures
+    ("steps", "mlp", "one fused pass"): 5.0,
+    ("steps", "paper-cnn", "one fused pass"): 1.5,
+    ("steps", "resnet-18", "one fused pass"): 1.5,
+    ("steps", "transformer", "one fused pass"): 1.5,
+    ("rounds", "paper-cnn", "light"): 1.0,
+    ("rounds", "paper-cnn", "standard"): 3.0,
+    ("rounds", "demo", "light"): 2.0,
+    ("rounds", "demo", SCALED): 6.0,  # gradient scale of some clients in every round
+    ("llm", GPT_NAME, "standard"): 4.0,
+}
 
-    The last of the three is a language model, with what people take instead of us beside it.
+
+def bench_overhead(*, quick: bool = False, tell: Tell = lambda _text: None, only: Collection[str] = ()) -> list[Row]:
+    """Rows for the table. `only`: some of PARTS.
+
+    `steps`: statistics per step on four models. `rounds`: the whole monitor per round on two federations. `llm`: on a
+    language model, at `standard` without gradient scale. `others`: what people take instead of us, on the same model.
     """
+    parts = [part for part in PARTS if not only or part in only]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    rows: list[Row] = []
     try:
-        rows = []
-        for workload in WORKLOADS[:2] if quick else WORKLOADS:
+        for workload in (WORKLOADS[:2] if quick else WORKLOADS) if "steps" in parts else ():
             tell(f"nine statistics at each step: {workload.name}")
-            rows += _per_step(workload, pairs=9 if quick else 31)
-        for workload in (WORKLOADS[1], _DEMO):
+            rows += _judged("steps", _per_step(workload, pairs=9 if quick else 31))
+        for workload in (WORKLOADS[1], _DEMO) if "rounds" in parts else ():
             tell(f"whole monitor per round: {workload.name}")
-            rows += _per_round(workload, pairs=7 if quick else 41)
-        tell("whole monitor per round: GPT of 42 M parameters")
-        return rows + language_model_rows(3 if quick else 25, 2 if quick else 9, tell)
+            rows += _judged("rounds", _per_round(workload, pairs=7 if quick else 41))
+        for part in [name for name in ("llm", "others") if name in parts]:
+            tell(f"whole monitor per round: GPT of 42 M parameters, {part}")
+            rows += _judged(part, language_model_rows(part, 2 if quick else 25, tell))
     finally:
         torch.set_num_threads(threads)
+    return rows
+
+
+def _judged(part: str, rows: list[Row]) -> list[Row]:
+    """Return the rows with their bars and verdicts: open where the interval lies on both sides of the bar."""
+    for row in rows:
+        bar = BARS.get((part, row["model"], row["by"]))
+        if bar is not None:
+            verdict = "met" if row["high"] <= bar else "missed" if row["low"] > bar else "open"
+            row |= {"bar_percent": bar, "verdict": verdict}
+    return rows
 
 
 _DEMO = Workload("demo", small_cnn, (1, 8, 8), 10, 16, block=25, adam=False)
@@ -160,7 +190,7 @@ def _per_round(workload: Workload, pairs: int) -> list[Row]:
         loaders.append(DataLoader(TensorDataset(x, y), workload.batch))
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         arms: dict[str, Callable[[], float]] = {"bare": lambda: _round(workload, start, loaders, None, 0)}
-        presets = {"light": preset("light"), "standard": without_scale(), "standard with scale": preset("standard")}
+        presets = {"light": preset("light"), "standard": without_scale(), SCALED: preset("standard")}
         for name, chosen in presets.items():
             monitor = stack.enter_context(Monitor(Path(folder) / f"{name}.db", probes=chosen, strict=True))
             arms[name] = _counted(workload, start, loaders, monitor)
@@ -208,32 +238,29 @@ def _maybe(context: Any) -> Iterator[None]:
 # -- the whole monitor on a language model, and others beside it ------------------------------------------------------
 
 
-def language_model_rows(
-    pairs: int, pairs_of_others: int, tell: Tell, model: Any = None, size: Size = SIZE
-) -> list[Row]:
-    """Rows for `standard`, hooks like Cockpit's and `wandb.watch` in a plain loop; a GPT of 42 M parameters."""
+def language_model_rows(part: str, pairs: int, tell: Tell, model: Any = None, size: Size = SIZE) -> list[Row]:
+    """Rows for a GPT of 42 M parameters in a plain loop: `standard` ("llm"), or hooks like Cockpit's and `wandb.watch`
+    ("others").
+    """
     torch.manual_seed(0)
     loop = Loop(GPT(512, 8, 8) if model is None else model, size, "cpu", autocast=False)
     count = sum(p.numel() for p in loop.trained[0])
-    common = {"what": f"whole monitor per round, {size}", "model": "gpt", "parameters": count}
+    common = {"what": f"whole monitor per round, {size}", "model": GPT_NAME, "parameters": count}
     rows: list[Row] = []
-
-    def measure(watchers: dict[str, Any], pairs: int) -> None:
-        spent = in_turns(loop, watchers, pairs, tell)
-        seconds = {name: [s.written for s in own] for name, own in spent.items()}
-        rows.extend(
-            {**common, "by": name, "pairs": pairs, **_overhead(seconds["off"], seconds[name])} for name in watchers
-        )
-
+    watchers: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        measure({"standard": stack.enter_context(Monitor(Path(folder) / "runs.db", probes=without_scale()))}, pairs)
-        others: dict[str, Any] = {"hooks like Cockpit's": CockpitHooks()}
-        try:
-            others["wandb.watch"] = stack.enter_context(contextlib.closing(WandbWatch(Path(folder))))
-        except ImportError as error:
-            rows.append({**common, "by": f"wandb.watch: not measured, {error}"})
-        measure(others, pairs_of_others)
-    return rows
+        if part == "llm":
+            watchers["standard"] = stack.enter_context(Monitor(Path(folder) / "runs.db", probes=without_scale()))
+        else:
+            watchers["hooks like Cockpit's"] = CockpitHooks()
+            try:
+                watchers["wandb.watch"] = stack.enter_context(contextlib.closing(WandbWatch(Path(folder))))
+            except ImportError as error:
+                rows.append({**common, "by": f"wandb.watch: not measured, {error}"})
+        spent = in_turns(loop, watchers, pairs, tell)
+    seconds = {name: [s.written for s in own] for name, own in spent.items()}
+    measured = [{**common, "by": name, "pairs": pairs, **_overhead(seconds["off"], seconds[name])} for name in watchers]
+    return measured + rows
 
 
 # -- pairs and their spread -------------------------------------------------------------------------------------------

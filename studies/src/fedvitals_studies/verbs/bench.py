@@ -31,6 +31,7 @@ PARTS = (
 FOLDERS = ("flower", "gpu", "lab", "profile", "replay", "ui")  # several modules each; `bars` measures them all
 LONG = tuple(part for part in PARTS if part not in ("kernel", "store", "wire", "start"))  # these say how far they are
 BARS = {
+    "overhead": ("steps", "rounds", "llm", "others"),
     "lab": ("cnn", "mlp", "start", "memory", "study"),
     "scale": ("throughput", "growth"),
     "flower": ("lines", "cnn", "large", "faults"),
@@ -49,10 +50,11 @@ SHOWN = {  # the rest is for --json
     "replay": ("what", "bar", "measured", "verdict"),
     "gpu": ("what", "bar", "measured", "verdict"),
     "ui": ("what", "bar", "measured", "verdict"),
-    "diagnosis": (
-        *("after_rounds", "milliseconds", "bar_milliseconds"),
-        *("percent_of_paper_round", "bar_percent", "verdict"),
+    "overhead": (
+        *("what", "model", "by", "pairs", "overhead_percent", "low", "high", "quiet_percent", "bar_percent", "verdict"),
+        "cheaper_than_naive",
     ),
+    "diagnosis": ("after_rounds", "milliseconds", "largest", "bar_milliseconds", "verdict", "percent_of_paper_round"),
 }
 
 
@@ -73,7 +75,7 @@ SHOWN = {  # the rest is for --json
     "--only",
     type=click.Choice([*dict.fromkeys(bar for bars in BARS.values() for bar in bars)]),
     multiple=True,
-    help="lab, scale, flower, replay, gpu: some of its bars.",
+    help="overhead, lab, scale, flower, replay, gpu: some of its bars.",
 )
 @click.option(
     "--stores", type=click.Path(file_okay=False, path_type=Path), help="flower: a folder to keep the runs' stores in."

@@ -36,10 +36,11 @@ Row = dict[str, Any]
 Tell = Callable[[str], None]
 
 CNN_BARS = {"Flower": 1.8, "plain loop": 3.0, "pfl": 3.0}
-MLP_BARS = {"Flower": 25.0, "plain loop": 15.0}
+MLP_BARS = {"Flower": 15.0, "plain loop": 15.0}
 START_BAR, MEMORY_BAR, STUDY_BAR = 1.0, 1.5, 3.0  # seconds, times, hours
 SMALL_UPDATE_MEMORY = 64 << 20
 PARTS = ("cnn", "mlp", "start", "memory", "study")
+PASSES = 25
 
 
 def bench_lab(
@@ -62,10 +63,10 @@ def bench_lab(
     if "cnn" in only:
         clients = 4 if quick else 100 if full else 20
         subject = Subject("cnn", clients, 5 if quick else 20)
-        rows += _speeds(subject, CNN_BARS, pythons, 2 if quick else 5 if full else 7, data, tell)
+        rows += _speeds(subject, CNN_BARS, pythons, 2 if quick else 5 if full else PASSES, data, tell)
     if "mlp" in only:
         subject = Subject("mlp", 20 if quick else 100, 5 if quick else 20)
-        rows += _speeds(subject, MLP_BARS, pythons, 2 if quick else 9, data, tell)
+        rows += _speeds(subject, MLP_BARS, pythons, 2 if quick else PASSES, data, tell)
     measured = {"start": _start, "memory": _memory, "study": _study}
     for part in [name for name in measured if name in only]:
         tell(part)

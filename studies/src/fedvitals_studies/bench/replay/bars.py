@@ -84,13 +84,11 @@ def _recording(workload: str, folder: Path, quick: bool, tell: Tell) -> list[Row
         ("training", "wall", BAR_TRAINING, "round_seconds"),
         ("training's processor time", "cpu", BAR_TRAINING, "round_cpu_seconds"),
         ("aggregation", "own", BAR_AGGREGATION, "aggregation_seconds"),
+        ("aggregation's processor time", "own_cpu", BAR_AGGREGATION, "aggregation_cpu_seconds"),
     ):
         value, low, high = (found["tape"][key][name] for name in ("overhead_percent", "low", "high"))
         said = f"{value:.2f} % ({low:.2f} to {high:.2f}) of {1000 * found[unit]:.0f} ms, {found['pairs']} pairs"
         said += f"; the tape's thread alone {thread:.2f} %" if key == "cpu" else ""
-        said += f"; of the server's thread's processor time {found['tape']['main']['overhead_percent']:.2f} %" * (
-            key == "own"
-        )
         said += f"; every model saved at once: {feddebug[key]['overhead_percent']:.1f} %"
         said += f" (FedDebug's paper: {FEDDEBUG:g} %)" if key == "own" else ""
         # An interval on both sides of the bar settles nothing, whatever its middle.

@@ -30,6 +30,7 @@ from fedvitals_studies.bench.ui.page import Visitor, browser_path, browsing, now
 Row = dict[str, Any]
 Tell = Callable[[str], None]
 OVERVIEW, OTHER, CALL, LIVE, INTERACTION, BLOCKED = 1500, 1000, 100, 1000, 100, 200  # milliseconds
+LISTED, RUNS = 1000, 1000  # milliseconds, and the runs that are listed in them
 MEMORY, WEIGHT = 300e6, 6e6  # bytes
 STAY = 3.0  # seconds on the overview before the other views
 
@@ -43,8 +44,30 @@ def bench_ui(*, quick: bool = False, tell: Tell = lambda _: None) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "runs.db"
         shutil.copyfile(cached(size, tell), store)
+        many = write_many_runs(Path(folder) / "many.db", 50 if quick else RUNS)
         with browsing() as browser:
-            return _measure(browser, store, size, quick, tell)
+            rows = _measure(browser, store, size, quick, tell)
+            return [*rows, _listed(browser, many, 50 if quick else RUNS, tell)]
+
+
+def write_many_runs(path: Path, count: int) -> Path:
+    """A store of so many short runs: three clients, two rounds each."""
+    with SqliteStore(path) as store:
+        for number in range(count):
+            write_run(store, Synthetic(3, 2, 2, run=f"run{number:04d}", seed=number))
+    return path
+
+
+def _listed(browser: Any, store: Path, runs: int, tell: Tell) -> Row:
+    """The list of runs, opened three times on a server that was just started."""
+    opened = []
+    for _ in range(3):
+        with serving(store) as url:
+            visitor = Visitor(browser, url)
+            opened.append(visitor.open("/", "runs"))
+            visitor.close()
+    tell(f"{runs} runs: {max(opened):.0f} ms")
+    return _row(f"list of {runs} runs", max(opened), LISTED, "ms", f"worst of {len(opened)}", opened)
 
 
 def cached(size: Synthetic, tell: Tell) -> Path:
