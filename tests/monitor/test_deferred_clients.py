@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clients on a device are reported when their results have arrived, at the latest when the round ends."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -31,7 +34,7 @@ def train(model, steps=3):
 def monitored():
     """A strict monitor inside of which tensors may lie on the pretended device, and what it records."""
     sink = MemorySink()
-    with Pretending(), fv.Monitor(None, sinks=[sink], probes="light", strict=True, detectors=()) as monitor:
+    with Pretending(), fv.Monitor(None, sinks=[sink], probes="standard", strict=True, detectors=()) as monitor:
         yield monitor, sink
 
 
@@ -127,3 +130,22 @@ def test_a_client_that_fails_is_reported_with_its_error(monitored):
     assert [event.where.node for event in sink.events("client.failed")] == ["a"]
     spans = {span.where.node: span.attributes["failed"] for span in sink.of(Span, "client")}
     assert spans == {"a": True, "b": False}
+
+
+def test_results_on_their_way_keep_neither_model_nor_optimiser_alive(monitored):
+    monitor, sink = monitored
+    with monitor.round(0):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, foreach=False)
+        with monitor.client("a", model, optimizer):
+            functional.cross_entropy(model(away(torch.randn(8, 6))), away(torch.randint(0, 3, (8,)))).backward()
+            optimizer.step()
+        assert not reported(monitor, sink)
+        alive = [weakref.ref(model), weakref.ref(optimizer), *map(weakref.ref, model.parameters())]
+        gc.disable()  # what is in no cycle is gone at once: on a device, nobody collects garbage before memory is short
+        try:
+            del model, optimizer
+            assert not [reference() for reference in alive if reference() is not None]
+        finally:
+            gc.enable()
+    assert reported(monitor, sink) == ["a"]

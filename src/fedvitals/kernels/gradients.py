@@ -95,6 +95,12 @@ class GradientRecorder:
             self._device.finish()
         return [*self._odd.values()]
 
+    def forget_parameters(self) -> None:
+        """Keep no parameter alive: nothing more will be recorded."""
+        if self._device is not None:
+            self._device.finish()
+        self._parameters, self._known, self._device = [None] * len(self._parameters), [], None
+
     def take(self, on_host: Sequence[Array] | None = None) -> tuple[list[int], Array]:
         """Return the steps, and [steps, layers, 9] on the host.
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fedvitals.probes.instruments import Instruments
+    from fedvitals.probes.pending_results import PendingResults
     from fedvitals.probes.session import ClientSession
     from fedvitals.resources.client_memory import ClientMemory
     from fedvitals.resources.phases import Clocks
@@ -339,21 +340,30 @@ class Clients:
         if memory is None:
             memory = guard("measuring memory", lambda: self._memory_of(opened, failed=failed)) or {}
         results.take(memory)
-        report = functools.partial(self._report, opened, seconds, attributes)
-        if opened.unsettled is None:
+        logged = "loss" in opened.logged
+        report = functools.partial(self._report, scope, (opened.at, seconds), attributes, results, logged=logged)
+        if opened.pending is None:
             report()
         else:
-            self._unsettled.append(opened, report)
+            self._unsettled.append(scope, opened.pending, functools.partial(report, pending=opened.pending))
         turn_over()
 
-    def _report(self, opened: OpenClient, seconds: float, attributes: Mapping[str, Any]) -> None:
-        """Emit what is known of a client that has ended."""
-        if opened.unsettled is not None:
-            self._take_results(opened, opened.unsettled)
-        _tell_loss(opened.results, logged="loss" in opened.logged)
-        self._emission.results(opened.scope, opened.results)
-        span = self._emission.record.span(opened.scope, CLIENT, opened.at, seconds, attributes)
-        self._joined(span, opened.results)
+    def _report(
+        self,
+        scope: Scope,
+        when: tuple[float, float],
+        attributes: Mapping[str, Any],
+        results: Results,
+        *,
+        logged: bool,
+        pending: PendingResults | None = None,
+    ) -> None:
+        """Emit what is known of a client that has ended; `when` is when it began, and how long it took."""
+        if pending is not None:
+            self._take_results(scope.node or "", pending)
+        _tell_loss(results, logged=logged)
+        self._emission.results(scope, results)
+        self._joined(self._emission.record.span(scope, CLIENT, *when, attributes), results)
 
     def _measure(self, opened: OpenClient, *, failed: bool) -> None:
         """What is to be known of its model, which has been trained; once."""
@@ -362,14 +372,14 @@ class Clients:
         guard("letting a model go", lambda: self._let_go(opened))  # before probes look through the model
         if session is None:
             return
-        session.stop()
-        results = opened.results = session.results
+        pending = session.stop()
+        results = opened.results = pending.results
         results.tables = opened.tables
-        if session.awaits_device and self._defers():
-            opened.unsettled = session
+        if pending.awaits_device and self._defers():
+            opened.pending = pending
         else:
-            self._take_results(opened, session)
-        cost = session.cost
+            self._take_results(opened.scope.node or "", pending)
+        cost = pending.cost
         opened.attributes = {"failed": failed}
         if self._profile and not self._kit.preset.brief:
             opened.attributes |= guard("telling what time went to", lambda: self._phases(opened, cost, results)) or {}
@@ -379,13 +389,12 @@ class Clients:
         if recorded is not None:
             results.remarks.append((OPERATORS, *recorded))
 
-    def _take_results(self, opened: OpenClient, session: ClientSession) -> None:
-        """Take the rest of the results, and the update; waits for a device."""
-        update = session.finish()
+    def _take_results(self, node: Node, pending: PendingResults) -> None:
+        """Take the rest of a client's results, and its update; waits for a device."""
+        update = pending.finish()
         started = time.perf_counter()
-        self._sent(opened.scope.node or "", update.vector, update.rows, update.sketch)
-        session.cost += time.perf_counter() - started
-        opened.results.take({"monitor.cost": session.cost})
+        self._sent(node, update.vector, update.rows, update.sketch)
+        pending.results.take({"monitor.cost": pending.cost + time.perf_counter() - started})
 
     def _phases(self, opened: OpenClient, cost: float, results: Results) -> dict[str, Any]:
         """What a client's Span tells of its time; its throughput goes to the results."""

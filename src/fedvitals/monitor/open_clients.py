@@ -17,6 +17,7 @@ from fedvitals.resources.capture import Recording
 from fedvitals.scope import Scope
 
 if TYPE_CHECKING:
+    from fedvitals.probes.pending_results import PendingResults
     from fedvitals.probes.session import ClientSession
     from fedvitals.resources.client_memory import OpenMemory
     from fedvitals.resources.phases import StepClock
@@ -31,7 +32,7 @@ class OpenClient:
     began: float = field(default_factory=time.perf_counter)
     at: float = field(default_factory=time.time)
     session: ClientSession | None = None  # of a client with a model
-    unsettled: ClientSession | None = None  # the same, once stopped, while its results are on their way from a device
+    pending: PendingResults | None = None  # the results, while they are on their way from a device
     clock: StepClock | None = None
     memory: OpenMemory | None = None
     recording: Recording | None = None  # of single operators
@@ -47,11 +48,12 @@ class UnsettledClients:
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        self._waiting: deque[tuple[OpenClient, Callable[[], None]]] = deque()
+        self._waiting: deque[tuple[Scope, PendingResults, Callable[[], None]]] = deque()
         self._lock = threading.RLock()
 
-    def append(self, opened: OpenClient, report: Callable[[], None]) -> None:
-        self._waiting.append((opened, report))
+    def append(self, scope: Scope, pending: PendingResults, report: Callable[[], None]) -> None:
+        """Add a client. `report` must hold nothing of the user's: a model or an optimiser would outlive its client."""
+        self._waiting.append((scope, pending, report))
 
     def clear(self) -> None:
         """Forget them without a report."""
@@ -61,8 +63,8 @@ class UnsettledClients:
         """Report all of them, or, unless `wait`, those whose results have arrived."""
         with self._lock:
             while self._waiting:
-                opened, report = self._waiting[0]
-                if not wait and opened.unsettled is not None and opened.unsettled.awaits_device:
+                scope, pending, report = self._waiting[0]
+                if not wait and pending.awaits_device:
                     return
                 self._waiting.popleft()
-                self._guard("reporting a client", report, opened.scope)
+                self._guard("reporting a client", report, scope)

@@ -10,13 +10,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fedvitals.catalog import CATALOG, public_name
-from fedvitals.errors import ConfigError, unknown
+from fedvitals.errors import ConfigError
 from fedvitals.kernels import GradientRecorder, is_sharded, sums
 from fedvitals.model_hooks import Hook
 from fedvitals.probes import samples
@@ -24,18 +22,17 @@ from fedvitals.probes.activations import Take
 from fedvitals.probes.allowance import STEP_SAMPLES, training_work
 from fedvitals.probes.clipping import ClipWatch
 from fedvitals.probes.fit import label_entropy, labels_of, labels_remark
-from fedvitals.probes.gradients import gradients, summarise
+from fedvitals.probes.gradients import gradients
 from fedvitals.probes.hooks import StepCounter, StepHooks
-from fedvitals.probes.host_copies import HostCopies
 from fedvitals.probes.instruments import Instruments
+from fedvitals.probes.pending_results import PendingResults, Report, StepTotals
 from fedvitals.probes.presets import Planned
 from fedvitals.probes.results import Results
 from fedvitals.probes.snapshot import MeasuredUpdate, ParameterSnapshot
 from fedvitals.probes.view import View, flatten
-from fedvitals.probes.weights import movement, weights, whole_model
+from fedvitals.probes.weights import weights
 from fedvitals.protocols import Moment, PreparedProbe
-from fedvitals.schedule import always, at_exit, budget
-from fedvitals.stats import FAMILIES, Array, merge
+from fedvitals.schedule import always, at_exit
 
 LABEL_ROUNDS = 5
 UNFROZEN_SHOWN = 10  # names of layers in one event
@@ -52,11 +49,8 @@ class Clock(Protocol):
     def remove(self) -> None: ...
 
 
-Report = Callable[[Exception, str], None]
-
-
 class ClientSession:
-    """Begins when it is created. `stop` ends it, `finish` then completes the results; `abandon` ends it without any."""
+    """Begins when it is created; `stop` ends it and returns the results, `abandon` ends it without any."""
 
     def __init__(self, instruments: Instruments, view: View, report: Report, clock: Clock | None = None) -> None:
         began = time.perf_counter()
@@ -111,7 +105,7 @@ class ClientSession:
             take()
         self._takes.clear()
 
-    def stop(self) -> None:
+    def stop(self) -> PendingResults:
         """End the session: what is left to measure is measured, and its way to the host begun. A device is not waited
         for, except by probes with passes of their own (gradient scale, fit).
         """
@@ -129,35 +123,32 @@ class ClientSession:
         for index, planned in enumerate(instruments.preset.probes):
             if planned.when is at_exit:
                 self._guarded(f"the probe '{planned.name}'", functools.partial(self._run_at_exit, index, planned))
-        self._update = self._measure_update()
-        self._begin_copies(self._update)
+        pending = self._begin_copies()
         self._snapshot.release()
         self._tell_steps(ended)
         self._tell_unfrozen()
         if self._batch is not None:
             self._guarded("fit", self._fit_after)
-        self.cost += time.perf_counter() - ended
+        pending.cost = self.cost + time.perf_counter() - ended
+        return pending
 
-    @property
-    def awaits_device(self) -> bool:
-        """Whether results are still on their way from a device, and may be waited for later."""
-        return not self._sharded and not self._copies.ready
-
-    def finish(self) -> MeasuredUpdate:
-        """Complete the results and return the client's update, after `stop`. Waits for what is not on the host yet."""
-        started = time.perf_counter()
-        instruments, results, update = self._instruments, self.results, self._update
-        on_host = self._fetch(update)
-        self._tell_device_steps(on_host)
-        if self._recorded is not None:
-            self._guarded("merging gradients", functools.partial(self._merge_recorded, on_host))
-        for index, planned in enumerate(instruments.preset.probes):
-            self._guarded("merging", functools.partial(self._merge, index, planned, on_host))
-        if not instruments.preset.brief:
-            results.take(movement(update))
-            results.matrices.append(("update", update.rows, None))
-        self.cost += time.perf_counter() - started
-        return update
+    def _begin_copies(self) -> PendingResults:
+        """Begin to copy everything measured to the host."""
+        view, instruments = self._view, self._instruments
+        place = (view.round, view.node or "")
+        return PendingResults(
+            instruments,
+            self.results,
+            view.node or "",
+            self._rows,
+            None if self._recorded is None else self._recorded[1],
+            [recorder for _, recorder in self._recorders.values()],
+            self._measure_update(),
+            StepTotals(self._steps, self._skipped, self._clip.norms),
+            None if self._weighed is None else (self._weighed, sums([b for _, b in view.named_buffers])),
+            self._report,
+            functools.partial(instruments.shards.add_up, view.parameters, place) if self._sharded else None,
+        )
 
     def _measure_update(self) -> MeasuredUpdate:
         """Return the update, measured where it lies; as a vector, where there is room to compare it with others."""
@@ -170,43 +161,6 @@ class ClientSession:
             weigh=self._weighed is not None,
             brief=instruments.preset.brief,
         )
-
-    def _begin_copies(self, update: MeasuredUpdate) -> None:
-        """Begin to copy everything measured to the host at once."""
-        self._recorded_rows = [rows for _, recorder in self._recorders.values() for rows in recorder.apart]
-        at_steps = [value for own in self._rows for _, measured in own for value in measured.values()]
-        probed = [value for value in at_steps if isinstance(value, Tensor)]
-        skipped = [self._skipped] if isinstance(self._skipped, Tensor) else []
-        buffers = [] if self._weighed is None else [sums([b for _, b in self._view.named_buffers])]
-        self._copied = [*self._recorded_rows, *probed, *skipped, *self._clip.norms]
-        self._copies = HostCopies([*self._copied, *buffers, *update.tensors])
-
-    def _fetch(self, update: MeasuredUpdate) -> dict[int, Array]:
-        """Return everything measured on the host, by the identity of each tensor."""
-        own, recorded = self._copied, len(self._recorded_rows)
-        arrays, buffers = self._copies.arrays(), self._weighed is not None
-        update.settle(arrays[len(own) + buffers :])
-        if self._sharded:
-            arrays[:recorded] = self._add_shards(arrays[:recorded], update)
-        if self._weighed is not None and update.weight_rows is not None:
-            measured = {"weight": update.weight_rows, **whole_model(update.weight_rows)}
-            if len(arrays[len(own)]):
-                measured["buffer"] = arrays[len(own)]
-            self._rows[self._weighed] = [(max(0, self._steps - 1), measured)]
-        return {id(values): array for values, array in zip(own, arrays, strict=False)}
-
-    def _add_shards(self, gradients: list[Array], update: MeasuredUpdate) -> list[Array]:
-        """Return the gradients' sums, added up, like those of the update, over the processes that hold the shards."""
-        rows, totals = update.additive
-        place = (self._view.round, self._view.node or "")
-        every, totals, (present, processes) = self._instruments.shards.add_up(
-            self._view.parameters, place, [*gradients, *rows], totals
-        )
-        update.set_additive(every[len(gradients) :], totals)
-        if present < processes:
-            text = f"The sums of sharded layers are those of {present} of {processes} processes."
-            self.results.remarks.append(("layers.sharded", text, {"processes": present, "of": processes}))
-        return every[: len(gradients)]
 
     def held_bytes(self) -> int:
         """Return the bytes kept for this client and for the run: copies of its weights, and updates to compare it
@@ -245,15 +199,6 @@ class ClientSession:
         self.results.take(metrics)
         if self._differences and self._steps:
             self._difference(self._steps - 1)
-
-    def _tell_device_steps(self, on_host: Mapping[int, Array]) -> None:
-        """Report what only the device knew of the steps: which were skipped, and the largest norm before clipping."""
-        skipped = on_host.get(id(self._skipped), self._skipped)
-        if skipped:
-            self.results.take({"steps.skipped": skipped})
-        unclipped = max((float(on_host[id(norm)]) for norm in self._clip.norms), default=0.0)
-        if unclipped:
-            self.results.take({"gradient.norm_unclipped": unclipped})
 
     def _tell_unfrozen(self) -> None:
         """Report layers that began to train after the scope was opened: they are not measured in this round."""
@@ -384,64 +329,6 @@ class ClientSession:
         self.results.take({"weight.difference_absolute": float(change.abs().sum(dtype=torch.float64))}, step)
         self._last = now
 
-    # -- at the end ---------------------------------------------------------------------------------------------------
-
-    def _merge(self, index: int, planned: Planned, on_host: Mapping[int, Array]) -> None:
-        """Merge a probe's measurements of single steps to one client-round."""
-        if isinstance(planned.when, budget) and planned.when.granted < planned.when.asked:
-            self._tell_thinned(planned, planned.when)
-        arrays: dict[str, list[tuple[int, Array]]] = {}
-        for step, measured in self._rows[index]:
-            for name, value in measured.items():
-                array = on_host[id(value)] if isinstance(value, Tensor) else np.asarray(value)
-                if array.ndim == 0:
-                    known = name if name in CATALOG else public_name(name)
-                    self.results.take({known: array}, None if planned.when is at_exit else step)
-                else:
-                    self._guarded(f"'{name}'", functools.partial(_check_shape, name, array))
-                    if _fits_family(name, array):
-                        arrays.setdefault(name, []).append((step, array))
-        for family, rows in arrays.items():
-            if planned.each:
-                self.results.matrices += [(family, array, step) for step, array in rows]
-            if family == "gradient":
-                self._gradient([step for step, _ in rows], np.stack([array for _, array in rows]))
-            else:
-                self.results.matrices.append((family, merge(family, [array for _, array in rows]), None))
-
-    def _merge_recorded(self, on_host: Mapping[int, Array]) -> None:
-        """Merge the recorded measurements: one per step, or one per step and optimiser."""
-        recorders = [recorder for _, recorder in self._recorders.values()]
-        taken = [recorder.take([on_host[id(rows)] for rows in recorder.apart]) for recorder in recorders]
-        steps = [step for own, _ in taken for step in own]
-        if not steps or self._recorded is None:
-            return
-        rows = np.concatenate([rows for _, rows in taken])
-        order = np.argsort(steps, kind="stable")
-        steps, rows = [steps[i] for i in order], rows[order]
-        if self._recorded[1].each:
-            self.results.matrices += [("gradient", matrix, step) for step, matrix in zip(steps, rows, strict=True)]
-        self._gradient(steps, rows)
-
-    def _gradient(self, steps: list[int], rows: Array) -> None:
-        matrices, metrics = summarise(steps, rows)
-        self.results.matrices += [(family, matrix, None) for family, matrix in matrices.items()]
-        for name, (value, step) in metrics.items():
-            self.results.take({name: value}, step)
-        node = self._view.node or ""
-        if "gradient.norm" in metrics:
-            norm, before = metrics["gradient.norm"][0], self._instruments.norms.get(node)
-            if before:
-                self.results.take({"gradient.change_round": abs(norm - before) / before})
-            self._instruments.norms[node] = norm
-
-    def _tell_thinned(self, planned: Planned, schedule: budget) -> None:
-        name = planned.name
-        data = {"probe": name, "percent": schedule.percent, "asked": schedule.asked, "granted": schedule.granted}
-        text = f"{name}: measured at {schedule.granted} of {schedule.asked} steps, to stay in {schedule.percent:g} %"
-        self.results.remarks.append(("budget", text, data))
-        schedule.asked = schedule.granted = 0
-
     def _fit_before(self) -> None:
         try:
             metrics, self._batch = self._instruments.fit.before(self._view, self._turn)
@@ -482,15 +369,3 @@ def _catch_input(view: View, report: Report) -> Any:
             view.last_input = inputs[0]
 
     return view.model.register_forward_pre_hook(Hook(catch, lambda error: report(error, "catching a batch")))
-
-
-def _fits_family(name: str, array: Array) -> bool:
-    return name in FAMILIES and array.ndim == 2 and array.shape[1] == len(FAMILIES[name].columns)
-
-
-def _check_shape(name: str, array: Array) -> None:
-    if name not in FAMILIES:
-        raise ConfigError(f"A probe gave an array. {unknown('family', name, FAMILIES)}")
-    columns = len(FAMILIES[name].columns)
-    if not _fits_family(name, array):
-        raise ConfigError(f"A probe gave '{name}' of shape {array.shape}. This family wants [layers, {columns}].")

@@ -28,9 +28,10 @@ from fedvitals.probes.gradients import gradient_histogram, gradients, last_gradi
 from fedvitals.probes.instruments import Instruments
 from fedvitals.probes.node_columns import EVERY, NodeColumns, Rows
 from fedvitals.probes.nonlinearity import nonlinearity
+from fedvitals.probes.pending_results import Report
 from fedvitals.probes.presets import Planned
 from fedvitals.probes.scale import scale, seed_of
-from fedvitals.probes.session import LABEL_ROUNDS, Report
+from fedvitals.probes.session import LABEL_ROUNDS
 from fedvitals.probes.stacked.fit import Batch, StackFit, fill_rows, sample_counts
 from fedvitals.probes.stacked.full_gradient import stacked_full_gradient
 from fedvitals.probes.stacked.model import StackModel, rows_of

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was measured of a client whose training has ended, until it has come from a device and is merged.
+
+Holds nothing of the user's: neither the model nor an optimiser is kept alive by results that are on their way.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from fedvitals.catalog import CATALOG, public_name
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.kernels import GradientRecorder
+from fedvitals.probes.gradients import summarise
+from fedvitals.probes.host_copies import HostCopies
+from fedvitals.probes.instruments import Instruments
+from fedvitals.probes.presets import Planned
+from fedvitals.probes.results import Results
+from fedvitals.probes.snapshot import MeasuredUpdate
+from fedvitals.probes.weights import movement, whole_model
+from fedvitals.schedule import at_exit, budget
+from fedvitals.stats import FAMILIES, Array, merge
+
+Report = Callable[[Exception, str], None]
+Rows = list[list[tuple[int, Mapping[str, Any]]]]  # of each probe: the steps, and what was measured at them
+AddUp = Callable[[list[Array], list[Array]], tuple[list[Array], list[Array], tuple[int, int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """A client's optimiser steps: how many, how many of them were skipped, and norms before clipping."""
+
+    steps: int
+    skipped: int | Tensor  # possibly on a device
+    unclipped_norms: Sequence[Tensor | Array]
+
+
+class PendingResults:
+    """Begins to copy what was measured to the host when it is created; `finish` completes the `results`.
+
+    `recorded` is the plan of the gradients that `recorders` have, `weighed` the place of the probe of the weights, with
+    the sums of the buffers; `add_up` adds sums up over the processes that hold a model's shards.
+    """
+
+    def __init__(
+        self,
+        instruments: Instruments,
+        results: Results,
+        node: str,
+        rows: Rows,
+        recorded: Planned | None,
+        recorders: Sequence[GradientRecorder],
+        update: MeasuredUpdate,
+        totals: StepTotals,
+        weighed: tuple[int, Array | Tensor] | None,
+        report: Report,
+        add_up: AddUp | None,
+    ) -> None:
+        self.results, self.cost = results, 0.0
+        self._instruments, self._node, self._report, self._add_up = instruments, node, report, add_up
+        self._rows, self._recorded, self._recorders = rows, recorded, recorders
+        self._update, self._totals, self._weighed = update, totals, weighed
+        gradients = [own for recorder in recorders for own in recorder.apart]
+        for recorder in recorders:
+            recorder.forget_parameters()
+        at_steps = [values for own in rows for _, measured in own for values in measured.values()]
+        probed = [values for values in at_steps if isinstance(values, Tensor)]
+        skipped = [totals.skipped] if isinstance(totals.skipped, Tensor) else []
+        self._gradients = len(gradients)
+        self._copied = [*gradients, *probed, *skipped, *totals.unclipped_norms]
+        buffers = [] if weighed is None else [weighed[1]]
+        self._copies = HostCopies([*self._copied, *buffers, *update.tensors])
+
+    @property
+    def awaits_device(self) -> bool:
+        """Whether results are still on their way from a device, and may be waited for later."""
+        return self._add_up is None and not self._copies.ready
+
+    def finish(self) -> MeasuredUpdate:
+        """Complete the results and return the client's update. Waits for what is not on the host yet."""
+        started = time.perf_counter()
+        preset, update = self._instruments.preset, self._update
+        on_host = self._fetch()
+        self._tell_steps(on_host)
+        if self._recorded is not None:
+            self._guarded("merging gradients", functools.partial(self._merge_recorded, self._recorded, on_host))
+        for index, planned in enumerate(preset.probes):
+            self._guarded("merging", functools.partial(self._merge, index, planned, on_host))
+        if not preset.brief:
+            self.results.take(movement(update))
+            self.results.matrices.append(("update", update.rows, None))
+        self.cost += time.perf_counter() - started
+        return update
+
+    def _fetch(self) -> dict[int, Array]:
+        """Return everything measured on the host, by the identity of each tensor."""
+        own, update, arrays = self._copied, self._update, self._copies.arrays()
+        update.settle(arrays[len(own) + (self._weighed is not None) :])
+        if self._add_up is not None:
+            arrays[: self._gradients] = self._add_shards(self._add_up, arrays[: self._gradients])
+        if self._weighed is not None and update.weight_rows is not None:
+            measured = {"weight": update.weight_rows, **whole_model(update.weight_rows)}
+            if len(arrays[len(own)]):
+                measured["buffer"] = arrays[len(own)]
+            self._rows[self._weighed[0]] = [(max(0, self._totals.steps - 1), measured)]
+        return {id(values): array for values, array in zip(own, arrays, strict=False)}
+
+    def _add_shards(self, add_up: AddUp, gradients: list[Array]) -> list[Array]:
+        """Return the gradients' sums, added up, like those of the update, over the processes that hold the shards."""
+        rows, totals = self._update.additive
+        every, totals, (present, processes) = add_up([*gradients, *rows], totals)
+        self._update.set_additive(every[len(gradients) :], totals)
+        if present < processes:
+            text = f"The sums of sharded layers are those of {present} of {processes} processes."
+            self.results.remarks.append(("layers.sharded", text, {"processes": present, "of": processes}))
+        return every[: len(gradients)]
+
+    def _tell_steps(self, on_host: Mapping[int, Array]) -> None:
+        """Report what only the device knew of the steps: which were skipped, and the largest norm before clipping."""
+        totals = self._totals
+        skipped = on_host.get(id(totals.skipped), totals.skipped)
+        if skipped:
+            self.results.take({"steps.skipped": skipped})
+        unclipped = max((float(on_host[id(norm)]) for norm in totals.unclipped_norms), default=0.0)
+        if unclipped:
+            self.results.take({"gradient.norm_unclipped": unclipped})
+
+    def _merge(self, index: int, planned: Planned, on_host: Mapping[int, Array]) -> None:
+        """Merge a probe's measurements of single steps to one client-round."""
+        if isinstance(planned.when, budget) and planned.when.granted < planned.when.asked:
+            self._tell_thinned(planned, planned.when)
+        arrays: dict[str, list[tuple[int, Array]]] = {}
+        for step, measured in self._rows[index]:
+            for name, values in measured.items():
+                array = on_host[id(values)] if isinstance(values, Tensor) else np.asarray(values)
+                if array.ndim == 0:
+                    known = name if name in CATALOG else public_name(name)
+                    self.results.take({known: array}, None if planned.when is at_exit else step)
+                else:
+                    self._guarded(f"'{name}'", functools.partial(_check_shape, name, array))
+                    if _fits_family(name, array):
+                        arrays.setdefault(name, []).append((step, array))
+        for family, rows in arrays.items():
+            if planned.each:
+                self.results.matrices += [(family, array, step) for step, array in rows]
+            if family == "gradient":
+                self._gradient([step for step, _ in rows], np.stack([array for _, array in rows]))
+            else:
+                self.results.matrices.append((family, merge(family, [array for _, array in rows]), None))
+
+    def _merge_recorded(self, recorded: Planned, on_host: Mapping[int, Array]) -> None:
+        """Merge the recorded measurements: one per step, or one per step and optimiser."""
+        taken = [recorder.take([on_host[id(rows)] for rows in recorder.apart]) for recorder in self._recorders]
+        steps = [step for own, _ in taken for step in own]
+        if not steps:
+            return
+        rows = np.concatenate([rows for _, rows in taken])
+        order = np.argsort(steps, kind="stable")
+        steps, rows = [steps[i] for i in order], rows[order]
+        if recorded.each:
+            self.results.matrices += [("gradient", matrix, step) for step, matrix in zip(steps, rows, strict=True)]
+        self._gradient(steps, rows)
+
+    def _gradient(self, steps: list[int], rows: Array) -> None:
+        matrices, metrics = summarise(steps, rows)
+        self.results.matrices += [(family, matrix, None) for family, matrix in matrices.items()]
+        for name, (metric, step) in metrics.items():
+            self.results.take({name: metric}, step)
+        if "gradient.norm" in metrics:
+            norm, before = metrics["gradient.norm"][0], self._instruments.norms.get(self._node)
+            if before:
+                self.results.take({"gradient.change_round": abs(norm - before) / before})
+            self._instruments.norms[self._node] = norm
+
+    def _tell_thinned(self, planned: Planned, schedule: budget) -> None:
+        name = planned.name
+        data = {"probe": name, "percent": schedule.percent, "asked": schedule.asked, "granted": schedule.granted}
+        text = f"{name}: measured at {schedule.granted} of {schedule.asked} steps, to stay in {schedule.percent:g} %"
+        self.results.remarks.append(("budget", text, data))
+        schedule.asked = schedule.granted = 0
+
+    def _guarded(self, what: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the training
+            self._report(error, what)
+
+
+def _fits_family(name: str, array: Array) -> bool:
+    return name in FAMILIES and array.ndim == 2 and array.shape[1] == len(FAMILIES[name].columns)
+
+
+def _check_shape(name: str, array: Array) -> None:
+    if name not in FAMILIES:
+        raise ConfigError(f"A probe gave an array. {unknown('family', name, FAMILIES)}")
+    columns = len(FAMILIES[name].columns)
+    if not _fits_family(name, array):
+        raise ConfigError(f"A probe gave '{name}' of shape {array.shape}. This family wants [layers, {columns}].")
