@@ -25,7 +25,6 @@ Row = dict[str, Any]
 Tell = Callable[[str], None]
 
 PAIRS = 25
-ROUNDS = 2  # of a block; of the others, which are slow, one
 BARS = {"light": 2.0, "standard": 4.0}  # per cent
 BAR_MEMORY = 1.1  # times the bytes of what trains
 
@@ -39,6 +38,7 @@ class Case:
     size: Size
     presets: Sequence[str]
     autocast: bool = True
+    rounds: int = 2  # of a block; of the others, which are slow, one
     others: bool = False  # whether `wandb.watch` and hooks like Cockpit's are measured, too
 
 
@@ -46,7 +46,7 @@ SMALL, LARGE = Size(4, 10, 8, 512, VOCABULARY), Size(2, 5, 8, 512, VOCABULARY)
 CASES = (
     Case("GPT", GPT, SMALL, ("light", "standard"), others=True),
     Case("GPT with LoRA", lambda: with_adapters(GPT()), SMALL, ("light", "standard")),
-    Case("GPT in bfloat16", lambda: GPT(2048, 19, 16).bfloat16(), LARGE, ("standard",), autocast=False),
+    Case("GPT in bfloat16", lambda: GPT(2048, 19, 16).bfloat16(), LARGE, ("standard",), autocast=False, rounds=4),
 )
 
 
@@ -72,9 +72,9 @@ def _case_rows(case: Case, pairs: int, device: str, tell: Tell) -> list[Row]:
     tell(f"{what}, {case.size}")
     unwatched_peak = _peak_bytes(loop, device)
     with monitors(case.presets) as watchers:
-        spent = in_turns(loop, watchers, pairs, tell, ROUNDS)
+        spent = in_turns(loop, watchers, pairs, tell, case.rounds)
         watched_peak = _peak_bytes(loop, device, since_start=True)
-    seconds = statistics.median(s.trained for s in spent["off"]) / ROUNDS
+    seconds = statistics.median(s.trained for s in spent["off"]) / case.rounds
     rows = [{"what": f"{what}, unwatched", "bar": "", "measured": f"{seconds:.2f} s a round", "verdict": ""}]
     rows += [row_of(f"{what}, {name}", spent[name], spent["off"], BARS[name]) for name in case.presets]
     if device == "cuda" and len(watchers) == 1:  # of several, only the sum would be known
