@@ -385,10 +385,10 @@ def _squares(vector: Tensor) -> Tensor:
 
 def _has_room(parameters: Sequence[Tensor]) -> bool:
     """Return whether the device may hold a copy of these parameters: what training will need comes first."""
-    needed = sum(p.numel() * p.element_size() for p in parameters)
     device = next((p.device for p in parameters if p.is_cuda), None)
     if device is None:
         return True
+    needed = sum(p.nbytes for p in parameters)
     total = torch.cuda.get_device_properties(device).total_memory
     if needed <= SMALL_SHARE * total or needed > LARGEST_SHARE * total:
         return needed <= SMALL_SHARE * total

@@ -46,8 +46,8 @@ class DeviceUpdate:
 
 def supports(parameters: Sequence[Tensor]) -> bool:
     """Return whether our kernels measure updates of these parameters: on one GPU, of common types, not captured."""
-    first = parameters[0].get_device() if parameters else -1
-    if first < 0 or not all(p.is_cuda and p.get_device() == first and p.dtype in DTYPES for p in parameters):
+    first = parameters[0].get_device() if parameters and parameters[0].is_cuda else -1
+    if first < 0 or any(p.get_device() != first or p.dtype not in DTYPES for p in parameters):
         return False
     return not torch.cuda.is_current_stream_capturing() and loading.load_kernels().kernels is not None
 
@@ -72,7 +72,7 @@ def measure_update(
     from fedvitals.kernels.cuda import update_statistics  # noqa: PLC0415 - imports Triton
 
     kernels = loading.load_kernels().kernels
-    readable = [p.detach() if p.is_contiguous() else p.detach().contiguous() for p in parameters]
+    readable = [p if p.is_contiguous() else p.detach().contiguous() for p in parameters]
     device = readable[0].device
     sizes, kinds = tuple(p.numel() for p in readable), tuple(p.dtype for p in readable)
     with device_context(device):
