@@ -4,12 +4,14 @@
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 import fedvitals as fv
+from fedvitals.errors import ConfigError
 from fedvitals.records import Span
 from fedvitals.testing import MemorySink
 from support.pretended_device import Pretending, away, on_device
@@ -36,6 +38,14 @@ def monitored():
     sink = MemorySink()
     with Pretending(), fv.Monitor(None, sinks=[sink], probes="standard", strict=True, detectors=()) as monitor:
         yield monitor, sink
+
+
+def train_nothing(monitor, names):
+    """A round in which these clients only open and close."""
+    with monitor.round(0):
+        for name in names:
+            with monitor.client(name, network()):
+                pass
 
 
 def reported(monitor, sink):
@@ -149,3 +159,46 @@ def test_results_on_their_way_keep_neither_model_nor_optimiser_alive(monitored):
         finally:
             gc.enable()
     assert reported(monitor, sink) == ["a"]
+
+
+@pytest.mark.parametrize("updates", [2, 4])
+def test_updates_on_their_way_count_as_kept(updates):
+    size = 4 * sum(p.numel() for p in network().parameters())
+    with Pretending(), fv.Monitor(None, probes="standard", update_memory=updates * size, strict=True) as monitor:
+        with monitor.round(0):
+            for name in "abcdefgh":
+                with monitor.client(name, network()):
+                    pass
+            waiting = monitor._run.clients._unsettled._waiting
+            assert sum(pending._kept_bytes for _, pending, _ in waiting) <= updates * size
+        assert monitor._run.kit.updates._expected == 0
+
+
+def test_what_a_probe_fills_again_is_taken_as_it_was():
+    sink, numbers, tensor = MemorySink(), np.zeros(()), torch.zeros((), dtype=torch.float64)
+
+    def count(_view):
+        numbers[...] += 1
+        tensor.add_(1)
+        return {"array": numbers, "tensor": tensor}
+
+    with Pretending(), fv.Monitor(None, sinks=[sink], probes=["light", count], strict=True) as monitor:
+        train_nothing(monitor, "abc")
+    for name in ("user.array", "user.tensor"):
+        assert [metric.value for metric in sink.metrics(name)] == [1, 2, 3]
+
+
+def test_a_report_that_fails_leaves_the_round_closed_and_the_others_reported():
+    sink = MemorySink()
+
+    def fails_for_a(view):
+        return {"gradient": torch.zeros(3)} if view.node == "a" else {}  # of no shape that the family has
+
+    with Pretending(), fv.Monitor(None, sinks=[sink], probes=["light", fails_for_a], strict=True) as monitor:
+        with pytest.raises(ConfigError, match="This family wants"):
+            train_nothing(monitor, "ab")
+        with monitor.round(1):
+            pass
+        assert "b" in reported(monitor, sink)
+    assert not sink.events("round.unclosed")
+    assert [m.where.round for m in sink.metrics("time.round")] == [0, 1]

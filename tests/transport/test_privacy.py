@@ -382,7 +382,7 @@ def test_an_error_of_ours_while_a_client_closes(caplog, monkeypatch):
         session.abandon()
         raise RuntimeError("canary-value")
 
-    monkeypatch.setattr(ClientSession, "finish", fail)
+    monkeypatch.setattr(ClientSession, "stop", fail)
     for close in (lambda: monitor.host.client_end("c0"), monitor.close):
         monitor.host.round_begin(0)
         monitor.host.client_begin("c0", model)

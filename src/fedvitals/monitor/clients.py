@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from fedvitals.resources.client_memory import ClientMemory
     from fedvitals.resources.phases import Clocks
 
+MOST_BYTES = 2**63 - 1  # of a message, as a number in a store
 LEVELS = ("debug", "info", "warning", "error", "critical")  # of events
 
 
@@ -307,23 +308,28 @@ class Clients:
             raise ConfigError(unknown("level of an event", level, LEVELS))
         self._emission.record.event(self.at(node), level, name, bounded(message), data)
 
-    def transfer(
-        self, sender: AnyName, receiver: AnyName, size: int, raw: int | None, seconds: float | None, kind: str
-    ) -> tuple[Node, Node]:
-        """Tell of a message between two nodes; their names as they are recorded."""
-        sender, receiver = node_name(sender), node_name(receiver)
+    def transfer(self, message: Sequence[Any]) -> tuple[Node, Node, int]:
+        """Tell of a message between two nodes, as `HostObserver.transfer` takes it; returns the names and the bytes."""
+        sender, receiver, size, raw, seconds, kind = as_message(*message)
         here = self._scopes.here()
         place = Where(here.run, here.round, receiver if sender == "server" else sender, None, None, here.group)
-        before = size if raw is None else raw
-        self._emission.emit(Transfer(place, time.time(), sender, receiver, int(size), int(before), seconds, kind))
-        return sender, receiver
+        self._emission.emit(Transfer(place, time.time(), sender, receiver, size, raw, seconds, kind))
+        return sender, receiver, size
 
-    def transfer_each(self, messages: Sequence[tuple[Any, ...]]) -> Transfers:
-        """Tell of several messages, as `transfer` does of one, in one block, which is returned."""
-        here, now = self._scopes.here(), time.time()
-        count = len(messages)
-        from_nodes, to_nodes, sizes, raw_sizes, seconds, kinds = zip(*messages, strict=True)
-        senders, receivers = [*map(node_name, from_nodes)], [*map(node_name, to_nodes)]
+    def transfer_each(self, messages: Sequence[Sequence[Any]]) -> Transfers | None:
+        """Tell of several messages, as `transfer` does of one, in one block, which is returned; None if there is none.
+
+        A message that cannot be recorded is reported by itself.
+        """
+        try:
+            rows = [as_message(*message) for message in messages]
+        except Exception:  # noqa: BLE001 - because of some of them
+            attempts = [self._guard("transfer()", functools.partial(as_message, *message)) for message in messages]
+            rows = [row for row in attempts if row is not None]
+        if not rows:
+            return None
+        here, now, count = self._scopes.here(), time.time(), len(rows)
+        senders, receivers, sizes, raw_sizes, seconds, kinds = zip(*rows, strict=True)
         nodes = [to if sender == "server" else sender for sender, to in zip(senders, receivers, strict=True)]
         place = (here.run, here.round, nodes, [here.group] * count, [now] * count)
         block = Transfers(*place, senders, receivers, sizes, raw_sizes, seconds, kinds)
@@ -418,6 +424,16 @@ class Clients:
         memory = self._memory.end(*own, failed=failed)
         self._stacks.tell_growth(scope, memory.get("memory.resident"))
         return memory
+
+
+def as_message(
+    sender: AnyName, receiver: AnyName, size: int, raw: int | None, seconds: float | None, kind: str
+) -> tuple[Node, Node, int, int, float | None, str]:
+    """Return a message as it is recorded: names as text, sizes as whole numbers. ConfigError for what is no size."""
+    sizes = int(size), int(size if raw is None else raw)
+    if max(map(abs, sizes)) > MOST_BYTES:
+        raise ConfigError(f"A message of {size} bytes ({raw} before compression) is larger than a store can tell.")
+    return node_name(sender), node_name(receiver), *sizes, seconds, kind
 
 
 def _tell_loss(results: Results, *, logged: bool) -> None:

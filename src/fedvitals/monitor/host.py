@@ -226,18 +226,18 @@ class HostObserver:
         """Record a message between two nodes. `raw_bytes`: its size before compression."""
 
         def emit() -> None:
-            ends = self._clients.transfer(sender, receiver, bytes, raw_bytes, seconds, kind)
+            message = self._clients.transfer((sender, receiver, bytes, raw_bytes, seconds, kind))
             if self._rounds.open is not None:
-                self._rounds.open.cohort.count_traffic(ends[:1], ends[1:], (int(bytes),))
+                self._rounds.open.cohort.count_traffic(message[:1], message[1:2], message[2:])
 
         self._guard("transfer()", emit)
 
-    def transfer_each(self, messages: Sequence[tuple[AnyName, AnyName, int, int, float | None, str]]) -> None:
+    def transfer_each(self, messages: Sequence[tuple[AnyName, AnyName, int, int | None, float | None, str]]) -> None:
         """Record several messages: of each, all that `transfer` takes."""
 
         def emit() -> None:
             block = self._clients.transfer_each(messages)
-            if self._rounds.open is not None:
+            if block is not None and self._rounds.open is not None:
                 self._rounds.open.cohort.count_traffic(block.senders, block.receivers, block.sizes)
 
         if messages:

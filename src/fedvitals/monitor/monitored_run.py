@@ -21,6 +21,7 @@ from fedvitals.monitor.losses import LostRecords
 from fedvitals.monitor.rounds import Rounds
 from fedvitals.monitor.spine import Spine
 from fedvitals.monitor.taping import RunTape
+from fedvitals.probes.results import Results
 from fedvitals.protocols import Detector, Sink
 from fedvitals.records import Run
 from fedvitals.resources.capture import Capture
@@ -109,7 +110,12 @@ class MonitoredRun:
     def end_round(self, model: Any = None, metrics: Any = None, state: Any = None) -> None:
         """Close the open round, if any, and record what is known of it. `state` is what the tape keeps of it."""
         model_results = self.rounds.measure_model(model)
-        self.clients.settle()
+        try:
+            self.clients.settle()
+        finally:
+            self._close_round(model_results, metrics, state)
+
+    def _close_round(self, model_results: Callable[[], Results] | None, metrics: Any, state: Any) -> None:
         opened = self.rounds.close()
         if opened is None:
             return

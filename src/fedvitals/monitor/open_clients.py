@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -57,14 +58,16 @@ class UnsettledClients:
 
     def clear(self) -> None:
         """Forget them without a report."""
-        self._waiting.clear()
+        with self._lock:
+            for _, pending, _ in self._waiting:
+                pending.discard()
+            self._waiting.clear()
 
     def settle(self, *, wait: bool) -> None:
-        """Report all of them, or, unless `wait`, those whose results have arrived."""
-        with self._lock:
-            while self._waiting:
-                scope, pending, report = self._waiting[0]
-                if not wait and pending.awaits_device:
-                    return
-                self._waiting.popleft()
-                self._guard("reporting a client", report, scope)
+        """Report all of them, or, unless `wait`, those whose results have arrived. What one raises comes after all."""
+        with self._lock, contextlib.ExitStack() as reports:
+            due = []
+            while self._waiting and (wait or not self._waiting[0][1].awaits_device):
+                due.append(self._waiting.popleft())
+            for scope, _, report in reversed(due):  # the last one is called first
+                reports.callback(self._guard, "reporting a client", report, scope)

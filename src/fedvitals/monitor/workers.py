@@ -172,7 +172,7 @@ class WorkerObserver:
     ) -> None:
         """Record a message between two nodes, as `HostObserver.transfer`."""
         worker_run = self._worker_run()
-        transfer = functools.partial(worker_run.clients.transfer, sender, receiver, bytes, raw_bytes, seconds, kind)
+        transfer = functools.partial(worker_run.clients.transfer, (sender, receiver, bytes, raw_bytes, seconds, kind))
         worker_run.guard("transfer()", transfer)
 
     def event(

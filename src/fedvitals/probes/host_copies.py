@@ -30,7 +30,7 @@ class HostCopies:
             if isinstance(values, Tensor) and not values.is_cpu:
                 on_device[values.device].append((place, values.detach()))
             elif isinstance(values, Tensor):
-                self._arrays[place] = values.detach().double().numpy()
+                self._arrays[place] = values.detach().to(torch.float64, copy=True).numpy()
             else:
                 self._arrays[place] = np.asarray(values, np.float64)
         for device, own in on_device.items():

@@ -77,6 +77,13 @@ class PendingResults:
         self._copied = [*gradients, *probed, *skipped, *totals.unclipped_norms]
         buffers = [] if weighed is None else [weighed[1]]
         self._copies = HostCopies([*self._copied, *buffers, *update.tensors])
+        self._kept_bytes = 0 if update.vector is None else update.vector.nbytes
+        instruments.updates.expect(self._kept_bytes)
+        if self.awaits_device:  # a probe may fill the same array again for the next client
+            self._rows = [[(step, _own(measured)) for step, measured in own] for own in rows]
+        for planned in instruments.preset.probes:
+            if isinstance(planned.when, budget) and planned.when.granted < planned.when.asked:
+                self._tell_thinned(planned, planned.when)
 
     @property
     def awaits_device(self) -> bool:
@@ -87,6 +94,7 @@ class PendingResults:
         """Complete the results and return the client's update. Waits for what is not on the host yet."""
         started = time.perf_counter()
         preset, update = self._instruments.preset, self._update
+        self.discard()
         on_host = self._fetch()
         self._tell_steps(on_host)
         if self._recorded is not None:
@@ -98,6 +106,11 @@ class PendingResults:
             self.results.matrices.append(("update", update.rows, None))
         self.cost += time.perf_counter() - started
         return update
+
+    def discard(self) -> None:
+        """Make room for other updates: this one is about to be added, or never will be."""
+        self._instruments.updates.expect(-self._kept_bytes)
+        self._kept_bytes = 0
 
     def _fetch(self) -> dict[int, Array]:
         """Return everything measured on the host, by the identity of each tensor."""
@@ -134,8 +147,6 @@ class PendingResults:
 
     def _merge(self, index: int, planned: Planned, on_host: Mapping[int, Array]) -> None:
         """Merge a probe's measurements of single steps to one client-round."""
-        if isinstance(planned.when, budget) and planned.when.granted < planned.when.asked:
-            self._tell_thinned(planned, planned.when)
         arrays: dict[str, list[tuple[int, Array]]] = {}
         for step, measured in self._rows[index]:
             for name, values in measured.items():
@@ -191,6 +202,11 @@ class PendingResults:
             work()
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the training
             self._report(error, what)
+
+
+def _own(measured: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a probe measured, with copies of arrays on the host."""
+    return {name: values if isinstance(values, Tensor) else np.array(values) for name, values in measured.items()}
 
 
 def _fits_family(name: str, array: Array) -> bool:

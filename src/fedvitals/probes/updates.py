@@ -103,7 +103,7 @@ class UpdateTracker:
     def __init__(self, *, brief: bool = False, memory: int = 512 << 20) -> None:
         self._brief = brief  # only the size, and the cosine to the others
         self._memory = memory
-        self._held = 0
+        self._held = self._expected = 0
         self._models = PastModels(memory // 4)
         self._layouts: dict[str, tuple[tuple[int, ...], PeerLayout]] = {}  # by the digest of their table
         self._round: dict[str, ClientUpdate] = {}
@@ -121,8 +121,13 @@ class UpdateTracker:
         round and the next, since a first round that is kept for nothing costs more than many that are not.
         """
         awaited = max(1, clients - len(self._round))
-        needed = max(self._held + (awaited + 1) * size, (2 * clients + 1) * size if clients > 1 else 0)
+        needed = max(self._held + self._expected + (awaited + 1) * size, (2 * clients + 1) * size if clients > 1 else 0)
         return not self.approximate and needed <= self._memory
+
+    def expect(self, size: int) -> None:
+        """Count so many more bytes of updates that will be added when their sums have come from a device."""
+        with self._lock:
+            self._expected += size
 
     def add(
         self, node: str, vector: Tensor | None, rows: Array | None = None, sketch: Tensor | None = None
