@@ -210,6 +210,7 @@ def test_a_slow_machine_stores_the_same(probes):
     assert slow.metrics("fit.samples")
 
 
+@pytest.mark.thorough
 def test_a_busy_machine_stores_the_same():
     """Beside threads that take all the time they get, and with clients that end in any order."""
     twin, done = loop(), threading.Event()

@@ -77,6 +77,7 @@ def run_processes(watched):
     return found
 
 
+@pytest.mark.thorough
 def test_the_first_process_reports_the_sums_of_all_shards():
     metrics, matrices, _ = train(network(), lambda _, g: g)
     found = run_processes({0, 1})
@@ -91,6 +92,7 @@ def test_the_first_process_reports_the_sums_of_all_shards():
     assert part[0, 0] == 12 * 4
 
 
+@pytest.mark.thorough
 def test_a_process_that_is_not_watched_is_not_waited_for_long():
     found = run_processes({0})
     whole, layers, events = found[0]

@@ -17,6 +17,7 @@ def tiny() -> GPT:
     return GPT(16, 2, 2, vocabulary=32)
 
 
+@pytest.mark.thorough
 def test_a_row_for_each_preset_and_for_those_beside_us():
     case = Case("GPT", tiny, TINY, ("light", "standard"), autocast=False, others=True)
     rows = llm_rows(quick=True, tell=lambda _: None, cases=[case], device="cpu")
