@@ -18,6 +18,6 @@ pytest.importorskip("triton", reason="Triton is not installed: its kernels canno
 def test_in_an_interpreter():
     """In a process of its own: Triton reads its environment when it is imported."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(TESTS / "support" / "interpreted_cuda.py")]
+    command = [sys.executable, str(TESTS / "support" / "interpreted" / "stacked_clients.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -17,13 +17,13 @@ from fedvitals.kernels.cuda import loading
 from fedvitals.kernels.cuda import sums as device_sums
 from support.paths import TESTS
 
-CASES = ("interpreted_device_sums.py", "interpreted_device_updates.py")
+CASES = ("sums.py", "updates.py")
 
 
 @pytest.mark.thorough
 def test_the_kernels_in_triton_s_interpreter():
     pytest.importorskip("triton", reason="triton is not installed: the kernels for GPUs cannot be interpreted")
-    files = [str(TESTS / "support" / name) for name in CASES]
+    files = [str(TESTS / "support" / "interpreted" / name) for name in CASES]
     command = [sys.executable, "-m", "pytest", *files, "-p", "no:cacheprovider", "-p", "no:xdist"]
     overflow = ["-W", "ignore::RuntimeWarning"]  # numpy's, on squares that are out of range on purpose
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

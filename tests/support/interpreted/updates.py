@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel that measures updates on a GPU, interpreted, against the same in pieces on the CPU. Run like
-interpreted_device_sums.py.
-"""
+"""The kernel that measures updates on a GPU, interpreted, against plain torch. Run like sums.py, beside it."""
 
 import pytest
 import torch
