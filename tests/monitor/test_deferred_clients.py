@@ -202,3 +202,20 @@ def test_a_report_that_fails_leaves_the_round_closed_and_the_others_reported():
         assert "b" in reported(monitor, sink)
     assert not sink.events("round.unclosed")
     assert [m.where.round for m in sink.metrics("time.round")] == [0, 1]
+
+
+def test_a_thinned_budget_is_told_of_the_client_that_it_belongs_to():
+    sink, schedule = MemorySink(), fv.budget(5)
+
+    def never_granted(_view):
+        return {}
+
+    probes = ["light", (never_granted, schedule)]
+    with Pretending(), fv.Monitor(None, sinks=[sink], probes=probes, strict=True) as monitor, monitor.round(0):
+        for name in "abc":
+            model = network()
+            with monitor.client(name, model):
+                train(model)
+                schedule.asked, schedule.granted = 4, 1
+    events = [(event.where.node, event.data["asked"], event.data["granted"]) for event in sink.events("budget")]
+    assert events == [("a", 4, 1), ("b", 4, 1), ("c", 4, 1)]
