@@ -288,3 +288,14 @@ def test_histograms_add(monkeypatch):
     np.testing.assert_array_equal(kernels.histogram([a]) + kernels.histogram([b]), whole)
     monkeypatch.setattr(exponents, "CHUNK", 100)
     np.testing.assert_array_equal(kernels.histogram([torch.cat([a, b])]), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int32])
+@pytest.mark.parametrize("rows", [(), (3,), (0,)])
+def test_parts_of_vectors_and_of_rows_are_measured_like_tensors(backend, rows, dtype):
+    values = torch.randn(*rows, 40, generator=torch.Generator().manual_seed(0)).mul(10).to(dtype)
+    sizes = (1, 0, 32, 7)
+    parts = kernels.sums(values.split(sizes, dim=-1), clients=bool(rows))
+    np.testing.assert_array_equal(kernels.sums_of_parts(values, sizes), parts)
+    strided = torch.stack([values, values], dim=-1)[..., 0]
+    np.testing.assert_array_equal(kernels.sums_of_parts(strided, sizes), parts)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from fedvitals.errors import RecordError
 
+_ORDINARY = (Tensor, torch.nn.Parameter)  # which have no shards
+
 
 def is_sharded(parameters: Sequence[Tensor]) -> bool:
     """Return whether a model's parameters are sharded over processes (DTensor), which the first of them shows."""
@@ -23,7 +25,7 @@ def local(tensor: Tensor) -> Tensor:
 
     Of copies that several processes hold, the first process counts its own, and the others count nothing.
     """
-    if not hasattr(tensor, "to_local"):
+    if type(tensor) in _ORDINARY or not hasattr(tensor, "to_local"):  # called for hundreds of tensors at a time
         return tensor
     sharded: Any = tensor
     shard: Tensor = sharded.to_local().detach()

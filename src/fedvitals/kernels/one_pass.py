@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from fedvitals.errors import RecordError
@@ -42,10 +45,38 @@ def sums(tensors: Sequence[Tensor | None], *, clients: bool = False) -> Array | 
     return result.numpy() if result.is_cpu else result
 
 
-def sums_of_parts(vector: Tensor, sizes: tuple[int, ...]) -> Array | Tensor:
-    """Return `[parts, 9]` like `sums`: of a contiguous vector, which consists of parts of these sizes."""
-    rows = device_sums.sums_of_parts(vector, sizes) if vector.is_cuda else None
-    return sums(vector.split(sizes)) if rows is None else rows
+def sums_of_parts(values: Tensor, sizes: tuple[int, ...]) -> Array | Tensor:
+    """Return `[parts, 9]` like `sums`: of a contiguous vector, which consists of parts of these sizes.
+
+    Of a matrix with such a vector in each row, `[rows, parts, 9]`.
+    """
+    rows: Array | Tensor | None
+    if values.is_cuda:
+        rows = device_sums.sums_of_parts(values, sizes)
+    else:
+        rows = _call_parts(values, sizes) if values.is_cpu and values.is_contiguous() else None
+    return sums(values.split(sizes, dim=-1), clients=values.dim() > 1) if rows is None else rows
+
+
+def _call_parts(values: Tensor, sizes: tuple[int, ...]) -> Array | None:
+    """Return the rows by one call of the kernel; None if it does not support these values. No part becomes a tensor."""
+    kernel = jit.load_kernel().kernel
+    function = None if kernel is None else kernel.functions.get(values.dtype)
+    rows = math.prod(values.shape[:-1])
+    if kernel is None or function is None or not sizes or not rows:
+        return None
+    table = np.empty((rows, len(sizes), 3), np.int64)
+    table[..., 0] = function
+    table[..., 1] = np.arange(rows)[:, None] * values.shape[-1] + _starts(sizes)
+    table[..., 1] *= values.element_size()
+    table[..., 1] += values.data_ptr()
+    table[..., 2] = sizes
+    return _fill(kernel, table.tobytes(), rows * len(sizes)).reshape(*values.shape[:-1], len(sizes), _COLUMNS)
+
+
+@lru_cache(maxsize=256)
+def _starts(sizes: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    return np.cumsum((0, *sizes[:-1]), dtype=np.int64)
 
 
 def _call(kernel: jit.Kernel, tensors: Sequence[Tensor | None]) -> Array | None:
@@ -106,10 +137,13 @@ def _call_clients(kernel: jit.Kernel, tensors: Sequence[Tensor | None], clients:
 
 def _rows(kernel: jit.Kernel, table: list[int]) -> Array:
     """Return the rows of a table, which has three numbers per row: function, address, length."""
-    tensors = len(table) // 3
+    return _fill(kernel, struct.pack(f"{len(table)}q", *table), len(table) // 3)
+
+
+def _fill(kernel: jit.Kernel, table: bytes, count: int) -> Array:
     # ctypes hands its own arrays over faster than numpy's; numpy then looks at the same memory.
-    memory: Any = (ctypes.c_double * (tensors * _COLUMNS))()
-    kernel.call(struct.pack(f"{len(table)}q", *table), tensors, memory)
+    memory: Any = (ctypes.c_double * (count * _COLUMNS))()
+    kernel.call(table, count, memory)
     rows: Array = np.frombuffer(memory)
     return rows
 

@@ -23,7 +23,7 @@ from fedvitals.probes.cohort import Cohort, Key, agreeing_claims
 from fedvitals.probes.node_columns import NodeColumns
 from fedvitals.probes.results import Results
 from fedvitals.protocols import Node
-from fedvitals.records import AnyName, LayerStats, Span, as_round_index, node_name
+from fedvitals.records import AnyName, LayerStats, LayerTable, Span, as_round_index, node_name
 from fedvitals.resources.memory import peak_bytes, resident_bytes
 from fedvitals.resources.time_ledger import Ledger, LedgerSpan
 from fedvitals.scope import Scope
@@ -82,12 +82,13 @@ class Rounds:
         self._kit.turns.begin(number)
         if model is None:
             return
-        self._kit.updates.begin_round(number, self._kit.parameters(model))
+        if not self._kit.preset.brief:
+            self._kit.updates.begin_round(number, self._kit.parameters(model))
         # A run that goes on does not begin anew with the model that it happens to have now.
         if self._kit.initial is None and not self._context.continued:
             self._first_model(model)
         elif not self._context.own_tables:  # a run that goes on: the store does not say which of its tables are ours
-            self._know_layers(model)
+            self._tell_layers(self._kit.tables(model))
 
     def joined(self, span: Span, results: Results) -> None:
         """A client has finished in this process."""
@@ -119,9 +120,8 @@ class Rounds:
         if self.open is None or model is None:
             return None
         started, attempt = time.perf_counter(), self._attempts(self.open.scope)
-        attempt("reading a model's layers", lambda: self._know_layers(model))
-        results: Callable[[], Results] | None
-        results = attempt("measuring the global model", lambda: self._kit.measure_model(model))
+        tables, results = attempt("measuring the global model", lambda: self._kit.measure_model(model)) or ((), None)
+        attempt("reading a model's layers", lambda: self._tell_layers(tables))
         spent = time.perf_counter() - started
         self.open.cohort.cost += spent
         if self._ledger is not None:
@@ -303,13 +303,13 @@ class Rounds:
 
         return flatten(self._kit.parameters(model))
 
-    def _know_layers(self, model: Any) -> None:
-        for tables in self._kit.tables(model):
-            self._emission.layer_tables(tables)
+    def _tell_layers(self, tables: Iterable[Mapping[str, LayerTable]]) -> None:
+        for own in tables:
+            self._emission.layer_tables(own)
 
     def _first_model(self, model: Any) -> None:
         """The run's first global model: what all drift is measured from, and how well it was initialised."""
-        self._know_layers(model)
+        self._tell_layers(self._kit.tables(model))
         for layer, remark in self._kit.first_model(model):
             self._record.event(
                 self._scopes.here(), "warning", "initialisation", f"{layer}: {remark}.", {"layer": layer}

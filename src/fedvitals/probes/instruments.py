@@ -22,9 +22,8 @@ from fedvitals.probes.shards import ShardGroup
 from fedvitals.probes.snapshot import InitialModel, sketch_of
 from fedvitals.probes.updates import UpdateTracker
 from fedvitals.probes.view import View, flatten, table_of
-from fedvitals.probes.weights import check_initialisation, starts_at_zero, weights
+from fedvitals.probes.weights import check_initialisation, starts_at_zero, weight_rows, whole_model
 from fedvitals.records import LayerTable
-from fedvitals.stats import FAMILIES
 
 
 class Instruments:
@@ -66,8 +65,10 @@ class Instruments:
         """Return the tables of the layers that train, and of all layers: clients may send the whole model, frozen
         parts included.
         """
-        view = self.view(model)
-        whole = [{"parameter": self.table("parameter", [*model.named_parameters()])}] if view.frozen else []
+        return self._tables_of(self.view(model))
+
+    def _tables_of(self, view: View) -> list[Mapping[str, LayerTable]]:
+        whole = [{"parameter": self.table("parameter", [*view.model.named_parameters()])}] if view.frozen else []
         return [*whole, tables_of(self, view)]
 
     def first_model(self, model: nn.Module) -> list[tuple[str, str]]:
@@ -96,22 +97,23 @@ class Instruments:
         """Return the matrices that start at 0 on purpose."""
         return starts_at_zero(model)
 
-    def measure_model(self, model: nn.Module) -> Callable[[], Results]:
-        """Begin to measure the global model's own weights and buffers; what is returned waits for the results."""
+    def measure_model(self, model: nn.Module) -> tuple[list[Mapping[str, LayerTable]], Callable[[], Results]]:
+        """Begin to measure the global model's own weights and buffers. Returns its layer tables (see `tables`), and
+        what waits for the results.
+        """
         view = self.view(model)
-        measured = {} if is_sharded(view.parameters) else weights(view)  # of shards, a process has only its own
+        measured = {} if is_sharded(view.parameters) else weight_rows(view)  # of shards, a process has only its own
         copies = HostCopies([*measured.values()])
 
         def results() -> Results:
             own = Results()
-            for name, values in zip(measured, copies.arrays(), strict=True):
-                if name in FAMILIES:
-                    own.matrices.append((name, values, None))
-                else:
-                    own.take({name: values})
+            for family, rows in zip(measured, copies.arrays(), strict=True):
+                own.matrices.append((family, rows, None))
+                if family == "weight":
+                    own.take(whole_model(rows))
             return own
 
-        return results
+        return self._tables_of(view), results
 
     def remarks(self) -> list[tuple[str, str, Mapping[str, Any]]]:
         """Return what a round should report about the instruments themselves."""

@@ -286,9 +286,9 @@ class ArrayInstruments:
         """Return the matrices that start at 0; which of them train is not known."""
         return [name for name, values in model.named_parameters() if values.ndim > 1 and not values.any()]
 
-    def measure_model(self, model: Any) -> Callable[[], Results]:
-        """Return what gives the statistics of the global model's own weights."""
-        return lambda: self._model_results(model)
+    def measure_model(self, model: Any) -> tuple[list[dict[str, LayerTable]], Callable[[], Results]]:
+        """Return the model's layer tables, and what gives the statistics of its own weights."""
+        return self.tables(model), lambda: self._model_results(model)
 
     def _model_results(self, model: Any) -> Results:
         rows = sums(values for _, values in model.named_parameters())

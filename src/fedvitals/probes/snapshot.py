@@ -13,7 +13,7 @@ Nothing here waits for a device, except who reads a copy on the host (`Parameter
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -154,16 +154,19 @@ class ParameterSnapshot:
         self._parameters, self._buffers = parameters, [] if buffers is None else buffers
         self._buffer: Tensor | None = None
         shards = shards_of(parameters)
-        self._sizes = tuple(p.numel() for p in shards)
-        away = any(not p.is_cpu for p in shards)
-        self._dtype = _common([p.dtype for p in shards])
+        # One pass over the layers here and one in `measure`: for a large model each costs a client as much as a kernel.
+        self._kinds = [(p.numel(), p.dtype, p.device) for p in shards]
+        self._sizes = tuple(size for size, _, _ in self._kinds)
+        dtypes, devices = {dtype for _, dtype, _ in self._kinds}, {device for _, _, device in self._kinds}
+        away = any(device.type != "cpu" for device in devices)
+        self._dtype = _common(dtypes)
         self._on_host = away and not _has_room(shards)
-        self._in_one_pass = away and not self._on_host and device_updates.supports(shards)
+        self._in_one_pass = away and not self._on_host and device_updates.supports(shards, dtypes, devices)
         length = sum(self._sizes)
         piece = max(1, length) if self._in_one_pass else _piece_length(length) if away else PIECE
         self._pieces = pieces_of(self._sizes, piece)
         with torch.no_grad():
-            if not away and len(self._pieces) > 1 and {p.dtype for p in shards} == {self._dtype}:
+            if not away and len(self._pieces) > 1 and dtypes == {self._dtype}:
                 self._buffer = self._free_buffer()
                 self._before = [values(shards, p, self._buffer[p.start : p.stop]) for p in self._pieces]
             else:
@@ -212,9 +215,10 @@ class ParameterSnapshot:
         if brief or (initial is not None and initial.length != sum(self._sizes)):
             initial = None
         shards = shards_of(self._parameters)
-        if tuple(p.numel() for p in shards) != self._sizes:
+        kinds = [(p.numel(), p.dtype, p.device) for p in shards]
+        if tuple(size for size, _, _ in kinds) != self._sizes:
             raise ValueError("parameters were resized inside the client's scope, so that no update can be measured")
-        in_one_pass = self._in_one_pass and device_updates.supports(shards)
+        in_one_pass = self._in_one_pass and kinds == self._kinds and not torch.cuda.is_current_stream_capturing()
         measure = self._measure_in_one_pass if in_one_pass else self._measure_in_pieces
         update = measure(shards, initial, keep=keep, sketch=sketch, weigh=weigh, brief=brief)
         if update.drift_sketch is not None and initial is not None and initial.sketch is not None:
@@ -367,7 +371,7 @@ def values(tensors: Sequence[Tensor], piece: Piece, out: Tensor | None = None) -
     return copied if copied.dtype in _FLOATS else copied.float()
 
 
-def _common(kinds: Sequence[torch.dtype]) -> torch.dtype:
+def _common(kinds: Collection[torch.dtype]) -> torch.dtype:
     """Return float64 if one of the types is, else float32."""
     return torch.float64 if torch.float64 in kinds else torch.float32
 

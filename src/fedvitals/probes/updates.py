@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedvitals.kernels import count_sketch, sums
+from fedvitals.kernels import count_sketch, sums, sums_of_parts
 from fedvitals.probes.attempts import Attempt, unguarded
 from fedvitals.probes.peer_columns import MOST_CLIENTS
 from fedvitals.probes.peers import PastModels, PeerLayout, Peers, as_matrix, from_sketches, layout_of
@@ -350,9 +350,7 @@ def _sum(vectors: list[Tensor]) -> Tensor:
 
 def _dots(a: Tensor, b: Tensor, sizes: list[int]) -> Array:
     """Return ⟨a, b⟩ as [clients, layers], where `a` is [clients, D] and `b` the same or one vector for all."""
-    if len(sizes) == 1:
-        return np.asarray(((a * b).sum(1, keepdim=True, dtype=torch.float64)).cpu())
-    products = sums((a * b).split(sizes, dim=1), clients=True)
+    products = sums_of_parts(a * b, tuple(sizes))
     return np.asarray(torch.as_tensor(products).cpu())[..., SUM]
 
 

@@ -19,8 +19,13 @@ from fedvitals.stats import COUNT, INFS, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES,
 
 def weights(view: View) -> Mapping[str, Any]:
     """Return the nine sums of every parameter and, separately, of every buffer (batch norm's running statistics)."""
-    rows = sums([p.detach() for p in view.parameters])
-    result = {"weight": rows, **whole_model(rows)}
+    measured = weight_rows(view)
+    return {**measured, **whole_model(measured["weight"])}
+
+
+def weight_rows(view: View) -> dict[str, Any]:
+    """Return the rows of `weights`: of the parameters and, if there are any, of the buffers."""
+    result = {"weight": sums(view.parameters)}
     buffers = view.named_buffers
     if buffers:
         result["buffer"] = sums([b for _, b in buffers])

@@ -8,6 +8,7 @@ synchronises with the device. The kernels are in `statistics.py`, in Triton.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -165,20 +166,21 @@ def sums(tensors: Sequence[Tensor | None], clients: int | None) -> Tensor | None
         return None if kernels is None else sums_of_list(kernels, tensors, clients)
 
 
-def sums_of_parts(vector: Tensor, sizes: tuple[int, ...]) -> Tensor | None:
-    """Return `[parts, 9]` of a vector that consists of parts of these sizes: no addresses need to travel. None if our
-    kernels do not support it.
+def sums_of_parts(values: Tensor, sizes: tuple[int, ...]) -> Tensor | None:
+    """Return `[parts, 9]` of a vector that consists of parts of these sizes, or `[rows, parts, 9]` of a matrix with
+    such a vector in each row: no addresses need to travel. None if our kernels do not support it.
     """
-    if torch.cuda.is_current_stream_capturing() or vector.dtype not in DTYPES:
+    if torch.cuda.is_current_stream_capturing() or values.dtype not in DTYPES or not values.is_contiguous():
         return None
-    with device_context(vector.device):
+    with device_context(values.device):
         kernels = loading.load_kernels().kernels
-        if kernels is None:
+        count = math.prod(values.shape[:-1])
+        if kernels is None or not count:
             return None
-        device = vector.device
-        partition = matrix_partition(sizes, (True,) * len(sizes), 1, vector.dtype, device, stream_of(device), TUNING)
-        rows = torch.empty(len(sizes), _COLUMNS, dtype=torch.float64, device=device)
-        launch(kernels, partition, vector, vector.numel(), partials_for(partition, device), rows)
+        trained, device = (True,) * len(sizes), values.device
+        partition = matrix_partition(sizes, trained, count, values.dtype, device, stream_of(device), TUNING)
+        rows = torch.empty(*values.shape[:-1], len(sizes), _COLUMNS, dtype=torch.float64, device=device)
+        launch(kernels, partition, values, values.shape[-1], partials_for(partition, device), rows)
         return rows
 
 

@@ -6,7 +6,7 @@ Nothing here synchronises with the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -44,10 +44,12 @@ class DeviceUpdate:
     drift_sketch: Tensor | None  # of the parameters as they are now
 
 
-def supports(parameters: Sequence[Tensor]) -> bool:
-    """Return whether our kernels measure updates of these parameters: on one GPU, of common types, not captured."""
-    first = parameters[0].get_device() if parameters and parameters[0].is_cuda else -1
-    if first < 0 or any(p.get_device() != first or p.dtype not in DTYPES for p in parameters):
+def supports(parameters: Sequence[Tensor], dtypes: Collection[torch.dtype], devices: Collection[torch.device]) -> bool:
+    """Return whether our kernels measure updates of these parameters: on one GPU, of common types, not captured.
+
+    `dtypes` and `devices` are those of all of them.
+    """
+    if not (parameters and parameters[0].is_cuda and len(devices) == 1 and {*DTYPES}.issuperset(dtypes)):
         return False
     return not torch.cuda.is_current_stream_capturing() and loading.load_kernels().kernels is not None
 
@@ -65,6 +67,7 @@ def measure_update(
     tuning: Tuning = TUNING,
 ) -> DeviceUpdate:
     """Measure how far the parameters have moved from `before`, a vector of all of them on their device or pinned.
+
 
     `offset`, a multiple of 256, is the vector's place in a longer one that is sketched. `initial` is a float32 vector
     from which drift is measured; `sketch_parameters` sketches the parameters themselves, `changes` takes the change.
