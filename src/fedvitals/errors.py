@@ -34,6 +34,10 @@ class StoreError(FedvitalsError):
     """A store that cannot be opened, read or written."""
 
 
+class EmptyStoreError(StoreError):
+    """A store that nothing has been written to yet."""
+
+
 class BusyError(StoreError):
     """A store or run that somebody writes, and that must not be changed meanwhile."""
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import logging
 import os
@@ -21,7 +22,7 @@ import fedvitals
 from fedvitals.analysis.live import LiveProfile
 from fedvitals.diagnosis.issues.table import ISSUES
 from fedvitals.diagnosis.live_detectors import LiveDetectors
-from fedvitals.errors import ConfigError
+from fedvitals.errors import ConfigError, EmptyStoreError
 from fedvitals.measurements import Emitted
 from fedvitals.monitor.emission import Writer
 from fedvitals.monitor.findings import RunFindings
@@ -185,7 +186,7 @@ class Outputs:
         target = store_target(self._target)
         if isinstance(target, Path) and not target.exists():
             return
-        with open_reader(self._target) as reader:
+        with contextlib.suppress(EmptyStoreError), open_reader(self._target) as reader:
             if self._context.run.id in {summary.id for summary in list_runs(reader)}:
                 self._context.resume(get_run(reader, self._context.run.id))
 

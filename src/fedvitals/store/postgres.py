@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from fedvitals.errors import ConfigError, MissingExtraError, StoreError
+from fedvitals.errors import ConfigError, EmptyStoreError, MissingExtraError, StoreError
 from fedvitals.measurements import Telemetry, run_of
 from fedvitals.protocols import Sink
 from fedvitals.store import ddl
@@ -307,7 +307,7 @@ def read_postgres(url: str, patience: float | None = None) -> Reader:
         version = _version(database)
         if version < VERSION:
             what = f"has schema version {version}" if version else "is empty"
-            raise StoreError(  # noqa: TRY301 - the connection is to be closed
+            raise (StoreError if version else EmptyStoreError)(  # noqa: TRY301 - the connection is to be closed
                 f"The store '{database.target}' {what}; this fedvitals reads version {VERSION}. "
                 "The first training that writes to it brings it up to date."
             )

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
-from fedvitals.errors import StoreError
+from fedvitals.errors import EmptyStoreError, StoreError
 from fedvitals.stats import FAMILIES, STATISTICS, derive, unpack
 from fedvitals.store.ddl import quoted
 from fedvitals.store.dialect import SQLITE, Database
@@ -156,7 +156,7 @@ def read_sqlite(path: Path) -> Reader:
         version = check_version(database)
         if version < VERSION and version not in _LOOKS_NEW:
             what = f"has schema version {version}" if version else "is empty"
-            raise StoreError(  # noqa: TRY301 - the connection is to be closed
+            raise (StoreError if version else EmptyStoreError)(  # noqa: TRY301 - the connection is to be closed
                 f"The store '{path}' {what}; this fedvitals reads version {VERSION}. "
                 "The first training that writes to it brings it up to date."
             )
