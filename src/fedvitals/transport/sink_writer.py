@@ -108,7 +108,17 @@ class SinkWriter:
     @property
     def lost(self) -> int:
         """How many records the sinks have lost so far."""
-        return sum(sum(queue.lost.values()) for queue in self._queues)
+        return sum(count for _, count in self.lost_by_sink)
+
+    @property
+    def lost_by_sink(self) -> list[tuple[str, int]]:
+        """The name of each sink, and how many records it has lost so far: our own first, of these the store first."""
+        return [(queue.name, sum(queue.lost.values())) for queue in self._queues]
+
+    @property
+    def own(self) -> int:
+        """How many of the sinks, the first ones, are ours."""
+        return self._own
 
     @property
     def thinned(self) -> tuple[int, int]:
@@ -137,9 +147,9 @@ class SinkWriter:
             self.flush(timeout)
 
     @property
-    def losses(self) -> dict[str, int]:
-        """How many records were lost, by sink and cause: «detectors: sink failed»."""
-        return {f"{queue.name}: {cause}": count for queue in self._queues for cause, count in queue.lost.items()}
+    def losses_of_store(self) -> dict[str, int]:
+        """How many records the first sink has lost, by cause: «sqlite: sink failed»."""
+        return {f"{queue.name}: {cause}": count for queue in self._queues[:1] for cause, count in queue.lost.items()}
 
 
 def _with_first(sinks: Sequence[Sink]) -> list[tuple[Sink, bool]]:
