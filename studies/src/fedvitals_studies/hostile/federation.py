@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -46,7 +46,9 @@ class Outcome:
     kinds: list[str] = field(default_factory=list)  # of the attacks, round by round
 
 
-def federate(seed: int, kind: str | None = None, *, illness: str = "nan", rounds: int = ROUNDS) -> Outcome:
+def federate(
+    seed: int, kind: str | None = None, *, illness: str = "nan", rounds: int = ROUNDS, privacy: int = 2
+) -> Outcome:
     """Train and return what was said. `kind`: of the attacks («any»: another one in each round); None: honest."""
     torch.manual_seed(seed)
     shared = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
@@ -54,7 +56,7 @@ def federate(seed: int, kind: str | None = None, *, illness: str = "nan", rounds
     nodes = [f"c{i}" for i in range(CLIENTS)]
     sink = MemorySink()
     outcome = Outcome({}, set())
-    with fv.Monitor(None, sinks=[sink], machine=False) as monitor:
+    with fv.Monitor(None, sinks=[sink], machine=False, privacy=privacy) as monitor:
         monitor.host.describe("study", {})
         attacker = Attacker(HOSTILE, [node for node in nodes if node != HOSTILE], monitor.run.id, seed)
         for number in range(rounds):
@@ -103,7 +105,7 @@ def _train(
 
 
 def _ill(update: list[torch.Tensor], illness: str) -> list[torch.Tensor]:
-    changes = {
+    changes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "none": lambda part: part,
         "nan": lambda part: torch.full_like(part, torch.nan),
         "scaled": lambda part: 50 * part,

@@ -157,7 +157,7 @@ def framing(a: Attacker, own: bytes) -> list[bytes]:
     victim = a.random.choice((*a.others, "server", None))
     where = a.where(node=victim) if a.random.random() < 0.5 else a.where(group=victim)
     table = a.table()
-    lies = [
+    lies: list[Record] = [
         Metric(where, time.time(), a.random.choice(("gradient.nonfinite", "weight.nonfinite", "loss")), a.number()),
         a.event(where),
         a.span(where),
@@ -249,7 +249,7 @@ def control_characters(a: Attacker, own: bytes) -> list[bytes]:
     """Names and words that move cursors, end lines, or mean something to a browser, a shell or a spreadsheet."""
     where = a.where(layer=a.text() or None)
     names = LayerTable("parameter", (Layer(a.text(), (1,), a.text()),))
-    lies = [
+    lies: list[Record] = [
         Metric(where, 1.0, f"user.{a.text()}", 1.0),
         Event(where, 1.0, a.random.choice(LEVELS), a.text(), a.text(), {a.text(): a.text()}),
         Event(where, 1.0, "error", "client.failed", a.text(), {"exception": a.text()}),
