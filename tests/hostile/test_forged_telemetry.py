@@ -15,6 +15,7 @@ from fedvitals.transport.sender import Sender, quoted
 from fedvitals.transport.wire.payload import decode
 from support.hostile_federation import (
     HERE,
+    HONEST,
     LIAR,
     ROUNDS,
     SPAN,
@@ -183,3 +184,19 @@ def test_words_of_a_sender_are_quoted_short_and_escaped():
     assert quoted("plain") == "'plain'"
     assert quoted("it's\n\x1b[31m\u202e") == "'it\\'s\\n\\x1b[31m\\u202e'"
     assert len(quoted("x" * 10_000)) == 82
+
+
+def test_sizes_whose_ratio_no_float_can_hold_blind_no_detector():
+    """Where the server has no updates, a client's word for the size of its own is compared with what it trained."""
+    sink = MemorySink()
+    sizes = {"update.norm": 5e-324, "weight.drift": 1e300}
+    with fv.Monitor(None, sinks=[sink], machine=False) as monitor:
+        for number in range(4):
+            monitor.host.round_begin(number, model())
+            for node in (LIAR, *HONEST):
+                lies = [Metric(HERE, 1.0, name, value) for name, value in sizes.items()] if node == LIAR else []
+                own = payload([*measured(node, number), *lies], f"{node}-{number}")
+                monitor.host.absorb(own, Sender(node, THERE))
+            monitor.host.round_end(number, model())
+    assert not sink.events("monitor.error")
+    assert {f.where.node for f in sink.of(Finding)} <= {LIAR}
