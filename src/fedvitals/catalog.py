@@ -389,7 +389,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure("traffic.sent", "bytes", "Bytes that the node sent in this round.", level=0, needs="`monitor.transfer`"),
     Measure("traffic.received", "bytes", "Bytes that the node received.", level=0, needs="`monitor.transfer`"),
     Measure("monitor.cost", "seconds", "Time that measuring took on the training thread.", level=0),
-    Measure("monitor.lost", "records", "Records lost so far (queue full, sink broken).", level=0),
+    Measure("monitor.lost", "records", "Records lost so far before they were stored.", level=0),
     Measure("monitor.thinned", "client-rounds", "Client-rounds so far whose layer statistics were left out.", level=0),
 )
 

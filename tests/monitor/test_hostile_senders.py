@@ -330,11 +330,9 @@ def test_a_flood_of_records_pushes_out_nobodys():
     flood = [Metric(HERE, 1.0, "user.x", 1.0) for _ in range(45_000)]
     flood += [Event(HERE, 1.0, "warning", "user.warning", "") for _ in range(3_000)]
     found = run(lambda number: flood if number == 1 else [], rounds=2)
-    assert len(found.sink.metrics("user.x")) < 20_000
-    assert len(found.sink.events("user.warning")) == 500
-    assert [m.where.round for m in found.sink.metrics("loss", node=LIAR)] == [0, 1]
-    lost = found.sink.events("worker.lost")
-    assert [(event.where.node, event.where.round) for event in lost] == [(LIAR, 1)]
+    assert not found.sink.metrics("user.x")
+    assert [m.where.round for m in found.sink.metrics("loss", node=LIAR)] == [0]
+    assert found.refusals() == [(LIAR, 1)]
 
 
 def test_names_of_metrics_are_counted_per_sender():
@@ -353,8 +351,9 @@ def test_a_sender_with_many_sources_lets_no_other_be_counted_twice():
         found.monitor.host.round_begin(0, found.model)
         own = payload(measured("ann", 0), "ann-0")
         found.monitor.host.absorb(own, Sender("ann", THERE))
-        many = [stamped(Metric(HERE, 1.0, "loss", 1.0), f"source-{i}", 0) for i in range(15_000)]
-        found.monitor.host.absorb(encode(many), Sender(LIAR, THERE))
+        for first in range(0, 1_000, 4):
+            many = [stamped(Metric(HERE, 1.0, "loss", 1.0), f"source-{first + i}", 0) for i in range(4)]
+            found.monitor.host.absorb(encode(many), Sender(LIAR, THERE))
         found.monitor.host.absorb(own, Sender("ann", THERE))
         found.monitor.host.round_end(0, found.model)
     assert len(found.sink.metrics("loss", node="ann")) == 1
@@ -362,12 +361,14 @@ def test_a_sender_with_many_sources_lets_no_other_be_counted_twice():
 
 def test_what_a_client_claims_to_have_lost_or_cost_is_bounded_and_in_our_words():
     lies = [Event(HERE, 1.0, "warning", "worker.lost", "Ask bob!", {"records": 2**39}),
-            Metric(HERE, 1.0, "monitor.cost", 1e12)]  # fmt: skip
+            Metric(HERE, 1.0, "monitor.cost", 1e6)]  # fmt: skip
     found = run(lambda number: lies if number == 1 else [])
-    assert found.monitor.lost == 100_000
+    assert found.monitor.lost == 0
     assert max(m.value for m in found.sink.metrics("monitor.cost", node=None)) < 100
     lost = found.sink.of(Finding, "TELEMETRY_LOST")
-    assert [(f.where.node, f.message) for f in lost] == [(LIAR, "100000 records of a worker found no room.")]
+    assert [(f.where.node, f.message) for f in lost] == [
+        (LIAR, "liar reports that 5,000 or more of its records found no room in its messages.")
+    ]
 
 
 @pytest.mark.thorough

@@ -39,23 +39,26 @@ from fedvitals.store.deliveries import Intervals, fresh
 from fedvitals.time_parts import CLIENT, edge_span
 from fedvitals.transport.payload_buffer import LOST
 from fedvitals.transport.payload_check import (
+    GAPS_OF_SENDER,
     SOURCES,
     SOURCES_OF_SENDER,
-    NameQuota,
-    TableQuota,
+    check_no_claim,
     is_claim,
     is_empty,
     is_possible,
+    of_one_training,
     tables_of_payload,
-    within_quota,
 )
 from fedvitals.transport.sender import Sender, as_seen
-from fedvitals.transport.wire.payload import decode
+from fedvitals.transport.sender_limits import SenderQuotas, check_sources
+from fedvitals.transport.sink_writer import SENDER as OF_SENDER
+from fedvitals.transport.wire.payload import LIMITS, decode
 
 if TYPE_CHECKING:
     from fedvitals.probes.backends import AnyInstruments
 
 LABELS = ("labels", "label.entropy")  # the event and the metric
+REFUSED = "telemetry.refused"  # the event that names a sender whose telemetry was not taken, or not all of it
 
 
 class Arrivals:
@@ -75,7 +78,7 @@ class Arrivals:
         self._lock = threading.Lock()
         self._capture = capture
         self._delivered: dict[Node | None, dict[tuple[str, str], Intervals]] = {}  # by sender; None: our own workers
-        self._quota, self._names = TableQuota(), NameQuota()
+        self._quotas = SenderQuotas()
         self._held: dict[Node, list[Record]] = {}  # what senders of the open round say of layers and updates
         self._expected: dict[Node, None] = {}
         self._labels: dict[Node, Any] = {}  # each client's label histogram, as last told
@@ -115,7 +118,7 @@ class Arrivals:
         with self._lock:  # a pool's callbacks come on a thread of their own
             new = self._read(payload, sender)
             if sender is not None:
-                new = self._of_sender(new, sender)
+                new = self._of_sender(of_one_training(new), sender, len(new))
             now = time.time()
             # Newest wins in every history: what says that it comes from the future would outlast what is measured here.
             new = [record if record.at <= now else replace(record, at=now) for record in new]
@@ -126,6 +129,54 @@ class Arrivals:
                 new = self._hold_claims(single_records(new), sender)
             self._join(new, cohort, sender)
             self._tell_size(new, len(payload))
+
+    def take_records(self, records: Sequence[Record], sender: Sender, size: int) -> tuple[int, str]:
+        """Admit records that a sender reports in another way than by a payload, in a message of `size` bytes.
+
+        Returns how many were refused, and why the first of them was; raises a RecordError where that is so for all.
+        """
+        with self._lock:
+            self._quotas.message_limits(sender.node, self._round, size, sender.budget)
+            check_sources(sender.node, records)
+            kept: list[Record] = []
+            why = ""
+            for record in records:
+                try:
+                    own = sender.own(record, self._context.run.id)
+                    check_no_claim(own)
+                    kept.append(own)
+                except RecordError as error:
+                    why = why or str(error)
+            new = fresh(kept, self._delivered_by(sender))
+            self._emission.admit(self._of_sender(new, sender, len(new)))
+            self._forget_sources(sender)
+        return len(records) - len(kept), why
+
+    def within_names(self, node: Node, values: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics with a name that is known, or that a sender may still bring."""
+        with self._lock:
+            return {name: value for name, value in values.items() if self._quotas.admits_name(node, name)}
+
+    def refuse(self, node: Node) -> bool:
+        """Count a refused message of a sender; return whether it is to be reported now, or at the round's end."""
+        with self._lock:
+            return self._quotas.report(node, self._round, whole=True)
+
+    @property
+    def _round(self) -> int | None:
+        return None if self._scopes.round is None else self._scopes.round.round
+
+    def _delivered_by(self, sender: Sender | None) -> dict[tuple[str, str], Intervals]:
+        return self._delivered.setdefault(None if sender is None else sender.node, {})
+
+    def _forget_sources(self, sender: Sender | None) -> None:
+        """Bound what is remembered of deliveries. A sender that is forgotten can at worst deliver its own twice."""
+        delivered = self._delivered_by(sender)
+        while len(delivered) > (SOURCES if sender is None else SOURCES_OF_SENDER):
+            delivered.pop(next(iter(delivered)))
+        if sender is not None:
+            for source in [s for s, intervals in delivered.items() if len(intervals.pairs()) > GAPS_OF_SENDER]:
+                del delivered[source]
 
     def _hold_claims(self, records: list[Record], sender: Sender) -> list[Any]:
         """Admit what a sender tells, except of layers and of its update: the round's end decides on that.
@@ -140,44 +191,49 @@ class Arrivals:
     def _read(self, payload: bytes, sender: Sender | None) -> list[Any]:
         """The records of a payload that have not come before, in their round; its layer tables are then known."""
         records: Sequence[Telemetry] = ()
+        node, limits = None if sender is None else sender.node, LIMITS
         try:
-            records = decode(payload)
+            if sender is not None:
+                limits = self._quotas.message_limits(sender.node, self._round, len(payload), sender.budget)
+            records = decode(payload, limits)
             if sender is not None:  # each number of one that may lie is looked at by itself
+                check_sources(sender.node, records)
                 records = [sender.own(record, self._context.run.id) for record in single_records(records)]
             tables = tables_of_payload(records, self._context.run.id, self._context.tables)
-            self._quota.charge(sender, tables, self._context.tables, self._context.own_tables)
+            self._quotas.charge_tables(node, tables, self._context.tables, self._context.own_tables)
         except RecordError as error:
-            self._lost.miss()
             nodes = dict.fromkeys(place.node for r in records for place in places_of(r) if place.node is not None)
-            if sender is not None or not nodes:
+            if sender is not None:
+                raise
+            self._lost.miss()
+            if not nodes:
                 raise
             raise RecordError(f"{error} Its records are of {', '.join(nodes)[:200]}.") from error
         self._emission.layer_tables(tables, own=sender is None)
-        node, most = (None, SOURCES) if sender is None else (sender.node, SOURCES_OF_SENDER)
-        delivered = self._delivered.setdefault(node, {})
+        delivered = self._delivered_by(sender)
         new = [
             self._placed(r)
             for telemetry in fresh(records, delivered)
             for r in self._on_one_clock(telemetry)
             if not isinstance(r, Run) and not is_empty(r)
         ]
-        while len(delivered) > most:
-            delivered.pop(next(iter(delivered)))
+        self._forget_sources(sender)
         return new
 
-    def _of_sender(self, records: list[Any], sender: Sender) -> list[Any]:
-        """At times that the server saw, and no more of them than one sender may bring."""
+    def _of_sender(self, records: Sequence[Any], sender: Sender, brought: int) -> list[Any]:
+        """At times that the server saw, and no more of them than one sender may bring. `brought`: how many it did."""
         seen = None if self._ledger is None else self._ledger.seen(sender.node)
         seen = seen or (self._context.run.started, time.time())
-        kept = [r for r in within_quota(records) if is_possible(r) and self._names.admits(sender, r)]
-        if len(kept) < len(records):
-            gone, here = len(records) - len(kept), self._scopes.round or self._scopes.here()
-            self._lost.miss(gone)
-            text = (
-                f"{gone} of {len(records)} records of '{sender.node}' were left out: too many, or impossible numbers."
-            )
-            self._emission.record.event(replace(here, node=sender.node), "warning", LOST, text, {"records": gone})
-        return [as_seen(record, seen) for record in kept]
+        kept = [r for r in self._quotas.admitted(sender.node, self._round, records) if is_possible(r)]
+        if len(kept) < brought:
+            gone, here = brought - len(kept), self._scopes.round or self._scopes.here()
+            text = f"{gone} of {brought} records of '{sender.node}' were left out: too many, or impossible numbers."
+            if self._quotas.report(sender.node, self._round, whole=False):
+                self._emission.record.event(
+                    replace(here, node=sender.node), "warning", REFUSED, text, {"left_out": gone}
+                )
+        source = f"{OF_SENDER}{sender.node}"  # what it calls its own processes has been used, and is not stored
+        return [replace(as_seen(record, seen), source=source) for record in kept]
 
     def _tell_size(self, records: Sequence[Telemetry], size: int) -> None:
         """What watching itself has added to the way of each client's message."""
@@ -210,6 +266,11 @@ class Arrivals:
 
     def close_round(self, scope: Scope, cohort: Cohort) -> None:
         """Clients that were handed out and did not come home, each with a word of it."""
+        with self._lock:
+            unreported = self._quotas.take_unreported()
+        for node, count in unreported.items():
+            text = f"{count} more messages of '{node}' were refused in this round, whole or in part."
+            self._emission.record.event(replace(scope, node=node), "warning", REFUSED, text, {"messages": count})
         missing, self._expected = [*self._expected], {}
         for node in missing:
             self._guard("noting who is missing", functools.partial(self._tell_missing, scope, node, cohort), scope)
@@ -295,7 +356,7 @@ class Arrivals:
         if isinstance(record, Transfer):
             if cohort is not None:
                 cohort.count_traffic((record.sender,), (record.receiver,), (record.bytes,))
-        elif record.name == LOST:
+        elif record.name == LOST and not record.data.get("claimed"):
             lost = record.data.get("records")
             self._lost.miss(lost if isinstance(lost, int) and 0 < lost < 1 << 40 else 1)
 

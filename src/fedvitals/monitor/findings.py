@@ -49,8 +49,8 @@ class RunFindings:
     def so_far(self, *, complete: bool = True) -> FindingList:
         """What the detectors have found so far. `complete`: whether they have seen everything."""
         attendance = None if self._live is None else self._live.attendance
-        missing = gaps(self._guard.failures, self._lost.count, self._lost.thinned)
-        if not complete and not self._lost.count:
+        missing = gaps(self._guard.failures, self._lost.unjudged, self._lost.thinned)
+        if not complete and not self._lost.unjudged:
             missing = (*missing, "some records still wait for the store or the detectors")
         return FindingList(self._findings, installed=len(self._detectors), attendance=attendance, gaps=missing)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedvitals.catalog import public_name
 from fedvitals.errors import ConfigError, RecordError
+from fedvitals.monitor.arrivals import REFUSED
 from fedvitals.monitor.monitored_run import MonitoredRun
 from fedvitals.monitor.workers import WorkerObserver
 from fedvitals.probes.backends import flatten_and_sum_each
@@ -19,12 +20,17 @@ from fedvitals.protocols import Node, Stack, TapeRecorder
 from fedvitals.records import Action, AnyName, Record, Truth, Where, as_round_index, node_name
 from fedvitals.resources.time_ledger import Exchange
 from fedvitals.stats import Array
+from fedvitals.transport.logs import bounded
 from fedvitals.transport.privacy import SCALARS, described_policy, policy_for
 from fedvitals.transport.sender import Sender
 from fedvitals.transport.traceparent import carried
 
 if TYPE_CHECKING:
     from fedvitals.probes.array_difference import ArrayDifference
+
+
+OF_SENDERS = ("accuracy", "local.accuracy", "local.loss", "loss")  # metrics with a meaning that a client may log
+REASON_BYTES = 500  # of why telemetry is refused, which may quote its sender
 
 
 class HostObserver:
@@ -303,7 +309,7 @@ class HostObserver:
                 self._emission.record.metric(self._clients.at(node), "time.clock_error", error)
 
         if ledger is not None:
-            self._guard("exchange()", take)
+            self._guard("exchange()", take, self._clients.at(node))
 
     def event(
         self, level: str, name: str, message: str, *, node: AnyName | None = None, data: Mapping[str, Any] | None = None
@@ -330,9 +336,52 @@ class HostObserver:
         """
         return self._guard("headers()", lambda: carried(self._scopes.here(), node=node_name(node))) or {}
 
-    def admit(self, records: Sequence[Record]) -> None:
-        """Records that came another way than by `absorb`, as by `hosts.otlp.receiver`."""
-        self._guard("admit()", lambda: self._emission.admit(records))
+    def admit(self, records: Sequence[Record], sender: AnyName | None = None, size: int = 0) -> tuple[int, str]:
+        """Take records that came another way than by `absorb`, as by `hosts.otlp.receiver`.
+
+        `sender`: the node that sent them, whose word counts for itself alone; None: whoever sent them is trusted with
+        the whole run. `size`: bytes of the message that they came in. Returns how many records were refused, and why
+        the first of them was.
+        """
+        if sender is None:
+            self._guard("admit()", lambda: self._emission.admit(records))
+            return 0, ""
+
+        def take() -> tuple[int, str]:
+            own = Sender(node_name(sender), self._context.run.id, newest_round=self._scopes.last_round)
+            refused, why = len(records), ""
+            try:
+                refused, why = self._arrivals.take_records(records, own, size)
+            except RecordError as error:
+                why = str(error)
+            if refused:
+                self._report_refusal(own, f"{refused} of {len(records)} records; the first: {why}")
+            return refused, why
+
+        return self._guard("admit()", take) or (0, "")
+
+    def log_of_sender(self, values: Mapping[str, float], node: AnyName) -> int:
+        """Log metrics that a client sent by itself, under names that are its own; return how many were left out.
+
+        `loss`, `accuracy` and `local.*` keep their names. What else has a meaning here is the server's to log.
+        """
+        named = {name if name in OF_SENDERS else f"user.{name.removeprefix('user.')}": v for name, v in values.items()}
+        kept = self._arrivals.within_names(node_name(node), named)
+        if kept:
+            self.log(kept, node=node)
+        return len(values) - len(kept)
+
+    def _of_sender(self, sender: Sender, take: Callable[[], None]) -> None:
+        """Take what a sender brings, or report that and why it was refused."""
+        try:
+            take()
+        except RecordError as error:
+            self._report_refusal(sender, str(error))
+
+    def _report_refusal(self, sender: Sender, why: str) -> None:
+        if self._arrivals.refuse(sender.node):
+            text = bounded(f"Telemetry of '{sender.node}' is refused: {why}", REASON_BYTES)
+            self.event("warning", REFUSED, text, node=sender.node, data={"messages": 1})
 
     def for_worker(self) -> WorkerObserver:
         """An observer that can be sent to a child process, and watches clients there (see `worker`)."""
@@ -350,15 +399,12 @@ class HostObserver:
         cohort = None if self._rounds.open is None else self._rounds.open.cohort
 
         def take() -> None:
-            try:
-                self._arrivals.take(payload, cohort, sender)
-            except RecordError as error:
-                if sender is None:
-                    raise
-                text, counted = f"Telemetry is refused: {error}", {"records": 1}
-                self.event("warning", "telemetry.refused", text, node=sender.node, data=counted)
+            self._arrivals.take(payload, cohort, sender)
 
-        self._guard("absorb()", take, None if sender is None else self._clients.at(sender.node))
+        if sender is None:
+            self._guard("absorb()", take)
+        else:
+            self._guard("absorb()", lambda: self._of_sender(sender, take), self._clients.at(sender.node))
 
     def round_end(
         self,

@@ -128,6 +128,10 @@ class Lifecycle:
         self._guard("telling of lost records", self._lost.spill_unrecorded)
         if self._lost.count:
             logger.warning("fedvitals lost %d records of run %s.", self._lost.count, self._context.run.id)
+        elif self._lost.total:
+            logger.warning(
+                "Sinks lost %d records of run %s; the store is not affected.", self._lost.total, self._context.run.id
+            )
 
 
 class Outputs:

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records that were lost or left out: counted, recorded at each round's end, and once more when the run has ended."""
+"""Records that were lost or left out: counted, recorded at each round's end, and once more when the run has ended.
+
+Losses are counted by sink. What the store has lost is missing from the run; what an exporter has lost is not.
+"""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 
 from fedvitals.monitor.spine import Spine
 from fedvitals.records import Event, Metric, Where
@@ -21,15 +25,32 @@ class LostRecords:
         self._context, self._emission, self._scopes, self._store = spine.context, spine.emission, spine.scopes, store
         self._missed = 0  # of workers, as far as is known
         self._recorded = 0  # as last recorded
+        self._recorded_sinks: dict[int, int] = {}  # what other sinks had lost, as last recorded, by their place
 
     def miss(self, count: int = 1) -> None:
         """Count records of workers or senders that did not arrive."""
         self._missed += count
 
     @property
-    def count(self) -> int:
-        """Records lost so far."""
+    def total(self) -> int:
+        """Records lost so far, by whichever sink."""
         return self._missed + (0 if self._emission.writer is None else self._emission.writer.lost)
+
+    @property
+    def count(self) -> int:
+        """Records lost so far before they were stored; before the detectors saw them, where there is no store."""
+        writer = self._emission.writer
+        if not isinstance(writer, SinkWriter):
+            return self.total
+        return self._missed + sum(lost for _, lost in writer.lost_by_sink[: writer.own if self._store is None else 1])
+
+    @property
+    def unjudged(self) -> int:
+        """Records lost so far before they were stored, or before the detectors saw them."""
+        writer = self._emission.writer
+        if not isinstance(writer, SinkWriter):
+            return self.total
+        return self._missed + sum(lost for _, lost in writer.lost_by_sink[: writer.own])
 
     @property
     def thinned(self) -> int:
@@ -43,6 +64,20 @@ class LostRecords:
         self._emission.record.metric(scope, "monitor.lost", self._recorded)
         if self.thinned:
             self._emission.record.metric(scope, "monitor.thinned", self.thinned)
+        writer = self._emission.writer
+        for event in self._sink_events(writer, final=False) if isinstance(writer, SinkWriter) else ():
+            self._emission.emit(event)
+
+    def _sink_events(self, writer: SinkWriter, *, final: bool) -> Iterator[Event]:
+        """What other sinks than the store have lost: told when it begins and when the run has ended."""
+        first = writer.own if self._store is None else 1
+        for place, (name, lost) in enumerate(writer.lost_by_sink[first:]):
+            known = self._recorded_sinks.get(place, 0)
+            if lost > known and (final or not known):
+                self._recorded_sinks[place] = lost
+                words = f"The sink '{name}' has lost {lost} records; the store is not affected."
+                at = Where(self._context.run.id, self._scopes.last_round)
+                yield Event(at, time.time(), "warning", "sink.lost", words, {"sink": name, "records": lost})
 
     def record_final(self) -> None:
         """Put the final count into the store, when all other sinks have closed: the last round knew less."""
@@ -53,6 +88,8 @@ class LostRecords:
             event = self._thinning_event(*writer.thinned)
             for record in (Metric(event.where, event.at, "monitor.thinned", float(self.thinned)), event):
                 writer.store(record)
+        for event in self._sink_events(writer, final=True):
+            writer.store(event)
         if self.count != self._recorded:
             self._recorded, event = self.count, self._event(writer)
             for record in (Metric(event.where, event.at, "monitor.lost", float(self._recorded)), event):
@@ -71,8 +108,8 @@ class LostRecords:
 
     def _event(self, writer: SinkWriter) -> Event:
         """How many records were lost so far, and by which sink."""
-        causes = {**({"workers": self._missed} if self._missed else {}), **writer.losses}
-        listed = ", ".join(f"{cause}: {count}" for cause, count in causes.items())
+        causes = {"workers": self._missed, **writer.losses_of_store}
+        listed = ", ".join(f"{cause}: {count}" for cause, count in causes.items() if count)
         place = Where(self._context.run.id, self._scopes.last_round)
         words = f"{self.count} records were lost ({listed})."
         return Event(place, time.time(), "warning", "telemetry.lost", words, {"records": self.count})

@@ -235,8 +235,8 @@ class Monitor:
 
     @property
     def lost(self) -> int:
-        """Records lost so far."""
-        return self._run.lost.count
+        """Records lost so far, by any of the sinks; the metric `monitor.lost` counts those that the store lacks."""
+        return self._run.lost.total
 
     def __enter__(self) -> Self:
         return self

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from fedvitals.errors import RecordError
 
+LATEST = 4.1e9  # seconds since the epoch: until the year 2099
 DRIFT = 100e-6  # seconds per second that a bad quartz goes wrong
 
 
@@ -64,6 +65,8 @@ def _check(sent: float, received: float, replied: float, returned: float) -> Non
     times = (sent, received, replied, returned)
     if not all(isinstance(t, int | float) and math.isfinite(t) for t in times):
         raise RecordError(f"The four times of an exchange are seconds since the epoch; got {times}.")
+    if not all(0 <= t <= LATEST for t in times):
+        raise RecordError(f"The four times of an exchange lie between 1970 and 2099; got {times}.")
     if returned < sent or replied < received:
         raise RecordError(f"An exchange ended before it began, by one and the same clock: {times}.")
     if replied - received > returned - sent:

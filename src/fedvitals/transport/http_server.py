@@ -55,6 +55,7 @@ class Request:
     path: str
     headers: email.message.Message
     body: bytes = b""
+    sender: str | None = None  # whose token it came with, where the server tells tokens apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +68,23 @@ class Response:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
+Token = str | Callable[[str], str | None] | None
+
+
 class HttpServer:
     """Serves what `answer` gives, on threads of its own, until closed; OSError when the port is taken.
 
     `answer` may raise Refused; `refuse` puts that into words. `body`: bytes of a request that are read, 0 for none.
-    Without a `token`, only requests to this machine by its own name are served, as a page in a browser can send to it
-    under another; such a server belongs on `host` LOOPBACK.
+    `token`: the one that everybody needs, or a function that returns whose token it is given (None: nobody's).
+    Without any, only requests to this machine by its own name are served, as a page in a browser can send to it under
+    another; such a server belongs on `host` LOOPBACK.
     """
 
     def __init__(
         self,
         host: str,
         port: int,
-        token: str | None,
+        token: Token,
         answer: Callable[[Request], Response],
         refuse: Callable[[Refused, Request], Response],
         *,
@@ -120,7 +125,7 @@ class _Server(http.server.ThreadingHTTPServer):
         self,
         host: str,
         port: int,
-        token: str | None,
+        token: Token,
         answer: Callable[[Request], Response],
         refuse: Callable[[Refused, Request], Response],
         body: int,
@@ -197,12 +202,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         place = self.server.places.get(self.connection) or _Connection(self.connection, 0.0)
         request, is_read = Request(self.command, self.path, self.headers), False
         try:
-            self._may()
+            sender = self._sender()
             place.admitted = self.server.token is not None
             if self.command == "POST" and self.server.body:
                 size = self._size()
                 place.until = time.monotonic() + BODY_SECONDS
-                request = Request(self.command, self.path, self.headers, self._body(size))
+                request = Request(self.command, self.path, self.headers, self._body(size), sender)
             is_read, place.admitted, place.until = True, True, math.inf
             answer = self.server.answer(request)
         except Refused as refused:
@@ -214,16 +219,26 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_HEAD = do_GET  # noqa: N815 - the names are not ours
 
-    def _may(self) -> None:
+    def _sender(self) -> str | None:
+        """Return whose token the request came with, where that is known; Refused without a token that holds."""
         token = self.server.token
         if token is None:
             name = re.sub(r":\d+$", "", self.headers.get("Host", "")).strip("[]").lower()
             if name not in LOOPBACK:
                 raise Refused(403, "Without a token, only requests to 127.0.0.1 or localhost are answered.")
-            return
-        authorization, wanted = self.headers.get("Authorization", ""), f"Bearer {token}"
+            return None
+        authorization = self.headers.get("Authorization", "")
+        if callable(token):
+            sender = token(authorization.removeprefix("Bearer ")) if authorization.startswith("Bearer ") else None
+            if sender is None:
+                raise Refused(
+                    401, "The header «Authorization: Bearer ...» with a token of this server is missing or wrong."
+                )
+            return sender
+        wanted = f"Bearer {token}"
         if not hmac.compare_digest(authorization.encode("utf-8", "replace"), wanted.encode("utf-8", "replace")):
             raise Refused(401, "The header «Authorization: Bearer ...» with this server's token is missing or wrong.")
+        return None
 
     def _size(self) -> int:
         length, most = self.headers.get("Content-Length", ""), self.server.body

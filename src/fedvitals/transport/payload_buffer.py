@@ -23,6 +23,7 @@ from fedvitals.measurements import (
 )
 from fedvitals.records import Event, LayerTable, Record, Run, Where
 from fedvitals.transport.privacy import PrivacyPolicy, released
+from fedvitals.transport.sender_limits import MESSAGE
 from fedvitals.transport.wire.payload import LIMITS, encode
 
 LOST = "worker.lost"  # the event that tells of telemetry which did not come home
@@ -112,7 +113,8 @@ class PayloadBuffer:
             text = f"{self._untold} records of a worker found no room."
             sent.append(Event(place, time.time(), "warning", LOST, text, {"records": self._untold}))
         numbers = itertools.accumulate(map(record_count, sent), initial=self._sequence)
-        payload = encode([stamped(record, self.source, i) for record, i in zip(sent, numbers, strict=False)])
+        limits = LIMITS if most is None else MESSAGE  # where bytes are counted, the other side takes us for a sender
+        payload = encode([stamped(record, self.source, i) for record, i in zip(sent, numbers, strict=False)], limits)
         if most is not None and len(payload) > most:
             raise RecordError(f"{len(payload)} bytes, where {most} may go.")
         self._sequence += sum(map(record_count, sent))

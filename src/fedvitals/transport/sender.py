@@ -1,65 +1,153 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a machine that may lie can report: about itself alone, and only from the time when it was asked."""
+"""What a machine that may lie can report: about itself alone, only from the time when it was asked, and nothing that
+the server measures or decides.
+
+How much of it one sender may bring is counted in `sender_limits`.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from fedvitals.catalog import CATALOG
 from fedvitals.errors import RecordError
 from fedvitals.measurements import run_of
 from fedvitals.protocols import Node
-from fedvitals.records import Event, LayerStats, Metric, Record, Run, Sketch, Span, node_name
+from fedvitals.records import Event, LayerStats, Metric, Record, Run, Sketch, Span, Where, node_name
+from fedvitals.time_parts import of_the_whole
+from fedvitals.transport.logs import bounded
 from fedvitals.transport.payload_buffer import LOST
-from fedvitals.transport.wire.payload import LIMITS
+from fedvitals.transport.sender_limits import MESSAGE_BYTES, ROUND_RECORDS
+from fedvitals.transport.sink_writer import SENDER
 
-OF_CLIENTS = (Metric, LayerStats, Span, Event, Sketch)  # what one that may lie can tell, besides its layers' names
-OF_SERVERS = (  # events that tell of all, or in our own words of what the server saw of a client
-    "aggregation.failed", "cohort", "groups", "initialisation", "initialisation.zero", "client.answered_late",
-    "client.busy", "client.unserved", "round.unclosed", "telemetry.refused", "update.late", "update.left_out",
-    "updates.approximate",
-)  # fmt: skip
+OF_CLIENTS = (Metric, LayerStats, Span, Event, Sketch)  # what a sender can report, besides its layers' names
+
+# Metrics of the catalogue that a client measures of itself. The others are the server's: they tell of the round, of
+# what the server saw of the client, or of a virtual clock, and a sender that reports one is refused.
+CLIENT_METRICS = frozenset(
+    name
+    for name in CATALOG
+    if name.startswith((
+        "fit.", "gradient.", "gpu.", "label.", "local.", "loss", "accuracy", "machine.", "memory.", "nonlinearity.",
+        "process.", "samples", "scale.", "steps", "throughput.", "update.", "weight.",
+    ))
+) - {"gradient.change_round", "update.differs", "update.samples", "update.staleness"} | {
+    "monitor.cost", "time.client", "time.cpu", "time.data", "time.step",
+}  # fmt: skip
+
+# Events that a client's own process writes; what else a user's code reports becomes `user.*`.
+CLIENT_EVENTS = frozenset((
+    "budget", "client.failed", "client.partition", "exception", "labels", "layers.sharded", "layers.unfrozen", "log",
+    "monitor.error", "stack.unclosed", "stack.unmeasured", LOST,
+))  # fmt: skip
+# Events that tell of all, or in our own words of what the server saw of a client. A sender that reports one is refused.
+SERVER_EVENTS = frozenset((
+    "aggregation.failed", "client.answered_late", "client.busy", "client.dropped_out", "client.unserved", "cohort",
+    "edge.failed", "groups", "initialisation", "initialisation.zero", "round.failed", "round.unclosed", "sink.lost",
+    "telemetry.lost", "telemetry.refused", "telemetry.thinned", "update.late", "update.left_out", "update.lost",
+    "update.refused", "updates.approximate",
+))  # fmt: skip
+LEVELS = ("debug", "info", "warning", "error", "critical")
 ID_CHARACTERS = 64  # of a Span's or sketch's ids: a payload holds a repeated text once, a store with each record
+STEPS = 1 << 40
+SKETCH_NUMBERS = 256  # as in `kernels.sketch_hash`, which needs torch
+CLASSES = 10_000  # of a label histogram
+_LABEL, _EXCEPTION = re.compile(r"-?\d{1,18}"), re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,99}")
 
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Who a payload came from, as the framework knows it: its records may tell of nobody else.
+    """Who a message came from, as the framework knows it: its records may tell of nobody else.
 
     `run`: what the run is called there, where ours is not known. `group`: the edge, cluster or ring that the host knows
-    it to be in; what the payload says of either is ignored.
+    it to be in; what the records say of either is ignored. `budget`: bytes of telemetry that this message may have.
+    `newest_round`: the newest round that its records may name, where they say which; None: they may name none.
     """
 
     node: Node
     run: str
     group: str | None = None
+    budget: int = MESSAGE_BYTES
+    newest_round: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "node", node_name(self.node))
 
     def own(self, record: Record, run: str) -> Record:
-        """The record as one of the run here; an error if it is another's."""
+        """The record as one of the run here; an error if it is another's, or the server's."""
         if run_of(record) != self.run:
-            raise RecordError(f"Telemetry of '{self.node}' is of the run '{run_of(record)[:80]}', not of '{self.run}'.")
+            raise RecordError(
+                f"Telemetry of '{self.node}' is of the run {quoted(run_of(record))}, not of '{self.run}'."
+            )
         # Its sources are its own: nobody can use up another's sequence numbers.
-        record = replace(record, source=f"{self.node}/{record.source}"[:200])
+        source = f"{SENDER}{self.node}/{record.source}"[:200]
         if isinstance(record, Run):
-            return replace(record, id=run)
-        if record.where.node not in (None, self.node):
-            raise RecordError(f"Telemetry of '{self.node}' tells of another node, '{record.where.node[:80]}'.")
-        if not isinstance(record, OF_CLIENTS) or (isinstance(record, Event) and record.name in OF_SERVERS):
-            what = record.name if isinstance(record, Event) else type(record).__name__
-            raise RecordError(f"Telemetry of '{self.node}' holds '{what}', which is the server's to tell.")
-        if isinstance(record, Event) and record.name == "labels" and not _are_counts(record.data.get("histogram")):
-            raise RecordError(f"Telemetry of '{self.node}' tells of labels, and its histogram holds no counts.")
-        if max(map(len, _ids(record)), default=0) > ID_CHARACTERS:
+            return replace(record, id=run, source=source)
+        if not isinstance(record, OF_CLIENTS):
+            raise self._not_its_own(type(record).__name__)
+        self._check_place(record.where)
+        own = replace(record, where=replace(record.where, run=run, node=self.node, group=self.group), source=source)
+        if isinstance(own, Event):
+            return self._event(own)
+        self._check_content(own)
+        return own
+
+    def _check_place(self, where: Where) -> None:
+        if where.node not in (None, self.node):
+            raise RecordError(f"Telemetry of '{self.node}' tells of another node, {quoted(where.node)}.")
+        # A round that is far ahead would push all others out of the detectors' memory.
+        if where.round is not None and not 0 <= where.round <= (-1 if self.newest_round is None else self.newest_round):
+            raise RecordError(f"Telemetry of '{self.node}' is of round {where.round}; only the server counts.")
+        if where.step is not None and not 0 <= where.step < STEPS:
+            raise RecordError(f"Telemetry of '{self.node}' is of step {where.step}, which no training has.")
+
+    def _check_content(self, own: Metric | LayerStats | Span | Sketch) -> None:
+        if isinstance(own, Metric) and own.name in CATALOG and own.name not in CLIENT_METRICS:
+            raise self._not_its_own(own.name)
+        if isinstance(own, Span) and of_the_whole(own):
+            raise self._not_its_own(own.name)
+        if isinstance(own, Sketch) and (len(own.values) != SKETCH_NUMBERS or not all(map(math.isfinite, own.values))):
+            raise RecordError(f"Telemetry of '{self.node}' holds a sketch that is not {SKETCH_NUMBERS} finite numbers.")
+        if max(map(len, _ids(own)), default=0) > ID_CHARACTERS:
             raise RecordError(f"Telemetry of '{self.node}' holds an id of more than {ID_CHARACTERS} characters.")
-        if record.where.round is not None:  # one that is far ahead would push all others out of the detectors' memory
-            raise RecordError(f"Telemetry of '{self.node}' is of round {record.where.round}; only the server counts.")
-        own = replace(record, where=replace(record.where, run=run, node=self.node, group=self.group))
-        return _loss(own) if isinstance(own, Event) and own.name == LOST else own
+
+    def _not_its_own(self, what: str) -> RecordError:
+        return RecordError(f"Telemetry of '{self.node}' holds {quoted(what)}, which is the server's to tell.")
+
+    def _event(self, event: Event) -> Event:
+        """The event with a name that it may have, a bounded message, and no words where findings quote them."""
+        if event.name in SERVER_EVENTS:
+            raise self._not_its_own(event.name)
+        if event.level not in LEVELS:
+            raise RecordError(f"Telemetry of '{self.node}' has an event of the level {quoted(event.level)}.")
+        if event.name == LOST:
+            return self._loss(event)
+        if event.name == "labels" and not _are_counts(event.data.get("histogram")):
+            raise RecordError(f"Telemetry of '{self.node}' tells of labels, and its histogram holds no counts.")
+        name = event.name if event.name in CLIENT_EVENTS or event.name.startswith("user.") else f"user.{event.name}"
+        data = event.data
+        for key in ("exception", "error"):
+            if key in data and not (isinstance(data[key], str) and _EXCEPTION.fullmatch(data[key])):
+                data = {**data, key: "unnamed error"}
+        return replace(event, name=name, message=bounded(event.message), data=data)
+
+    def _loss(self, event: Event) -> Event:
+        """What a sender says that it lost, in our words. It counts for nothing but a finding about the sender."""
+        records = event.data.get("records")
+        count = min(records, ROUND_RECORDS) if type(records) is int and records > 0 else 1
+        most = " or more" if count == ROUND_RECORDS else ""
+        text = f"{self.node} reports that {count:,}{most} of its records found no room in its messages."
+        return replace(event, message=text, data={"records": count, "claimed": True})
+
+
+def quoted(text: Any, characters: int = 80) -> str:
+    """Return a sender's own words for a sentence of ours: in quotation marks, short, on one line, printable."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text)[:characters])
+    return "'" + shown.replace("'", "\\'") + "'"
 
 
 def _ids(record: Record) -> tuple[str, ...]:
@@ -67,13 +155,6 @@ def _ids(record: Record) -> tuple[str, ...]:
     if isinstance(record, Span):
         return record.trace, record.id, record.parent or ""
     return (record.digest,) if isinstance(record, Sketch) else ()
-
-
-def _loss(event: Event) -> Event:
-    """What a sender says that it lost, in our words: a finding quotes them."""
-    records = event.data.get("records")
-    count = min(records, LIMITS.records) if type(records) is int and records > 0 else 1
-    return replace(event, message=f"{count} records of a worker found no room.", data={"records": count})
 
 
 def as_seen(record: Any, seen: tuple[float, float]) -> Record:
@@ -91,4 +172,11 @@ def as_seen(record: Any, seen: tuple[float, float]) -> Record:
 
 
 def _are_counts(counts: Any) -> bool:
-    return isinstance(counts, Mapping) and all(type(count) is int and 0 <= count < 1 << 40 for count in counts.values())
+    return (
+        isinstance(counts, Mapping)
+        and len(counts) <= CLASSES
+        and all(
+            _LABEL.fullmatch(str(label)) and type(count) is int and 0 <= count < 1 << 40
+            for label, count in counts.items()
+        )
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,7 @@ from fedvitals.transport.queue import Queue
 from fedvitals.transport.sink_adapter import as_sink
 
 SOURCE = "monitor"  # one process writes a run; what comes from others keeps their own source
+SENDER = "sender/"  # the beginning of the source of what machines report that may lie
 
 
 class SinkWriter:
@@ -39,6 +41,8 @@ class SinkWriter:
         self._policy, self._source, self._own = policy, source, own
         whole = [as_sink(sink) for sink in sinks]
         self._sequence = itertools.count()
+        self._process = os.urandom(4).hex()
+        self._sequences_of_senders: dict[str, itertools.count[int]] = {}
         # What a sink makes itself need not come back to it, least of all while it closes and takes nothing more.
         self._ignored: list[tuple[type, ...]] = [_with_blocks(sink.ignores) for sink in whole]
         self._queues = [
@@ -76,7 +80,10 @@ class SinkWriter:
             self._queues[0].put(self.stamped(passed))
 
     def admit(self, records: Iterable[Telemetry]) -> None:
-        """Queue records of another process with the identity that they have, as far as the privacy policy allows."""
+        """Queue records of another process with the identity that they have, as far as the privacy policy allows.
+
+        What a sender reports is numbered here, without gaps: a store remembers what it has by these numbers.
+        """
         self._put_all([passed for record in records for passed in self._admitted(record)])
 
     def _admitted(self, record: Telemetry) -> Iterable[Emitted]:
@@ -84,6 +91,9 @@ class SinkWriter:
         if isinstance(record, Measurements) and passed is not None and record_count(passed) < len(record):
             # What is left as an array would have other numbers.
             return [left for single in record.records() for left in self._admitted(single)]
+        if passed is not None and record.source.startswith(SENDER):
+            source = f"{record.source}/{self._process}"  # another one when the run is continued
+            passed = stamped(passed, source, next(self._sequences_of_senders.setdefault(source, itertools.count())))
         return () if passed is None else (passed,)
 
     def _put(self, record: Emitted) -> None:
@@ -98,7 +108,17 @@ class SinkWriter:
     @property
     def lost(self) -> int:
         """How many records the sinks have lost so far."""
-        return sum(sum(queue.lost.values()) for queue in self._queues)
+        return sum(count for _, count in self.lost_by_sink)
+
+    @property
+    def lost_by_sink(self) -> list[tuple[str, int]]:
+        """The name of each sink, and how many records it has lost so far: our own first, of these the store first."""
+        return [(queue.name, sum(queue.lost.values())) for queue in self._queues]
+
+    @property
+    def own(self) -> int:
+        """How many of the sinks, the first ones, are ours."""
+        return self._own
 
     @property
     def thinned(self) -> tuple[int, int]:
@@ -127,9 +147,9 @@ class SinkWriter:
             self.flush(timeout)
 
     @property
-    def losses(self) -> dict[str, int]:
-        """How many records were lost, by sink and cause: «detectors: sink failed»."""
-        return {f"{queue.name}: {cause}": count for queue in self._queues for cause, count in queue.lost.items()}
+    def losses_of_store(self) -> dict[str, int]:
+        """How many records the first sink has lost, by cause: «sqlite: sink failed»."""
+        return {f"{queue.name}: {cause}": count for queue in self._queues[:1] for cause, count in queue.lost.items()}
 
 
 def _with_first(sinks: Sequence[Sink]) -> list[tuple[Sink, bool]]:

@@ -18,7 +18,7 @@ from fedvitals.hosts.flower.server_rounds import ServerRounds
 from fedvitals.measurements import stamped
 from fedvitals.records import Event, Finding, Layer, LayerStats, LayerTable, Metric, Run, Where
 from fedvitals.stats import COUNT, NANS, SUM_MAGNITUDES, SUM_SQUARES, empty_sums
-from fedvitals.transport.payload_check import NAMES_OF_SENDER
+from fedvitals.transport.sender_limits import METRIC_NAMES
 from fedvitals.transport.wire.payload import decode, encode
 from support.flower.federation import (
     LAYERS,
@@ -234,7 +234,7 @@ def test_metrics_in_replies_have_a_quota_for_each_client():
             reply = SimpleNamespace(content=RecordDict({"metrics": MetricRecord(told)}))
             replies._log_metrics(journal, SimpleNamespace(node=node, phase="train"), reply)
         journal.end()
-    assert len(sink.metrics(node="101")) == NAMES_OF_SENDER + 1
+    assert len(sink.metrics(node="101")) == METRIC_NAMES + 1
     assert [m.value for m in sink.metrics("loss", node="101")] == [3.0]
     assert [m.value for m in sink.metrics("user.mine", node="102")] == [2.0]
     assert [e.where.node for e in sink.events("telemetry.refused")] == ["101"]

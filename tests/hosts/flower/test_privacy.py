@@ -109,7 +109,7 @@ def test_what_finds_no_room_is_left_out_and_said_and_what_matters_stays():
         assert ours <= telemetry_budget(rest) + 100  # and the names of a few fields
         assert telemetry_budget(rest) == SMALLEST_BUDGET
         assert "important" in {r.name for r in records if isinstance(r, Event)}
-    assert {e.where.node for e in sink.events("important")} == {*NODES}
+    assert {e.where.node for e in sink.events("user.important")} == {*NODES}
     assert sum(e.data["records"] for e in sink.events("worker.lost")) > 1000
 
 

@@ -24,6 +24,7 @@ from fedvitals.errors import ConfigError
 from fedvitals.hosts.otlp import receiver as otlp_receiver
 from fedvitals.hosts.otlp.progress import live, tell
 from fedvitals.hosts.otlp.receiver import JSON, PROTOBUF, Receiver
+from fedvitals.hosts.otlp.tokens import sender_token
 from fedvitals.records import Event, Metric, Record, Span, Where
 from fedvitals.scope import Scope
 from fedvitals.sinks.otel.encode import traces
@@ -35,14 +36,20 @@ from support.waiting import PATIENCE, wait_until
 
 TRACE, ROUND, CLIENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", "53995c3f42cd8ad8"
 AT = 1_790_000_000.25
+SECRET = "a-secret-of-the-server"
+TOKEN = f"Bearer {sender_token(SECRET, 'c7')}"  # of the node that sends, where no other is named
 
 
 @contextlib.contextmanager
 def receiving(runs=("r1",), **settings):
     """A receiver on a free port, and the records that it took."""
     found: list[Record] = []
-    with Receiver(found.extend, runs, port=0, **settings) as receiver:
+    with Receiver(lambda records, *_: found.extend(records), runs, secret=SECRET, port=0, **settings) as receiver:
         yield receiver, found
+
+
+def exporter(receiver, authorization=TOKEN):
+    return OpenTelemetry(receiver.endpoint, {"Authorization": authorization})
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +63,7 @@ def post(receiver, path="/v1/traces", body=b"", kind=PROTOBUF, **headers):
     address = urllib.parse.urlsplit(receiver.endpoint)
     connection = http.client.HTTPConnection(address.hostname, address.port, timeout=PATIENCE)
     with contextlib.closing(connection):
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        named = {name.replace("_", "-"): value for name, value in {"Authorization": TOKEN, **headers}.items()}
         connection.request("POST", path, body, {"Content-Type": kind, **named})
         response = connection.getresponse()
         return response.status, response.read()
@@ -96,8 +103,8 @@ def test_a_run_comes_back_as_it_was():
     kept = MemorySink()
     found: list[Record] = []
     expected: set[str] = set()
-    with Receiver(found.extend, expected, port=0, whole=True) as receiver:
-        sinks = [kept, _Announcing(OpenTelemetry(receiver.endpoint), expected)]
+    with Receiver(lambda r, *_: found.extend(r), expected, secret=SECRET, port=0, whole=True) as receiver:
+        sinks = [kept, _Announcing(exporter(receiver, f"Bearer {SECRET}"), expected)]
         tiny_run(None, sinks=sinks, detectors=[])
         assert receiver.rejected == 0
     wanted = [r for r in kept.records if isinstance(r, Span | Metric | Event)]
@@ -133,8 +140,8 @@ def test_awkward_values_come_back():
         Metric(Where("r1", 0), AT, "user.own metric", 1.0, "worker-1", 9),
         Event(Where("r1", 2), AT, "critical", "log", "", data, "worker-1", 10),
     ]
-    with receiving() as (receiver, found):
-        OpenTelemetry(receiver.endpoint).write(records)
+    with receiving(whole=True) as (receiver, found):
+        exporter(receiver, f"Bearer {SECRET}").write(records)
     assert sorted(map(key, found)) == sorted(map(key, records))
     assert {record.source for record in found} == {"worker-1"}
     assert list(found[0].attributes["parts"]) == list(parts), "in their order"
@@ -151,8 +158,8 @@ def test_the_sdk_of_opentelemetry_can_send_spans():
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    with receiving(token="secret") as (receiver, found):
-        headers = {"Authorization": "Bearer secret"}
+    with receiving() as (receiver, found):
+        headers = {"Authorization": TOKEN}
         exporter = OTLPSpanExporter(f"{receiver.endpoint}/v1/traces", headers=headers, compression=Compression.Gzip)
         provider = TracerProvider(resource=Resource({"service.name": "hospital-3", "fedvitals.run.id": "r1"}))
         provider.add_span_processor(SimpleSpanProcessor(exporter))
@@ -183,7 +190,9 @@ def test_the_sdk_of_opentelemetry_can_send_metrics():
     from opentelemetry.sdk.resources import Resource
 
     with receiving() as (receiver, found):
-        reader = PeriodicExportingMetricReader(OTLPMetricExporter(f"{receiver.endpoint}/v1/metrics"))
+        reader = PeriodicExportingMetricReader(
+            OTLPMetricExporter(f"{receiver.endpoint}/v1/metrics", headers={"Authorization": TOKEN})
+        )
         provider = MeterProvider([reader], Resource({"fedvitals.run.id": "r1"}), shutdown_on_exit=False)
         meter = provider.get_meter("theirs")
         meter.create_gauge("fedvitals.loss").set(0.25, {"fedvitals.node": "c7", "fedvitals.round": 3})
@@ -212,7 +221,7 @@ def test_logs_in_json_as_the_definition_writes_them(opened):
     status, answer = post(receiver, "/v1/logs", json.dumps(body).encode(), JSON)
     assert (status, json.loads(answer)) == (200, {})
     (event,) = found
-    assert (event.where, event.at, event.level, event.name) == (Where("r1", 3), AT, "error", "log")
+    assert (event.where, event.at, event.level, event.name) == (Where("r1", 3, "c7"), AT, "error", "log")
     assert (event.message, event.data) == ("disk full", {"trace": TRACE, "span": CLIENT})
 
 
@@ -222,8 +231,9 @@ def test_logs_in_json_as_the_definition_writes_them(opened):
 def test_progress_arrives_while_the_client_is_at_work():
     server = Scope("r1", print, 3, trace=TRACE, span=ROUND)
     with contextlib.ExitStack() as stack:
-        receiver, found = stack.enter_context(receiving(nodes={"c7"}, token="secret"))
-        scope = stack.enter_context(live(carried(server, node="c7"), receiver.endpoint, token="secret"))
+        receiver, found = stack.enter_context(receiving(nodes={"c7"}))
+        token = sender_token(SECRET, "c7")
+        scope = stack.enter_context(live(carried(server, node="c7"), receiver.endpoint, token=token))
         with timed("epoch", number=1):
             pass
         tell(scope, loss=0.5, patience=3)
@@ -238,8 +248,8 @@ DYING = """
 import json, os, signal, sys, time
 from fedvitals.hosts.otlp.progress import live
 from fedvitals.transport.timing import timed
-endpoint, headers = sys.argv[1], json.loads(sys.argv[2])
-with live(headers, endpoint) as scope:
+endpoint, headers, token = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+with live(headers, endpoint, token=token) as scope:
     with timed("first epoch"):
         pass
     sys.stdin.read(1)  # until the server has it
@@ -251,7 +261,8 @@ with live(headers, endpoint) as scope:
 def test_a_client_that_is_killed_has_told_what_it_did_until_then():
     headers = json.dumps(carried(Scope("r1", print, 3, trace=TRACE, span=ROUND), node="c7"))
     with receiving() as (receiver, found):
-        child = subprocess.Popen([sys.executable, "-c", DYING, receiver.endpoint, headers], stdin=subprocess.PIPE)
+        command = [sys.executable, "-c", DYING, receiver.endpoint, headers, sender_token(SECRET, "c7")]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE)
         wait_until(lambda: found)
         child.communicate(b"x", timeout=PATIENCE)
     assert child.returncode == -9
@@ -263,55 +274,50 @@ def test_a_client_that_is_killed_has_told_what_it_did_until_then():
 
 def test_only_expected_runs_and_nodes_are_taken():
     with receiving(nodes={"c7"}) as (receiver, found):
-        others = [span(where=Where("r2", 1, "c7")), span(where=Where("r1", 1, "c8")), span(where=Where("r1", 1))]
-        status, answer = post(receiver, body=request_of(span(), *others))
+        others = [span(where=Where("r2", 1, "c7")), span(where=Where("r1", 1, "c8"))]
+        status, answer = post(receiver, body=request_of(span(), *others, span(where=Where("r1", 1))))
         assert status == 200
         count, why = rejected(answer)
-        assert count == 3
+        assert count == 2
         assert "run 'r2'" in why or "node" in why
-        assert [record.where.node for record in found] == ["c7"]
+        assert [record.where.node for record in found] == ["c7", "c7"], "who names no node tells of itself"
 
 
-def test_a_client_cannot_say_what_a_round_was():
-    """Neither with our names nor under our name: its spans and metrics of the whole become its own."""
-    told = [
-        span(name="round", where=Where("r1", 3)),
-        span(name="server", id="a" * 16),
-        span(name="journey", id="b" * 16),
-        span(name="client", id="c" * 16),
-        Metric(Where("r1", 3), AT, "time.round", 1e6, "worker-1", 1),
-        Metric(Where("r1", 3), AT, "bottleneck.upload", 1.0, "worker-1", 2),
-        Metric(Where("r1", 3, "c7"), AT, "time.data", 1.0, "worker-1", 3),
-    ]
+def test_spans_with_names_of_the_whole_become_the_senders_own():
+    spans = [span(name=name, id=f"{i:016x}") for i, name in enumerate(("round", "server", "journey", "client"), 1)]
     with receiving() as (receiver, found):
-        OpenTelemetry(receiver.endpoint).write(told)
-    assert [r.name for r in found if isinstance(r, Span)] == ["own.round", "own.server", "own.journey", "client"]
-    names = [r.name for r in found if isinstance(r, Metric)]
-    assert names == ["user.time.round", "user.bottleneck.upload", "time.data"]
+        exporter(receiver).write(spans)
+    assert [record.name for record in found] == ["own.round", "own.server", "own.journey", "client"]
 
 
 def test_a_token_is_needed_and_compared():
-    with receiving(token="secret") as (receiver, found):
-        for given_token in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
-            status, answer = post(receiver, body=request_of(span()), **given_token)
+    name, _, proof = sender_token(SECRET, "c7").partition(".")
+    other = sender_token(SECRET, "c8").partition(".")[0]
+    wrong = ("", "Bearer wrong", SECRET, f"Bearer {SECRET}", f"Bearer {other}.{proof}", f"Bearer {name}.", "Bearer .")
+    with receiving() as (receiver, found):
+        for authorization in wrong:
+            status, answer = post(receiver, body=request_of(span()), Authorization=authorization)
             assert status == 401
             assert b"Authorization" in answer
         assert found == []
-        assert post(receiver, body=request_of(span()), Authorization="Bearer secret")[0] == 200
+        assert post(receiver, body=request_of(span()))[0] == 200
 
 
-def test_without_a_token_other_machines_are_not_served():
-    with pytest.raises(ConfigError, match="token="):
-        Receiver(print, {"r1"}, host="0.0.0.0", port=0)
-    with receiving() as (receiver, found):
-        # A page in a browser, whose own name was made to point to this machine.
-        assert post(receiver, body=request_of(span()), Host="evil.example:4318")[0] == 403
-        assert found == []
+def test_a_monitor_that_sends_its_whole_run_shows_the_secret():
+    with receiving(whole=True) as (receiver, found):
+        assert post(receiver, body=request_of(span()))[0] == 401
+        assert post(receiver, body=request_of(span()), Authorization=f"Bearer {SECRET}")[0] == 200
+    assert len(found) == 1
+
+
+def test_a_secret_that_can_be_guessed_is_refused():
+    with pytest.raises(ConfigError, match="sender_token"):
+        Receiver(print, {"r1"}, secret="short", port=0)
 
 
 def test_a_port_that_is_taken_is_said():
     with receiving() as (receiver, _), pytest.raises(ConfigError, match="another port="):
-        Receiver(print, {"r1"}, port=urllib.parse.urlsplit(receiver.endpoint).port)
+        Receiver(print, {"r1"}, secret=SECRET, port=urllib.parse.urlsplit(receiver.endpoint).port)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +376,7 @@ def test_other_methods_are_not_answered(opened):
     receiver, _ = opened
     address = urllib.parse.urlsplit(receiver.endpoint)
     with contextlib.closing(http.client.HTTPConnection(address.hostname, address.port, timeout=PATIENCE)) as connection:
-        connection.request("GET", "/v1/traces")
+        connection.request("GET", "/v1/traces", headers={"Authorization": TOKEN})
         assert connection.getresponse().status == 405
 
 
@@ -419,25 +425,26 @@ def test_what_is_too_much_is_cut(opened):
 
 
 def test_when_nobody_takes_them_the_sender_is_asked_to_come_again(caplog):
-    def take(_):
+    def take(*_):
         raise OSError("disk full")
 
-    with Receiver(take, {"r1"}, port=0) as receiver, caplog.at_level(logging.WARNING, "fedvitals.telemetry"):
+    with (
+        Receiver(take, {"r1"}, secret=SECRET, port=0) as receiver,
+        caplog.at_level(logging.WARNING, "fedvitals.telemetry"),
+    ):
         assert [post(receiver, body=request_of(span()))[0] for _ in range(2)] == [503, 503]
     assert len(caplog.records) == 1
     assert receiver.taken == 0
 
 
-@pytest.mark.parametrize("token", [None, "secret"])
-def test_senders_that_say_nothing_do_not_keep_others_out(token):
+def test_senders_that_say_nothing_do_not_keep_others_out():
     """The first attempt gets through, without a wait for anybody's deadline."""
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    with receiving(token=token) as (receiver, found), contextlib.ExitStack() as stack:
+    with receiving() as (receiver, found), contextlib.ExitStack() as stack:
         address = urllib.parse.urlsplit(receiver.endpoint)
         for _ in range(2 * otlp_receiver.AT_ONCE):
             silent = stack.enter_context(socket.create_connection((address.hostname, address.port)))
             silent.send(b"POST /v1/traces HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n")
-        assert post(receiver, body=request_of(span()), **headers)[0] == 200
+        assert post(receiver, body=request_of(span()))[0] == 200
         assert len(found) == 1
 
 

@@ -50,6 +50,10 @@ HANGING_SECONDS = 600.0
 HANGING = 100.0  # times its peers: nothing computes so slowly
 REAL_SECONDS = 0.5  # more than its peers, on a real clock, where a busy machine is no finding
 
+# The reason quotes what the client sent, and so stands in the event alone.
+REFUSED_WORDS = "Telemetry of {} was refused, whole or in part; the event `telemetry.refused` says why."
+YEAR_SECONDS, DAY_SECONDS = 365.25 * 86_400, 86_400
+
 BOUND = 0.5  # share of a round
 BOUND_ROUNDS = 5  # in a row
 BOUND_SECONDS = 1.0  # a round: a shorter one needs no remedy
@@ -307,9 +311,17 @@ def clocks(history: History, round_index: int) -> Iterator[Finding]:
     for node, seconds in history.latest("time.clock_error", round_index).items():
         if abs(seconds) > 0.5:
             way = "ahead" if seconds > 0 else "behind"
-            text = f"The clock of {node} is {abs(seconds):,.1f} s {way}, at least."
+            text = f"The clock of {node} is {time_words(abs(seconds))} {way}, at least."
             number = Number("time.clock_error", seconds, 0.0, of="limit")
             yield finding("CLOCK_SKEW", round_index, text, confidence=1.0, node=node, numbers=[number])
+
+
+def time_words(seconds: float) -> str:
+    """A duration that may be very long, in words: «12.3 s», «3.5 days», «56.7 years»."""
+    if seconds < DAY_SECONDS:
+        return f"{seconds:,.1f} s"
+    years = seconds / YEAR_SECONDS
+    return f"{seconds / DAY_SECONDS:,.1f} days" if years < 1 else f"{years:.3g} years"
 
 
 def lost_telemetry(history: History, round_index: int) -> Iterator[Finding]:
@@ -322,7 +334,7 @@ def lost_telemetry(history: History, round_index: int) -> Iterator[Finding]:
             yield finding(
                 "TELEMETRY_LOST",
                 round_index,
-                event.message,
+                event.message if event.name == "worker.lost" else REFUSED_WORDS.format(node),
                 confidence=1.0,
                 since=_first_round_of(history, round_index, event),
                 node=node,
@@ -340,6 +352,8 @@ def lost_telemetry(history: History, round_index: int) -> Iterator[Finding]:
 def _records_lost(event: Event) -> int:
     """Return how many of the records that `monitor.lost` counts an event accounts for."""
     records = event.data.get("records")
+    if event.data.get("claimed") is True:  # by a client that may lie: not counted here
+        return 0
     if event.name == "worker.lost":
         return records if isinstance(records, int) and records > 0 else 1
     return records if event.name == "telemetry.refused" and isinstance(records, int) else 0

@@ -29,10 +29,16 @@ def update_mismatches(history: History, round_index: int) -> dict[Node, float]:
     return {
         node: differs[node]
         if differs.get(node, 1.0) <= MISMATCH_LIMIT
-        else max(abs(math.log(norm / drift[node])), differs.get(node, 0.0))
+        else max(_size_difference(norm, drift[node]), differs.get(node, 0.0))
         for node, norm in history.latest("update.norm", round_index).items()
         if 0 < drift.get(node, 0.0) < math.inf and 0 < norm < math.inf
     }
+
+
+def _size_difference(norm: float, drift: float) -> float:
+    """Return the absolute logarithm of a ratio, also where the ratio itself is too large or small for a float."""
+    ratio = norm / drift
+    return abs(math.log(ratio) if 0 < ratio < math.inf else math.log(norm) - math.log(drift))
 
 
 @shared

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from flwr.app import Message, MetricRecord
 
-from fedvitals.catalog import HOSTS
 from fedvitals.errors import RecordError
 from fedvitals.hosts.flower import arrays, corrections, guard, protection
 from fedvitals.hosts.flower.failures import client_failure_of, dead_process
-from fedvitals.hosts.flower.reply_envelope import KEY, ReplyEnvelope, bytes_of, journey_id, run_name
+from fedvitals.hosts.flower.reply_envelope import KEY, ReplyEnvelope, bytes_of, journey_id, run_name, telemetry_budget
 from fedvitals.hosts.flower.reply_envelope import read_envelope as read_letter
 from fedvitals.records import Action
-from fedvitals.transport.payload_check import NAMES_OF_SENDER
 from fedvitals.transport.sender import Sender
 
 if TYPE_CHECKING:
@@ -38,7 +36,7 @@ def read_reply(server_rounds: ServerRounds, request: ClientRequest, reply: Messa
     record = reply.content.pop(KEY, None)
     size = bytes_of(reply.content)
     monitor.host.transfer(node, "server", size, kind="update" if request.phase == TRAIN else request.phase)
-    _read_telemetry(server_rounds, request, reply, record, at)
+    _read_telemetry(server_rounds, request, reply, record, at, size)
     server_rounds.answered(request, failed=False)
     _log_metrics(server_rounds, request, reply)
     return _check_update(server_rounds, request, reply) if request.phase == TRAIN else None
@@ -73,9 +71,12 @@ def _report_failure(server_rounds: ServerRounds, request: ClientRequest, reply: 
 
 
 def _read_telemetry(
-    server_rounds: ServerRounds, request: ClientRequest, reply: Message, record: Any, at: float
+    server_rounds: ServerRounds, request: ClientRequest, reply: Message, record: Any, at: float, size: int
 ) -> None:
-    """Take in the reply's telemetry, if there is any. What is wrong with it is reported of its sender only."""
+    """Take in the reply's telemetry, if there is any. What is wrong with it is reported of its sender only.
+
+    `size`: bytes of the reply without it.
+    """
     monitor, node = server_rounds.monitor, request.node
     if record is None:
         if request.phase == TRAIN:  # a client without the mod: all that is known is when it was asked and has answered
@@ -93,7 +94,9 @@ def _read_telemetry(
         times = (request.sent, envelope.received, envelope.replied, at)
         monitor.host.exchange(node, *times, started=envelope.started, span=span)
         if envelope.payload:
-            monitor.host.absorb(envelope.payload, Sender(node, run_name(reply.metadata.run_id)))
+            # A mod between ours and the wire may have compressed the reply, hardly the request.
+            budget = telemetry_budget(max(size, request.size))
+            monitor.host.absorb(envelope.payload, Sender(node, run_name(reply.metadata.run_id), budget=budget))
     except RecordError as error:
         text = f"Telemetry of {node} cannot be: {error}"
         monitor.host.event("warning", "telemetry.refused", text, node=node, data={"phase": request.phase})
@@ -123,27 +126,12 @@ def _log_metrics(server_rounds: ServerRounds, request: ClientRequest, reply: Mes
     if request.phase != TRAIN:
         local = {f"local.{k}": v for k, v in named.items() if k in ("loss", "accuracy")}
         named = {f"{request.phase}.{k}": v for k, v in metrics.items()} | local
-    kept = _within_quota(server_rounds.metric_names.setdefault(request.node, set()), named)
-    if len(kept) < len(named):
-        text = f"{len(named) - len(kept)} of {len(named)} metrics of {request.node} were left out: too many names."
+    left_out = server_rounds.monitor.host.log_of_sender(named, request.node)
+    if left_out:
+        text = f"{left_out} of {len(named)} metrics of {request.node} were left out: too many names, or too long ones."
         server_rounds.monitor.host.event(
             "warning", "telemetry.refused", text, node=request.node, data={"phase": request.phase}
         )
-    if kept:
-        server_rounds.monitor.host.log(kept, node=request.node)
-
-
-def _within_quota(names: set[str], named: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics with known names, and those of the `names` that a client has used, with room for a few new
-    ones.
-
-    They pass through the same queues as what is measured of all clients, so a client must not flood them.
-    """
-    for name in named:
-        if len(names) >= NAMES_OF_SENDER:
-            break
-        names.add(name)
-    return {name: value for name, value in named.items() if name in names or name in HOSTS}
 
 
 def with_known_names(metrics: Mapping[str, float]) -> dict[str, float]:

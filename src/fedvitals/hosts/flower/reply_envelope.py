@@ -8,7 +8,6 @@ never changed. What both sides must know is derived from what Flower tells both:
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,11 +16,14 @@ from typing import Any
 from flwr.app import ConfigRecord, Message
 
 from fedvitals.errors import RecordError
+from fedvitals.resources.clocks import LATEST
+from fedvitals.transport.sender_limits import MESSAGE_BYTES
 
 KEY = "fedvitals"  # of the record in a reply
 ROUND_KEYS = ("server-round", "server_round", "current_round")
 VERSION = 1
-LARGEST_PAYLOAD = 1 << 20  # bytes of a payload, ever
+LARGEST_PAYLOAD = MESSAGE_BYTES  # bytes of a payload, ever
+PROCESSORS = 10_000  # more than any machine has
 EMPTY_PAYLOAD = b"\0"  # for an empty payload: Flower fails to count the bytes of a record with an empty value
 REPLY_SHARE, SMALLEST_BUDGET = 0.01, 32 << 10  # of the reply that it rides in, and what a reply of any size may carry
 FIELDS = {"version": int, "payload": bytes, "received": float, "replied": float, "started": float, "cpu": float}
@@ -87,8 +89,10 @@ def read_envelope(record: Any, source: int, node: str) -> ReplyEnvelope:
     if len(envelope.payload) > LARGEST_PAYLOAD:
         raise RecordError(f"Telemetry of {len(envelope.payload)} bytes, where {LARGEST_PAYLOAD} are taken at most.")
     times = (envelope.received, envelope.replied, envelope.started, envelope.cpu)
-    if not all(math.isfinite(t) and t >= 0 for t in times) or envelope.replied < envelope.received:
+    if not all(0 <= t <= LATEST for t in times) or envelope.replied < envelope.received:
         raise RecordError(f"Telemetry with times that cannot be: {times}.")
+    if envelope.cpu > PROCESSORS * (envelope.replied - envelope.received + 1):
+        raise RecordError(f"Telemetry with {envelope.cpu:.3g} s of processor time, more than any machine has.")
     return envelope
 
 

@@ -95,7 +95,6 @@ class ServerRounds:
         self._worked: list[tuple[float, float]] = []  # stretches in which somebody did something
         self._began = 0.0
         self._reported: dict[str | None, set[str]] = {}  # causes of what failed, by the node that it was about
-        self.metric_names: dict[str, set[str]] = {}  # that each node has told its server in replies
         self._restored_model: ArrayRecord | None = None  # an earlier model, until there is a new one
         self._evaluating: float | None = None
         self.hooked = False  # whether a strategy tells which round it is

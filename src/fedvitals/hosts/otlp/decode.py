@@ -13,10 +13,12 @@ import re
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from fedvitals.catalog import CATALOG
 from fedvitals.errors import RecordError
+from fedvitals.protocols import Node
 from fedvitals.records import Event, Metric, Record, Span, Where
 from fedvitals.time_parts import of_the_whole
 from fedvitals.transport import otel_names as names
@@ -51,19 +53,20 @@ class DecodedRecords:
 class Decoder:
     """Turns OTLP requests into records. `runs` and `nodes`: whose records are accepted.
 
-    `whole`: whether the sender may say what a round was. What others call `round` or `server` is their own.
+    `sender`: the node that a request came from, which a record need not name; None: another monitor, which tells of all
+    nodes. What a sender calls `round` or `server` is its own.
     """
 
-    def __init__(self, runs: Container[str], nodes: Container[str] | None = None, *, whole: bool = False) -> None:
-        self._runs, self._nodes, self._whole = runs, nodes, whole
+    def __init__(self, runs: Container[str], nodes: Container[str] | None = None) -> None:
+        self._runs, self._nodes = runs, nodes
         self._source = f"otlp-{os.urandom(4).hex()}"
         self._sequence = itertools.count()
 
-    def traces(self, request: Any) -> DecodedRecords:
+    def traces(self, request: Any, sender: Node | None) -> DecodedRecords:
         """Decode a request for /v1/traces."""
-        return _decoded(self._span, request.resource_spans, "scope_spans", "spans")
+        return _decoded(partial(self._span, sender), request.resource_spans, "scope_spans", "spans")
 
-    def metrics(self, request: Any) -> DecodedRecords:
+    def metrics(self, request: Any, sender: Node | None) -> DecodedRecords:
         """Decode a request for /v1/metrics."""
         taken = DecodedRecords()
         for resource, _, metrics in _scopes(request.resource_metrics, "scope_metrics", "metrics"):
@@ -77,18 +80,18 @@ class Decoder:
                     taken.leave_out(len(points) or 1, text)
                     continue
                 for point in points:
-                    _add(taken, self._point, metric.name, point, resource)
+                    _add(taken, self._point, sender, metric.name, point, resource)
         return taken
 
-    def logs(self, request: Any) -> DecodedRecords:
+    def logs(self, request: Any, sender: Node | None) -> DecodedRecords:
         """Decode a request for /v1/logs."""
-        return _decoded(self._log, request.resource_logs, "scope_logs", "log_records")
+        return _decoded(partial(self._log, sender), request.resource_logs, "scope_logs", "log_records")
 
-    def _span(self, span: Any, resource: Attributes, ours: bool) -> Iterator[Record]:
+    def _span(self, sender: Node | None, span: Any, resource: Attributes, ours: bool) -> Iterator[Record]:
         attributes = resource | _attributes(span.attributes)
         if attributes.get(names.PART) is True:  # its parent tells the same
             return
-        where = self._where(attributes)
+        where = self._where(attributes, sender)
         begin, end = span.start_time_unix_nano, span.end_time_unix_nano
         if not 0 < begin <= end <= begin + LONGEST * 10**9:
             raise RecordError(f"the span {_shown(span.name)} ends {(end - begin) / 10**9:.3g} s after it began")
@@ -100,7 +103,7 @@ class Decoder:
         ids = (_identifier(span.trace_id, 16, "trace"), _identifier(span.span_id, 8, "span"))
         parent = _identifier(span.parent_span_id, 8, "parent span") if span.parent_span_id else None
         decoded = Span(where, at, _name(span.name), seconds, *ids, parent, own, *self._identity(attributes))
-        yield replace(decoded, name=f"own.{decoded.name}") if of_the_whole(decoded) and not self._whole else decoded
+        yield replace(decoded, name=f"own.{decoded.name}") if of_the_whole(decoded) and sender is not None else decoded
         for event in () if ours else span.events[:16]:
             if event.name == "exception":
                 yield self._exception(event, where, ids, span.name, at + seconds)
@@ -115,21 +118,20 @@ class Decoder:
         message = bounded(f"{data['block']}: {kind}: {text}", TEXT)
         return Event(where, at, "error", "exception", message, data, *self._identity({}))
 
-    def _point(self, name: str, point: Any, resource: Attributes) -> Iterator[Record]:
+    def _point(self, sender: Node | None, name: str, point: Any, resource: Attributes) -> Iterator[Record]:
         attributes = resource | _attributes(point.attributes)
         for exemplar in point.exemplars[:1]:
             attributes |= _attributes(exemplar.filtered_attributes)
-        where = self._where(attributes)
+        where = self._where(attributes, sender)
         kind = point.WhichOneof("value")
         if kind is None:
             raise RecordError(f"the metric {_shown(name)} has a point without a value")
         value = float(point.as_double if kind == "as_double" else point.as_int)
-        decoded = Metric(where, _seconds(point.time_unix_nano), _metric(name), value, *self._identity(attributes))
-        yield replace(decoded, name=f"user.{decoded.name}") if of_the_whole(decoded) and not self._whole else decoded
+        yield Metric(where, _seconds(point.time_unix_nano), _metric(name), value, *self._identity(attributes))
 
-    def _log(self, record: Any, resource: Attributes, ours: bool) -> Iterator[Record]:
+    def _log(self, sender: Node | None, record: Any, resource: Attributes, ours: bool) -> Iterator[Record]:
         attributes = resource | _attributes(record.attributes)
-        where = self._where(attributes)
+        where = self._where(attributes, sender)
         level = names.level_of_severity(record.severity_number)
         name = _name(record.event_name) if record.event_name else "log"
         body = _value(record.body)
@@ -140,7 +142,7 @@ class Decoder:
         text = bounded(body if isinstance(body, str) else repr(body), TEXT)
         yield Event(where, at, level, name, text, data, *self._identity(attributes))
 
-    def _where(self, attributes: Attributes) -> Where:
+    def _where(self, attributes: Attributes, sender: Node | None) -> Where:
         run = attributes.get(names.RUN, attributes.get("service.instance.id"))
         if not isinstance(run, str) or run not in self._runs:
             raise RecordError(f"nobody expects the run {_shown(run)}: set the resource's attribute {names.RUN}")
@@ -151,6 +153,7 @@ class Decoder:
             number = places[place]
             if number is not None and (type(number) is not int or not 0 <= number < COUNTED):
                 raise RecordError(f"{names.PLACES[place]} is a whole number from 0 on, got {_shown(number)}")
+        places["node"] = sender if places["node"] is None else places["node"]
         if self._nodes is not None and (places["node"] is None or places["node"] not in self._nodes):
             raise RecordError(f"nobody expects the node {_shown(places['node'])}: set the attribute {names.NODE}")
         return Where(run, **places)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A receiver for OpenTelemetry data, so that long client tasks can report progress before they end.
 
-    with Receiver(take, runs={run.id}, token="...", host="0.0.0.0") as receiver:
-        ...                                # clients POST to receiver.endpoint, by any OpenTelemetry SDK or `otel_live`
+    with Receiver(monitor.host.admit, {monitor.run.id}, secret="...", host="0.0.0.0") as receiver:
+        ...                                # clients POST to receiver.endpoint, by any OpenTelemetry SDK or `progress`
 
 A client that crashes or times out has then told what it did until that moment. OTLP over HTTP, as protobuf or JSON, on
-/v1/traces, /v1/metrics and /v1/logs. Whoever sends is not trusted: sizes are bounded before anything is unpacked, only
-expected runs (and nodes, where these are given) are taken, and `otel_decode` checks every field.
+/v1/traces, /v1/metrics and /v1/logs. Whoever sends is not trusted: its token says which node it is, and it can tell of
+no other; sizes are bounded before anything is unpacked, only expected runs (and nodes, where these are given) are
+taken, and `decode` checks every field. What a sender may tell, and how much, `transport.sender` and
+`transport.sender_limits` say, as for every other host.
 """
 
 from __future__ import annotations
@@ -22,18 +24,23 @@ from typing import Any, Self
 
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.hosts.otlp.decode import DecodedRecords, Decoder
+from fedvitals.hosts.otlp.tokens import is_same, sender_of
+from fedvitals.protocols import Node
 from fedvitals.records import Record
 from fedvitals.sinks.otel.sink import LOGS, METRICS, TRACES, Signal
-from fedvitals.transport.http_server import LOOPBACK, HttpServer, Refused, Request, Response
+from fedvitals.transport.http_server import HttpServer, Refused, Request, Response
 from fedvitals.transport.logs import bounded
 from fedvitals.transport.otel_names import message
+from fedvitals.transport.sender_limits import MESSAGE_BYTES
 
 logger = logging.getLogger("fedvitals.telemetry")
 
 BODY = 4 << 20  # bytes of a request, as it comes and unpacked: an empty message in it takes 30 times its own
 AT_ONCE = 16  # requests that are read at the same time
+SECRET_CHARACTERS = 16  # at least
+WHOLE = "whole"  # who sends, where that is a monitor with all of its run
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
-_REQUESTS: dict[str, tuple[Signal, str, Callable[[Decoder, Any], DecodedRecords]]] = {
+_REQUESTS: dict[str, tuple[Signal, str, Callable[[Decoder, Any, Node | None], DecodedRecords]]] = {
     "/v1/traces": (TRACES, "ExportTraceServiceRequest", Decoder.traces),
     "/v1/metrics": (METRICS, "ExportMetricsServiceRequest", Decoder.metrics),
     "/v1/logs": (LOGS, "ExportLogsServiceRequest", Decoder.logs),
@@ -43,38 +50,41 @@ _REQUESTS: dict[str, tuple[Signal, str, Callable[[Decoder, Any], DecodedRecords]
 class Receiver:
     """An HTTP server for OTLP on a thread of its own; it serves until `close` is called.
 
-    `take` gets the records of each request, on one thread at a time; if it raises, the sender is asked to come again.
-    `runs`: ids that are expected. `nodes`: whose records are taken; None for all. `whole`: whether senders may say what
-    a round was, for all, as where another monitor sends its run; a client may not, and what it calls `round` becomes
-    `own.round`. `token`: needed in the header «Authorization: Bearer ...»; a must on any `host` but this machine
-    itself. `port` 0: any free.
+    `take` gets the records of each request, the node that sent them, and the size of the request; it returns how many
+    it refused, and why the first of them (`monitor.host.admit` does all that). It is called on one thread at a time; if
+    it raises, the sender is asked to come again. `runs`: ids that are expected. `nodes`: whose records are taken; None
+    for all.
+
+    `secret`: every sender needs the header «Authorization: Bearer ...» with its own `sender_token(secret, node)`.
+    `whole`: receive from another monitor that sends its run, in place of clients: the secret itself is its token, and
+    it is believed about all nodes and the whole run. `port` 0: any free.
     """
 
     def __init__(
         self,
-        take: Callable[[Sequence[Record]], None],
+        take: Callable[[Sequence[Record], Node | None, int], tuple[int, str] | None],
         runs: Container[str],
         *,
+        secret: str,
         nodes: Container[str] | None = None,
         whole: bool = False,
         host: str = "127.0.0.1",
         port: int = 4318,
-        token: str | None = None,
     ) -> None:
-        if not token and host not in LOOPBACK:
+        if len(secret) < SECRET_CHARACTERS:
             raise ConfigError(
-                f"A receiver on {host!r} can be reached from other machines: give it a token=, and the clients the "
-                "header «Authorization: Bearer» with it; or leave host= at 127.0.0.1."
+                f"secret= of an OTLP receiver has {len(secret)} characters; {SECRET_CHARACTERS} or more are needed, as "
+                "from secrets.token_urlsafe(). Each client gets a token of its own: sender_token(secret, node)."
             )
         message("common.v1.common", "AnyValue")
         self.taken = self.rejected = 0  # records
         self._take = take
-        self._decoder = Decoder(runs, nodes, whole=whole)
+        self._decoder, self._whole, self._secret = Decoder(runs, nodes), whole, secret
         self._lock = threading.Lock()
         self._said: set[str] = set()
         try:
             self._server = HttpServer(
-                host, port, token, self._answer, _refuse, name="fedvitals-otlp", body=BODY, at_once=AT_ONCE
+                host, port, self._sender, self._answer, _refuse, name="fedvitals-otlp", body=BODY, at_once=AT_ONCE
             )
         except OSError as error:
             raise ConfigError(
@@ -92,6 +102,12 @@ class Receiver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _sender(self, token: str) -> Node | None:
+        """Whose token it is; None: nobody's. A monitor that sends its whole run has no node, and is WHOLE here."""
+        if self._whole:
+            return WHOLE if is_same(token, self._secret) else None
+        return sender_of(self._secret, token)
+
     def _answer(self, request: Request) -> Response:
         kind = _kind(request)
         if request.method != "POST":
@@ -101,36 +117,43 @@ class Receiver:
         if kind not in (PROTOBUF, JSON):
             raise Refused(415, f"Content-Type is {PROTOBUF} or {JSON}, got '{bounded(kind, 80)}'.")
         body = _unpacked(request.body, request.headers.get("Content-Encoding", "").strip().lower())
-        return Response(200, self._receive(request.path, kind, body), kind)
+        sender = None if self._whole else request.sender
+        if sender is not None and len(body) > MESSAGE_BYTES:
+            raise Refused(
+                413, f"The request has {len(body)} bytes; {MESSAGE_BYTES} are the limit. Send smaller batches."
+            )
+        return Response(200, self._receive(request.path, kind, body, sender), kind)
 
-    def _receive(self, path: str, kind: str, body: bytes) -> bytes:
+    def _receive(self, path: str, kind: str, body: bytes, sender: Node | None) -> bytes:
         """The answer to a request whose size has been checked."""
         signal, name, decode = _REQUESTS[path]
         request = message(signal.response[0], name)
         with self._lock:  # one at a time: what a request unpacks to may be thirty times its size
             try:
-                taken = decode(self._decoder, _parsed(request, kind, body))
+                taken = decode(self._decoder, _parsed(request, kind, body), sender)
             except RecordError as error:
                 raise Refused(413, f"{error} Send smaller batches.") from error
-            self.rejected += taken.rejected
             if taken.records:
-                self._hand_over(taken.records)
+                taken.leave_out(*self._hand_over(taken.records, sender, len(body)))
+            self.rejected += taken.rejected
         response = message(*signal.response)()
         if taken.rejected:
             setattr(response.partial_success, signal.rejected, taken.rejected)
             response.partial_success.error_message = f"{taken.rejected} left out; the first: {taken.why}."
         return _written(response, kind)
 
-    def _hand_over(self, records: Sequence[Record]) -> None:
+    def _hand_over(self, records: Sequence[Record], sender: Node | None, size: int) -> tuple[int, str]:
+        """Return how many records were refused, and why the first of them was."""
         try:
-            self._take(records)
+            refused, why = self._take(records, sender, size) or (0, "")
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
             if cause not in self._said and len(self._said) < 100:
                 self._said.add(cause)
                 logger.warning("Records that came by OTLP could not be handed over (%s). Said once.", cause)
             raise Refused(503, "The records could not be handed over; please come again.") from error
-        self.taken += len(records)
+        self.taken += len(records) - refused
+        return refused, why
 
 
 def _unpacked(body: bytes, encoding: str) -> bytes:

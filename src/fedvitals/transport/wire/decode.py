@@ -54,6 +54,7 @@ class PayloadReader:
 
     def __init__(self, head: Head, matrices: memoryview, limits: Limits, words: Sequence[str]) -> None:
         self._entries, self._limits = head.entries, limits
+        check_size("places", len(head.places), limits.records)
         self.words = (*words, *head.words)
         self._places = [self._where(place) for place in head.places]
         self._sums, self._others, self._arrays = self._cut(matrices)
@@ -63,8 +64,8 @@ class PayloadReader:
 
     def read(self) -> list[Telemetry]:
         """Return everything, in order."""
+        check_size("records", sum(map(_announced_records, self._entries)), self._limits.records)
         records: list[Telemetry] = []
-        count = 0
         at: float | None = None
         source: str | None = None
         sequence: int | None = None
@@ -76,8 +77,6 @@ class PayloadReader:
                 raise RecordError("The first entry of a payload lacks its time, source or sequence.")
             place = self._places[entry.place]
             if type(entry) is fields.Metrics:
-                count += len(entry.names)
-                check_size("records", count, self._limits.records)
                 places = self._moved(entry) if entry.moves else itertools.repeat(place, len(entry.names))
                 records += _metrics(entry, self.words, places, at, source, sequence)
                 sequence += len(entry.names)
@@ -85,8 +84,6 @@ class PayloadReader:
                 telemetry = _READ[type(entry)](self, entry, (place, at), (source, sequence))
                 records.append(telemetry)
                 sequence += record_count(telemetry)
-                count += record_count(telemetry)
-                check_size("records", count, self._limits.records)
             if sequence > 2**63:
                 raise RecordError(f"A sequence of {sequence} in a payload: no source counts that far.")
         self.end()
@@ -185,6 +182,15 @@ class PayloadReader:
         with np.errstate(all="ignore"):
             unpacked = unpack(ANY_SUMS, numbers[: sums * width].reshape(sums, width))
             return unpacked, numbers[sums * width :].astype(np.float64), matrices[size:]
+
+
+def _announced_records(entry: Entry) -> int:
+    """How many records an entry stands for, before any of them is made."""
+    if type(entry) is fields.Metrics:
+        return len(entry.names)
+    if type(entry) is fields.MeasurementsEntry:
+        return entry.values + len(entry.sketch_rows) + sum(len(part.rows) for part in entry.layers)
+    return 1
 
 
 _F4, _F8, _I8, _U4 = (np.dtype(kind) for kind in ("<f4", "<f8", "<i8", "<u4"))

@@ -24,6 +24,7 @@ from fedvitals.lab.engines.tasks import Task, Update
 from fedvitals.lab.experiment import Experiment, read
 from fedvitals.measurements import places_of
 from fedvitals.protocols import Observer
+from fedvitals.transport.sender import quoted
 from fedvitals.transport.wire.payload import decode
 
 NODE_WAIT_SECONDS = 120.0  # seconds until the nodes are there
@@ -157,11 +158,11 @@ class FlowerEngine:
         except RecordError:
             return True  # the observer that absorbs it reports the error
         strange = next((place.node for place in places if place.node not in groups), None)
-        text = f"Telemetry told of '{str(strange)[:80]}', whose training was asked of another node."
+        text = f"Telemetry told of {quoted(strange)}, whose training was asked of another node."
         moved = next((place for place in places if place.group not in (None, groups.get(place.node))), None)
         if strange is None and moved is not None:
             text = (
-                f"Telemetry put '{moved.node}' into the group '{str(moved.group)[:80]}', to which it does not belong."
+                f"Telemetry put {quoted(moved.node)} into the group {quoted(moved.group)}, to which it does not belong."
             )
         refused = strange is not None or moved is not None
         for task in tasks if refused else ():

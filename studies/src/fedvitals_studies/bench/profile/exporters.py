@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 import urllib.request
 from collections.abc import Sequence
@@ -67,11 +68,11 @@ class _Kept:
     def __init__(self, run: str) -> None:
         self.rounds: list[int] = []
         self.records = 0
-        self._run, self._port = run, 0
+        self._run, self._port, self.secret = run, 0, secrets.token_urlsafe()
         self._receiver: Receiver | None = None
 
     def start(self) -> str:
-        self._receiver = Receiver(self._take, {self._run}, port=self._port, whole=True)
+        self._receiver = Receiver(self._take, {self._run}, secret=self.secret, port=self._port, whole=True)
         self._port = int(self._receiver.endpoint.rpartition(":")[2])
         return self._receiver.endpoint
 
@@ -80,7 +81,7 @@ class _Kept:
             self._receiver.close()
             self._receiver = None
 
-    def _take(self, records: Sequence[Record]) -> None:
+    def _take(self, records: Sequence[Record], _sender: str | None, _size: int) -> None:
         self.records += len(records)
         for record in records:
             if isinstance(record, Span) and record.name == ROUND and record.where.round is not None:
@@ -91,7 +92,7 @@ def outage(seconds: float = OUTAGE) -> Row:
     """A training whose OTLP receiver goes away for so long and comes back: what did not arrive, and what it changed."""
     run = f"outage-{time.time_ns()}"
     kept = _Kept(run)
-    sink = OpenTelemetry(kept.start())
+    sink = OpenTelemetry(kept.start(), {"Authorization": f"Bearer {kept.secret}"})
     rounds = max(12, round(seconds / PACE))
     away = range(4, rounds - 4)
     monitor = Monitor(None, id=run, sinks=[sink], detectors=(), machine=False)
