@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The shell: finds the page for an address, loads it, keeps it fresh, and shows what goes wrong.
 
+import { onToken } from "./access.js";
 import { api, of } from "./api.js";
 import { fill } from "./dom.js";
 import { keyboard } from "./keys.js";
@@ -66,6 +67,7 @@ async function show() {
     const [module, status] = await Promise.all([
       VIEWS[mine.name](),
       mine.run === null ? null : api.get(of(mine.run), {}, mine.stop.signal),
+      api.checkAccess(),
     ]);
     if (page !== mine) return;
     mine.module = module;
@@ -145,9 +147,20 @@ onNavigate((kind) => {
   }
 });
 
+/** Controls that change something come and go with the token: it is another one after the server was started anew. */
+async function checkAccess() {
+  try {
+    if (await api.checkAccess()) show();
+  } catch {
+    // not reachable: asked again when it is back
+  }
+}
+onToken(checkAccess);
+
 let due = null;
 listen((kind, data) => {
   head.connection(kind, data);
+  if (kind === "back") checkAccess();
   if (kind === "trouble" && page?.shown) head.trouble({ message: data.message, hint: "What is shown is from before. The page goes on by itself." });
   const mine = page;
   if (!mine || kind === "lost" || kind === "trouble") return;
