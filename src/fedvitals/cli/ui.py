@@ -9,7 +9,6 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import click
 
@@ -48,13 +47,14 @@ def command(run: str | None, port: int | None, host: str, demo: bool, no_open: b
 def show(store: str | None, *, run: str | None = None, host: str, port: int | None, open_browser: bool) -> None:
     """Serve until Ctrl-C, and print the address."""
     try:
+        from fedvitals.dashboard.run_address import run_page
         from fedvitals.dashboard.server import serve
     except ModuleNotFoundError as error:
         raise MissingExtraError(str(error.name), "dashboard", "The dashboard") from error
     path = "/"
     if run is not None:
         with opened_run(store, run) as (_, chosen):
-            path = f"/runs/{quote(chosen, safe='')}"
+            path = run_page(chosen)
 
     def ready(address: Any) -> None:
         click.echo(f"fedvitals dashboard: {address.url}")

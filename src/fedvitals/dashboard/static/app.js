@@ -6,7 +6,7 @@ import { api, of } from "./api.js";
 import { fill } from "./dom.js";
 import { keyboard } from "./keys.js";
 import { listen } from "./live.js";
-import { go, onNavigate, params } from "./params.js";
+import { fromPart, go, onNavigate, params } from "./params.js";
 import { footer } from "./parts/footer.js";
 import { header } from "./parts/header.js";
 import { broken, nothing, skeleton } from "./parts/states.js";
@@ -40,7 +40,7 @@ function route() {
   if (parts.length === 0 || (parts.length === 1 && parts[0] === "runs")) return { view: "runs", run: null, path: {} };
   if (parts[0] === "compare") return { view: "compare", run: null, path: {} };
   if (parts[0] !== "runs") return { view: "", run: null, path: {} };
-  const [, run, view = "overview", name] = parts;
+  const [, run, view = "overview", name] = parts.map(fromPart);
   if (name !== undefined && ENTRY[view]) return { view: ENTRY[view][0], run, path: { [ENTRY[view][1]]: name } };
   return { view, run, path: {} };
 }
