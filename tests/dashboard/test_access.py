@@ -46,6 +46,33 @@ def test_another_user_of_this_machine_reads_but_changes_nothing(store: Path) -> 
     assert runs_in(store) == []
 
 
+def test_nobody_gets_around_the_token_by_what_a_proxy_would_say(store: Path) -> None:
+    """Names and addresses in headers are those of whoever sends them."""
+    with serve(store) as url:
+        delete = lambda **headers: httpx2.delete(f"{url}/api/runs/{RUN}", headers={**OURS, **headers})  # noqa: E731
+        for address in range(6):
+            wrong = {"Authorization": "Bearer wrong", "X-Forwarded-For": f"192.0.2.{address}", "Forwarded": "for=[::1]"}
+            last = delete(**wrong)
+        assert last.status_code == 429, "another address in a header is not another client"
+        right = {"Authorization": f"Bearer {url.token}"}
+        for name in ("evil.example", "127.0.0.1.evil.example", "127.0.0.1@evil.example", "evil.example:80", "0x7f.1"):
+            assert delete(Host=name, **right).status_code == 403, "a name that another site points at this machine"
+            assert httpx2.get(f"{url}/api/runs", headers={"Host": name}).status_code == 403
+        for origin in ("http://evil.example", "null", f"http://localhost:{urlsplit(url).port}", "http://127.0.0.1:9"):
+            assert delete(Origin=origin, **right).status_code == 403
+        for path in (
+            f"//api/runs/{RUN}",
+            f"/api//runs/{RUN}",
+            f"/static/../api/runs/{RUN}",
+            f"/api/login/../runs/{RUN}",
+        ):
+            refused = httpx2.request("DELETE", f"{url}{path}", headers=OURS)
+            assert refused.status_code in (401, 404, 405, 429)
+        post = httpx2.post(f"{url}/api/runs/{RUN}", headers={**OURS, "X-HTTP-Method-Override": "DELETE"})
+        assert post.status_code in (401, 429)
+    assert runs_in(store) == [RUN]
+
+
 @pytest.mark.skipif(os.name != "posix", reason="a browser that is a shell script")
 def test_the_browser_is_opened_without_the_token_among_its_arguments(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

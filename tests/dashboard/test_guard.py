@@ -242,6 +242,17 @@ def test_the_token_becomes_a_cookie_that_no_script_and_no_other_site_can_use(clo
     assert closed.get("/api/store", headers={"Cookie": f"{tokens.COOKIE}_8321=right"}).status_code == 401
 
 
+def test_cookies_of_other_servers_on_this_host_are_in_nobodys_way(closed: TestClient) -> None:
+    """They come along, whatever they look like, and one may even have our name."""
+    answer = closed.post("/api/login", json={"token": "right"}, headers=WRITE)
+    ours = answer.headers["set-cookie"].partition(";")[0]
+    closed.cookies.clear()
+    name = ours.partition("=")[0]
+    for others in ('a={"b": [1, 2]}', "\x01\x02", "=;;=", f"{name}=stolen", f"{name}"):
+        assert closed.get("/api/store", headers={"Cookie": f"{others}; {ours}"}).status_code == 200, others
+        assert closed.get("/api/store", headers={"Cookie": others}).status_code == 401, others
+
+
 def test_a_script_may_send_the_token_itself(closed: TestClient) -> None:
     assert closed.get("/api/store", headers={"Authorization": "Bearer right"}).status_code == 200
     assert closed.get("/api/store", headers={"Authorization": "Bearer wrong"}).status_code == 401

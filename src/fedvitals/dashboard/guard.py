@@ -139,7 +139,7 @@ class Guard:
             return failure(400, 'Send {"token": "..."}.')
         wait = self._tokens.wait_after(token, _address(scope))
         if wait is None:
-            secure = scope.get("scheme") == "https"
+            secure = "https" in (scope.get("scheme"), Headers(scope=scope).get("x-forwarded-proto"))
             cookie = {"Set-Cookie": self._tokens.cookie(_port(scope), secure=secure)} if self._private else {}
             return Response(b"{}", media_type="application/json", headers={"Cache-Control": "no-store", **cookie})
         if wait == 0:

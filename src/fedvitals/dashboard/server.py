@@ -73,7 +73,8 @@ def bind(host: str, port: int | None) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for number in wanted:
         listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if os.name == "posix":  # on Windows others could then listen on the same port
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, number))
         except (OSError, OverflowError) as error:
@@ -97,6 +98,7 @@ def server_of(app: FastAPI, limits: Limits) -> uvicorn.Server:
     """Return a server of the app that no client can hold for longer, or with more connections, than the limits say."""
     config = uvicorn.Config(
         app, http=bounded_protocol(limits), ws="none", timeout_keep_alive=math.ceil(limits.idle_seconds),
+        proxy_headers=False,  # whoever connects from this machine could name any other address in them
         log_level="error", access_log=False, server_header=False, timeout_graceful_shutdown=1, lifespan="on",
     )  # fmt: skip
     return uvicorn.Server(config)

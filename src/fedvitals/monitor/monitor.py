@@ -47,7 +47,7 @@ class Monitor:
     a `fv.Tape()`, from which the run can be replayed: see docs/replay.md.
     `cure`: what may be done about findings, «off», «suggest» or «auto», for all or by issue, family or
     kind of correction, {"NAN_UPDATE": "auto"}: see docs/cure.md. `strict` raises what is otherwise counted: for tests.
-    `id`: of a run that the store may have already, which is then continued.
+    `id`: of a run that the store may have already, which is then continued; visible characters without / and \\.
     """
 
     def __init__(
