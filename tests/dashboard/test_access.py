@@ -129,13 +129,13 @@ def test_the_printed_address_lets_the_page_change_things_and_the_token_leaves_th
         assert page.url == f"{url}/runs/{RUN}"
         assert page.evaluate("document.cookie") == ""
         assert page.context.cookies() == [], "a cookie would be sent to every server on this machine"
+        page.goto("about:blank")
         other = page.context.new_page()
         ready(other, url, "runs")  # a second tab, by hand
         other.get_by_role("button", name="Delete live").click()
         other.get_by_role("dialog").get_by_role("button", name="Delete for good").click()
         expect(other.get_by_text("No run yet.")).to_be_visible()
         other.goto("about:blank")
-        page.goto("about:blank")
     assert runs_in(store) == []
 
 

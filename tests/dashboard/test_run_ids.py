@@ -80,7 +80,7 @@ def test_every_route_answers_for_an_old_id(store: Path) -> None:
     with serve(store) as url, client_of(url) as client:
         usual = statuses(client, "plain")
         assert list(usual.values()).count(200) > 15
-        for identity in OLD:
+        for identity in ("a/b", "..", "a\\b", "tab\there", "x/clients", "/", "%2f", "a?b#c&d=e", "~a%2Fb"):
             part = run_page(identity).removeprefix("/runs/")
             assert client.get(f"/api/runs/{part}").json()["id"] == identity
             assert statuses(client, identity) == usual, identity

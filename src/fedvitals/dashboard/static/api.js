@@ -2,7 +2,7 @@
 // The server's answers. What has not changed is not sent again (ETag), and errors have one shape.
 
 import { access, authorization } from "./access.js";
-import { partOf } from "./params.js";
+import { runPart } from "./params.js";
 
 const KEPT = 60; // answers that wait to be asked for again
 
@@ -86,7 +86,7 @@ export const api = {
 
 /** The way to a run's answers: `of(run, "clients", node)`, with every name escaped. */
 export function of(run, ...parts) {
-  return ["/api/runs", partOf(run), ...parts.map((part) => encodeURIComponent(part))].join("/");
+  return ["/api/runs", runPart(run), ...parts.map((part) => encodeURIComponent(part))].join("/");
 }
 
 function bytesOf(text) {
