@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import html
@@ -126,15 +127,14 @@ def serve(
             time.sleep(0.02)
         if server.started:
             ready(address)
-            if open_browser:
-                open_in_browser(address.url, folder)
+            if folder is not None:
+                open_in_browser(address.url, Path(folder))
 
     # What the imports left stays for good. Pages make a hundred thousand small objects and let them go at once: looking
     # for rings among them after every few hundred took a third of the time.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-    with tempfile.TemporaryDirectory(prefix="fedvitals-ui-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="fedvitals-ui-") if open_browser else contextlib.nullcontext() as folder:
         threading.Thread(target=tell, name="dashboard-ready", daemon=True).start()
         server.run(sockets=[listener])
 
