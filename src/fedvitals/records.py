@@ -21,6 +21,7 @@ from fedvitals.stats import FAMILIES, Array, derive, merge
 Json = Mapping[str, Any]
 AnyName = object
 """A node's name as a host gives it: a text, or anything that has one (an integer, an enum's member, a path, a UUID)."""
+LONGEST_RUN_ID = 200
 MOST_ROUNDS = 1 << 53  # beyond it, JSON and JavaScript know no exact integers
 
 
@@ -58,6 +59,16 @@ def node_name(name: AnyName) -> str:
 def group_name(group: AnyName | None) -> str | None:
     """Return a group's name as text; None stays None: a client of no group."""
     return None if group is None else node_name(group)
+
+
+def check_run_id(run: str) -> str:
+    """Return the id for a new run; ConfigError unless it can be the name of a folder and a part of an address."""
+    if 0 < len(run) <= LONGEST_RUN_ID and run.isprintable() and not set(run) & set("/\\") and run not in (".", ".."):
+        return run
+    raise ConfigError(
+        f"{run[:60]!r} cannot be the id of a run: it names folders and addresses. Use 1 to {LONGEST_RUN_ID} visible "
+        "characters without / and \\, or leave the id out. `run=` takes any name."
+    )
 
 
 def as_round_index(number: object) -> int:

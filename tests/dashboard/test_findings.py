@@ -16,14 +16,13 @@ from fedvitals.records import Action, Event, Finding, Layer, LayerStats, LayerTa
 from fedvitals.stats import STATISTICS
 from fedvitals.store import open_reader, open_store
 from fedvitals.views.cases import case_key, cases_of
-from support.dashboard_server import judge, needs_browser, ready, serve
+from support.dashboard_server import TOKEN, WRITE, enter, judge, needs_browser, ready, serve
 
 RUN = "20260101-000000-ill"
 HOSTILE = '<img src=x onerror="alert(1)">/~%2F é'
 LAYER = "<script>alert(2)</script>.weight"
 CLIENTS = ("c1", "c2", "c3", "c7", HOSTILE)
 TRACEBACK = f"Traceback\n  {HOSTILE}"
-WRITE = {"X-Fedvitals": "1"}
 TOLD = "c7 is unlike its peers since round 5."
 
 
@@ -114,7 +113,7 @@ def marking(store):
 
 
 def _asking(store):
-    return TestClient(create_app(store), base_url="http://127.0.0.1:8321")
+    return TestClient(create_app(store, token=TOKEN), base_url="http://127.0.0.1:8321")
 
 
 def of(*parts):
@@ -232,6 +231,7 @@ def test_marks_last_and_change_the_verdict(marking, store):
 def shown(store, page):
     """A page over the store, and its address."""
     with serve(store) as url:
+        enter(page, url)
         yield page, f"{url}/runs/{RUN}", store
         page.goto("about:blank")  # before the server goes, which it would notice
 

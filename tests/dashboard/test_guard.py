@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who may ask the dashboard what: addresses, tokens, writes, sizes, headers."""
 
+import contextlib
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
-from fedvitals.dashboard import guard
+from fedvitals.dashboard import guard, tokens
 from fedvitals.dashboard.app import create_app
 from fedvitals.dashboard.server import Address, bind, is_loopback
 from fedvitals.errors import ConfigError
+from support.dashboard_server import TOKEN, WRITE
 from support.timed_run import begin, stored
 
 HOME = "http://127.0.0.1:8321"
-WRITE = {"X-Fedvitals": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +28,12 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def open_(store: Path) -> Iterator[TestClient]:
-    with TestClient(create_app(store), base_url=HOME) as client:
+    with TestClient(create_app(store, token=TOKEN), base_url=HOME) as client:
         yield client
 
 
 def _with_token(store: Path) -> TestClient:
-    return TestClient(create_app(store, token="right"), base_url="http://lab.example:8321")
+    return TestClient(create_app(store, token=TOKEN, private=True), base_url="http://lab.example:8321")
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +85,8 @@ def test_its_own_names_are_served(open_: TestClient, host: str) -> None:
         {**WRITE, "Origin": "https://evil.example"},
         {**WRITE, "Origin": "null"},
         {**WRITE, "Sec-Fetch-Site": "cross-site"},
+        {**WRITE, "Sec-Fetch-Site": "same-site", "Origin": "http://127.0.0.1:9000"},  # another port of this machine
+        {"Authorization": WRITE["Authorization"]},
     ],
 )
 def test_a_change_must_come_from_our_own_page(open_: TestClient, headers: dict[str, str]) -> None:
@@ -91,8 +95,95 @@ def test_a_change_must_come_from_our_own_page(open_: TestClient, headers: dict[s
     assert open_.get("/api/store").json()["runs"] == 1
 
 
+CHANGES = [
+    (method.upper(), path)
+    for path, methods in create_app("none.db").openapi()["paths"].items()
+    for method in methods
+    if method != "get"
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [*CHANGES, ("POST", "/api/runs"), ("PATCH", "/x"), ("DELETE", "/static/a.js")]
+)
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "Bearer "},
+        {"Authorization": f"Basic {TOKEN}"},
+        {"Cookie": f"{tokens.COOKIE}_8321={TOKEN}; token={TOKEN}"},
+        {"X-HTTP-Method-Override": "GET"},
+    ],
+)
+def test_nothing_is_changed_without_the_token(
+    open_: TestClient, method: str, path: str, headers: dict[str, str]
+) -> None:
+    address = path.format(run="20260101-000000-tiny", tag="x", key="y")
+    answer = open_.request(
+        method, f"{address}?token={TOKEN}&access_token={TOKEN}", headers={"X-Fedvitals": "1", **headers}
+    )
+    assert answer.status_code in (401, 405, 429)
+
+
+def test_the_routes_that_change_something_are_known() -> None:
+    assert len(CHANGES) == 7, "a new one needs a control that is disabled without the token: see static/access.js"
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_a_cookie_is_never_enough_to_change_something(store: Path, private: bool) -> None:
+    """Browsers send the cookies of a host to every port of it: another user's server on this machine gets them, too."""
+    with TestClient(create_app(store, token=TOKEN, private=private), base_url=HOME) as client:
+        entered = client.post("/api/login", json={"token": TOKEN}, headers={"X-Fedvitals": "1"})
+        assert entered.status_code == 200
+        assert ("set-cookie" in entered.headers) == private
+        assert client.get("/api/store").status_code == 200
+        assert client.delete("/api/runs/20260101-000000-tiny", headers={"X-Fedvitals": "1"}).status_code == 401
+        tagged = client.put("/api/runs/20260101-000000-tiny/tags/x", headers=WRITE)
+        assert tagged.json()["tags"] == ["x"]
+
+
+def test_a_page_can_ask_whether_it_may_change_something(open_: TestClient) -> None:
+    allowed = [
+        open_.get("/api/login", headers=headers).json() for headers in ({}, {"Authorization": "Bearer x"}, WRITE)
+    ]
+    assert [answer["changes"] for answer in allowed] == [False, False, True]
+
+
+def test_an_app_without_a_token_only_reads(store: Path) -> None:
+    with TestClient(create_app(store), base_url=HOME) as client:
+        assert client.get("/api/store").status_code == 200
+        for token in ("", "None", TOKEN):
+            headers = {"X-Fedvitals": "1", "Authorization": f"Bearer {token}"}
+            assert client.delete("/api/runs/20260101-000000-tiny", headers=headers).status_code == 401
+
+
+def test_reading_changes_nothing(tmp_path: Path) -> None:
+    """Every GET of the API, with and without what it may be asked, leaves the store as it was."""
+    told = begin("20260101-000000-tiny", "tiny")
+    told.round({"c0": (0.1, 1.0, 0.2), "c1": (0.1, 2.0, 0.2)}, accuracy=0.5)
+    path = stored(tmp_path / "runs.db", told)
+
+    def content() -> list[str]:
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            return list(connection.iterdump())
+
+    before = content()
+    app = create_app(path, token=TOKEN)
+    with TestClient(app, base_url=HOME) as client:
+        for address, methods in app.openapi()["paths"].items():
+            if "get" in methods:
+                filled = address.format(run="tiny", key="x", number=0, round=0)
+                for query in ("", "?node=c0&runs=tiny&runs=tiny&_method=DELETE"):
+                    assert client.get(filled + query).status_code in (200, 404, 422), filled
+    assert content() == before
+
+
 def test_a_page_of_another_site_reads_nothing(open_: TestClient) -> None:
-    assert open_.get("/api/runs", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+    for site in ("cross-site", "same-site"):
+        for path in ("/api/runs", "/api/live"):
+            assert open_.get(path, headers={"Sec-Fetch-Site": site}).status_code == 403
     assert open_.get("/", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 200  # a link may lead here
 
 
@@ -148,7 +239,18 @@ def test_the_token_becomes_a_cookie_that_no_script_and_no_other_site_can_use(clo
     assert closed.get("/api/store").json()["runs"] == 1
     closed.cookies.clear()
     assert closed.get("/api/store").status_code == 401
-    assert closed.get("/api/store", headers={"Cookie": f"{guard.COOKIE}=right"}).status_code == 401
+    assert closed.get("/api/store", headers={"Cookie": f"{tokens.COOKIE}_8321=right"}).status_code == 401
+
+
+def test_cookies_of_other_servers_on_this_host_are_in_nobodys_way(closed: TestClient) -> None:
+    """They come along, whatever they look like, and one may even have our name."""
+    answer = closed.post("/api/login", json={"token": "right"}, headers=WRITE)
+    ours = answer.headers["set-cookie"].partition(";")[0]
+    closed.cookies.clear()
+    name = ours.partition("=")[0]
+    for others in ('a={"b": [1, 2]}', "\x01\x02", "=;;=", f"{name}=stolen", f"{name}"):
+        assert closed.get("/api/store", headers={"Cookie": f"{others}; {ours}"}).status_code == 200, others
+        assert closed.get("/api/store", headers={"Cookie": others}).status_code == 401, others
 
 
 def test_a_script_may_send_the_token_itself(closed: TestClient) -> None:
@@ -156,20 +258,31 @@ def test_a_script_may_send_the_token_itself(closed: TestClient) -> None:
     assert closed.get("/api/store", headers={"Authorization": "Bearer wrong"}).status_code == 401
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("bearer", [False, True])
-def test_guessing_is_slowed_down_and_then_even_the_right_one_waits(never_asked: TestClient, bearer: bool) -> None:
+def test_wrong_tokens_are_slowed_down_and_the_right_one_always_works(never_asked: TestClient, bearer: bool) -> None:
     def attempt(token: str) -> int:
         if bearer:
             return never_asked.get("/api/store", headers={"Authorization": f"Bearer {token}"}).status_code
         return never_asked.post("/api/login", json={"token": token}, headers=WRITE).status_code
 
-    wrong = [attempt(f"guess {i}") for i in range(guard.TRIES + 1)]
+    wrong = [attempt(f"guess {i}") for i in range(3 * tokens.TRIES)]
     assert wrong[0] == 401
     assert wrong[-1] == 429
-    assert attempt("right") == 429
-    told = never_asked.get("/api/store", headers={"Authorization": "Bearer x"})
-    assert int(told.headers["Retry-After"]) > 0
+    assert attempt("right") == 200
+    assert attempt("wrong") == 429, "the right one does not start the count anew"
+    refused = never_asked.get("/api/runs", headers={"Authorization": "Bearer x", "Cookie": ""})
+    assert int(refused.headers["Retry-After"]) > 0
+
+
+def test_one_address_slows_down_no_other_and_few_are_remembered() -> None:
+    counted = tokens.Tokens("right")
+    for guess in range(tokens.TRIES):
+        counted.wait_after(f"guess {guess}", "192.0.2.1")
+    assert counted.wait("192.0.2.1") > 0
+    assert counted.wait_after("wrong", "192.0.2.2") == 0
+    for number in range(3 * tokens.ADDRESSES):
+        counted.wait_after("wrong", f"2001:db8::{number:x}")
+    assert len(counted._tries) == tokens.ADDRESSES
 
 
 def test_a_login_that_says_nothing_is_told_so(closed: TestClient) -> None:
@@ -188,7 +301,7 @@ def test_which_addresses_are_this_machines_own() -> None:
 
 def test_the_token_stands_where_no_server_log_sees_it() -> None:
     assert Address("192.0.2.1", 80, "secret").url == "http://192.0.2.1:80/login#token=secret"
-    assert Address("::1", 81, None).url == "http://[::1]:81"
+    assert Address("::1", 81, "s", "/runs/a%2Fb").url == "http://[::1]:81/login#token=s&back=%2Fruns%2Fa%252Fb"
 
 
 @pytest.mark.parametrize("host", ["nowhere.invalid", "192.0.2.1"])

@@ -12,13 +12,13 @@ from fedvitals.store.postgres import PostgresStore, write_postgres
 from fedvitals.store.schema import TABLE
 from fedvitals.store.upkeep import retention
 from fedvitals.views.matrix import Matrices
+from support.dashboard_server import TOKEN, WRITE
 from support.postgres_server import available, running
 from support.runs_by_hand import HOSTILE, course, find
 from support.timed_run import STARTED
 
 pytestmark = [pytest.mark.postgres, pytest.mark.thorough, available]
 HOME = "http://127.0.0.1:8321"
-WRITE = {"X-Fedvitals": "1"}
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def store():
 
 
 def test_lists_compares_tags_and_deletes(store):
-    with TestClient(create_app(store.address.url), base_url=HOME) as client:
+    with TestClient(create_app(store.address.url, token=TOKEN), base_url=HOME) as client:
         found = {run["id"]: run for run in client.get("/api/runs").json()["runs"]}
         assert [found[run]["health"] for run in ("a-ill", "b")] == ["ill", "healthy"]
         assert found["a-ill"]["bytes"] == 4 * 3 * 2 * 1600

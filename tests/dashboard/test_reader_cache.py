@@ -17,6 +17,7 @@ from starlette.testclient import TestClient
 from fedvitals.dashboard import change_tracker, presence, warming
 from fedvitals.dashboard.app import create_app
 from fedvitals.dashboard.change_tracker import ChangeTracker
+from fedvitals.dashboard.connections import Limits
 from fedvitals.dashboard.live import Live
 from fedvitals.dashboard.reader_cache import ReaderCache
 from fedvitals.dashboard.routes import compare as routes_compare
@@ -34,7 +35,7 @@ from fedvitals.views import matrix as views_matrix
 from fedvitals.views.matrix import Matrices
 from fedvitals.views.memo import MOST, remembered
 from fedvitals.views.status import SILENT, state_of
-from support.dashboard_server import serve
+from support.dashboard_server import TOKEN, WRITE, serve
 from support.paths import GOLDEN
 from support.runs_by_hand import course
 from support.timed_run import STARTED, stored
@@ -43,7 +44,6 @@ from support.waiting import PATIENCE, wait_until
 pytestmark = pytest.mark.thorough  # CI runs it; `scripts/test --fast` does not
 
 HOME = "http://127.0.0.1:8321"
-WRITE = {"X-Fedvitals": "1"}
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def client(store):
-    with TestClient(create_app(store), base_url=HOME) as client:
+    with TestClient(create_app(store, token=TOKEN), base_url=HOME) as client:
         yield client
 
 
@@ -95,7 +95,7 @@ def test_marks_of_a_store_that_was_old_when_the_page_opened(tmp_path):
         database.execute("INSERT INTO symbol VALUES (1, 'r-1'), (2, 'gradient')")
         database.execute("INSERT INTO run VALUES (1, 'digits', 'lab', NULL, '{}', 0, 1.0, 2.0, '{}', '[]', 1, 1)")
         database.commit()
-    with TestClient(create_app(path), base_url=HOME) as client:
+    with TestClient(create_app(path, token=TOKEN), base_url=HOME) as client:
         assert client.get("/api/runs").json()["runs"][0]["tags"] == []
         assert client.put("/api/runs/r-1/tags/paper", headers=WRITE).json()["tags"] == ["paper"]
         assert client.get("/api/runs").json()["runs"][0]["tags"] == ["paper"]
@@ -108,7 +108,7 @@ def test_list_and_header_agree_on_the_state(tmp_path, monkeypatch):
     path = stored(tmp_path / "runs.db", empty)
     minute = [".1"]
     monkeypatch.setattr(routes_status, "this_minute", lambda: minute[0])
-    with TestClient(create_app(path), base_url=HOME) as client:
+    with TestClient(create_app(path, token=TOKEN), base_url=HOME) as client:
         first = client.get("/api/runs/r")
         assert first.json()["state"] == client.get("/api/runs").json()["runs"][0]["state"] == "silent"
         tag = {"If-None-Match": first.headers["ETag"]}
@@ -275,9 +275,9 @@ def test_pages_are_told_of_trouble_and_of_another_store(store, tmp_path, trouble
 
     async def watch():
         cache = Fails(store)
-        live = Live(cache)
+        live = Live(cache, Limits())
         async with live.watching():
-            events = live.events()
+            events = live.events("127.0.0.1")
             async for event in events:
                 told.append(event.split(b"\n")[0 if event.startswith(b"event") else 1 :])
                 kinds = [lines[0] for lines in told]
@@ -327,7 +327,7 @@ def test_a_comparison_changes_with_its_own_runs_and_takes_so_many_repeats(tmp_pa
             for name, rate in (("low", 0.1), ("high", 0.2)) for seed in range(4)]  # fmt: skip
     path = stored(tmp_path / "runs.db", *runs, course("x", "other"))
     monkeypatch.setattr(routes_compare, "REPEATS", 2)
-    with TestClient(create_app(path), base_url=HOME) as client:
+    with TestClient(create_app(path, token=TOKEN), base_url=HOME) as client:
         wanted = {"runs": ["low-0", "high-0"], "repeats": True}
         first = client.get("/api/compare", params=wanted)
         assert [side["runs"] for side in first.json()["sides"]] == [

@@ -23,11 +23,11 @@ from fedvitals.views.run_figures import figures_of, last
 from fedvitals.views.status import LAB_ROUNDS, status_of
 from fedvitals.views.verdict import facts_of as verdict_facts
 from fedvitals.views.verdict import verdict_of
+from support.dashboard_server import TOKEN, WRITE
 from support.runs_by_hand import HOSTILE, course, ward
 from support.timed_run import STARTED, stored
 
 HOME = "http://127.0.0.1:8321"
-WRITE = {"X-Fedvitals": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def shared(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(shared):
-    with TestClient(create_app(shared), base_url=HOME) as client:
+    with TestClient(create_app(shared, token=TOKEN), base_url=HOME) as client:
         yield client
 
 
@@ -50,7 +50,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def writing(store):
-    with TestClient(create_app(store), base_url=HOME) as client:
+    with TestClient(create_app(store, token=TOKEN), base_url=HOME) as client:
         yield client
 
 
@@ -110,15 +110,15 @@ def test_a_long_round_is_no_silence_while_its_training_is_there(store):
     lock = store.with_name(store.name + ".lock")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         lock.write_text(f"{process.pid}\n")
-        with TestClient(create_app(store), base_url=HOME) as client:
+        with TestClient(create_app(store, token=TOKEN), base_url=HOME) as client:
             assert row(client, "f-long")["state"] == "silent"  # c-now is newer
-        with TestClient(create_app(store), base_url=HOME) as client:
+        with TestClient(create_app(store, token=TOKEN), base_url=HOME) as client:
             client.delete("/api/runs/c-now", headers=WRITE)
             lock.write_text(f"{process.pid}\n")
             assert row(client, "f-long")["state"] == "running"
             assert row(client, "d-silent")["state"] == "silent"
         process.stdin.close()
-    with TestClient(create_app(store), base_url=HOME) as client:
+    with TestClient(create_app(store, token=TOKEN), base_url=HOME) as client:
         assert row(client, "f-long")["state"] == "silent"  # the process is gone
 
 
@@ -298,10 +298,10 @@ def test_a_store_that_is_being_written_loses_no_run(store, writing):
 
 @pytest.mark.thorough
 def test_no_store_and_an_empty_one(tmp_path):
-    with TestClient(create_app(tmp_path / "none.db"), base_url=HOME) as client:
+    with TestClient(create_app(tmp_path / "none.db", token=TOKEN), base_url=HOME) as client:
         assert client.get("/api/runs").status_code == 503
     path = stored(tmp_path / "runs.db", course("r"))
-    with TestClient(create_app(path), base_url=HOME) as client:
+    with TestClient(create_app(path, token=TOKEN), base_url=HOME) as client:
         client.delete("/api/runs/r", headers=WRITE)
         assert client.get("/api/runs").json() == {"total": 0, "stored": 0, "running": 0, "tags": [], "runs": []}
 

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from fedvitals.dashboard.app import create_app
+from support.dashboard_server import TOKEN, WRITE
 from support.shown_runs import SMALL, invented
 
 pytestmark = pytest.mark.thorough
@@ -21,7 +22,7 @@ ASKED = sorted(
 
 @pytest.fixture(scope="module")
 def api(session_folder: Path):
-    app = create_app(invented(session_folder / "schema.db", SMALL), hosts=("testserver",))
+    app = create_app(invented(session_folder / "schema.db", SMALL), token=TOKEN, hosts=("testserver",))
     return schemathesis.openapi.from_asgi("/api/openapi.json", app)
 
 
@@ -34,7 +35,7 @@ def test_what_it_says_it_answers_it_answers(api, method: str, path: str) -> None
     def ask(case) -> None:
         if "run" in (case.path_parameters or {}) and len(str(case.path_parameters["run"])) % 2:
             case.path_parameters["run"] = SMALL.run
-        case.headers = {**(case.headers or {}), "X-Fedvitals": "1"}
+        case.headers = {**(case.headers or {}), **WRITE}
         # Which letters can be seen is Unicode's to say, and more than a schema can; so is which kind has which column.
         left_out = [positive_data_acceptance] if path.endswith(("/tags/{tag}", "/records")) else []
         case.call_and_validate(excluded_checks=left_out)

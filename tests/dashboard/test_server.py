@@ -23,7 +23,6 @@ from support.timed_run import begin, stored
 from support.waiting import PATIENCE
 
 HOME = "http://127.0.0.1:8321"
-WRITE = {"X-Fedvitals": "1"}
 ONE, TWO = "20260101-000000-one", "20260102-000000-two"
 
 

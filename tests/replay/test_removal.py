@@ -160,9 +160,9 @@ def test_the_dashboard_tells_of_a_tape_and_removes_it(store):
 
     mine = record(store, "mine")
     size = files(tape_folder(store, mine))
-    with testclient.TestClient(create_app(store), base_url="http://127.0.0.1") as client:
+    with testclient.TestClient(create_app(store, token="right"), base_url="http://127.0.0.1") as client:
         assert client.get(f"/api/runs/{mine}/contents").json()["tape_bytes"] == size
-        gone = client.delete(f"/api/runs/{mine}", headers={"X-Fedvitals": "1"})
+        gone = client.delete(f"/api/runs/{mine}", headers={"X-Fedvitals": "1", "Authorization": "Bearer right"})
         assert gone.json()["tape_bytes"] == size
     assert tapes(store) == {}
     with open_reader(store) as reader:

@@ -37,6 +37,7 @@ class HttpServer(_Quiet, http.server.HTTPServer):
     def __init__(self, *script):
         super().__init__(("127.0.0.1", 0), _Http)
         self.script, self.requests, self.free = list(script or [200]), [], threading.Event()
+        self.said = None  # (request handler) -> body of a refusal
 
     @property
     def url(self):
@@ -70,7 +71,7 @@ class _Http(http.server.BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if status >= 400:
-            self.wfile.write(b"invalid_payload \x1b[31m")
+            self.wfile.write(server.said(self) if server.said else b"invalid_payload \x1b[31m")
 
     def log_message(self, *_):
         pass
@@ -79,10 +80,11 @@ class _Http(http.server.BaseHTTPRequestHandler):
 class SmtpServer(_Quiet, socketserver.TCPServer):
     """Speaks SMTP. `script` tells what becomes of each conversation: «ok», «hang», «die», «550», «451», «greet»."""
 
-    def __init__(self, *script, tls=None, implicit=False, password=None):
+    def __init__(self, *script, tls=None, implicit=False, password=None, echoes=False):
         super().__init__(("127.0.0.1", 0), _Smtp)
         self.script, self.letters, self.free = list(script or ["ok"]), [], threading.Event()
         self.tls, self.implicit, self.password, self.logins = tls, implicit, password, []
+        self.echoes = echoes  # what was sent to log in
 
     @property
     def port(self):
@@ -146,7 +148,11 @@ class _Smtp(socketserver.StreamRequestHandler):
             self.secure = True
         elif verb == "AUTH":
             server.logins.append(line)
-            self.say("235 welcome" if server.password in _decoded(line) else "535 wrong password")
+            self.say(
+                "235 welcome"
+                if server.password in _decoded(line)
+                else f"535 wrong password {line if server.echoes else ''}"
+            )
         else:
             self.say("250 ok")
 

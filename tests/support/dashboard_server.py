@@ -13,8 +13,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, Self
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
@@ -28,29 +28,54 @@ _ENDED: set[int] = set()  # ports of servers that are gone
 VIEW = {"width": 1440, "height": 1000}
 
 
+TOKEN = "right"  # of apps that tests make in their own process
+WRITE = {"X-Fedvitals": "1", "Authorization": f"Bearer {TOKEN}"}
+
+
+class Url(str):
+    """The address of a dashboard, as a base for others; `printed` is the one that a person opens, with the token."""
+
+    __slots__ = ("printed",)
+
+    def __new__(cls, printed: str) -> Self:
+        url = super().__new__(cls, printed.partition("/login#")[0])
+        url.printed = printed
+        return url
+
+    @property
+    def token(self) -> str:
+        return dict(parse_qsl(urlsplit(self.printed).fragment))["token"]
+
+
 @contextlib.contextmanager
-def serve(store: str | Path, *arguments: str, port: int = 0) -> Iterator[str]:
+def serve(store: str | Path, *arguments: str, port: int = 0) -> Iterator[Url]:
     """The address of a dashboard over this store, until the block ends."""
     with serving(store, *arguments, port=port) as (url, _):
         yield url
 
 
 @contextlib.contextmanager
-def serving(store: str | Path, *arguments: str, port: int = 0) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The same, with the process, for tests that end it."""
-    command = [sys.executable, "-m", "fedvitals.cli", "ui", "--no-open", "--port", str(port), "--store", str(store)]
+def serving(
+    store: str | Path, *arguments: str, port: int = 0, opened: bool = False
+) -> Iterator[tuple[Url, subprocess.Popen[str]]]:
+    """The same, with the process, for tests that end it. `opened`: in the browser that $BROWSER names."""
+    command = [sys.executable, "-m", "fedvitals.cli", "ui", "--port", str(port), "--store", str(store)]
     process = subprocess.Popen(
-        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}
+        [*command, *([] if opened else ["--no-open"]), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ},
     )
     said: list[str] = []
-    url = ""
+    url = Url("")
     reading = threading.Thread(target=lambda: said.extend(process.stderr), daemon=True)
     reading.start()
     try:
         line = process.stdout.readline()
         found = re.search(r"(http://\S+)", line)
         assert found, f"the dashboard did not start: {line}{''.join(said)}"
-        url = found[1].rstrip("/")
+        url = Url(found[1])
         _ENDED.discard(urlsplit(url).port)
         yield url, process
     finally:
@@ -117,6 +142,11 @@ def ready(page: object, url: str, view: str | None = None) -> None:
     page.goto(url)
     wanted = "html[data-ready]" if view is None else f"html[data-ready='{view}']"
     page.wait_for_selector(wanted, state="attached", timeout=1000 * PATIENCE)
+
+
+def enter(page: object, url: Url, view: str = "runs") -> None:
+    """Open the printed address: from then on the page may change the store."""
+    ready(page, url.printed, view)
 
 
 def judge(page: object) -> list[str]:

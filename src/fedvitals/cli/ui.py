@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import click
 
@@ -22,7 +23,7 @@ from fedvitals.errors import MissingExtraError
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help="Address to listen on; another than this machine's own needs a token, which is printed.",
+    help="Address to listen on; with another than this machine's own, reading needs the printed token, too.",
 )
 @click.option("--demo", is_flag=True, help="Show a stored example; nothing is trained.")
 @click.option("--no-open", is_flag=True, help="Do not open a browser.")
@@ -46,20 +47,24 @@ def command(run: str | None, port: int | None, host: str, demo: bool, no_open: b
 def show(store: str | None, *, run: str | None = None, host: str, port: int | None, open_browser: bool) -> None:
     """Serve until Ctrl-C, and print the address."""
     try:
+        from fedvitals.dashboard.run_address import run_page
         from fedvitals.dashboard.server import serve
     except ModuleNotFoundError as error:
         raise MissingExtraError(str(error.name), "dashboard", "The dashboard") from error
     path = "/"
     if run is not None:
         with opened_run(store, run) as (_, chosen):
-            path = f"/runs/{quote(chosen, safe='')}"
+            path = run_page(chosen)
 
     def ready(address: Any) -> None:
-        click.echo(f"fedvitals dashboard: {address.url}{path if address.token is None else ''}")
-        if address.token is not None:
+        click.echo(f"fedvitals dashboard: {address.url}")
+        if address.is_private:
             click.echo("The address holds the token, shown only now. Whoever has it may read, tag and delete.")
             click.echo("It travels unencrypted: across networks that you do not trust, use a tunnel (ssh -L).")
+        else:
+            click.echo("The address holds the token, which tagging, muting and deleting need. Reading here needs none.")
         click.echo("Ctrl-C ends it.")
 
     can_open = open_browser and (os.name != "posix" or any(os.environ.get(n) for n in ("DISPLAY", "WAYLAND_DISPLAY")))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that temporary folders are removed
     serve(store, host=host, port=port, open_browser=can_open, path=path, ready=ready)

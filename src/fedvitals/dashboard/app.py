@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from fastapi import FastAPI
 from fedvitals import __version__
 from fedvitals.dashboard import files
 from fedvitals.dashboard.answers import RESPONSES, answer_failures
+from fedvitals.dashboard.connections import Limits
 from fedvitals.dashboard.guard import Guard
 from fedvitals.dashboard.live import Live
 from fedvitals.dashboard.pages.runs import RunList
@@ -26,13 +28,20 @@ ROUTES = (
 )  # fmt: skip
 
 
-def create_app(store: str | Path | None = None, *, token: str | None = None, hosts: tuple[str, ...] = ()) -> FastAPI:
+def create_app(
+    store: str | Path | None = None,
+    *,
+    token: str | None = None,
+    private: bool = False,
+    hosts: tuple[str, ...] = (),
+    limits: Limits = Limits(),  # noqa: B008 - frozen
+) -> FastAPI:
     """Build the app over a store. `hosts`: names that it may be called by, besides those of this machine itself.
 
-    With a `token` nothing is shown to who does not have it.
+    Only who has the `token` can change anything; without one, nobody can. `private`: nor can others read anything.
     """
     cache = ReaderCache(store)
-    live = Live(cache)
+    live = Live(cache, limits)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -59,7 +68,7 @@ def create_app(store: str | Path | None = None, *, token: str | None = None, hos
         app.include_router(importlib.import_module(f"fedvitals.dashboard.routes.{name}").router)
     app.router.routes[:0] = files.routes()  # before all others: these are asked for most
     app.router.routes += files.routes(last=True)
-    app.add_middleware(Guard, token=token, hosts=hosts)
+    app.add_middleware(Guard, token=token or secrets.token_urlsafe(24), private=private, hosts=hosts)
     return app
 
 

@@ -11,21 +11,24 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fedvitals.dashboard.answers import encode
+from fedvitals.dashboard.connections import Limits, Places
 from fedvitals.dashboard.reader_cache import ReaderCache
 from fedvitals.errors import FedvitalsError
 
 logger = logging.getLogger("fedvitals.dashboard")
 EVERY = 0.25  # seconds between two looks
 ALIVE = 10.0  # seconds after which a page is told that nothing has happened
-MOST = 200  # pages
+Page = asyncio.Queue[bytes | None]
+"""What a page is still to be told; None: no more."""
 
 
 class Live:
     """The pages that listen, and what they are told."""
 
-    def __init__(self, cache: ReaderCache) -> None:
+    def __init__(self, cache: ReaderCache, limits: Limits) -> None:
         self._cache = cache
-        self._pages: set[asyncio.Queue[bytes]] = set()
+        self._pages: set[Page] = set()
+        self._places = Places[Page](limits.streams, limits.streams_of_address, _end)
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
@@ -70,24 +73,33 @@ class Live:
             with contextlib.suppress(asyncio.QueueFull):  # a page that sleeps asks for everything when it wakes
                 page.put_nowait(_event(kind, data))
 
-    @property
-    def full(self) -> bool:
-        """Whether no further page can listen."""
-        return len(self._pages) >= MOST
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """What a page is told, until it goes away."""
-        mine: asyncio.Queue[bytes] = asyncio.Queue(32)
+    async def events(self, address: str) -> AsyncIterator[bytes]:
+        """What a page is told, until it goes away, or until too many others listen: then it asks again by itself."""
+        mine: Page = asyncio.Queue(32)
+        if not self._places.enter(address, mine):
+            return
         self._pages.add(mine)
         try:
             yield b"retry: 1000\n" + _event("hello", {"at": time.time()})
             while True:
                 try:
-                    yield await asyncio.wait_for(mine.get(), ALIVE)
+                    event = await asyncio.wait_for(mine.get(), ALIVE)
                 except TimeoutError:
-                    yield _event("alive", {"at": time.time()})
+                    event = _event("alive", {"at": time.time()})
+                if event is None:
+                    return
+                yield event
         finally:
             self._pages.discard(mine)
+            self._places.exit(address, mine)
+
+
+def _end(page: Page) -> bool:
+    """Tell a page nothing more."""
+    while not page.empty():
+        page.get_nowait()
+    page.put_nowait(None)
+    return True
 
 
 def _event(kind: str, data: dict[str, Any]) -> bytes:

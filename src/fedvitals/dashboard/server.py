@@ -1,23 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves the dashboard: chooses address and port, demands a token where others can reach it, and ends cleanly."""
+"""Serves the dashboard: chooses address and port, makes its token, opens a browser, and ends cleanly."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
+import html
 import ipaddress
+import math
+import os
 import secrets
 import socket
+import tempfile
 import threading
 import time
 import webbrowser
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 import uvicorn
+from fastapi import FastAPI
 
 from fedvitals.dashboard.app import create_app
+from fedvitals.dashboard.connections import Limits, bounded_protocol
 from fedvitals.errors import ConfigError
 
 PORT = 8321
@@ -26,11 +34,12 @@ NEXT = 20  # ports that are tried after the usual one
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the dashboard listens."""
+    """Where the dashboard listens, and the token that it was started with."""
 
     host: str
     port: int
-    token: str | None
+    token: str
+    path: str = "/"  # of the page to open
 
     @property
     def url(self) -> str:
@@ -40,8 +49,13 @@ class Address:
             name = socket.gethostname()
         elif ":" in name:
             name = f"[{name}]"
-        where = f"http://{name}:{self.port}"
-        return where if self.token is None else f"{where}/login#token={self.token}"
+        back = "" if self.path == "/" else f"&back={quote(self.path, safe='')}"
+        return f"http://{name}:{self.port}/login#token={self.token}{back}"
+
+    @property
+    def is_private(self) -> bool:
+        """Whether reading needs the token, too: other machines can reach this address."""
+        return not is_loopback(self.host)
 
 
 def is_loopback(host: str) -> bool:
@@ -60,7 +74,8 @@ def bind(host: str, port: int | None) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for number in wanted:
         listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if os.name == "posix":  # on Windows others could then listen on the same port
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, number))
         except (OSError, OverflowError) as error:
@@ -80,6 +95,16 @@ def bind(host: str, port: int | None) -> socket.socket:
     raise AssertionError("there is always a last port")
 
 
+def server_of(app: FastAPI, limits: Limits) -> uvicorn.Server:
+    """Return a server of the app that no client can hold for longer, or with more connections, than the limits say."""
+    config = uvicorn.Config(
+        app, http=bounded_protocol(limits), ws="none", timeout_keep_alive=math.ceil(limits.idle_seconds),
+        proxy_headers=False,  # whoever connects from this machine could name any other address in them
+        log_level="error", access_log=False, server_header=False, timeout_graceful_shutdown=1, lifespan="on",
+    )  # fmt: skip
+    return uvicorn.Server(config)
+
+
 def serve(
     store: str | Path | None,
     *,
@@ -87,17 +112,14 @@ def serve(
     port: int | None = None,
     open_browser: bool = False,
     path: str = "/",
+    limits: Limits = Limits(),  # noqa: B008 - frozen
     ready: Callable[[Address], None] = lambda _: None,
 ) -> None:
-    """Until Ctrl-C. Any address but this machine's own needs the token that is made here and told to `ready` once."""
-    token = None if is_loopback(host) else secrets.token_urlsafe(24)
-    app = create_app(store, token=token, hosts=(host.lower(),))
+    """Until Ctrl-C. Changes need the token that is made here and told to `ready` once; elsewhere reading does, too."""
     listener = bind(host, port)
-    address = Address(host, listener.getsockname()[1], token)
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1, lifespan="on"
-    )
-    server = uvicorn.Server(config)
+    address = Address(host, listener.getsockname()[1], secrets.token_urlsafe(24), path)
+    app = create_app(store, token=address.token, private=address.is_private, hosts=(host.lower(),), limits=limits)
+    server = server_of(app, limits)
 
     def tell() -> None:
         until = time.monotonic() + 10
@@ -105,12 +127,29 @@ def serve(
             time.sleep(0.02)
         if server.started:
             ready(address)
-            if open_browser:
-                webbrowser.open(address.url if token or path == "/" else address.url + path)
+            if folder is not None:
+                open_in_browser(address.url, Path(folder))
 
     # What the imports left stays for good. Pages make a hundred thousand small objects and let them go at once: looking
     # for rings among them after every few hundred took a third of the time.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-    threading.Thread(target=tell, name="dashboard-ready", daemon=True).start()
-    server.run(sockets=[listener])
+    with tempfile.TemporaryDirectory(prefix="fedvitals-ui-") if open_browser else contextlib.nullcontext() as folder:
+        threading.Thread(target=tell, name="dashboard-ready", daemon=True).start()
+        server.run(sockets=[listener])
+
+
+def open_in_browser(url: str, folder: Path) -> None:
+    """Open an address that nobody else may see, by a file that leads there.
+
+    The arguments of a program, such as those of a browser, are shown to all users of a machine. `folder` is our own.
+    """
+    file = folder / "open.html"
+    target = html.escape(url)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as written:
+        written.write(
+            f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={target}">'
+            f'<title>fedvitals</title><a href="{target}">Open the dashboard</a>'
+        )
+    webbrowser.open(file.as_uri())

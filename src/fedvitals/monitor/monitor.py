@@ -27,7 +27,7 @@ from fedvitals.monitor.lifecycle import check_parts
 from fedvitals.monitor.monitored_run import MonitoredRun
 from fedvitals.probes.backends import make_instruments
 from fedvitals.protocols import Detector, RecordWriter
-from fedvitals.records import Action, AnyName, Run
+from fedvitals.records import Action, AnyName, Run, check_run_id
 from fedvitals.resources.capture import Capture
 from fedvitals.transport.privacy import LEAST_CLIENTS, described_policy, policy_for
 from fedvitals.transport.sink_adapter import as_sink
@@ -47,7 +47,7 @@ class Monitor:
     a `fv.Tape()`, from which the run can be replayed: see docs/replay.md.
     `cure`: what may be done about findings, «off», «suggest» or «auto», for all or by issue, family or
     kind of correction, {"NAN_UPDATE": "auto"}: see docs/cure.md. `strict` raises what is otherwise counted: for tests.
-    `id`: of a run that the store may have already, which is then continued.
+    `id`: of a run that the store may have already, which is then continued; visible characters without / and \\.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Monitor:
         corrections = correction_policy_of(cure)
         ours = {"probes": kit.preset.name, "detectors": len(chosen), "cure": corrections.described()}
         described = Run(
-            id=id or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}",
+            id=check_run_id(id) if id else f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}",
             name=run,
             host=host,
             topology=topology,

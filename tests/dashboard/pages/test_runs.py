@@ -10,7 +10,7 @@ from fedvitals.records import Metric, Where
 from fedvitals.store import open_reader, open_store
 from fedvitals.store.lock import WriterLock
 from fedvitals.store.read.queries import list_runs
-from support.dashboard_server import expect, judge, ready, serve
+from support.dashboard_server import enter, expect, judge, ready, serve
 from support.runs_by_hand import HOSTILE, course, find, ward
 from support.timed_run import STARTED, stored
 
@@ -131,7 +131,7 @@ def test_compares_what_is_selected(home, page):
 
 
 def test_tags_are_given_filtered_by_and_taken(home, page):
-    ready(page, home, "runs")
+    enter(page, home)
     row(page, "ill one").get_by_role("button", name="Tags of ill one").click()
     dialog = page.get_by_role("dialog")
     for tag in ("paper", f"{HOSTILE}"):
@@ -151,7 +151,7 @@ def test_tags_are_given_filtered_by_and_taken(home, page):
 
 
 def test_deletes_only_after_a_second_word(home, page, store):
-    ready(page, home, "runs")
+    enter(page, home)
     row(page, "ill one").get_by_role("button", name="Delete ill one").click()
     dialog = page.get_by_role("dialog")
     expect(dialog.get_by_text(re.compile("4 rounds, .* records, about"))).to_be_visible()
@@ -172,7 +172,7 @@ def test_a_run_that_is_being_written_is_not_deleted_and_the_dialog_says_why(home
     lock.hold()
     try:
         page.expected_errors.append("409")
-        ready(page, home, "runs")
+        enter(page, home)
         row(page, "goes on").get_by_role("button", name="Delete goes on").click()
         page.get_by_role("dialog").get_by_role("button", name="Delete for good").click()
         expect(page.get_by_role("dialog").get_by_role("alert")).to_contain_text("is being written by process")
@@ -203,7 +203,7 @@ def test_running_ones_move_and_nothing_else_does(home, page, store):
 
 def test_hostile_names_are_text(home, page):
     page.add_init_script("window.alert = () => { window.broken = true; }")
-    ready(page, home, "runs")
+    enter(page, home)
     hostile = row(page, HOSTILE)
     assert page.locator("main img").count() == 0
     hostile.get_by_role("button", name=f"Delete {HOSTILE}").click()
@@ -218,7 +218,7 @@ def test_hostile_names_are_text(home, page):
 def test_an_empty_store_shows_the_lines_that_fill_it(page, tmp_path):
     path = stored(tmp_path / "runs.db", course("r", "only"))
     with serve(path) as url:
-        ready(page, url, "runs")
+        enter(page, url)
         row(page, "only").get_by_role("button", name="Delete only").click()
         page.get_by_role("dialog").get_by_role("button", name="Delete for good").click()
         expect(page.get_by_text("No run yet.")).to_be_visible()

@@ -5,11 +5,14 @@ import email
 import email.policy
 import json
 import sys
+from urllib.parse import quote
 
 import pytest
 
 from fedvitals.errors import ConfigError
 from fedvitals.sinks.alerts.channels import DeliveryError
+from fedvitals.sinks.alerts.config import load
+from fedvitals.sinks.alerts.delivery import ChannelDelivery
 from fedvitals.sinks.alerts.message import Message, alert_json, for_discord, for_slack, harmless
 from fedvitals.sinks.alerts.sink import Command, Email, File, Webhook
 from support.alert_servers import HttpServer, SmtpServer, alert, certificate, running, unused_port
@@ -90,6 +93,99 @@ def test_a_webhook_follows_its_own_host_only():
     assert error.value.after == 7
 
 
+ECHOES = {
+    "address": lambda asked: f"no such hook: {asked.path}".encode(),
+    "escaped": lambda asked: json.dumps({"got": quote(asked.path, safe="")}).encode(),
+    "headers": lambda asked: str(asked.headers).encode(),
+    "cut": lambda asked: b"x" * 175 + str(asked.headers["Authorization"]).encode(),
+    "lines": lambda asked: "\n".join(asked.path[i : i + 3] for i in range(0, len(asked.path), 3)).encode(),
+    "capitals": lambda asked: asked.path.upper().encode(),
+}
+PATH, TOKEN = "Zq8TfJ2mXw94RkLp", "dG9wIHNlY3JldCB0b2tlbg"
+
+
+def leaked(text):
+    """Whether eight letters of a secret in a row are in the text, in whatever case and with whatever between them."""
+    letters = "".join(filter(str.isalnum, text)).casefold()
+    secrets = [secret.casefold() for secret in (PATH, TOKEN)]
+    return any(secret[at : at + 8] in letters for secret in secrets for at in range(len(secret) - 7))
+
+
+@pytest.mark.parametrize("echo", ECHOES)
+@pytest.mark.parametrize("status", [400, 503])
+def test_a_server_that_repeats_the_request_gets_no_secret_into_the_log(tmp_path, caplog, echo, status):
+    """Neither of the address nor of a header, in no error, log or outbox."""
+    with running(HttpServer(status)) as server:
+        server.said = ECHOES[echo]
+        url = f"{server.url.removesuffix('/hook/s3cret')}/services/T0/{PATH}?thread=1"
+        channel = Webhook(url, headers={"Authorization": f"Bearer {TOKEN}"})
+        _, words = outcome(channel)
+        delivery = ChannelDelivery(channel, tmp_path)
+        delivery.put(alert())
+        assert delivery.flush()
+        delivery.stop(PATIENCE)
+        delivery.join()
+    assert f"answered {status}" in words
+    assert not leaked(words)
+    assert f"answered {status}" in caplog.text
+    assert not leaked(caplog.text)
+    assert not leaked("".join(path.read_bytes().decode("latin-1") for path in tmp_path.iterdir()))
+
+
+def test_what_a_server_says_otherwise_is_still_told():
+    """Words that every service shares with its address are no secret."""
+    with running(HttpServer(404)) as server:
+        server.said = lambda _: b'{"message": "Unknown Webhook", "code": 10015}'
+        url = f"{server.url.removesuffix('/hook/s3cret')}/api/webhooks/123456/{PATH}"
+        assert "Unknown Webhook" in outcome(Webhook(url))[1]
+
+
+def test_a_mail_server_that_repeats_the_login_gets_no_password_into_the_log(tmp_path):
+    """It is sent in base64, and so it comes back."""
+    trusted, context = certificate(tmp_path)
+    with running(SmtpServer(tls=context, implicit=True, password="right", echoes=True)) as server:
+        where = ("127.0.0.1", "fed@x.org", ("a@x.org",))
+        settings = {"security": "ssl", "user": "me", "password": PATH, "ca": trusted}
+        _, words = outcome(Email(*where, port=server.port, **settings))
+        sent = server.logins[0].split()[-1]
+    assert "answered 535" in words
+    assert sent not in words
+    assert sent[8:16] not in words
+
+
+def test_a_command_that_repeats_its_arguments_gets_no_secret_into_the_log(tmp_path, monkeypatch):
+    """Those that came out of the environment are secrets; the others stand in the file."""
+    monkeypatch.setenv("PAGER_TOKEN", TOKEN)
+    config = tmp_path / "alerts.toml"
+    script = "import sys; sys.exit('cannot page with ' + sys.argv[-1])"
+    config.write_text(
+        f'[[rules]]\nwhen = "finding"\n[channels.pager]\nkind = "command"\n'
+        f'command = ["{sys.executable}", "-c", "{script}", "token=${{PAGER_TOKEN}}"]\n'
+    )
+    _, words = outcome(load(config).channels[0])
+    assert "ended with 1" in words
+    assert not leaked(words)
+    assert "cannot page with home" in outcome(Command((sys.executable, "-c", script, "home")))[1]
+
+
+def test_a_channel_of_ones_own_that_fails_gets_no_secret_into_the_log(tmp_path, caplog):
+    """Libraries put the whole address into their errors."""
+
+    class Own:
+        name, again, seconds, identity = "own", False, 1.0, "own"
+
+        def send(self, _message):
+            raise ConnectionError(f"Max retries exceeded with url: https://hooks.example/{PATH}")
+
+    delivery = ChannelDelivery(Own(), tmp_path)
+    delivery.put(alert())
+    assert delivery.flush()
+    delivery.stop(PATIENCE)
+    delivery.join()
+    assert "send() of Own raised ConnectionError" in caplog.text
+    assert not leaked(caplog.text)
+
+
 def test_a_server_that_is_not_there():
     """Nothing left the machine, so it is no matter of doubt."""
     got, words = outcome(Webhook(f"http://127.0.0.1:{unused_port()}/s3cret"))
@@ -152,7 +248,7 @@ def test_an_e_mail_is_encrypted_and_logs_in(tmp_path, implicit):
         got, words = outcome(Email(*where, port=server.port, **settings))
         assert (got, "certificate is not trusted" in words) == ("later", True)
         assert len(server.logins) == 1
-        got, words = outcome(Email(*where, port=server.port, ca=trusted, **{**settings, "password": "wrong"}))
+        got, words = outcome(Email(*where, port=server.port, ca=trusted, **{**settings, "password": "another"}))
         assert (got, "535" in words, "wrong password" in words) == ("refused", True, True)
 
 

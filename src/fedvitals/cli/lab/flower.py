@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedvitals.cli.lab.progress import Alarms, EndedRun, Progress, remember
 from fedvitals.errors import ConfigError, FedvitalsError, MissingExtraError, StoreError
+from fedvitals.records import check_run_id
 
 if TYPE_CHECKING:
     from fedvitals.lab import Experiment
@@ -80,7 +81,7 @@ def train(
     from fedvitals.store import store_target
 
     where, began = store_target(store), time.time()
-    run = run or f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
+    run = check_run_id(run) if run else f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"
     nodes = workers or (1 if superlink else min(experiment.clients, os.cpu_count() or 1))
     settings: dict[str, Any] = {"experiment": experiment.to_toml(), "run": run, "probes": probes, "nodes": nodes}
     settings |= {} if timeout is None else {"timeout": timeout}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 
-from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
 from fedvitals.dashboard.answers import answer
@@ -41,10 +41,8 @@ def status(request: Request, run: RunPath) -> Response:
 
 @router.get("/api/live", include_in_schema=False)  # a stream without an end is nothing that a schema can say
 async def live(request: Request) -> StreamingResponse:
-    if request.app.state.live.full:
-        raise HTTPException(503, "Too many pages are open on this dashboard. Close some.")
     return StreamingResponse(
-        request.app.state.live.events(),
+        request.app.state.live.events(request.client.host if request.client else ""),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
     )

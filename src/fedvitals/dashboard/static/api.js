@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The server's answers. What has not changed is not sent again (ETag), and errors have one shape.
 
+import { access, authorization } from "./access.js";
+import { runPart } from "./params.js";
+
 const KEPT = 60; // answers that wait to be asked for again
 
 export class ApiError extends Error {
@@ -60,8 +63,20 @@ export const api = {
     return data;
   },
 
+  /** Ask whether this page may change the store; comes back with whether that is new. */
+  async checkAccess() {
+    const before = access.changes;
+    const headers = authorization();
+    if (!headers.Authorization) access.changes = false;
+    else {
+      const response = await reach("/api/login", { headers });
+      access.changes = response.ok && (await response.json()).changes;
+    }
+    return access.changes !== before;
+  },
+
   async send(method, path, body) {
-    const headers = { "X-Fedvitals": "1" };
+    const headers = { "X-Fedvitals": "1", ...authorization() };
     if (body !== undefined) headers["Content-Type"] = "application/json";
     const response = await reach(path, { method, headers, body: body === undefined ? undefined : JSON.stringify(body) });
     if (!response.ok) throw await failure(response);
@@ -71,7 +86,7 @@ export const api = {
 
 /** The way to a run's answers: `of(run, "clients", node)`, with every name escaped. */
 export function of(run, ...parts) {
-  return ["/api/runs", run, ...parts].map((part, i) => (i ? encodeURIComponent(part) : part)).join("/");
+  return ["/api/runs", runPart(run), ...parts.map((part) => encodeURIComponent(part))].join("/");
 }
 
 function bytesOf(text) {

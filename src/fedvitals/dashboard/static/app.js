@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The shell: finds the page for an address, loads it, keeps it fresh, and shows what goes wrong.
 
+import { onToken } from "./access.js";
 import { api, of } from "./api.js";
 import { fill } from "./dom.js";
 import { keyboard } from "./keys.js";
 import { listen } from "./live.js";
-import { go, onNavigate, params } from "./params.js";
+import { fromPart, go, onNavigate, params } from "./params.js";
 import { footer } from "./parts/footer.js";
 import { header } from "./parts/header.js";
 import { broken, nothing, skeleton } from "./parts/states.js";
@@ -39,7 +40,7 @@ function route() {
   if (parts.length === 0 || (parts.length === 1 && parts[0] === "runs")) return { view: "runs", run: null, path: {} };
   if (parts[0] === "compare") return { view: "compare", run: null, path: {} };
   if (parts[0] !== "runs") return { view: "", run: null, path: {} };
-  const [, run, view = "overview", name] = parts;
+  const [, run, view = "overview", name] = parts.map(fromPart);
   if (name !== undefined && ENTRY[view]) return { view: ENTRY[view][0], run, path: { [ENTRY[view][1]]: name } };
   return { view, run, path: {} };
 }
@@ -66,6 +67,7 @@ async function show() {
     const [module, status] = await Promise.all([
       VIEWS[mine.name](),
       mine.run === null ? null : api.get(of(mine.run), {}, mine.stop.signal),
+      api.checkAccess(),
     ]);
     if (page !== mine) return;
     mine.module = module;
@@ -145,9 +147,20 @@ onNavigate((kind) => {
   }
 });
 
+/** Controls that change something come and go with the token: it is another one after the server was started anew. */
+async function checkAccess() {
+  try {
+    if (await api.checkAccess()) show();
+  } catch {
+    // not reachable: asked again when it is back
+  }
+}
+onToken(checkAccess);
+
 let due = null;
 listen((kind, data) => {
   head.connection(kind, data);
+  if (kind === "back") checkAccess();
   if (kind === "trouble" && page?.shown) head.trouble({ message: data.message, hint: "What is shown is from before. The page goes on by itself." });
   const mine = page;
   if (!mine || kind === "lost" || kind === "trouble") return;

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The way in: the token goes to the server once and becomes a cookie that no script can read.
+// The way in: the server checks the token, and the page keeps it for what changes the store. Where reading needs it, too,
+// the server also answers with a cookie that no script can read.
 
 import "./theme.js";
+import { keepToken } from "./access.js";
 import { api } from "./api.js";
 
 let back = "/"; // where the person wanted to go
@@ -18,6 +20,7 @@ function inside(address) {
 async function enter(token) {
   try {
     await api.send("POST", "/api/login", { token });
+    keepToken(token);
     location.replace(inside(back) ? back : "/");
   } catch (error) {
     document.getElementById("said").textContent = error.message;

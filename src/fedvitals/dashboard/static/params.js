@@ -21,9 +21,24 @@ export function link(path, params) {
   return text ? `${path}?${text}` : path;
 }
 
+/** A name as a part of an address. What a path does not keep is escaped twice: see run_address.py. */
+function escaped(name, awkward) {
+  return encodeURIComponent(awkward.test(name) ? `~${encodeURIComponent(name).replaceAll(".", "%2E")}` : name);
+}
+
+/** A run's id as a part of an address. */
+export function runPart(run) {
+  return escaped(run, /^~|[/\\]|^\.\.?$/);
+}
+
+/** The name that a part of an address means, which was decoded once. */
+export function fromPart(part) {
+  return part.startsWith("~") ? decodeURIComponent(part.slice(1)) : part;
+}
+
 /** The page of a run: runLink("id", "clients", "c7"), with every name escaped. */
 export function runLink(run, ...parts) {
-  return ["/runs", run, ...parts].map((part, i) => (i ? encodeURIComponent(part) : part)).join("/");
+  return ["/runs", runPart(run), ...parts.map((part) => escaped(part, /^~|^\.\.?$/))].join("/");
 }
 
 export function go(href) {

@@ -17,16 +17,19 @@ import ssl
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
+from urllib.parse import unquote
 
 from fedvitals.errors import ConfigError, FedvitalsError
 from fedvitals.sinks.alerts.message import Message, alert_json, as_json, harmless
 
 LATER, REFUSED, DOUBT = "later", "refused", "doubt"
 WHY = 300  # characters of another program's words that we repeat
+SHORTEST_SECRET, LONGEST_ECHO = 4, 5  # characters: a shorter secret is none; more of one than this is never repeated
+LEFT_OUT = "(its words are left out: they repeat a part of a secret)"
 
 
 class DeliveryError(FedvitalsError):
@@ -69,6 +72,25 @@ def check_text(what: str, text: object) -> str:
     if not isinstance(text, str) or not text or not text.isprintable():
         raise ConfigError(f"{what} is one line of text, got something else. Check the line ends and quotes.")
     return text
+
+
+def without_secrets(words: str, secrets: Iterable[str]) -> str:
+    """Return another program's words, or a remark in their place if they repeat a part of one of the secrets.
+
+    An echo may be escaped, quoted, cut or joined by line ends, so letters and digits alone are compared, and the words
+    are left out as a whole instead of replacing what was found.
+    """
+    texts = [_letters(words), _letters(unquote(words))]
+    for secret in map(_letters, secrets):
+        size = min(len(secret), LONGEST_ECHO + 1)
+        parts = {secret[at : at + size] for at in range(len(secret) - size + 1)} if size >= SHORTEST_SECRET else ()
+        if any(part in text for part in parts for text in texts):
+            return LEFT_OUT
+    return words
+
+
+def _letters(text: str) -> str:
+    return "".join(filter(str.isalnum, text)).casefold()
 
 
 def reason_of(error: Exception) -> str:
@@ -131,6 +153,7 @@ class Command:
     again: bool = False
     seconds: float = 30.0
     label: str = field(default="", repr=False)  # the command before secrets were filled in
+    secrets: tuple[str, ...] = field(default=(), repr=False)  # that its complaints may not repeat into the log
 
     def __post_init__(self) -> None:
         arguments = self.command
@@ -170,7 +193,7 @@ class Command:
                 _end(process)
             if process.returncode != 0:
                 output.seek(0)
-                words = output.read(WHY).decode("utf-8", "replace").strip()
+                words = without_secrets(output.read(WHY).decode("utf-8", "replace").strip(), self.secrets)
                 why = f"'{self.command[0]}' ended with {process.returncode}{': ' + words if words else ''}."
                 raise DeliveryError(LATER, why)
 

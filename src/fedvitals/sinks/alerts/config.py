@@ -163,7 +163,8 @@ def _email(name: str, filled: Mapping[str, Any], _: Mapping[str, Any]) -> Channe
 
 
 def _command(name: str, filled: Mapping[str, Any], written: Mapping[str, Any]) -> Channel:
-    return Command(filled["command"], name, label=repr(written["command"]), **_shared(filled))
+    secrets = tuple(now for now, before in zip(filled["command"], written["command"], strict=True) if now != before)
+    return Command(filled["command"], name, label=repr(written["command"]), secrets=secrets, **_shared(filled))
 
 
 def _file(name: str, filled: Mapping[str, Any], _: Mapping[str, Any]) -> Channel:

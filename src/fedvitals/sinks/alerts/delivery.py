@@ -200,8 +200,9 @@ class ChannelDelivery:
             self._not_sent(outbox, alerts, error)
             return False
         except Exception as error:  # noqa: BLE001 - a channel of the user's own may fail in any way
-            # How far it came nobody knows.
-            self._not_sent(outbox, alerts, DeliveryError(DOUBT, f"{type(error).__name__}: {error}"))
+            # How far it came nobody knows. Its words may hold an address or a header with a secret in it.
+            why = f"send() of {type(self._channel).__name__} raised {type(error).__name__}"
+            self._not_sent(outbox, alerts, DeliveryError(DOUBT, why))
             return False
         outbox.settle(alerts, SENT)
         with self._changed:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import email.policy
 import re
@@ -83,7 +84,8 @@ class Email:
             if handed_over:
                 raise DeliveryError(DOUBT, f"{self.host} got the message and gave no answer ({kind}).") from None
             outcome = REFUSED if isinstance(error, smtplib.SMTPNotSupportedError) else LATER
-            raise DeliveryError(outcome, f"{self.host} cannot be reached ({channels.reason_of(error)}).") from None
+            why = channels.without_secrets(channels.reason_of(error), self._secrets())
+            raise DeliveryError(outcome, f"{self.host} cannot be reached ({why}).") from None
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[smtplib.SMTP]:
@@ -126,11 +128,19 @@ class Email:
         email_message.set_content("\n".join(message.lines) + "\n", cte="quoted-printable")  # any server takes it
         return email_message
 
+    def _secrets(self) -> list[str]:
+        """The password, and the forms in which it is sent."""
+        if not self.password:
+            return []
+        sent = (self.password, f"\0{self.user}\0{self.password}")
+        return [self.password, *(base64.b64encode(part.encode()).decode() for part in sent)]
+
     def _speak(self, answer: tuple[int, bytes | str]) -> None:
         """Raise unless the server's answer is a yes."""
         code, reply = answer
         if 200 <= code < 400:
             return
         words = reply.decode("utf-8", "replace") if isinstance(reply, bytes) else str(reply)
+        words = channels.without_secrets(words, self._secrets())
         outcome = REFUSED if code >= 500 else LATER
         raise DeliveryError(outcome, f"{self.host} answered {code}: {words}")

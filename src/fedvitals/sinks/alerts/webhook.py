@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import socket
 import ssl
 from collections.abc import Mapping
@@ -27,6 +28,9 @@ LONGEST_WAIT = 3600.0  # seconds that a server may ask us to wait
 MOST_ALERTS = 100  # in the JSON of one message
 TRY_AGAIN = (408, 425, 429)  # besides 5xx: not taken now, but perhaps later
 SAME_METHOD = (307, 308)  # the redirects that keep a POST a POST
+NO_SECRETS = frozenset(("api", "hook", "hooks", "incoming", "integrations", "message", "messages", "notify", "post",
+                        "rooms", "services", "triggers", "webhook", "webhookb2", "webhooks", "workflows"))  # fmt: skip
+"""Parts of an address that well-known services share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +96,13 @@ class Webhook:
                 whole = True  # from here on the other side may have it
                 with contextlib.closing(connection.getresponse()) as answer:
                     status, onward, wait = answer.status, answer.getheader("Location"), answer.getheader("Retry-After")
-                    words = "" if status < 300 else _words(answer)
+                    words = "" if status < 300 else channels.without_secrets(_words(answer), self._secrets(url))
         except (OSError, http.client.HTTPException, ValueError) as error:
             if whole:
                 why = f"{host} took the message and gave no answer within {self.seconds:g} s ({type(error).__name__})."
                 raise DeliveryError(DOUBT, why) from None
-            raise DeliveryError(LATER, f"{host} cannot be reached ({channels.reason_of(error)}).") from None
+            why = channels.without_secrets(channels.reason_of(error), self._secrets(url))
+            raise DeliveryError(LATER, f"{host} cannot be reached ({why}).") from None
         if 200 <= status < 300:
             return None
         if status in SAME_METHOD and onward:
@@ -106,6 +111,13 @@ class Webhook:
             raise DeliveryError(REFUSED, f"{host} redirects (status {status}): write the address that it names.")
         outcome = LATER if status >= 500 or status in TRY_AGAIN else REFUSED
         raise DeliveryError(outcome, f"{host} answered {status}{': ' + words if words else ''}.", after=_wait(wait))
+
+    def _secrets(self, url: SplitResult) -> list[str]:
+        """What of the request may not be repeated: the address behind the host, and all headers of the user's own."""
+        parts = [
+            part for known in (urlsplit(self.url), url) for part in re.split("[/&=]", f"{known.path}/{known.query}")
+        ]
+        return [*(part for part in parts if part.casefold() not in NO_SECRETS), *self.headers.values()]
 
     def _followed(self, url: str, onward: str) -> str:
         """The address that a server redirects to, if that is its own: another host might be anybody's."""

@@ -6,6 +6,10 @@ from __future__ import annotations
 import contextlib
 import decimal
 import re
+import signal
+import sqlite3
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +20,7 @@ from fedvitals.store.read.reader import Reader
 # Where SQLite asks an authoriser, PostgreSQL reads in a transaction that may only read. What that leaves possible
 # (settings, locks, files on the server) begins with other words than these.
 _READING = re.compile(r"(?is)(\s|--[^\n]*(\n|$)|/\*.*?\*/)*(select|with|values|table|explain|show)\b")
+INSTRUCTIONS = 100_000  # of SQLite's machine, between two looks at whether somebody has pressed Ctrl-C: a millisecond
 _REFUSALS = ("authoriz", "prohibited", "readonly", "read-only")
 
 
@@ -53,11 +58,36 @@ Rows = tuple[tuple[str, ...], list[tuple[Any, ...]]]
 
 
 def _ask_sqlite(database: Database, sql: str, limit: int | None) -> Rows:
-    cursor = database.connection.execute(sql)
-    rows = cursor.fetchall() if limit is None else cursor.fetchmany(limit)
-    columns = tuple(column[0] for column in cursor.description or ())
-    cursor.close()  # a statement left open would hold the store's log back from being folded in
+    with _interruptible(database.connection):
+        cursor = database.connection.execute(sql)
+        rows = cursor.fetchall() if limit is None else cursor.fetchmany(limit)
+        columns = tuple(column[0] for column in cursor.description or ())
+        cursor.close()  # a statement left open would hold the store's log back from being folded in
     return columns, rows
+
+
+@contextlib.contextmanager
+def _interruptible(connection: sqlite3.Connection) -> Iterator[None]:
+    """Let Ctrl-C end a statement, which SQLite would otherwise run to its end first.
+
+    Python runs a signal's handler between two of its own instructions: in here, when SQLite asks whether to go on. An
+    exception raised there would be lost, so the usual handler runs when the statement has ended. PostgreSQL's driver
+    cancels a statement by itself.
+    """
+    usual = signal.getsignal(signal.SIGINT)
+    if not callable(usual) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupted: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: interrupted.append(number))
+    connection.set_progress_handler(lambda: bool(interrupted), INSTRUCTIONS)
+    try:
+        yield
+    finally:
+        connection.set_progress_handler(None, 0)
+        signal.signal(signal.SIGINT, usual)
+        if interrupted:
+            usual(signal.SIGINT, None)
 
 
 def _ask_postgres(database: Database, sql: str, limit: int | None) -> Rows:

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a person says of a finding: «I know», or «do not count it», with a reason. Kept in the store for everybody.
 
+import { access, changing } from "../access.js";
 import { of } from "../api.js";
 import { announce, fill, h } from "../dom.js";
 
@@ -15,6 +16,7 @@ export function findingMarks(ctx) {
   let asking = false;
 
   async function say(method, kind, body, told) {
+    if (!access.changes) return; // by a key: the buttons are disabled, and say why
     fill(trouble);
     try {
       await ctx.api.send(method, of(ctx.run, "findings", one.key, kind), body);
@@ -30,6 +32,7 @@ export function findingMarks(ctx) {
     one.acknowledged ? say("DELETE", "acknowledged", undefined, "No longer acknowledged.") : say("PUT", "acknowledged", undefined, "Acknowledged.");
 
   function mute() {
+    if (!access.changes) return;
     if (one.muted) {
       say("DELETE", "muted", undefined, "Counts again.");
       return;
@@ -60,14 +63,14 @@ export function findingMarks(ctx) {
 
   function draw() {
     fill(buttons, asking ? form() : [
-      h("button", {
+      h("button", changing({
         class: "button quiet", data: { act: "acknowledge" }, "aria-pressed": String(one.acknowledged),
         title: "Somebody knows of it; it still counts", text: one.acknowledged ? "✓ acknowledged" : "acknowledge", on: { click: acknowledge },
-      }),
-      h("button", {
+      })),
+      h("button", changing({
         class: "button quiet", data: { act: "mute" }, "aria-pressed": String(one.muted),
         title: "It does not count in the verdict any more", text: one.muted ? "unmute" : "mute …", on: { click: mute },
-      }),
+      })),
     ]);
   }
 

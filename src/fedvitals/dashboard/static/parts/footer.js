@@ -1,15 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 // The honest edges: what was lost, what measuring cost, what may be seen; on every page of a run.
 
+import { access, READ_ONLY } from "../access.js";
 import { api } from "../api.js";
-import { fill, h } from "../dom.js";
+import { fill, h, words } from "../dom.js";
 import { number, percent } from "../format.js";
 
 export function footer(node) {
   const store = h("span", { class: "store" });
   const facts = h("span", {});
   const keys = h("span", { class: "muted" }, "keys ", h("kbd", { text: "?" }));
-  fill(node, facts, store, keys);
+  const enter = h("button", {
+    class: "link-button", type: "button", text: "enter the token",
+    on: { click: () => location.assign(`/login#back=${encodeURIComponent(location.pathname + location.search)}`) },
+  });
+  const readOnly = h("span", { class: "read-only", hidden: true }, words(READ_ONLY), ", or ", enter, ".");
+  fill(node, facts, readOnly, store, keys);
   let asked = false;
   function ask() {
     if (asked) return;
@@ -21,6 +27,7 @@ export function footer(node) {
   return {
     show(status) {
       ask();
+      readOnly.hidden = access.changes;
       if (!status) return fill(facts);
       const cost = status.cost_percent === null ? "not measured" : percent(status.cost_percent / 100);
       fill(facts, h("span", { class: status.lost ? "sev-warning" : null, text: `records lost ${number(status.lost)}` }),

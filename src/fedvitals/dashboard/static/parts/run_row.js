@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One run in the list. What it was made of stays and gets new words: focus and selection survive every change.
 
+import { changing } from "../access.js";
 import { sparkline } from "../charts/sparkline.js";
 import { fill, h } from "../dom.js";
 import { ago, bytes, exact, number, seconds, when } from "../format.js";
@@ -23,8 +24,8 @@ export function runRow(run, acts) {
   const last = cell("num");
   const findings = cell("nowrap findings-cell");
   const facts = Object.fromEntries(["duration", "bytes", "clients", "host", "started"].map((key) => [key, cell(key === "host" ? "more" : "num more")]));
-  const more = h("button", { class: "link-button small", type: "button", text: "+ tag", "aria-label": `Tags of ${run.name}`, on: { click: () => acts.tags(at()) } });
-  const gone = h("button", { class: "icon-button", type: "button", text: "✕", title: "Delete", "aria-label": `Delete ${run.name}`, on: { click: () => acts.remove(at()) } });
+  const more = h("button", changing({ class: "link-button small", type: "button", text: "+ tag", "aria-label": `Tags of ${run.name}`, on: { click: () => acts.tags(at()) } }));
+  const gone = h("button", changing({ class: "icon-button", type: "button", text: "✕", title: "Delete", "aria-label": `Delete ${run.name}`, on: { click: () => acts.remove(at()) } }));
   const row = h("tr", { data: { run: id } }, cell("", box), health,
     cell("run-cell", h("div", { class: "run-line" }, name, tags, more), headline),
     cell("progress-cell", h("div", { class: "run-line" }, rounds, state), h("div", { class: "bar", "aria-hidden": "true" }, bar)),

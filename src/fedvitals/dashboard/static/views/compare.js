@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What changed? Two to six runs on one axis: in words, in pictures, in figures, in settings.
 
+import { of } from "../api.js";
 import { Axis, bindAxis } from "../charts/axis.js";
 import { lineChart } from "../charts/lines.js";
 import { onTheme, seriesColour } from "../colour.js";
@@ -144,7 +145,7 @@ function arranged(data, runs) {
 }
 
 async function namesOf(ctx, runs, signal) {
-  const told = await Promise.all(runs.map((run) => ctx.api.get(`/api/runs/${encodeURIComponent(run)}`, {}, signal).catch(() => null)));
+  const told = await Promise.all(runs.map((run) => ctx.api.get(of(run), {}, signal).catch(() => null)));
   return Object.fromEntries(runs.map((run, i) => [run, told[i]?.name ?? run]));
 }
 

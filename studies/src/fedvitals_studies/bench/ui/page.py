@@ -62,10 +62,10 @@ def serving(store: Path) -> Iterator[str]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ})  # noqa: S603
     try:
         line = process.stdout.readline() if process.stdout else ""
-        found = re.search(r"(http://\S+)", line)
+        found = re.search(r"(http://\S+)/login#", line)  # measured as a page that only reads
         if found is None:
             raise ConfigError(f"The dashboard did not start: {line.strip() or 'it said nothing'}.")
-        yield found[1].rstrip("/")
+        yield found[1]
     finally:
         process.terminate()
         process.wait(20)

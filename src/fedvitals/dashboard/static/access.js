@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// Whether this page may change the store. The token of the printed address is kept for this origin, which is one port
+// of one host: unlike a cookie, no other server on this machine is ever sent it.
+
+const KEY = "fedvitals-token";
+export const READ_ONLY = "This page can only read. To tag, mute or delete, open the address that `fedvitals ui` printed when it started";
+
+export const access = { changes: false };
+
+export function keepToken(token) {
+  try {
+    localStorage.setItem(KEY, token);
+  } catch {
+    // a browser that keeps nothing: the page stays one that reads
+  }
+}
+
+/** The header that shows the token; none where there is no token. */
+export function authorization() {
+  try {
+    const token = localStorage.getItem(KEY);
+    return token ? { Authorization: `Bearer ${token}` } : {};
+  } catch {
+    return {};
+  }
+}
+
+/** When another page of this dashboard was opened with the token. */
+export function onToken(listener) {
+  addEventListener("storage", (event) => event.key === KEY && listener());
+}
+
+/** The properties of a control that changes something: disabled, with the reason, where that is not allowed. */
+export function changing(props) {
+  return access.changes ? props : { ...props, disabled: true, title: `${READ_ONLY.replaceAll("`", "")}.` };
+}

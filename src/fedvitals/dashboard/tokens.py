@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks the dashboard's token, keeps the sessions of those who have shown it, and slows down guessing."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import time
+from collections import OrderedDict, deque
+
+COOKIE = "fedvitals_session"
+SESSIONS = 1000
+TRIES, WITHIN = 5, 60.0  # wrong tokens of one address, in so many seconds
+ADDRESSES = 1000  # whose wrong tokens are counted
+
+
+class Tokens:
+    """The token, and the sessions of those who have shown it.
+
+    The right token is always taken, however many wrong ones came before it: on one machine, behind a proxy or a
+    tunnel, everybody has the same address. It is too long to be guessed; the limit only keeps a guesser from being
+    answered at full speed.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+        self._sessions: OrderedDict[str, None] = OrderedDict()
+        self._tries: OrderedDict[str, deque[float]] = OrderedDict()
+
+    def shown_in(self, authorization: str, address: str) -> bool:
+        """Whether an Authorization header holds the token; a wrong one is counted against the address."""
+        kind, _, token = authorization.partition(" ")
+        return kind.lower() == "bearer" and self.wait_after(token.strip(), address) is None
+
+    def has_session(self, cookies: str, port: int) -> bool:
+        """Whether a Cookie header holds the session of somebody who has shown the token."""
+        # By hand: cookies of other servers on this host come along, and `http.cookies` gives up at the first bad one.
+        pairs = (cookie.strip().partition("=") for cookie in cookies.split(";"))
+        return any(name == _cookie_name(port) and value in self._sessions for name, _, value in pairs)
+
+    def wait_after(self, token: str, address: str) -> int | None:
+        """Try a token: None if it is right, else the seconds until another wrong one is looked at."""
+        if hmac.compare_digest(token.encode("utf-8", "replace"), self._token):
+            return None
+        wait = self.wait(address)
+        if wait:
+            return wait
+        self._tries.setdefault(address, deque(maxlen=TRIES)).append(time.monotonic())
+        self._tries.move_to_end(address)
+        while len(self._tries) > ADDRESSES:
+            self._tries.popitem(last=False)
+        return self.wait(address)
+
+    def wait(self, address: str) -> int:
+        """Return the seconds for which wrong tokens of this address are refused unseen."""
+        tries, now = self._tries.get(address, deque()), time.monotonic()
+        while tries and now - tries[0] > WITHIN:
+            tries.popleft()
+        return 1 + int(WITHIN - (now - tries[0])) if len(tries) >= TRIES else 0
+
+    def cookie(self, port: int, *, secure: bool) -> str:
+        """Return a Set-Cookie for somebody who has shown the token; the token itself is not in it."""
+        session = secrets.token_urlsafe(32)
+        self._sessions[session] = None
+        while len(self._sessions) > SESSIONS:
+            self._sessions.popitem(last=False)
+        return f"{_cookie_name(port)}={session}; Path=/; HttpOnly; SameSite=Strict{'; Secure' if secure else ''}"
+
+
+def _cookie_name(port: int) -> str:
+    """A browser sends a host's cookies to all its ports: two dashboards must not overwrite each other's."""
+    return f"{COOKIE}_{port}"
