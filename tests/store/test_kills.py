@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainers, PostgreSQL and tapes under kill -9: what was acknowledged is there. All kinds: `fedvitals_studies.kills`."""
+"""Trainers, PostgreSQL and tapes under kill -9 lose nothing acknowledged. All kinds: `fedvitals_studies.kills`."""
 
 import multiprocessing
 
