@@ -72,6 +72,12 @@ def writer_of(store: Path) -> int | None:
             return None
 
 
+def is_held_here(store: Path) -> bool:
+    """Whether this process writes the store."""
+    with _GATE:
+        return _path(store) in _HELD
+
+
 def note_of(store: Path) -> str | None:
     """What the last writer of a store noted in the file beside it; None when it is this process, or noted nothing."""
     path = _path(store)
