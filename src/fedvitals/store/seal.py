@@ -2,9 +2,10 @@
 """Checksums of all pages of a store's file, so that no damage to it changes an answer unnoticed.
 
 SQLite has checksums for its log alone: a flipped bit in the file itself may become another number. A store at rest
-therefore carries the CRC-32 of each page behind its last page, where SQLite does not look and from where any copy takes
+therefore carries a checksum of each page behind its last page, where SQLite does not look and from where any copy takes
 them along. While a store is written they are in a file of their own beside it (`runs.db.sums`) and are brought up to
-date before each time that the log is folded in: whatever page is not in the log has the checksum noted there.
+date before each time that the log is folded in: whatever page is not in the log has the checksum noted there. They are
+those that SQLite computes for the log, so that writing them costs no look at a page.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import logging
 import os
 import struct
+import sys
 import threading
 import time
 import zlib
@@ -26,17 +28,28 @@ import numpy.typing as npt
 
 from fedvitals.store.identity import has_foreign_log
 from fedvitals.store.lock import note_of
-from fedvitals.store.log_file import FRAME, HEADER, Log, Salts, page_in, read_log
+from fedvitals.store.log_file import (
+    FRAME,
+    HEADER,
+    Log,
+    Salts,
+    frame_heads,
+    page_in,
+    page_sums,
+    read_log,
+    sums_in,
+)
 
 logger = logging.getLogger("fedvitals.store")
 
-Checksums = npt.NDArray[np.uint32]
+Checksums = npt.NDArray[np.uint32]  # [pages, 2]
 
 UNKNOWN = 0  # in place of the checksum of a page that was never written
 FOOTER = struct.Struct("<8sIIIII")  # magic, page size, change counter, pages, CRC of the checksums, CRC of all before
 MAGIC = b"fvsums1\n"
 DATABASE_HEADER = 100
-AT_ONCE = 1 << 23  # bytes
+NEVER_ZERO = np.uint32(1)  # added, so that a page of zeros does not pass for one that was never written
+AT_ONCE = 64  # pages; half a megabyte stays in the processor's cache
 FOLD_FRAMES = 4000  # in the log, after which it is folded in
 RETRY_FRAMES = 1000  # after a reader kept it from being folded in
 # Bytes of the first page that SQLite changes without a transaction of ours: the journal mode, and who wrote last.
@@ -182,7 +195,7 @@ def _compare(file: int, start: bytes, sums: Sums, log: Log, report: Report) -> N
         report.problems.append("the file's header is damaged")
         return
     found = _checksums(file, sums.page_size, len(sums.pages))
-    wrong = np.flatnonzero((found != sums.pages) & (sums.pages != UNKNOWN)) + 1
+    wrong = np.flatnonzero((found != sums.pages).any(axis=1) & (sums.pages != UNKNOWN).any(axis=1)) + 1
     report.damaged_pages = [page for page in wrong.tolist() if page not in log.frame_of]
     if report.damaged_pages:
         count, total = len(report.damaged_pages), len(sums.pages)
@@ -212,7 +225,7 @@ def _compare_log(path: Path, log: Log | None, report: Report) -> None:
 
 def log_note(salts: Salts, frames: int) -> str:
     """Return the line of the lock file that says how much the log holds."""
-    return f"log {salts[0]} {salts[1]} {frames}"
+    return f"log {salts[0]:010} {salts[1]:010} {frames:010}"
 
 
 def noted_log(note: str | None) -> tuple[Salts, int] | None:
@@ -241,7 +254,7 @@ def _noted(path: Path, file: int, start: bytes, size: int, *, in_use: bool) -> S
         raise ValueError(f"the file is cut off: it has {size} of {end} bytes")
     footer = os.pread(file, FOOTER.size, size - FOOTER.size)
     page_size, _, pages, _ = _footer(footer)
-    length = -(-(4 * pages + FOOTER.size) // page_size) * page_size
+    length = -(-(8 * pages + FOOTER.size) // page_size) * page_size
     return _decoded(os.pread(file, length, size - length), start)
 
 
@@ -264,7 +277,8 @@ def _decoded(content: bytes, start: bytes) -> Sums:
     # Of a file to which another program has added pages since, they are overwritten, and do not count any more.
     if zlib.crc32(body) != checksum and counter == _counter(start):
         raise ValueError(_DAMAGED)
-    return Sums(page_size, counter, np.frombuffer(body, "<u4", min(pages, len(body) // 4)).astype(np.uint32))
+    count = min(pages, len(body) // 8)
+    return Sums(page_size, counter, np.frombuffer(body, "<u4", 2 * count).astype(np.uint32).reshape(-1, 2))
 
 
 def _has_journal(path: Path) -> bool:
@@ -302,30 +316,31 @@ def _open(path: Path) -> int:
 
 def _checksums(file: int, page_size: int, count: int) -> Checksums:
     """Return the checksums of the first pages of an open file; UNKNOWN for those that it does not have."""
-    sums = np.full(count, UNKNOWN, np.uint32)
-    for first, content in _pieces(file, page_size, count):
-        for place in range(0, len(content) - page_size + 1, page_size):
-            page = content[place : place + page_size]
-            sums[first + place // page_size] = _checksum(page, first=not (first or place))
+    sums = np.full((count, 2), UNKNOWN, np.uint32)
+    for first in range(0, count, AT_ONCE):
+        content = os.pread(file, min(AT_ONCE, count - first) * page_size, first * page_size)
+        pages = len(content) // page_size
+        words = np.frombuffer(content, "<u4", pages * page_size // 4).reshape(pages, -1)
+        sums[first : first + pages] = page_sums(words.astype(np.uint32, copy=False)) + NEVER_ZERO
+        if not first and pages:
+            sums[0] = _of_first_page(content[:page_size])
     return sums
 
 
-def _pieces(file: int, page_size: int, count: int) -> Iterator[tuple[int, memoryview]]:
-    pages = max(AT_ONCE // page_size, 1)
-    for first in range(0, count, pages):
-        yield first, memoryview(os.pread(file, min(pages, count - first) * page_size, first * page_size))
-
-
-def _checksum(page: bytes | memoryview, *, first: bool = False) -> int:
-    if first:
-        changed = bytearray(page)
-        for begin, end in UNSEALED_BYTES:
-            changed[begin:end] = bytes(end - begin)
-        page = bytes(changed)
-    return zlib.crc32(page)
+def _of_first_page(page: bytes) -> Checksums:
+    changed = bytearray(page)
+    for begin, end in UNSEALED_BYTES:
+        changed[begin:end] = bytes(end - begin)
+    return page_sums(np.frombuffer(bytes(changed), "<u4")[None, :].astype(np.uint32))[0] + NEVER_ZERO
 
 
 # -- keeping -----------------------------------------------------------------------------------------------------------
+
+
+def _resized(pages: Checksums, count: int) -> Checksums:
+    resized = np.full((count, 2), UNKNOWN, np.uint32)
+    resized[: len(pages)] = pages[:count]
+    return resized
 
 
 class Seal:
@@ -338,14 +353,17 @@ class Seal:
     def __init__(self, path: Path) -> None:
         """Examine a store before its first connection that may write."""
         self._path = path.absolute()
+        self._partial = self._path.with_name(f"{path.name}.sums.partial")
         self.report = Report()
         self._sums: Sums | None = None
         self._damaged: frozenset[int] = frozenset()  # pages that were damaged before: their checksums stay wrong
         self._log = Log()
         self._inherited: Salts | None = None  # of a log in which frames of a killed process may lie behind the last one
-        self._sealed_frames = 0
+        self._frames = 0  # of the log, up to the last commit
+        self._noted_frames = 0  # whose pages have their checksums noted
         self._next_fold = FOLD_FRAMES
-        self._off = False
+        self._open_log: int | None = None
+        self._off = sys.byteorder == "big"  # there, the log has other checksums
         with self._guarded():
             if not path.exists() or not path.stat().st_size:
                 beside(self._path).unlink(missing_ok=True)
@@ -371,7 +389,9 @@ class Seal:
     def drop(self) -> None:
         """Give up: the file is no longer ours, or its pages cannot be followed."""
         self._off = True
+        self._close_log()
         with contextlib.suppress(OSError):
+            self._partial.unlink(missing_ok=True)
             beside(self._path).unlink(missing_ok=True)
 
     def begin(self) -> None:
@@ -391,49 +411,62 @@ class Seal:
                 pages[wrong] = ~pages[wrong]
                 self._sums = Sums(page_size, _counter(start), pages)
             self._sums = Sums(page_size, _counter(start), self._sums.pages)
-            self._sealed_frames = 0
+            self._frames, self._noted_frames = self._log.frames, 0
+            self._next_fold = 0 if self._log.frames else FOLD_FRAMES
             self._write()
 
     def committed(self) -> str | None:
-        """Take in what was just written to the log; the line of the lock file that says how much it holds."""
+        """Return the line of the lock file that says how much the log holds after a commit."""
         if self._sums is None:
             self.begin()
-        if self._off or self._sums is None:
-            return None
-        with self._guarded():
-            try:
-                with _log(self._path).open("rb", buffering=0) as file:
-                    self._follow(file.fileno(), self._sums.page_size)
-            except FileNotFoundError:
-                self._log = Log()
-        return None if self._off else log_note(self._log.salts, self._log.frames)
+        if not self._off and self._sums is not None:
+            with self._guarded():
+                self._count(self._sums.page_size)
+        return None if self._off else log_note(self._log.salts, self._frames)
 
-    def _follow(self, file: int, page_size: int) -> None:
-        start = os.pread(file, HEADER.size, 0)
+    def _count(self, page_size: int) -> None:
+        """Find the last commit in the log: frames of another salt follow, or of a transaction that was undone."""
+        file = self._log_file()
+        start = os.pread(file, HEADER.size, 0) if file is not None else b""
         salts = HEADER.unpack(start)[4:6] if len(start) == HEADER.size else (0, 0)
-        log = self._log
-        if salts != log.salts:
-            self._log = log = Log((salts[0], salts[1]))
-            self._sealed_frames, self._next_fold = 0, FOLD_FRAMES
-        elif log.salts == self._inherited:
+        if salts != self._log.salts:
+            self._log, self._frames = Log((salts[0], salts[1])), 0
+            self._noted_frames, self._next_fold = 0, FOLD_FRAMES
+        elif salts == self._inherited:
             self._log = read_log(_log(self._path), page_size) or Log()
+            self._frames = self._log.frames
+        if file is None or salts in (self._inherited, (0, 0)):
             return
-        number, pages = log.frames, dict[int, int]()
-        while True:
-            head = os.pread(file, FRAME.size, HEADER.size + number * (FRAME.size + page_size))
-            if len(head) < FRAME.size or head[8:16] != struct.pack(">2I", *log.salts):
-                return
-            page, count = int.from_bytes(head[:4], "big"), int.from_bytes(head[4:8], "big")
-            pages[page] = number
-            number += 1
-            if count:
-                log.frame_of |= pages
-                log.frames, log.page_count, pages = number, count, {}
+        own, size = start[16:24], FRAME.size + page_size
+        low, high = self._frames, (os.fstat(file).st_size - HEADER.size) // size
+        while low < high:
+            middle = (low + high) // 2
+            if os.pread(file, 8, HEADER.size + middle * size + 8) == own:
+                low = middle + 1
+            else:
+                high = middle
+        while low > self._frames and not any(os.pread(file, 4, HEADER.size + (low - 1) * size + 4)):
+            low -= 1
+        self._frames = low
+
+    def _log_file(self) -> int | None:
+        """Return a descriptor of the log, which stays open until another file has its name."""
+        if self._open_log is not None and os.fstat(self._open_log).st_nlink:
+            return self._open_log
+        self._close_log()
+        with contextlib.suppress(FileNotFoundError):
+            self._open_log = os.open(_log(self._path), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        return self._open_log
+
+    def _close_log(self) -> None:
+        if self._open_log is not None:
+            os.close(self._open_log)
+        self._open_log = None
 
     @property
     def wants_fold(self) -> bool:
         """Whether the log has become so long that it should be folded in."""
-        return self._log.frames >= self._next_fold
+        return self._frames >= self._next_fold
 
     def changed_elsewhere(self) -> None:
         """Another program has written to the store, and may have folded the log in: all pages are read again."""
@@ -448,32 +481,33 @@ class Seal:
         self.committed()
         with self._guarded():
             self._write()
-        self._next_fold = self._log.frames + RETRY_FRAMES
+        self._next_fold = self._frames + RETRY_FRAMES
 
     def _write(self) -> None:
         """Write the checksums of the file's pages as they are once the log is folded in."""
         if self._sums is None:
             return
-        log, page_size, counter = self._log, self._sums.page_size, self._sums.counter
-        pages = np.full(log.page_count or len(self._sums.pages), UNKNOWN, np.uint32)
-        kept = min(len(pages), len(self._sums.pages))
-        pages[:kept] = self._sums.pages[:kept]
-        changed = [(p, frame) for p, frame in log.frame_of.items() if frame >= self._sealed_frames and p <= len(pages)]
-        if changed:
-            with _log(self._path).open("rb", buffering=0) as file:
-                for page, frame in changed:
-                    content = page_in(file.fileno(), frame, page_size)
-                    if page == 1:
-                        counter = _counter(content)
-                    if page not in self._damaged:
-                        pages[page - 1] = _checksum(content, first=page == 1)
-        self._sums, self._sealed_frames = Sums(page_size, counter, pages), log.frames
-        partial = beside(self._path).with_suffix(f".{os.getpid()}.partial")
-        partial.write_bytes(self._sums.to_bytes())
-        partial.replace(beside(self._path))
+        page_size, counter, file = self._sums.page_size, self._sums.counter, self._log_file()
+        pages, first, last = self._sums.pages, self._noted_frames, self._frames
+        if file is not None and first < last:
+            heads = frame_heads(file, first, last, page_size)
+            sums = sums_in(file, first, heads, page_size) + NEVER_ZERO
+            page_of_frame, counts = heads[:, 0].byteswap().tolist(), heads[:, 1].byteswap()
+            pages = _resized(pages, int(counts[counts > 0][-1]))
+            newest = {page: i for i, page in enumerate(page_of_frame) if page <= len(pages)}
+            if 1 in newest:
+                content = page_in(file, first + newest[1], page_size)
+                counter, sums[newest[1]] = _counter(content), _of_first_page(content)
+            for page in self._damaged:
+                newest.pop(page, None)
+            pages[np.array([*newest], int) - 1] = sums[[*newest.values()]]
+        self._sums, self._noted_frames = Sums(page_size, counter, pages), last
+        self._partial.write_bytes(self._sums.to_bytes())
+        self._partial.replace(beside(self._path))
 
     def finish(self) -> None:
         """Put the checksums behind the last page, if the log was folded in and nobody else has the store open."""
+        self._close_log()
         if self._off or self._sums is None:
             return
         with self._guarded():

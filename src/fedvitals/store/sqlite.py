@@ -282,8 +282,9 @@ class SqliteStore(Sink):
         if not self._watch.identified or self._seal.wants_fold:
             self._fold_in()  # a file that holds no run yet could not be told from another
         if self._watch.remember():
-            self._note = self._watch.note() or self._note
-        self._file_lock.note(f"{self._note}\n{log}" if log else self._note)
+            self._leave_note()
+        if log is not None:
+            self._file_lock.add(log)
 
     def _leave_note(self) -> None:
         """In the lock file: whose log it is that lies beside the store."""
