@@ -360,6 +360,7 @@ class Seal:
         self._log = Log()
         self._inherited: Salts | None = None  # of a log in which frames of a killed process may lie behind the last one
         self._frames = 0  # of the log, up to the last commit
+        self._last_commit = 1  # how many frames it had
         self._noted_frames = 0  # whose pages have their checksums noted
         self._next_fold = FOLD_FRAMES
         self._open_log: int | None = None
@@ -439,15 +440,16 @@ class Seal:
             return
         own, size = start[16:24], FRAME.size + page_size
         low, high = self._frames, (os.fstat(file).st_size - HEADER.size) // size
+        middle = low + self._last_commit - 1  # most are as long as the one before
         while low < high:
-            middle = (low + high) // 2
+            middle = middle if low <= middle < high else (low + high) // 2
             if os.pread(file, 8, HEADER.size + middle * size + 8) == own:
-                low = middle + 1
+                low = middle = middle + 1
             else:
-                high = middle
+                high, middle = middle, -1
         while low > self._frames and not any(os.pread(file, 4, HEADER.size + (low - 1) * size + 4)):
             low -= 1
-        self._frames = low
+        self._frames, self._last_commit = low, low - self._frames
 
     def _log_file(self) -> int | None:
         """Return a descriptor of the log, which stays open until another file has its name."""
