@@ -100,11 +100,10 @@ def _spilled(store: str | None) -> list[Sign]:
     from fedvitals.transport.spill import damaged_lines, leftover
 
     folder = spill_folder(store)
-    files = leftover(folder)
-    if not files:
+    files, damaged = leftover(folder), damaged_lines(folder)
+    if not files and not damaged:
         return [Sign("spilled", "fine", "nothing waits beside the store")]
     text = f"{len(files)} files in {folder} wait to be taken back: the next training does, or --mend"
-    damaged = damaged_lines(folder)
     if damaged:
         return [Sign("spilled", "trouble", f"{text}. {damaged} of their lines are damaged, and will be left out")]
     return [Sign("spilled", "note", text)]

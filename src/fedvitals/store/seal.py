@@ -320,7 +320,7 @@ def _checksums(file: int, page_size: int, count: int) -> Checksums:
     for first in range(0, count, AT_ONCE):
         content = os.pread(file, min(AT_ONCE, count - first) * page_size, first * page_size)
         pages = len(content) // page_size
-        words = np.frombuffer(content, "<u4", pages * page_size // 4).reshape(pages, -1)
+        words = np.frombuffer(content, "<u4", pages * page_size // 4).reshape(pages, page_size // 4)
         sums[first : first + pages] = page_sums(words.astype(np.uint32, copy=False)) + NEVER_ZERO
         if not first and pages:
             sums[0] = _of_first_page(content[:page_size])

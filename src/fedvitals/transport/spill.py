@@ -179,7 +179,7 @@ def drain_spill(folder: Path, sink: str | None = None) -> Iterator[Record]:
     for path in sorted(Path(folder).glob(pattern), key=lambda path: (path.stat().st_mtime_ns, path.name)):
         try:
             file = path.open("r+b")
-        except FileNotFoundError:  # another process drained it meanwhile
+        except OSError:  # another process drained it meanwhile, or it is no file
             continue
         with file:
             try:
@@ -211,8 +211,8 @@ def waiting_runs(folder: Path) -> set[str]:
 
 
 def damaged_lines(folder: Path) -> int:
-    """Count the lines that cannot be read in the files that dead processes left."""
-    count = 0
+    """Count the lines that cannot be read in the files that dead processes left; a folder in place of one counts, too."""
+    count = sum(path.is_dir() for path in Path(folder).glob("spill-*.jsonl"))
     for path in leftover(folder):
         with contextlib.suppress(OSError), path.open("rb") as file:
             for line in file:

@@ -15,7 +15,7 @@ from fedvitals.store.dialect import SQLITE, Database
 from fedvitals.store.identity import continued_in, has_foreign_log, logs_aside
 from fedvitals.store.lock import note_of, owner_of
 from fedvitals.store.packing import entries_of, numbers_of
-from fedvitals.store.postgres import read_postgres
+from fedvitals.store.postgres import address_of, read_postgres
 from fedvitals.store.schema import TABLES, VERSION
 from fedvitals.store.seal import Report, noted_log
 from fedvitals.store.seal import examine as examine_pages
@@ -47,6 +47,17 @@ def examine(where: Path | str) -> list[Sign]:
         return _examine_file(where)
     except (FedvitalsError, sqlite3.Error, OSError) as error:
         return [Sign("store", "trouble", str(error))]
+
+
+def damage_in(where: Path | str) -> str | None:
+    """Return a sentence on what is wrong with a store, for a reader that failed on it; None if nothing is."""
+    if isinstance(where, Path) and not where.exists():
+        return None
+    troubles = [f"{sign.what}: {sign.said}" for sign in examine(where) if sign.state == "trouble"]
+    if not troubles:
+        return None
+    shown = address_of(where).shown if isinstance(where, str) else where
+    return f"The store '{shown}' is damaged: {'; '.join(troubles[:2])}. `fedvitals doctor --mend` repairs what it can."
 
 
 def _examine_file(path: Path) -> list[Sign]:

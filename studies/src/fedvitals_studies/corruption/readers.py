@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import io
 import json
 import logging
 import traceback
@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from click.testing import CliRunner
 from starlette.testclient import TestClient
 
-from fedvitals.cli.main import VERBS
+from fedvitals.cli.main import main
 from fedvitals.dashboard.app import create_app
 from fedvitals.errors import FedvitalsError
 from fedvitals.replay.tape.digests import digest_of
@@ -54,14 +53,15 @@ def _told(work: Callable[[], str]) -> Answer:
 
 def _verb(store: Path, verb: str, *arguments: str) -> Answer:
     def work() -> str:
-        command = importlib.import_module(VERBS[verb]).command
-        words = [*arguments, str(store)] if verb == "doctor" else [*arguments, "--store", str(store)]
-        result = CliRunner().invoke(command, words)
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        if result.exit_code > 1:
-            raise FedvitalsError(result.output)
-        return result.output
+        words = [verb, *arguments, *(("--store", str(store)) if verb != "doctor" else (str(store),))]
+        out, err = io.StringIO(), io.StringIO()
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                main(words)
+        except SystemExit as end:
+            if int(end.code or 0) > 1:
+                raise FedvitalsError(err.getvalue()) from end
+        return out.getvalue()
 
     return _told(work)
 
@@ -82,8 +82,8 @@ def _file(store: Path, verb: str, name: str, *arguments: str) -> Answer:
     return _told(work)
 
 
-def store_answers(store: Path, run: str) -> Iterator[tuple[str, Answer]]:
-    """Yield what each reader says of a store."""
+def store_answers(store: Path, run: str, *, thorough: bool) -> Iterator[tuple[str, Answer]]:
+    """Yield what each reader says of a store; a report takes seconds, and is only asked for when `thorough`."""
     forget()
     yield "runs", _verb(store, "runs", "--json")
     yield "show", _verb(store, "show", run, "--json")
@@ -96,22 +96,20 @@ def store_answers(store: Path, run: str) -> Iterator[tuple[str, Answer]]:
         "(SELECT TOTAL(seconds) FROM spans), (SELECT GROUP_CONCAT(message) FROM findings)", "--json",
     )  # fmt: skip
     yield "export", _file(store, "export", "csv", run, "--to", "csv")
-    yield "report", _file(store, "report", "report.html", run)
+    if thorough:
+        yield "report", _file(store, "report", "report.html", run)
     yield from _dashboard(store, run)
 
 
 def _dashboard(store: Path, run: str) -> Iterator[tuple[str, Answer]]:
     logging.getLogger("fedvitals").setLevel(logging.CRITICAL)
-    try:
-        client = TestClient(create_app(store), base_url=HOME, raise_server_exceptions=False)
-    except FedvitalsError as error:
-        yield "dashboard", Answer(FAILED, str(error))
-        return
-    with client:
-        for path in ("runs", f"runs/{run}/overview", f"runs/{run}/clients", f"runs/{run}/findings"):
-            reply = client.get(f"/api/{path}")
-            state = "ok" if reply.status_code == 200 else CRASHED if reply.status_code == 500 else FAILED
-            yield f"dashboard {path.rpartition('/')[2]}", Answer(state, reply.text)
+    app = create_app(store)
+    client = TestClient(app, base_url=HOME, raise_server_exceptions=False)  # without what the app does in the background
+    for path in ("runs", f"runs/{run}/overview", f"runs/{run}/clients", f"runs/{run}/findings"):
+        reply = client.get(f"/api/{path}")
+        state = "ok" if reply.status_code == 200 else CRASHED if reply.status_code == 500 else FAILED
+        yield f"dashboard {path.rpartition('/')[2]}", Answer(state, reply.text)
+    app.state.reader_cache.close()
 
 
 def tape_answers(store: Path, run: str, rounds: int) -> Iterator[tuple[str, Answer]]:

@@ -50,7 +50,7 @@ class Study:
         for kind in (next(iter(AT_REST)), next(iter(KILLED)), next(iter(TAPE)), next(iter(SPILL))):
             store, sample = self._copy(kind)
             _, trouble = readers.ask_doctor(store)
-            answers = dict(self._ask(kind, store, sample))
+            answers = dict(self._ask(kind, store, sample, thorough=True))
             if trouble or any(answer.state != "ok" for answer in answers.values()):
                 bad = {name: answer for name, answer in answers.items() if answer.state != "ok"}
                 raise RuntimeError(f"A sound folder is not: {sample}, {readers.ask_doctor(store)[0].text}, {bad}")
@@ -72,18 +72,18 @@ class Study:
                 file.unlink()
         return case / "runs.db", sample
 
-    def _ask(self, kind: str, store: Path, sample: str) -> Iterator[tuple[str, Answer]]:
+    def _ask(self, kind: str, store: Path, sample: str, *, thorough: bool) -> Iterator[tuple[str, Answer]]:
         run = self._run[sample]
         if kind in TAPE:
             return readers.tape_answers(store, run, ROUNDS)
-        return readers.spill_answers(store) if kind in SPILL else readers.store_answers(store, run)
+        return readers.spill_answers(store) if kind in SPILL else readers.store_answers(store, run, thorough=thorough)
 
     def run(self, kind: str, seed: int) -> Case:
         """Damage a copy in one way, ask everybody, and compare."""
         store, sample = self._copy(kind)
         KINDS[kind](store.parent, random.Random(f"{kind} {seed}"))  # noqa: S311 - no secrets here
         said, trouble = readers.ask_doctor(store)
-        answers = dict(self._ask(kind, store, sample))
+        answers = dict(self._ask(kind, store, sample, thorough=seed % 5 == 0))
         crashed = [name for name, answer in (*answers.items(), ("doctor", said)) if answer.state == CRASHED]
         if crashed:
             texts = [*answers.items(), ("doctor", said)]
@@ -91,6 +91,8 @@ class Study:
         sound = self._sound[self._group(kind)]
         failed = [name for name, answer in answers.items() if answer.state == FAILED]
         other = [n for n, a in answers.items() if a.state == "ok" and _plain(a.text) != _plain(sound[n].text)]
+        if kind in TAPE and any("on the tape" in answers[name].text for name in failed):
+            other = [name for name in other if name != "replay"]  # its list of rounds says what is missing
         if kind in SPILL and other:
             # Lines that are left out are told by the doctor; a line that came back changed would be silent.
             kept = set(json.loads(sound["spill"].text))
