@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import importlib
 import io
+import itertools
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +156,7 @@ def _damage_behind(arguments: list[str]) -> str | None:
     from fedvitals.store import store_target
     from fedvitals.store.upkeep.doctor import damage_in
 
-    named = [value for word, value in zip(arguments, arguments[1:], strict=False) if word == "--store"]
+    named = [value for word, value in itertools.pairwise(arguments) if word == "--store"]
     named += [word.removeprefix("--store=") for word in arguments if word.startswith("--store=")]
     try:
         return damage_in(store_target(named[-1] if named else None))

@@ -68,7 +68,8 @@ def sums_in(file: int, first: int, heads: Words, page_size: int) -> Words:
     states = np.concatenate((before, heads[:, 4:6])).byteswap()
     steps = page_size // 8 + 1
     step = np.array(_step(steps), np.uint32).reshape(2, 2)
-    return states[1:] - states[:-1] @ step.T - heads[:, :2] @ _weights(steps)[:2]
+    sums: Words = states[1:] - states[:-1] @ step.T - heads[:, :2] @ _weights(steps)[:2]
+    return sums
 
 
 def page_sums(pages: Words) -> Words:

@@ -211,7 +211,7 @@ def waiting_runs(folder: Path) -> set[str]:
 
 
 def damaged_lines(folder: Path) -> int:
-    """Count the lines that cannot be read in the files that dead processes left; a folder in place of one counts, too."""
+    """Count the lines that cannot be read in what dead processes left; a folder in place of a file counts, too."""
     count = sum(path.is_dir() for path in Path(folder).glob("spill-*.jsonl"))
     for path in leftover(folder):
         with contextlib.suppress(OSError), path.open("rb") as file:

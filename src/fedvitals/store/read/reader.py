@@ -12,9 +12,9 @@ from typing import Self
 
 from fedvitals.errors import StoreError
 from fedvitals.stats import FAMILIES, STATISTICS, derive, unpack
+from fedvitals.store import checksums
 from fedvitals.store.ddl import quoted
 from fedvitals.store.dialect import SQLITE, Database
-from fedvitals.store import seal
 from fedvitals.store.identity import has_foreign_log
 from fedvitals.store.packing import NONE, entries_of, numbers_of
 from fedvitals.store.read.history import SqlHistory
@@ -137,9 +137,9 @@ class Reader:
 def refuse_damaged(path: Path) -> None:
     """Raise StoreError if a store's pages are not as they were written."""
     try:
-        if seal.is_known_sound(path):
+        if checksums.is_known_sound(path):
             return
-        problems = seal.examine(path).problems
+        problems = checksums.examine(path).problems
     except OSError as error:
         raise StoreError(f"The store '{path}' cannot be opened: {error.strerror}.") from error
     if problems:
@@ -147,7 +147,7 @@ def refuse_damaged(path: Path) -> None:
             f"The store '{path}' is damaged: {'; '.join(problems)}. Its numbers may be wrong, so none are shown. "
             f"`fedvitals doctor {path} --mend` saves what is sound."
         )
-    seal.remember_sound(path)
+    checksums.remember_sound(path)
 
 
 def read_sqlite(path: Path) -> Reader:

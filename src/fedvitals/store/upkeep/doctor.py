@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedvitals.errors import FedvitalsError, StoreError
+from fedvitals.store.checksums import Report, noted_log
+from fedvitals.store.checksums import examine as examine_pages
 from fedvitals.store.dialect import SQLITE, Database
 from fedvitals.store.identity import continued_in, has_foreign_log, logs_aside
 from fedvitals.store.lock import note_of, owner_of
 from fedvitals.store.packing import entries_of, numbers_of
 from fedvitals.store.postgres import address_of, read_postgres
 from fedvitals.store.schema import TABLES, VERSION
-from fedvitals.store.seal import Report, noted_log
-from fedvitals.store.seal import examine as examine_pages
 from fedvitals.store.sqlite import check_file, check_version
 from fedvitals.store.upkeep.values import missing_structure, unreadable
 
@@ -140,7 +140,7 @@ def _lock(path: Path, owner: str | None) -> Sign:
 def _was_killed(path: Path) -> bool:
     """Whether the last writer ended without closing the store. One that closed it has taken back its note on the log.
 
-    Before its first record, a writer has noted nothing yet, and without a log there is nothing that a reader could keep.
+    Before its first record a writer has noted nothing, and without a log there is nothing that a reader could keep.
     """
     log = path.with_name(path.name + "-wal")
     return noted_log(note_of(path)) is not None or not log.exists() or not log.stat().st_size
@@ -211,7 +211,7 @@ def _content(database: Database, *, written: bool) -> list[Sign]:
     for what, check in checks.items():
         try:
             signs += check()
-        except Exception as error:  # of anything that damage can make of a row
+        except Exception as error:  # noqa: BLE001 - damage can make anything of a row
             signs.append(Sign(what, "trouble", f"cannot be examined ({type(error).__name__}: {error})"))
     return signs
 

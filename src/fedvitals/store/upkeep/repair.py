@@ -10,12 +10,12 @@ from pathlib import Path
 
 from fedvitals.errors import FedvitalsError, StoreError
 from fedvitals.store import ddl
+from fedvitals.store.checksums import Report
+from fedvitals.store.checksums import examine as examine_pages
 from fedvitals.store.dialect import SQLITE, Database
 from fedvitals.store.identity import has_foreign_log
 from fedvitals.store.lock import WriterLock
 from fedvitals.store.schema import VERSION
-from fedvitals.store.seal import Report
-from fedvitals.store.seal import examine as examine_pages
 from fedvitals.store.sqlite import check_file, check_version
 from fedvitals.store.upkeep import doctor
 from fedvitals.store.upkeep.opening import transaction, upkeep

@@ -19,7 +19,7 @@ from fedvitals.dashboard.app import create_app
 from fedvitals.errors import FedvitalsError
 from fedvitals.replay.tape.digests import digest_of
 from fedvitals.replay.tape.reader import TapeReader
-from fedvitals.store import seal, sqlite
+from fedvitals.store import checksums, sqlite
 from fedvitals.transport.spill import drain_spill
 
 HOME = "http://127.0.0.1:7979"
@@ -38,16 +38,16 @@ def forget() -> None:
     """Forget which files were seen to be sound: each damaged copy is a new store, though its file may have a number
     that another had.
     """
-    seal._SOUND.clear()  # noqa: SLF001
+    checksums._SOUND.clear()  # noqa: SLF001
     sqlite._looked_at.clear()  # noqa: SLF001
 
 
-def _told(work: Callable[[], str]) -> Answer:
+def _answer(work: Callable[[], str]) -> Answer:
     try:
         return Answer("ok", work())
     except FedvitalsError as error:
         return Answer(FAILED, str(error))
-    except Exception:
+    except Exception:  # noqa: BLE001 - which is what is looked for
         return Answer(CRASHED, traceback.format_exc())
 
 
@@ -63,7 +63,7 @@ def _verb(store: Path, verb: str, *arguments: str) -> Answer:
                 raise FedvitalsError(err.getvalue()) from end
         return out.getvalue()
 
-    return _told(work)
+    return _answer(work)
 
 
 def _file(store: Path, verb: str, name: str, *arguments: str) -> Answer:
@@ -79,11 +79,11 @@ def _file(store: Path, verb: str, name: str, *arguments: str) -> Answer:
         files = sorted(out.rglob("*")) if out.is_dir() else [out]
         return "\n".join(file.read_text(errors="replace") for file in files if file.is_file())
 
-    return _told(work)
+    return _answer(work)
 
 
-def store_answers(store: Path, run: str, *, thorough: bool) -> Iterator[tuple[str, Answer]]:
-    """Yield what each reader says of a store; a report takes seconds, and is only asked for when `thorough`."""
+def store_answers(store: Path, run: str, *, brief: bool, report: bool) -> Iterator[tuple[str, Answer]]:
+    """Yield what each reader says of a store; only the quick ones when `brief`. A report takes seconds."""
     forget()
     yield "runs", _verb(store, "runs", "--json")
     yield "show", _verb(store, "show", run, "--json")
@@ -95,8 +95,10 @@ def store_answers(store: Path, run: str, *, thorough: bool) -> Iterator[tuple[st
         store, "query", "SELECT (SELECT COUNT(*) FROM events), (SELECT SUM(bytes) FROM transfers), "
         "(SELECT TOTAL(seconds) FROM spans), (SELECT GROUP_CONCAT(message) FROM findings)", "--json",
     )  # fmt: skip
+    if brief:
+        return
     yield "export", _file(store, "export", "csv", run, "--to", "csv")
-    if thorough:
+    if report:
         yield "report", _file(store, "report", "report.html", run)
     yield from _dashboard(store, run)
 
@@ -104,7 +106,9 @@ def store_answers(store: Path, run: str, *, thorough: bool) -> Iterator[tuple[st
 def _dashboard(store: Path, run: str) -> Iterator[tuple[str, Answer]]:
     logging.getLogger("fedvitals").setLevel(logging.CRITICAL)
     app = create_app(store)
-    client = TestClient(app, base_url=HOME, raise_server_exceptions=False)  # without what the app does in the background
+    client = TestClient(
+        app, base_url=HOME, raise_server_exceptions=False
+    )  # without what the app does in the background
     for path in ("runs", f"runs/{run}/overview", f"runs/{run}/clients", f"runs/{run}/findings"):
         reply = client.get(f"/api/{path}")
         state = "ok" if reply.status_code == 200 else CRASHED if reply.status_code == 500 else FAILED
@@ -115,11 +119,11 @@ def _dashboard(store: Path, run: str) -> Iterator[tuple[str, Answer]]:
 def tape_answers(store: Path, run: str, rounds: int) -> Iterator[tuple[str, Answer]]:
     """Yield what a reader of the tape gets, round by round and state by state."""
     folder = Path(f"{store}.d") / "tape" / run
-    yield "settings", _told(lambda: repr(TapeReader(folder).setting))
+    yield "settings", _answer(lambda: repr(TapeReader(folder).setting))
     yield "replay", _verb(store, "replay", run, "-c", "goto 4", "--json")
     for round_index in range(rounds):
-        yield f"round {round_index}", _told(lambda r=round_index: repr(TapeReader(folder).entry(r)))  # type: ignore[misc]
-        yield f"state {round_index}", _told(lambda r=round_index: _state(folder, r))  # type: ignore[misc]
+        yield f"round {round_index}", _answer(lambda r=round_index: repr(TapeReader(folder).entry(r)))  # type: ignore[misc]
+        yield f"state {round_index}", _answer(lambda r=round_index: _state(folder, r))  # type: ignore[misc]
 
 
 def _state(folder: Path, round_index: int) -> str:
@@ -130,9 +134,7 @@ def _state(folder: Path, round_index: int) -> str:
 def spill_answers(store: Path) -> Iterator[tuple[str, Answer]]:
     """Yield the records that wait beside a store, by the number that each has."""
     logging.getLogger("fedvitals").setLevel(logging.CRITICAL)
-    with contextlib.closing(drain_spill(Path(f"{store}.d"))) as records:
-        lines = _told(lambda: json.dumps([repr(record) for record in records]))
-    yield "spill", lines
+    yield "spill", _answer(lambda: json.dumps([repr(record) for record in drain_spill(Path(f"{store}.d"))]))
 
 
 def ask_doctor(store: Path) -> tuple[Answer, bool]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,7 +36,8 @@ def make_samples(folder: Path) -> dict[str, Path]:
     rest, killed = folder / "rest", folder / "killed"
     for place in (rest, killed):
         place.mkdir(parents=True)
-        _train(place / "runs.db", tape=place is rest)
+    _train(rest / "runs.db")
+    shutil.copyfile(rest / "runs.db", killed / "runs.db")
     code = subprocess.run([sys.executable, "-c", _KILLED, killed / "runs.db"], check=False).returncode  # noqa: S603
     if code != -signal.SIGKILL:
         raise RuntimeError(f"The writer that was to be killed ended with {code}.")
@@ -43,12 +45,12 @@ def make_samples(folder: Path) -> dict[str, Path]:
     return {"rest": rest, "killed": killed}
 
 
-def _train(store: Path, *, tape: bool) -> None:
+def _train(store: Path) -> None:
     experiment = lab.Experiment(
         dataset="digits", model="mlp", clients=6, rounds=8, seed=3, local=lab.Local(iterations=3),
-        faults=[lab.label_noise(nodes=["c4"])],
+        faults=(lab.label_noise(nodes=["c4"]),),
     )  # fmt: skip
-    monitor = Monitor(store, run="sample", machine=False, tape=Tape(every=1) if tape else None)
+    monitor = Monitor(store, run="sample", machine=False, tape=Tape(every=1))
     lab.run(experiment, monitor)
     monitor.close()
     with open_reader(store) as reader:

@@ -23,7 +23,9 @@ from fedvitals_studies.corruption.samples import make_samples
 OUTCOMES = ("harmless", "reported", "refused", "silent", "untold", "traceback")
 ROUNDS = 8
 # What depends on the clock or the place and not on the store.
-_CHANGES = re.compile(r'/[^\s"\'<>]*?/(?:case|rest|killed)\b|"(?:seconds|age|now|at_seconds|version|bytes|size)": ?[\d.e+-]+')
+_CHANGES = re.compile(
+    r'/[^\s"\'<>]*?/(?:case|rest|killed)\b|"(?:seconds|age|now|at_seconds|version|bytes|size)": ?[\d.e+-]+'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +41,27 @@ class Case:
 class Study:
     """The sound folders, with what every reader says of them."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, brief: bool = False) -> None:
+        """Make the folders. `brief`: ask only readers that are quick."""
+        self._folder, self._brief = folder, brief
         self._samples = make_samples(folder)
         with open_reader(self._samples["rest"] / "runs.db") as reader:
-            self._run = {"rest": queries.find_run(reader, "sample")}
-        with open_reader(self._samples["killed"] / "runs.db") as reader:
-            self._run["killed"] = queries.find_run(reader, "sample")
+            self._run = queries.find_run(reader, "sample")
         self._sound: dict[str, dict[str, Answer]] = {}
         for kind in (next(iter(AT_REST)), next(iter(KILLED)), next(iter(TAPE)), next(iter(SPILL))):
-            store, sample = self._copy(kind)
+            store = self._copy(kind)
             _, trouble = readers.ask_doctor(store)
-            answers = dict(self._ask(kind, store, sample, thorough=True))
+            answers = dict(self._ask(kind, store, report=True))
             if trouble or any(answer.state != "ok" for answer in answers.values()):
                 bad = {name: answer for name, answer in answers.items() if answer.state != "ok"}
-                raise RuntimeError(f"A sound folder is not: {sample}, {readers.ask_doctor(store)[0].text}, {bad}")
+                raise RuntimeError(f"A sound folder is not: {readers.ask_doctor(store)[0].text}, {bad}")
             self._sound[self._group(kind)] = answers
 
     @staticmethod
     def _group(kind: str) -> str:
         return "rest" if kind in AT_REST or kind in BY_SQL else kind.partition(":")[0]
 
-    def _copy(self, kind: str) -> tuple[Path, str]:
+    def _copy(self, kind: str) -> Path:
         sample = "killed" if kind in KILLED else "rest"
         case = self._folder / "case"
         shutil.rmtree(case, ignore_errors=True)
@@ -70,20 +71,22 @@ class Study:
         elif kind in TAPE:
             for file in (case / "runs.db.d").glob("spill-*"):
                 file.unlink()
-        return case / "runs.db", sample
+        return case / "runs.db"
 
-    def _ask(self, kind: str, store: Path, sample: str, *, thorough: bool) -> Iterator[tuple[str, Answer]]:
-        run = self._run[sample]
+    def _ask(self, kind: str, store: Path, *, report: bool) -> Iterator[tuple[str, Answer]]:
+        run = self._run
         if kind in TAPE:
             return readers.tape_answers(store, run, ROUNDS)
-        return readers.spill_answers(store) if kind in SPILL else readers.store_answers(store, run, thorough=thorough)
+        if kind in SPILL:
+            return readers.spill_answers(store)
+        return readers.store_answers(store, run, brief=self._brief, report=report)
 
     def run(self, kind: str, seed: int) -> Case:
         """Damage a copy in one way, ask everybody, and compare."""
-        store, sample = self._copy(kind)
+        store = self._copy(kind)
         KINDS[kind](store.parent, random.Random(f"{kind} {seed}"))  # noqa: S311 - no secrets here
         said, trouble = readers.ask_doctor(store)
-        answers = dict(self._ask(kind, store, sample, thorough=seed % 5 == 0))
+        answers = dict(self._ask(kind, store, report=seed % 5 == 0))
         crashed = [name for name, answer in (*answers.items(), ("doctor", said)) if answer.state == CRASHED]
         if crashed:
             texts = [*answers.items(), ("doctor", said)]
