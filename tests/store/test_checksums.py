@@ -67,7 +67,7 @@ def leaf_of(path, table):
 def test_a_flipped_bit_of_a_number_is_refused_and_its_row_is_left_out_by_mending(path):
     before = values(path)
     flip(path, leaf_of(path, "metric"))
-    with pytest.raises(StoreError, match="1 of its .* pages is not as written"):
+    with pytest.raises(StoreError, match=r"1 of its .* pages is not as written"):
         values(path)
     assert signs(path)["checksums"].state == "trouble"
     (sentence,) = mend(path)

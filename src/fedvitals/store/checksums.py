@@ -38,7 +38,7 @@ AT_ONCE = 64  # pages; half a megabyte stays in the processor's cache
 # Bytes of the first page that SQLite changes without a transaction of ours: the journal mode, and who wrote last.
 UNSEALED_BYTES = ((18, 20), (24, 28), (92, 100))
 FILES_OPEN = 64
-ATTEMPTS, PAUSE = 3, 0.1  # at a store that somebody writes meanwhile; seconds
+ATTEMPTS, PAUSE = 3, 0.02  # at a store that somebody writes meanwhile; seconds
 
 _GATE = threading.Lock()
 _FILES: OrderedDict[tuple[int, int], int] = OrderedDict()  # by device and number
