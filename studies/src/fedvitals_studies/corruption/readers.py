@@ -42,9 +42,22 @@ def forget() -> None:
     sqlite._looked_at.clear()  # noqa: SLF001
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep warnings about the damage out of the terminal."""
+    logger = logging.getLogger("fedvitals")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def _answer(work: Callable[[], str]) -> Answer:
     try:
-        return Answer("ok", work())
+        with _quiet():
+            return Answer("ok", work())
     except FedvitalsError as error:
         return Answer(FAILED, str(error))
     except Exception:  # noqa: BLE001 - which is what is looked for
@@ -104,13 +117,13 @@ def store_answers(store: Path, run: str, *, brief: bool, report: bool) -> Iterat
 
 
 def _dashboard(store: Path, run: str) -> Iterator[tuple[str, Answer]]:
-    logging.getLogger("fedvitals").setLevel(logging.CRITICAL)
     app = create_app(store)
     client = TestClient(
         app, base_url=HOME, raise_server_exceptions=False
     )  # without what the app does in the background
     for path in ("runs", f"runs/{run}/overview", f"runs/{run}/clients", f"runs/{run}/findings"):
-        reply = client.get(f"/api/{path}")
+        with _quiet():
+            reply = client.get(f"/api/{path}")
         state = "ok" if reply.status_code == 200 else CRASHED if reply.status_code == 500 else FAILED
         yield f"dashboard {path.rpartition('/')[2]}", Answer(state, reply.text)
     app.state.reader_cache.close()
@@ -133,7 +146,6 @@ def _state(folder: Path, round_index: int) -> str:
 
 def spill_answers(store: Path) -> Iterator[tuple[str, Answer]]:
     """Yield the records that wait beside a store, by the number that each has."""
-    logging.getLogger("fedvitals").setLevel(logging.CRITICAL)
     yield "spill", _answer(lambda: json.dumps([repr(record) for record in drain_spill(Path(f"{store}.d"))]))
 
 
