@@ -84,6 +84,8 @@ A store is one SQLite file, or the schema «fedvitals» of a PostgreSQL database
   "Infinity" and "-Infinity".
 - `layer_statistics` unpacks blobs. In SQLite it does so through a function that fedvitals registers: use it in
   `fedvitals query`, or after `fedvitals.store.open_reader`; a plain `sqlite3` shell reads everything but this one view.
+- Behind the last page, the file has a checksum of each page, which SQLite ignores; while it is written they are in
+  `runs.db.sums`. Readers of fedvitals refuse a store whose pages differ, and `fedvitals doctor` says which.
 - In PostgreSQL say `SET search_path TO fedvitals` first. A NUL inside a text is kept as U+FFFF and the digit 0.
 
 ## Views

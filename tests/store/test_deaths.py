@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from fedvitals.errors import StoreError
 from fedvitals.store import open_reader, open_store
 from fedvitals.store.read import queries
 from fedvitals.store.schema import VERSION
@@ -132,7 +133,10 @@ def test_a_corrupt_file(tmp_path, monkeypatch, caplog, damage):
 
 
 def test_a_torn_log(tmp_path):
-    """A log whose last page is torn costs the batch that it ends, nothing before; delivered again, all is there."""
+    """A log whose last page is torn costs the batch that it ends, nothing before; delivered again, all is there.
+
+    Readers refuse the store until somebody has been told of the loss.
+    """
     path = tmp_path / "runs.db"
     code = (
         "import os, sys\nfrom fedvitals.store import open_store\nfrom support.killed_writer import batch\n"
@@ -145,6 +149,9 @@ def test_a_torn_log(tmp_path):
     os.truncate(log, log.stat().st_size - 5000)
     from support.killed_writer import batch
 
+    with pytest.raises(StoreError, match="its log is cut off"):
+        open_reader(path)
+    assert any("what was lost" in sentence for sentence in mend(path))
     with open_reader(path) as reader:
         assert reader.history("r-1").rounds() == list(range(7))
     with open_store(path) as store:

@@ -80,28 +80,32 @@ def command(store: str | None, named: str | None, mend: bool, as_json: bool) -> 
 def _mend(where: Path | str) -> list[str]:
     from fedvitals.store import open_store, spill_folder
     from fedvitals.store.upkeep.repair import mend
-    from fedvitals.transport.spill import leftover, readmit
+    from fedvitals.transport.spill import damaged_lines, leftover, readmit
 
     done = mend(where)
     folder = spill_folder(where)
     files = leftover(folder)
     if files and not any("Saved what could be read" in line for line in done):
+        damaged = damaged_lines(folder)
         with open_store(where) as sink:
             readmit(folder, sink)
-        done.append(f"Took back what {len(files)} files in {folder} had kept for the store.")
+        left_out = f" {damaged} damaged lines could not be read, and were left out." if damaged else ""
+        done.append(f"Took back what {len(files)} files in {folder} had kept for the store.{left_out}")
     return done
 
 
 def _spilled(store: str | None) -> list[Sign]:
     from fedvitals.store import spill_folder
     from fedvitals.store.upkeep.doctor import Sign
-    from fedvitals.transport.spill import leftover
+    from fedvitals.transport.spill import damaged_lines, leftover
 
     folder = spill_folder(store)
-    files = leftover(folder)
-    if not files:
+    files, damaged = leftover(folder), damaged_lines(folder)
+    if not files and not damaged:
         return [Sign("spilled", "fine", "nothing waits beside the store")]
     text = f"{len(files)} files in {folder} wait to be taken back: the next training does, or --mend"
+    if damaged:
+        return [Sign("spilled", "trouble", f"{text}. {damaged} of their lines are damaged, and will be left out")]
     return [Sign("spilled", "note", text)]
 
 
@@ -114,7 +118,7 @@ def _tapes(where: Path | str) -> list[Sign]:
     tape_sizes = tapes(where)
     if not tape_sizes:
         return [Sign("tapes", "fine", "none")]
-    signs = [Sign("tapes", "fine", f"{len(tape_sizes)}, {size(sum(tape_sizes.values()))}")]
+    signs = [Sign("tapes", "fine", f"{len(tape_sizes)}, {size(sum(tape_sizes.values()))}"), *_tape_damage(where)]
     try:
         with open_reader(where) as reader:
             lost = lost_tapes(where, (run.id for run in queries.list_runs(reader)))
@@ -124,6 +128,26 @@ def _tapes(where: Path | str) -> list[Sign]:
         named = ", ".join([*lost][:3]) + (", ..." if len(lost) > 3 else "")
         text = f"{len(lost)} of runs that are not in the store, {size(sum(lost.values()))} ({named})"
         signs.append(Sign("tapes", "note", f"{text}: `fedvitals runs delete {next(iter(lost))}` removes such a tape"))
+    return signs
+
+
+def _tape_damage(where: Path | str) -> list[Sign]:
+    from fedvitals.store.tapes import tape_folder, tapes
+    from fedvitals.store.upkeep.doctor import Sign
+
+    try:
+        from fedvitals.replay.tape.inspection import problems_of
+    except ImportError:  # the extra «replay», without which no tape can be read here
+        return []
+    signs = []
+    for run in tapes(where):
+        try:
+            problems = [*problems_of(tape_folder(where, run))]
+        except (OSError, FedvitalsError) as error:
+            problems = [str(error)]
+        if problems:
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            signs.append(Sign("tapes", "trouble", f"{run}: {problems[0]}{more}"))
     return signs
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import importlib
 import io
+import itertools
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +151,19 @@ def _harmless(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
+def _damage_behind(arguments: list[str]) -> str | None:
+    """Return what the doctor finds wrong with the store that a verb read, if that explains why it failed."""
+    from fedvitals.store import store_target
+    from fedvitals.store.upkeep.doctor import damage_in
+
+    named = [value for word, value in itertools.pairwise(arguments) if word == "--store"]
+    named += [word.removeprefix("--store=") for word in arguments if word.startswith("--store=")]
+    try:
+        return damage_in(store_target(named[-1] if named else None))
+    except FedvitalsError:
+        return None
+
+
 def main(arguments: list[str] | None = None) -> Any:
     """Exit codes: 0 done; 1 trouble found, by a verb that judges; 2 wrong use or nothing to read; 130 interrupted."""
     try:
@@ -169,3 +183,9 @@ def main(arguments: list[str] | None = None) -> Any:
         # The reader of our output (head, less) has left: not an error. Nothing more may be written, not even at exit.
         sys.stderr.close()
         sys.exit(0)
+    except Exception as error:
+        damage = _damage_behind(sys.argv[1:] if arguments is None else arguments)
+        if damage is None:
+            raise
+        click.echo(f"fedvitals: {_harmless(damage)} ({type(error).__name__} while reading)", err=True)
+        sys.exit(2)

@@ -20,6 +20,7 @@ from fedvitals.errors import FedvitalsError, StoreError
 from fedvitals.plain_json import as_builtin
 from fedvitals.store.read.queries import find_run
 from fedvitals.store.read.reader import Reader
+from fedvitals.store.upkeep.doctor import damage_in
 
 logger = logging.getLogger("fedvitals.dashboard")
 WORTH_REMEMBERING = 0.005  # seconds of work
@@ -143,6 +144,9 @@ def answer_failures(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     def unforeseen(request: Request, error: Exception) -> Response:
+        damage = damage_in(request.app.state.reader_cache.target)
+        if damage is not None:
+            return failure(503, damage)
         logger.error("%s %s failed.", request.method, request.url.path, exc_info=error)
         message = f"The dashboard failed while it answered: {type(error).__name__}."
         return failure(500, message, "The terminal of `fedvitals ui` has the traceback. Training is not concerned.")

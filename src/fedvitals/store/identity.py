@@ -66,7 +66,7 @@ class Content:
     def from_json(cls, text: str) -> tuple[Self, Signature] | None:
         """The content and signature in a note, None when it has neither."""
         try:
-            note = json.loads(text)
+            note = json.loads(text.partition("\n")[0])
             runs = frozenset((int(number), started) for number, started in note["runs"])
             device, inode, size, changed = (int(number) for number in note["file"])
             highest = tuple(int(number) for number in note["highest"])

@@ -72,6 +72,12 @@ def writer_of(store: Path) -> int | None:
             return None
 
 
+def is_held_here(store: Path) -> bool:
+    """Whether this process writes the store."""
+    with _GATE:
+        return _path(store) in _HELD
+
+
 def note_of(store: Path) -> str | None:
     """What the last writer of a store noted in the file beside it; None when it is this process, or noted nothing."""
     path = _path(store)
@@ -95,6 +101,7 @@ class WriterLock:
         self._store = store
         self._path = _path(store)
         self._file: int | None = None
+        self._end = 0  # of what was noted
         self.note_before: str | None = None  # what the last owner had noted, if it left the file behind
 
     def hold(self) -> None:
@@ -148,11 +155,17 @@ class WriterLock:
             if self._file is not None:
                 self._say(text + "\n")
 
+    def add(self, line: str) -> None:
+        """Write a line behind the note, over the one that was added before, which is as long."""
+        if self._file is not None:
+            os.pwrite(self._file, f"{line}\n".encode(), self._end)
+
     def _say(self, text: str) -> None:
         if self._file is not None:
             content = f"{os.getpid()}\n{text}".encode()
             os.pwrite(self._file, content, 0)
             os.ftruncate(self._file, len(content))
+            self._end = len(content)
 
     def _has_log(self) -> bool:
         """Whether the store's log stays behind, as it does while somebody reads: the note says whose it is."""

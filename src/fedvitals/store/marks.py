@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedvitals.errors import ConfigError, StoreError, unknown
+from fedvitals.errors import BusyError, ConfigError, StoreError, unknown
 from fedvitals.store.dialect import SQLITE, Database
 from fedvitals.store.identity import has_foreign_log
+from fedvitals.store.lock import is_held_here
 from fedvitals.store.postgres import write_postgres
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.schema import VERSION
@@ -106,12 +107,22 @@ def _writing(where: Path | str) -> Iterator[Database]:
             f"Beside the store '{where}' lies the log of another file that had this name before. Nothing was changed. "
             f"`fedvitals doctor {where} --mend` moves it aside."
         )
+    if not is_held_here(where):
+        with contextlib.ExitStack() as stack:
+            try:
+                database = stack.enter_context(maintain_sqlite(where))
+            except BusyError:  # a training writes it
+                pass
+            else:
+                yield database
+                return
     connection = sqlite3.connect(where.absolute(), timeout=PATIENCE, isolation_level=None)
     try:
         database = Database(connection, SQLITE, str(where))
         if check_version(database) < VERSION:
             with maintain_sqlite(where):  # brings it up to date, or says which process is writing it
                 pass
+        database.execute("PRAGMA wal_autocheckpoint = 0")  # the training folds the log in, and knows the checksums
         yield database
     finally:
         connection.close()

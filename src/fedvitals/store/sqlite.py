@@ -34,6 +34,7 @@ from fedvitals.store.identity import (
 )
 from fedvitals.store.lock import WriterLock
 from fedvitals.store.schema import VERSION
+from fedvitals.store.seal import Seal
 from fedvitals.store.writer import Writer
 
 logger = logging.getLogger("fedvitals.store")
@@ -116,7 +117,7 @@ def _connect(path: Path) -> Database:
             "journal_mode = WAL",
             "synchronous = NORMAL",
             "secure_delete = OFF",  # some builds overwrite what is deleted, which would double the cost of compaction
-            "wal_autocheckpoint = 4000",  # what compaction frees before that never reaches the file
+            "wal_autocheckpoint = 0",  # the log is folded in once the checksums of its pages are noted: see `Seal`
             "cache_size = -8000",  # KiB: compaction finds what it merges in memory
         ):
             database.execute(f"PRAGMA {setting}")
@@ -150,13 +151,18 @@ def maintain_sqlite(path: Path) -> Iterator[Database]:
         raise StoreError(f"The store '{path}' cannot be written: {error}.") from error
     try:
         _settle_log(path, lock)
+        seal = Seal(path)
         database = _connect(path)
         try:
+            lock.note("")
+            seal.begin()
             yield database
+            seal.before_fold()
             _fold(database)
         finally:
             database.connection.close()
             maintained(path)
+        seal.finish()
     finally:
         lock.release()
 
@@ -182,6 +188,8 @@ class SqliteStore(Sink):
         self._process = 0
         self._data_version = -1
         self._watch: FileWatch | None = None
+        self._seal: Seal | None = None
+        self._note = ""  # in the lock file: whose log it is that lies beside the store
         self._aside: list[Path] = []  # logs of a file that is to be made again
         self._stored = 0  # records, in the file that is open
         self._runs: dict[str, Run] = {}  # as last described
@@ -242,7 +250,9 @@ class SqliteStore(Sink):
 
     def _begin(self) -> Writer:
         _settle_log(self.path, self._file_lock)
+        self._seal = Seal(self.path)
         self._database = _connect(self.path)
+        self._seal.begin()
         self._fold_in()
         self._process = os.getpid()
         self._watch = FileWatch(self.path, partial(_is_sound, self._database), self._is_edited)
@@ -261,22 +271,25 @@ class SqliteStore(Sink):
             raise StoreError(f"The store '{self.path}' was exchanged while it was written.")
 
     def _fold_in(self) -> None:
-        if self._database is not None:
+        if self._database is not None and self._seal is not None:
+            self._seal.before_fold()
             self._database.rows("PRAGMA wal_checkpoint(PASSIVE)")
 
     def _remember(self) -> None:
-        if self._watch is None:
+        if self._watch is None or self._seal is None:
             return
-        if not self._watch.identified:
+        log = self._seal.committed()
+        if not self._watch.identified or self._seal.wants_fold:
             self._fold_in()  # a file that holds no run yet could not be told from another
         if self._watch.remember():
             self._leave_note()
+        if log is not None:
+            self._file_lock.add(log)
 
     def _leave_note(self) -> None:
         """In the lock file: whose log it is that lies beside the store."""
-        note = None if self._watch is None else self._watch.note()
-        if note is not None:
-            self._file_lock.note(note)
+        self._note = (None if self._watch is None else self._watch.note()) or ""
+        self._file_lock.note(self._note)
 
     def _rescue(self, database: Database) -> Writer:
         """Write the store out again: its file is no longer at its place, and lives as long as our connection does."""
@@ -286,6 +299,7 @@ class SqliteStore(Sink):
             self._hold()
             return self._begin()
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._drop_seal()
         copy = free_name(self._wanted, "rescued")
         self._aside += [] if self._watch is None else self._watch.move_log_aside()
         try:
@@ -316,6 +330,7 @@ class SqliteStore(Sink):
 
     def _start_anew(self, database: Database) -> None:
         """Another program has overwritten our file: leave it alone, and go on in a new one. Raises StoreLostError."""
+        self._drop_seal()
         logs = [] if self._watch is None else self._watch.move_log_aside()
         _never_close(database.connection, self.path)
         place, lost, self._stored = free_name(self._wanted, "continued"), self._stored, 0
@@ -326,6 +341,11 @@ class SqliteStore(Sink):
         )
         self._go_on_in(place, message, {"records": lost})
         raise StoreLostError(message, lost)
+
+    def _drop_seal(self) -> None:
+        """The file that has our name is no longer the one whose checksums we know."""
+        if self._seal is not None:
+            self._seal.drop()
 
     def _go_on_in(self, place: Path, message: str, data: Mapping[str, int] = MappingProxyType({})) -> Writer:
         """Open another file, and tell of it in each run."""
@@ -353,6 +373,8 @@ class SqliteStore(Sink):
             return False
         (now,) = self._database.rows("PRAGMA data_version")[0]
         before, self._data_version = self._data_version, now
+        if now != before >= 0 and self._seal is not None:
+            self._seal.changed_elsewhere()
         return bool(now != before)
 
     def _is_edited(self) -> bool:
@@ -373,16 +395,25 @@ class SqliteStore(Sink):
                 except StoreLostError as error:
                     lost = error
                     self._tell_lost(error.lost)
-                _fold(self._database)
-                if self._watch is not None and self._watch.remember():
-                    self._leave_note()  # for the log, if a reader keeps it
+                self._finish()
             finally:
                 if self._database is not None:
                     self._database.connection.close()
-                self._database = self._writer = self._watch = None
+                if self._seal is not None:
+                    self._seal.finish()
+                self._database = self._writer = self._watch = self._seal = None
                 self._file_lock.release()
             if lost is not None:
                 raise lost
+
+    def _finish(self) -> None:
+        if self._database is None or self._watch is None or self._seal is None:
+            return
+        self._seal.before_fold()
+        self._file_lock.note(self._note)  # from here on, the log may be gone
+        _fold(self._database)
+        if self._watch.remember():
+            self._leave_note()  # for the log, if a reader keeps it
 
     def __enter__(self) -> Self:
         return self

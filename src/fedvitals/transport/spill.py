@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Important records that found no room in memory, or no sink at the end: kept in a file, one JSON line each.
+"""Important records that found no room in memory, or no sink at the end: kept in a file, one JSON line each, with its
+checksum in front.
 
 A file is locked as long as its queue lives, so that `drain_spill` takes over only what a dead process left behind.
 JSON and not pickle: whoever can write into the folder must not be able to run code in the next process.
@@ -11,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -39,6 +41,22 @@ def to_json(record: Record) -> str:
     if kind not in KINDS:
         raise RecordError(f"Only {', '.join(KINDS)} can be spilled to a file, got {kind}.")
     return json.dumps({"kind": kind, "record": record}, default=as_builtin)
+
+
+def to_line(record: Record) -> bytes:
+    """Return the record as a line of a spill file: a CRC-32 in eight hexadecimal digits, then JSON."""
+    content = to_json(record).encode()
+    return b"%08x %b\n" % (zlib.crc32(content), content)
+
+
+def from_line(line: bytes) -> Record:
+    """Return the record of a line. Raises RecordError if it is damaged; lines of older files have no checksum."""
+    if line.startswith(b"{"):
+        return from_json(line)
+    checksum, _, content = line.rstrip(b"\n").partition(b" ")
+    if checksum != b"%08x" % zlib.crc32(content):
+        raise RecordError(f"A spilled line is damaged, its checksum is not that of its content: {line[:80]!r}")
+    return from_json(content)
 
 
 def from_json(line: str | bytes) -> Record:
@@ -93,7 +111,7 @@ class Spill:
 
     def append(self, record: Record) -> None:
         """Write one record through to the operating system, so that a killed process loses none."""
-        line = to_json(record).encode() + b"\n"
+        line = to_line(record)
         writer = self._writer or self._open()
         written = 0
         try:
@@ -161,7 +179,7 @@ def drain_spill(folder: Path, sink: str | None = None) -> Iterator[Record]:
     for path in sorted(Path(folder).glob(pattern), key=lambda path: (path.stat().st_mtime_ns, path.name)):
         try:
             file = path.open("r+b")
-        except FileNotFoundError:  # another process drained it meanwhile
+        except OSError:  # another process drained it meanwhile, or it is no file
             continue
         with file:
             try:
@@ -192,6 +210,19 @@ def waiting_runs(folder: Path) -> set[str]:
     return runs
 
 
+def damaged_lines(folder: Path) -> int:
+    """Count the lines that cannot be read in what dead processes left; a folder in place of a file counts, too."""
+    count = sum(path.is_dir() for path in Path(folder).glob("spill-*.jsonl"))
+    for path in leftover(folder):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            for line in file:
+                try:
+                    from_line(line)
+                except RecordError:
+                    count += 1
+    return count
+
+
 def readmit(folder: Path, sink: RecordWriter) -> None:
     """Give a sink what earlier processes could not; a file goes once its last record is written."""
     for record in drain_spill(folder):
@@ -214,6 +245,6 @@ def _records(file: IO[bytes], count: int | None = None) -> Iterator[Record]:
             return
         count = None if count is None else count - 1
         try:
-            yield from_json(line)
+            yield from_line(line)
         except RecordError as error:  # e.g. torn by a crash
             logger.warning("Left out of the spill file: %s", error)

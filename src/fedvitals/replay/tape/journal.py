@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +22,8 @@ from fedvitals.replay.tape.objects import replace_file
 from fedvitals.replay.tape.unpack_limits import decode_json, read_json, regular_file
 
 LARGEST_SETTING = 64 << 20  # bytes of tape.json
+CHECKSUM_SINCE = 2  # version of the settings
+_NO_CHECKSUM = "00000000"
 E = TypeVar("E", bound=msgspec.Struct)
 
 
@@ -89,6 +92,7 @@ class TapeSettings(msgspec.Struct, omit_defaults=True):
     told: dict[str, Any] = {}  # of the host: experiment, engine, data
     machine: dict[str, str] = {}  # on which bits may depend: torch, CPU type, device
     kept: dict[str, Any] = {}  # the tape's own settings
+    checksum: str = ""  # CRC-32 of the file with zeros in place of this; since version 2
 
 
 class RoundJournal:
@@ -101,13 +105,19 @@ class RoundJournal:
     def write(self, entry: RoundEntry) -> int:
         """Write a round's entry and return its size in bytes."""
         self._rounds.mkdir(parents=True, exist_ok=True)
-        packed = zstandard.ZstdCompressor(level=3).compress(msgspec.json.encode(entry))
+        packed = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(msgspec.json.encode(entry))
         replace_file(self._rounds / f"{entry.round:08d}", packed)
         return len(packed)
 
     def read(self, round_index: int) -> RoundEntry:
-        """Return a round's entry."""
-        return self.read_as(RoundEntry, round_index)
+        """Return a round's entry. Raises StoreError if it cannot be read, or is that of another round."""
+        entry = self.read_as(RoundEntry, round_index)
+        if entry.round != round_index:
+            raise StoreError(
+                f"Round {round_index} on the tape cannot be read: its file has the entry of round {entry.round}. "
+                f"The others can be without it: remove {self._rounds / f'{round_index:08d}'}."
+            )
+        return entry
 
     def read_as(self, kind: type[E], round_index: int) -> E:
         """Return a round's entry as a struct with fewer fields, for readers of many rounds."""
@@ -151,18 +161,38 @@ class RoundJournal:
     def set(self, setting: TapeSettings) -> None:
         """Write the tape's settings."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        replace_file(self.folder / "tape.json", msgspec.json.format(msgspec.json.encode(setting)))
+        setting.version, setting.checksum = CHECKSUM_SINCE, _NO_CHECKSUM
+        content = msgspec.json.format(msgspec.json.encode(setting))
+        replace_file(self.folder / "tape.json", content.replace(_field(_NO_CHECKSUM), _field(_checksum(content))))
 
     def setting(self) -> TapeSettings:
         """Return the tape's settings."""
         try:
             with regular_file(self.folder / "tape.json") as file:
                 content = file.read(LARGEST_SETTING)  # of a longer one, the rest is missed by the decoder
-            return decode_json(content, TapeSettings, 0)
+            return _verified(content)
         except FileNotFoundError:
             raise StoreError(f"There is no tape in {self.folder}.") from None
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise StoreError(f"{self.folder / 'tape.json'} cannot be read: {error}") from error
+
+
+def _verified(content: bytes) -> TapeSettings:
+    """Decode the settings. Raises ValueError if their checksum is not theirs; old tapes have none."""
+    setting = decode_json(content, TapeSettings, 0)
+    if setting.version >= CHECKSUM_SINCE or setting.checksum:
+        blank = content.replace(_field(setting.checksum), _field(_NO_CHECKSUM))
+        if setting.checksum != _checksum(blank):
+            raise ValueError("it is damaged: its checksum is not that of its content")
+    return setting
+
+
+def _field(checksum: str) -> bytes:
+    return f'"checksum": "{checksum}"'.encode()
+
+
+def _checksum(content: bytes) -> str:
+    return f"{zlib.crc32(content):08x}"
 
 
 def round_ranges(rounds: list[int]) -> str:

@@ -12,6 +12,7 @@ from typing import Self
 
 from fedvitals.errors import EmptyStoreError, StoreError
 from fedvitals.stats import FAMILIES, STATISTICS, derive, unpack
+from fedvitals.store import checksums
 from fedvitals.store.ddl import quoted
 from fedvitals.store.dialect import SQLITE, Database
 from fedvitals.store.identity import has_foreign_log
@@ -133,6 +134,22 @@ class Reader:
         self.close()
 
 
+def refuse_damaged(path: Path) -> None:
+    """Raise StoreError if a store's pages are not as they were written."""
+    try:
+        if checksums.is_known_sound(path):
+            return
+        problems = checksums.examine(path).problems
+    except OSError as error:
+        raise StoreError(f"The store '{path}' cannot be opened: {error.strerror}.") from error
+    if problems:
+        raise StoreError(
+            f"The store '{path}' is damaged: {'; '.join(problems)}. Its numbers may be wrong, so none are shown. "
+            f"`fedvitals doctor {path} --mend` saves what is sound."
+        )
+    checksums.remember_sound(path)
+
+
 def read_sqlite(path: Path) -> Reader:
     """Open the store in that file for reading."""
     if not path.exists():
@@ -141,6 +158,7 @@ def read_sqlite(path: Path) -> Reader:
             "or make one: `fedvitals demo` does, and so does `fedvitals.Monitor(...)` in a training."
         )
     check_file(path)
+    refuse_damaged(path)
     # Beside a write-ahead log, even a reader needs a file of its own. In a folder where it can have none (an archive, a
     # read-only mount) nobody can write either, and the store may be taken as it lies.
     # A log of another file that had this name before is not to be read into this one.

@@ -6,17 +6,21 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedvitals.errors import FedvitalsError, StoreError
+from fedvitals.store.checksums import Report, noted_log
+from fedvitals.store.checksums import examine as examine_pages
 from fedvitals.store.dialect import SQLITE, Database
 from fedvitals.store.identity import continued_in, has_foreign_log, logs_aside
-from fedvitals.store.lock import owner_of
+from fedvitals.store.lock import note_of, owner_of
 from fedvitals.store.packing import entries_of, numbers_of
-from fedvitals.store.postgres import read_postgres
+from fedvitals.store.postgres import address_of, read_postgres
 from fedvitals.store.schema import TABLES, VERSION
 from fedvitals.store.sqlite import check_file, check_version
+from fedvitals.store.upkeep.values import missing_structure, unreadable
 
 if sys.platform != "win32":
     import fcntl
@@ -41,8 +45,19 @@ def examine(where: Path | str) -> list[Sign]:
             with contextlib.closing(read_postgres(where)) as reader:
                 return [_version(reader.database), *_content(reader.database, written=True)]
         return _examine_file(where)
-    except (FedvitalsError, sqlite3.Error) as error:
+    except (FedvitalsError, sqlite3.Error, OSError) as error:
         return [Sign("store", "trouble", str(error))]
+
+
+def damage_in(where: Path | str) -> str | None:
+    """Return a sentence on what is wrong with a store, for a reader that failed on it; None if nothing is."""
+    if isinstance(where, Path) and not where.exists():
+        return None
+    troubles = [f"{sign.what}: {sign.said}" for sign in examine(where) if sign.state == "trouble"]
+    if not troubles:
+        return None
+    shown = address_of(where).shown if isinstance(where, str) else where
+    return f"The store '{shown}' is damaged: {'; '.join(troubles[:2])}. `fedvitals doctor --mend` repairs what it can."
 
 
 def _examine_file(path: Path) -> list[Sign]:
@@ -50,13 +65,28 @@ def _examine_file(path: Path) -> list[Sign]:
         return [Sign("store", "trouble", f"There is no store '{path}'.")]
     check_file(path)
     owner = writing_process(path)
+    report = examine_pages(path)
     with contextlib.closing(open_read_only(path)) as connection:
         database = Database(connection, SQLITE, str(path))
-        sound = integrity(database)
-        signs = [_file(path, sound), _lock(path, owner), _log(path, owner), *_exchanged(path)]
-        if sound:
+        wrong = integrity(database)
+        signs = [_file(path, wrong), _checksums(report, owner), _lock(path, owner), _log(path, owner)]
+        signs += _exchanged(path)
+        if wrong:
             return signs
         return [*signs, _version(database), *_content(database, written=owner is not None)]
+
+
+def _checksums(report: Report, owner: str | None) -> Sign:
+    if report.problems:
+        return Sign("checksums", "trouble", "; ".join(report.problems))
+    if report.sums is not None:
+        return Sign("checksums", "fine", f"{len(report.sums.pages)} pages are as they were written")
+    if report.state == "edited":
+        words = "another program has written to the file since, and no checksums cover that"
+    else:
+        words = "none: written by an older fedvitals, or copied by a program that leaves them out"
+    more = "" if owner is not None else "; --mend notes new ones"
+    return Sign("checksums", "note", words + more)
 
 
 def open_read_only(path: Path) -> sqlite3.Connection:
@@ -98,11 +128,22 @@ def writing_process(path: Path) -> str | None:
 def _lock(path: Path, owner: str | None) -> Sign:
     if owner is not None:
         return Sign("writer", "fine", f"process {owner} writes it")
+    if path.with_name(path.name + ".lock").exists() and not _was_killed(path):
+        return Sign("writer", "note", "nobody; a lock file tells whose log lies beside the store, which harms nothing")
     if path.with_name(path.name + ".lock").exists():
         return Sign(
             "writer", "note", "nobody; the lock of a process that was killed lies beside it, which harms nothing"
         )
     return Sign("writer", "fine", "nobody writes it")
+
+
+def _was_killed(path: Path) -> bool:
+    """Whether the last writer ended without closing the store. One that closed it has taken back its note on the log.
+
+    Before its first record a writer has noted nothing, and without a log there is nothing that a reader could keep.
+    """
+    log = path.with_name(path.name + "-wal")
+    return noted_log(note_of(path)) is not None or not log.exists() or not log.stat().st_size
 
 
 def _log(path: Path, owner: str | None) -> Sign:
@@ -117,7 +158,8 @@ def _log(path: Path, owner: str | None) -> Sign:
             "log", "trouble", f"{wal_size} belong to another file that had this name before; {mend} moves it aside"
         )
     if owner is None:
-        return Sign("log", "note", f"{wal_size}, left by a process that was killed; it belongs to the store")
+        why = "left by a process that was killed" if _was_killed(path) else "kept for a reader that had the store open"
+        return Sign("log", "note", f"{wal_size}, {why}; it belongs to the store")
     state = "note" if size > WAL_BYTES else "fine"
     return Sign(
         "log",
@@ -155,8 +197,42 @@ def _version(database: Database) -> Sign:
 
 
 def _content(database: Database, *, written: bool) -> list[Sign]:
-    signs = [_symbols(database), *_numbers(database), _delivered(database), _blobs(database)]
-    return [*signs, *_runs(database, written=written)]
+    """Signs of each part; one that cannot be examined is in trouble, and says so."""
+    checks: dict[str, Callable[[], list[Sign]]] = {
+        "tables": lambda: _structure(database),
+        "values": lambda: _values(database),
+        "names": lambda: [_symbols(database)],
+        "numbers": lambda: _numbers(database),
+        "identity": lambda: [_delivered(database)],
+        "statistics": lambda: [_blobs(database)],
+        "runs": lambda: _runs(database, written=written),
+    }
+    signs: list[Sign] = []
+    for what, check in checks.items():
+        try:
+            signs += check()
+        except Exception as error:  # noqa: BLE001 - damage can make anything of a row
+            signs.append(Sign(what, "trouble", f"cannot be examined ({type(error).__name__}: {error})"))
+    return signs
+
+
+def _structure(database: Database) -> list[Sign]:
+    missing = missing_structure(database, _version_of(database)) if database.dialect.name == "sqlite" else []
+    if not missing:
+        return []
+    more = f" (and {len(missing) - 3} more)" if len(missing) > 3 else ""
+    return [Sign("tables", "trouble", f"missing, or not as declared: {', '.join(missing[:3])}{more}")]
+
+
+def _values(database: Database) -> list[Sign]:
+    if database.dialect.name != "sqlite":
+        return []
+    found = [*unreadable(database, _version_of(database))]
+    if not found:
+        return []
+    places = ", ".join(f"{table.name}.{column.name}" for table, column, _ in found[:3])
+    count = sum(len(rows) for _, _, rows in found)
+    return [Sign("values", "trouble", f"{count} rows hold something that cannot be read, in {places}")]
 
 
 def misnumbered(database: Database) -> dict[tuple[str, str], int]:

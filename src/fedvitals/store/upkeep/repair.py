@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+from collections.abc import Sequence
 from pathlib import Path
 
 from fedvitals.errors import FedvitalsError, StoreError
+from fedvitals.store import ddl
+from fedvitals.store.checksums import Report
+from fedvitals.store.checksums import examine as examine_pages
 from fedvitals.store.dialect import SQLITE, Database
 from fedvitals.store.identity import has_foreign_log
 from fedvitals.store.lock import WriterLock
-from fedvitals.store.sqlite import check_file
+from fedvitals.store.schema import VERSION
+from fedvitals.store.sqlite import check_file, check_version
 from fedvitals.store.upkeep import doctor
 from fedvitals.store.upkeep.opening import transaction, upkeep
 from fedvitals.store.upkeep.salvage import salvage
+from fedvitals.store.upkeep.values import missing_structure, replace_unreadable
 
 
 def mend(where: Path | str) -> list[str]:
@@ -28,10 +34,12 @@ def mend(where: Path | str) -> list[str]:
 def _mend_file(path: Path) -> list[str]:
     if not path.exists():
         raise StoreError(f"There is no store '{path}'.")
-    wrong = _damage(path)
-    if wrong and not all("index" in line for line in wrong):
-        return [_salvage(path)]
-    done = []
+    wrong, report = _damage(path)
+    if report.damaged_pages or (wrong and not all("index" in line for line in wrong)):
+        return [_salvage(path, report.damaged_pages)]
+    done = [f"This cannot be brought back: {problem}; what was lost is lost." for problem in report.problems]
+    if report.problems or report.sums is None:
+        done.append("Noted the checksums of all pages as they are now.")
     if path.with_name(path.name + ".lock").exists() and doctor.writing_process(path) is None:
         done.append("Removed the lock of a process that was killed.")
     log = path.with_name(path.name + "-wal")
@@ -39,37 +47,62 @@ def _mend_file(path: Path) -> list[str]:
         done.append(f"Moved {log.name} aside: it belongs to another file that had this name before.")
     elif log.exists() and log.stat().st_size:
         done.append(f"Folded {log.stat().st_size / 1e6:.1f} MB of {log.name} into the store.")
+    if _is_incomplete(path):
+        return [*done, _salvage(path, [])]
     with upkeep(path) as database:
         if wrong:
             database.execute("REINDEX")
         if not doctor.integrity(database):
             done += ["Rebuilt the indexes; the rows themselves were sound."] if wrong else []
             return [*done, *_content(database)]
-    return [*done, _salvage(path)]
+    return [*done, _salvage(path, [])]
 
 
-def _damage(path: Path) -> list[str]:
+def _damage(path: Path) -> tuple[list[str], Report]:
     """What is wrong with the file, found without opening it in a way that could change it."""
     try:
         check_file(path)
+        report = examine_pages(path)
         with contextlib.closing(doctor.open_read_only(path)) as connection:
-            return doctor.integrity(Database(connection, SQLITE, str(path)))
-    except (FedvitalsError, sqlite3.Error) as error:
-        return [str(error)]
+            return doctor.integrity(Database(connection, SQLITE, str(path))), report
+    except (FedvitalsError, sqlite3.Error, OSError) as error:
+        return [str(error)], Report()
 
 
-def _salvage(path: Path) -> str:
+def _is_incomplete(path: Path) -> bool:
+    """Whether the file lacks tables or columns that its version has."""
+    with contextlib.closing(doctor.open_read_only(path)) as connection:
+        database = Database(connection, SQLITE, str(path))
+        return any(not name.startswith("view") for name in missing_structure(database, check_version(database)))
+
+
+def _salvage(path: Path, damaged_pages: Sequence[int]) -> str:
     lock = WriterLock(path)
     lock.hold()
     try:
-        return salvage(path)
+        return salvage(path, damaged_pages)
     finally:
         lock.release()
 
 
 def _content(database: Database) -> list[str]:
+    steps = (_tables, _values, _numbers, _blocks, _names, _delivered, _ends)
     with transaction(database):
-        return [sentence for step in (_numbers, _blocks, _names, _delivered, _ends) if (sentence := step(database))]
+        return [sentence for step in steps if (sentence := step(database))]
+
+
+def _tables(database: Database) -> str:
+    """Make the views anew: they hold nothing."""
+    if database.dialect.shared or not missing_structure(database, VERSION):
+        return ""
+    for name, sql in ddl.views(SQLITE).items():
+        database.execute(f"DROP VIEW IF EXISTS {name}")
+        database.execute(sql)
+    return "Made the views anew."
+
+
+def _values(database: Database) -> str:
+    return "" if database.dialect.shared else replace_unreadable(database, VERSION)
 
 
 def _numbers(database: Database) -> str:

@@ -7,7 +7,7 @@ import contextlib
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,18 @@ ATTEMPTS = 2000  # at the rows of one table, each a range of them that fails
 HEADER = 100  # bytes of a SQLite file before its first page
 
 
-def salvage(path: Path) -> str:
-    """Copy what can be read; a sentence on how much that was. StoreError when it is nothing."""
+def salvage(path: Path, damaged_pages: Sequence[int] = ()) -> str:
+    """Copy what can be read; a sentence on how much that was. StoreError when it is nothing.
+
+    `damaged_pages`: pages whose checksums are wrong. Nothing on them is copied.
+    """
     target = _free_name(path)
     with SqliteStore(target) as store:
         store.write([Run("salvage", "salvage")])  # makes the tables
     try:
         with (
             tempfile.TemporaryDirectory(dir=path.parent) as folder,
-            contextlib.closing(_open(path, Path(folder))) as old,
+            contextlib.closing(_open(path, Path(folder), damaged_pages)) as old,
         ):
             counts = _copy(old, target)
     except (sqlite3.Error, OSError) as error:
@@ -52,11 +55,16 @@ def _free_name(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _open(path: Path, folder: Path) -> sqlite3.Connection:
+def _open(path: Path, folder: Path, damaged_pages: Sequence[int]) -> sqlite3.Connection:
     """A copy of the damaged file, with its log and, where the list of its tables is broken, one that fits."""
     copy = folder / "damaged.db"
     shutil.copyfile(path, copy)
     version = _version(copy)
+    with copy.open("r+b") as file:
+        for page in damaged_pages:
+            if page > 1:  # which has the list of tables
+                file.seek((page - 1) * PAGE)
+                file.write(bytes(PAGE))
     log = path.with_name(path.name + "-wal")
     if log.exists():
         shutil.copyfile(log, copy.with_name(copy.name + "-wal"))

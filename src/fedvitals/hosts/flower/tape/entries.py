@@ -103,7 +103,7 @@ class ClientTapeFolder:
             received.round = 1 + max(
                 (round_index for round_index, phase in _messages_in(folder) if phase == received.phase), default=0
             )
-        packed = zstandard.ZstdCompressor(level=3).compress(msgspec.json.encode(received))
+        packed = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(msgspec.json.encode(received))
         replace_file(folder / f"{received.round:08d}-{received.phase}", packed)
 
     def thin(self) -> None:
