@@ -50,10 +50,10 @@ def test_a_clock_that_may_be_right_is_taken_for_right():
 
 
 def test_bounds_widen_as_clocks_drift_and_begin_anew_when_a_clock_is_set():
-    known = Offset().learn(*times(0.0, 5.0, 0.1, 1.0, 0.1))
-    later = known.learn(*times(10_000.0, 5.5, 10.0, 1.0, 10.0))
+    known = Offset().learn(*times(100.0, 5.0, 0.1, 1.0, 0.1))
+    later = known.learn(*times(10_100.0, 5.5, 10.0, 1.0, 10.0))
     assert later.high == pytest.approx(5.1 + DRIFT * 10_000, rel=0.01)
-    moved = known.learn(*times(10.0, -70.0, 0.1, 1.0, 0.1))
+    moved = known.learn(*times(110.0, -70.0, 0.1, 1.0, 0.1))
     assert moved.seconds == pytest.approx(-70, abs=0.01)
     assert moved.beyond_doubt == pytest.approx(-69.9)
 
