@@ -18,7 +18,7 @@ from support.postgres_server import available, running
 from support.timed_run import begin, stored
 from support.waiting import PATIENCE, wait_until
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
+pytestmark = [pytest.mark.thorough, pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")]
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n"
 
 

@@ -15,6 +15,8 @@ from support.dashboard_server import enter, expect, judge, ready, serve, serving
 from support.timed_run import begin, stored
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.thorough
+
 RUN = "20260101-000000-live"
 OURS = {"X-Fedvitals": "1"}
 

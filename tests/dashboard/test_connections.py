@@ -18,6 +18,8 @@ from fedvitals.dashboard.server import bind, server_of
 from support.timed_run import begin, stored
 from support.waiting import PATIENCE, wait_until
 
+pytestmark = pytest.mark.thorough
+
 HOST = b"Host: 127.0.0.1\r\n"
 GET = b"GET /api/store HTTP/1.1\r\n" + HOST
 LIVE = b"GET /api/live HTTP/1.1\r\n" + HOST + b"\r\n"

@@ -9,6 +9,8 @@ import pytest
 from fedvitals_studies.corruption.damage import KINDS
 from fedvitals_studies.corruption.study import Study
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
