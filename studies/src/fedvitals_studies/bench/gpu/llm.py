@@ -38,7 +38,7 @@ class Case:
     size: Size
     presets: Sequence[str]
     autocast: bool = True
-    rounds: int = 2  # of a block; of the others, which are slow, one
+    rounds: int = 3  # of a block; of the others, which are slow, one
     others: bool = False  # whether `wandb.watch` and hooks like Cockpit's are measured, too
 
 
