@@ -32,7 +32,7 @@ from fedvitals.transport.thinning import ThinnedClientRounds, levels, room_of, t
 logger = logging.getLogger("fedvitals.telemetry")
 
 BATCH = 2000  # records in one call of the sink, or a little more: measurements stay together
-POLL_SECONDS = 1.0  # a worker that wakes more often would contend with training for the interpreter, and commit more
+POLL_SECONDS = 0.5  # a worker that wakes more often would contend with training for the interpreter, and commit more
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0  # seconds between attempts at a failing sink, doubling
 PATIENCE = 5  # failures in a row after which a flush stops waiting: training must not stand still at each round's end
 CAUSES_REPORTED = 100  # a sink whose messages all differ must not fill the user's log
