@@ -5,6 +5,7 @@ import copy
 import random
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,6 +23,7 @@ from fedvitals.replay.debugger.commands import Interpreter
 from fedvitals.replay.player.loop_player import LoopPlayer, load_loop, loop_player
 from fedvitals.replay.player.proof import verify
 from fedvitals.replay.tape.digests import state_digest_of
+from fedvitals.replay.tape.journal import RoundJournal
 from fedvitals.replay.tape.reader import open_tape
 from fedvitals.store import open_reader
 from support.conditions import holds_for_each
@@ -407,3 +409,18 @@ def test_the_example_is_recorded_and_proved_on_the_command_line(tmp_path, monkey
     code, out, _ = run(capsys, "replay", "loop", "--verify", "--loop", "replay_loop", "--store", store)
     assert code == 1
     assert "The update differs: round 0, client c2, layer 0.weight." in out
+
+
+def test_a_flush_waits_for_the_tape(tmp_path, monkeypatch):
+    write, slow = RoundJournal.write, threading.Event()
+
+    def write_slowly(journal, entry):
+        slow.wait(0.3)
+        write(journal, entry)
+
+    monkeypatch.setattr(RoundJournal, "write", write_slowly)
+    with fv.Monitor(tmp_path / "runs.db", tape=fv.Tape(), strict=True, machine=False) as monitor:
+        with monitor.round(0, net()):
+            pass
+        assert monitor.flush()
+        assert open_tape(tmp_path / "runs.db", monitor.run.id).rounds == [0]

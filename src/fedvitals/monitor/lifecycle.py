@@ -10,6 +10,7 @@ import logging
 import os
 import platform
 import sys
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -104,8 +105,13 @@ class Lifecycle:
             self._context.set_host(host, config, policy, trace)
 
     def flush(self, timeout: float, *, own: bool = False) -> bool:
-        """Wait until everything is written. `own`: by the store and the detectors only, not by the user's sinks."""
-        return bool(self._guard("flush()", lambda: self._emission.flush(timeout, own=own)))
+        """Wait until everything is written. `own`: by the store and the detectors only, not by the tape or the user's
+        sinks.
+        """
+        deadline = time.monotonic() + timeout
+        taped = own or self._tape is None or self._tape.flush(timeout)  # first: it lists in the store what it keeps
+        left = max(0.0, deadline - time.monotonic())
+        return bool(self._guard("flush()", lambda: self._emission.flush(left, own=own))) and taped
 
     def close(self) -> None:
         """End the run: write what waits and close everything that `open` has opened."""

@@ -46,6 +46,10 @@ class RunTape:
         if self._context.run.host == "torch":
             self.loop.open(self._tape, self._event)
 
+    def flush(self, timeout: float) -> bool:
+        """Wait until the tape has everything so far; return whether that happened in time."""
+        return self.recorder is None or bool(self._guard("flushing the tape", lambda: self._tape.flush(timeout)))
+
     def close(self) -> None:
         """Close the tape once all findings have arrived."""
         if self.recorder is not None:
