@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
-from pathlib import Path
 
 import pytest
 
-from fedvitals_studies.postgres_server import PostgresServer, ServerError, binaries
+from fedvitals_studies.postgres_server import binaries, running_server
 
 MISSING = "no PostgreSQL server to start (Debian, Ubuntu: apt install postgresql; scripts/servers does it for root)"
 
@@ -30,12 +28,5 @@ def running():
     """A server that lives as long as the block."""
     if binaries() is None or not _driver():
         pytest.skip(MISSING)
-    # Not below pytest's own folders, which only their owner may enter; and short, for the socket's sake.
-    with tempfile.TemporaryDirectory(prefix="fv-pg-") as name:
-        server = PostgresServer(Path(name))
-        server.start()
-        try:
-            yield server
-        finally:
-            with contextlib.suppress(ServerError):
-                server.stop()
+    with running_server() as server:
+        yield server

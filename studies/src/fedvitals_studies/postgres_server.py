@@ -13,6 +13,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -114,3 +115,17 @@ class PostgresServer:
         with psycopg.connect(self.url(), autocommit=True) as connection:
             connection.execute(f"CREATE DATABASE {name}")
         return self.url(name)
+
+
+@contextlib.contextmanager
+def running_server() -> Iterator[PostgresServer]:
+    """Yield a server that lives as long as the block."""
+    # Short, for the socket's sake, and where its own user may enter.
+    with tempfile.TemporaryDirectory(prefix="fv-pg-") as name:
+        server = PostgresServer(Path(name))
+        server.start()
+        try:
+            yield server
+        finally:
+            with contextlib.suppress(ServerError):
+                server.stop()

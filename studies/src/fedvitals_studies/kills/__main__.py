@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m fedvitals_studies.kills [SHARE]`: 1,000 kills, or a share of them; prints a table, and what was lost."""
+"""`python -m fedvitals_studies.kills [SHARE [KIND ...]]`: 1,000 kills, or a share of them, or of some kinds only.
+
+Prints a table, and what was lost.
+"""
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import click
@@ -14,26 +17,22 @@ from fedvitals_studies.flower.simulation import SuperLink
 from fedvitals_studies.kills import study
 from fedvitals_studies.kills.flower import kill_flower
 from fedvitals_studies.kills.study import Kill
-from fedvitals_studies.postgres_server import PostgresServer
+from fedvitals_studies.postgres_server import running_server
 
 COUNTS = {"trainer": 610, "tape": 200, "readers": 80, "postgres": 60, "server": 30, "disk": 10, "flower": 10}
 DISK_MEGABYTES = 220
 
 
-def kills(share: float) -> Iterator[Kill]:
-    """Yield so great a share of the kills of each kind, one after the other."""
-    count = {kind: max(1, round(share * number)) for kind, number in COUNTS.items()}
+def kills(share: float, kinds: Collection[str]) -> Iterator[Kill]:
+    """Yield so great a share of the kills of these kinds, one after the other."""
+    count = {kind: max(1, round(share * number)) if kind in kinds else 0 for kind, number in COUNTS.items()}
     for number in range(count["disk"]):
         with study.small_disk(DISK_MEGABYTES) as disk:
             yield study.fill_disk(number, disk)
-    with tempfile.TemporaryDirectory(prefix="fv-pg-") as name:
-        server = PostgresServer(Path(name))
-        server.start()
-        try:
+    if count["server"] or count["postgres"]:
+        with running_server() as server:
             yield from (study.kill_server(number, server) for number in range(count["server"]))
             yield from (study.kill_trainers_of_postgres(number, server) for number in range(count["postgres"]))
-        finally:
-            server.stop()
     own: dict[str, Callable[[int, Path], Kill]] = {
         "readers": study.kill_trainer_with_readers,
         "tape": study.kill_trainer_with_tape,
@@ -41,14 +40,15 @@ def kills(share: float) -> Iterator[Kill]:
     }
     with tempfile.TemporaryDirectory() as name:
         yield from (kill(number, Path(name)) for kind, kill in own.items() for number in range(count[kind]))
-        with SuperLink() as link:
+    if count["flower"]:
+        with tempfile.TemporaryDirectory() as name, SuperLink() as link:
             yield from (kill_flower(number, Path(name), link) for number in range(count["flower"]))
 
 
-def main(share: float) -> int:
+def main(share: float, kinds: Collection[str]) -> int:
     """Print the table; returns 1 if anything acknowledged was lost."""
     rows: dict[str, list[Kill]] = {}
-    for kill in kills(share):
+    for kill in kills(share, kinds):
         rows.setdefault(kill.kind, []).append(kill)
         click.echo(f"{kill.kind} {kill.seed}: {kill.acknowledged} rounds acknowledged", err=True)
         for text in kill.lost:
@@ -60,4 +60,5 @@ def main(share: float) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1]) if len(sys.argv) > 1 else 1.0))
+    share, *kinds = sys.argv[1:] or ["1"]
+    sys.exit(main(float(share), kinds or [*COUNTS]))
