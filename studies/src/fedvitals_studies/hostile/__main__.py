@@ -110,7 +110,7 @@ def tell_runs(share: float) -> list[str]:
     return [change for row in rows.values() for change in row.changed]
 
 
-def main(share: float = 1.0, part: str | None = None) -> int:
+def main(share: float = 1.0, part: str = "") -> int:
     """Print the tables; returns 1 if anything happened that must not."""
     logging.getLogger("fedvitals").setLevel(logging.CRITICAL)  # each refusal is also a warning
     failures = [] if part == "runs" else tell_payloads(share)
@@ -121,4 +121,4 @@ def main(share: float = 1.0, part: str | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*(word if word.isalpha() else float(word) for word in sys.argv[1:])))
+    sys.exit(main(float(sys.argv[1]) if len(sys.argv) > 1 else 1.0, *sys.argv[2:3]))

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Protocol, Self, TypeGuard
 
-import torch
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 from torch import nn
@@ -68,32 +67,17 @@ class CountingSink(Sink):
 
 
 class AttackedHost(Protocol):
-    """A monitored server. `run`: what its clients call the run."""
+    """A server with a monitor in memory, the standard detectors and a model of two layers.
+
+    `run`: what its clients call the run.
+    """
 
     name: ClassVar[str]
     monitor: fv.Monitor
-    sink: CountingSink
     run: str
-
-    def begin(self, number: int) -> None:
-        """Open a round."""
-        ...
-
-    def send(self, node: str, message: bytes, envelope: dict[str, float] | None = None) -> None:
-        """Hand over a message as one of this client's; `envelope`: times that a reply is to claim."""
-        ...
-
-    def reads(self, node: str) -> bool:
-        """Return whether further messages of this client are read in this round: not after ten that were refused."""
-        ...
-
-    def end(self, number: int) -> None:
-        """Close the round."""
-        ...
-
-
-class _Monitored:
-    """What the hosts share: a monitor in memory with the standard detectors, and a model of two layers."""
+    sink: CountingSink
+    model: nn.Module
+    _exit: contextlib.ExitStack
 
     def __init__(self) -> None:
         self.sink = CountingSink()
@@ -101,7 +85,6 @@ class _Monitored:
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        torch.manual_seed(0)
         self.monitor = self._exit.enter_context(fv.Monitor(None, sinks=[self.sink], machine=False, privacy=3))
         self.run = self.monitor.run.id
         return self
@@ -110,7 +93,12 @@ class _Monitored:
         self._exit.close()
 
     def begin(self, number: int) -> None:
+        """Open a round."""
         self.monitor.host.round_begin(number, self.model)
+
+    def send(self, node: str, message: bytes, envelope: dict[str, float] | None = None) -> None:
+        """Hand over a message as one of this client's; `envelope`: times that a reply is to claim."""
+        ...
 
     def reads(self, node: str) -> bool:
         """Return whether further messages of this client are read in this round: not after ten that were refused."""
@@ -118,10 +106,11 @@ class _Monitored:
         return use is None or use.refusals < ROUND_REFUSALS
 
     def end(self, number: int) -> None:
+        """Close the round."""
         self.monitor.host.round_end(number, self.model)
 
 
-class PlainHost(_Monitored):
+class PlainHost(AttackedHost):
     """A loop with a transport of its own: `absorb`."""
 
     name: ClassVar[str] = "plain loop"
@@ -130,7 +119,7 @@ class PlainHost(_Monitored):
         self.monitor.host.absorb(message, Sender(node, self.run))
 
 
-class FlowerHost(_Monitored):
+class FlowerHost(AttackedHost):
     """A Flower server without its network: messages are sent and replies received as the grid does."""
 
     name: ClassVar[str] = "Flower's replies"
@@ -151,7 +140,10 @@ class FlowerHost(_Monitored):
         request.metadata.__dict__.update(_message_id=key, _run_id=FLOWER_RUN)
         self.rounds.messages_sent([request], [key], now)
         times = {"received": now, "replied": now, "started": now - 1, "cpu": 0.0, **(envelope or {})}
-        content = {KEY: ReplyEnvelope(message, **times).record(), "metrics": MetricRecord({"num-examples": 20})}
+        content: dict[str, Any] = {
+            KEY: ReplyEnvelope(message, **times).record(),
+            "metrics": MetricRecord({"num-examples": 20}),
+        }
         reply = Message(RecordDict(content), reply_to=request)
         reply.metadata.__dict__["_message_id"] = str(uuid.uuid4())
         self.rounds.reply_received(reply, time.time())
@@ -173,7 +165,7 @@ def _flower_process() -> Iterator[None]:
             setattr(TaskIdentity, name, value)
 
 
-class OtlpHost(_Monitored):
+class OtlpHost(AttackedHost):
     """A loop with an OTLP receiver, asked over HTTP with each sender's own token.
 
     A payload's records are sent as OTLP's messages; bytes that are no payload are sent as they are.

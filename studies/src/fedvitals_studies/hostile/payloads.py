@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedvitals.measurements import stamped
-from fedvitals.records import Metric, Span, Where
+from fedvitals.records import Metric, Record, Span, Where
 from fedvitals.resources.memory import resident_bytes
 from fedvitals.transport.wire.payload import encode
 from fedvitals_studies.hostile.hosts import AttackedHost
@@ -122,7 +122,10 @@ def _honest_payload(node: str, run: str, number: int, source: str) -> bytes:
     where, now = Where(run, None, node), time.time()
     values = {"gradient.norm": 1.0, "steps": 10.0, "loss": 1 / (1 + number) + 0.001 * int(node), "weight.norm": 2.0}
     metrics = [Metric(where, now, name, value) for name, value in values.items()]
-    records = [*metrics, Span(where, now, "client", 0.001, "0" * 32, "0" * 16, attributes={"failed": False})]
+    records: list[Record] = [
+        *metrics,
+        Span(where, now, "client", 0.001, "0" * 32, "0" * 16, attributes={"failed": False}),
+    ]
     return encode([stamped(record, source, i) for i, record in enumerate(records)])
 
 
