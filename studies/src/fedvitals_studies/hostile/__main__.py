@@ -32,14 +32,14 @@ TWINS, ROUNDS, PRIVACY = 18, 6, (2, 3)
 
 
 @dataclass(slots=True)
-class Row:
+class AttackSummary:
     """What the runs with one kind of attack showed."""
 
     runs: int = 0
     changed: list[str] = field(default_factory=list)
     moved: float = 0.0
-    refused: int = 0  # runs in which the hostile client was named, since telemetry was refused
-    found: int = 0  # runs in which it was named by another finding alone
+    named_by_refusal: int = 0  # runs in which the hostile client was named, since telemetry was refused
+    named_by_finding: int = 0  # runs in which it was named by another finding alone
     findings: Counter[str] = field(default_factory=Counter)
 
 
@@ -50,9 +50,9 @@ def tallies(share: float) -> Iterator[Tally]:
             yield attack_host(host, max(1, round(share * count)), seed, strangers=strangers)
 
 
-def hostile_runs(share: float) -> dict[str, Row]:
+def hostile_runs(share: float) -> dict[str, AttackSummary]:
     """Train honest runs, and each of them once more with every kind of attack; returns a row for each kind."""
-    rows = {kind: Row() for kind in ATTACKS}
+    rows = {kind: AttackSummary() for kind in ATTACKS}
     cases = itertools.cycle(itertools.product(ILLNESSES, PRIVACY))
     for seed, (illness, privacy) in zip(range(max(1, round(share * TWINS))), cases, strict=False):
         honest = federate(seed, illness=illness, rounds=ROUNDS, privacy=privacy)
@@ -66,8 +66,8 @@ def hostile_runs(share: float) -> dict[str, Row]:
             row.moved = max(row.moved, largest_move(honest, hostile))
             issues = findings_about_hostile(honest, hostile)
             row.changed += [f"{case}: telemetry of {node} refused" for node in hostile.refused - {HOSTILE}]
-            row.refused += HOSTILE in hostile.refused
-            row.found += bool(issues and HOSTILE not in hostile.refused)
+            row.named_by_refusal += HOSTILE in hostile.refused
+            row.named_by_finding += bool(issues and HOSTILE not in hostile.refused)
             row.findings.update(issues)
             click.echo(f"{case}: {sorted(issues) or 'not named'}", err=True)
     return rows
@@ -103,9 +103,12 @@ def tell_runs(share: float) -> list[str]:
     for kind, row in rows.items():
         issues = ", ".join(f"{issue} {count}" for issue, count in row.findings.most_common())
         click.echo(
-            f"| {kind} | {row.runs} | {len(row.changed)} | {row.moved:.3f} | {row.refused}; {row.found} | {issues} |"
+            f"| {kind} | {row.runs} | {len(row.changed)} | {row.moved:.3f} | {row.named_by_refusal}; {row.named_by_finding} | {issues} |"
         )
-    runs, named = sum(row.runs for row in rows.values()), sum(row.refused + row.found for row in rows.values())
+    runs, named = (
+        sum(row.runs for row in rows.values()),
+        sum(row.named_by_refusal + row.named_by_finding for row in rows.values()),
+    )
     click.echo(f"\n{runs} hostile runs, the hostile client named in {named} ({named / runs:.1%}).")
     return [change for row in rows.values() for change in row.changed]
 

@@ -15,16 +15,17 @@ import copy
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 import fedvitals as fv
-from fedvitals.records import Finding
+from fedvitals.records import Event, Finding, Record
 from fedvitals.testing import MemorySink
 from fedvitals.transport.sender import Sender
-from fedvitals_studies.hostile.hosts import is_own_error
+from fedvitals.transport.sink_writer import SENDER
 from fedvitals_studies.hostile.telemetry import Attacker
 
 ROUNDS, CLIENTS, STEPS = 8, 8, 4
@@ -115,6 +116,11 @@ def _ill(update: list[torch.Tensor], illness: str) -> list[torch.Tensor]:
         "zero": torch.zeros_like,
     }
     return [changes[illness](part) for part in update]
+
+
+def is_own_error(record: Record) -> TypeGuard[Event]:
+    """Whether the monitor itself failed; a client may tell the same of its own."""
+    return isinstance(record, Event) and record.name == "monitor.error" and not record.source.startswith(SENDER)
 
 
 def _summarise(sink: MemorySink, outcome: Outcome) -> Outcome:

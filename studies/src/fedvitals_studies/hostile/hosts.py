@@ -16,7 +16,7 @@ import urllib.request
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Protocol, Self, TypeGuard
+from typing import Any, ClassVar, Protocol, Self
 
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
@@ -34,16 +34,11 @@ from fedvitals.records import Event, Metric, Record
 from fedvitals.sinks.otel.sink import OpenTelemetry
 from fedvitals.transport.sender import Sender
 from fedvitals.transport.sender_limits import ROUND_REFUSALS
-from fedvitals.transport.sink_writer import SENDER
 from fedvitals.transport.wire.payload import decode
+from fedvitals_studies.hostile.federation import is_own_error
 
 SECRET = "the-secret-of-a-study"  # noqa: S105 - of a receiver that only this process reaches
 FLOWER_RUN = 7
-
-
-def is_own_error(record: Record) -> TypeGuard[Event]:
-    """Whether the monitor itself failed; a client may tell the same of its own."""
-    return isinstance(record, Event) and record.name == "monitor.error" and not record.source.startswith(SENDER)
 
 
 class CountingSink(Sink):
