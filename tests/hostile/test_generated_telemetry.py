@@ -36,10 +36,10 @@ def test_hostile_telemetry_of_one_client_changes_nothing_that_is_said_of_others(
 @pytest.mark.parametrize("host_of", [PlainHost, FlowerHost, OtlpHost])
 def test_a_host_survives_hostile_payloads_and_hears_the_honest_clients(host_of):
     with host_of() as host:
-        tally = attack_host(host, 100, seed=4)
-    assert tally.count >= 100
-    assert not tally.failures
-    assert tally.refusals
+        counts = attack_host(host, 100, seed=4)
+    assert counts.count >= 100
+    assert not counts.failures
+    assert counts.refusals
 
 
 def test_attacks_are_repeated_by_their_seed():

@@ -24,7 +24,7 @@ from fedvitals_studies.hostile.federation import (
     largest_move,
 )
 from fedvitals_studies.hostile.hosts import FlowerHost, OtlpHost, PlainHost
-from fedvitals_studies.hostile.payloads import Tally, attack_host
+from fedvitals_studies.hostile.payloads import AttackCounts, attack_host
 from fedvitals_studies.hostile.telemetry import ATTACKS
 
 HOSTS = ((PlainHost, 920_000, False), (PlainHost, 20_000, True), (FlowerHost, 50_000, False), (OtlpHost, 10_000, False))
@@ -43,7 +43,7 @@ class AttackSummary:
     findings: Counter[str] = field(default_factory=Counter)
 
 
-def tallies(share: float) -> Iterator[Tally]:
+def counts_of_hosts(share: float) -> Iterator[AttackCounts]:
     """Attack the hosts one after the other."""
     for seed, (host_of, count, strangers) in enumerate(HOSTS):
         with host_of() as host:
@@ -77,15 +77,15 @@ def tell_payloads(share: float) -> list[str]:
     """Print the table of payloads; returns what must not have happened."""
     failures: list[str] = []
     rows = []
-    for tally in tallies(share):
-        failures += [f"{tally.host}: {failure}" for failure in tally.failures]
-        memory = " → ".join(f"{size / 1e6:.0f}" for size in tally.resident)
+    for counts in counts_of_hosts(share):
+        failures += [f"{counts.host}: {failure}" for failure in counts.failures]
+        memory = " → ".join(f"{size / 1e6:.0f}" for size in counts.resident)
         rows.append(
-            f"| {tally.host} | {tally.count:,} ({tally.unread:,}) | {tally.senders:,} | {tally.rounds:,} | "
-            f"{len(tally.crashes)}; {len(tally.errors)} | {tally.longest:.2f} ({tally.longest_processor:.2f}) s | "
-            f"{tally.refusals:,} | {tally.honest_refused}; {tally.honest_missing} | {memory} MB |"
+            f"| {counts.host} | {counts.count:,} ({counts.unread:,}) | {counts.senders:,} | {counts.rounds:,} | "
+            f"{len(counts.crashes)}; {len(counts.errors)} | {counts.longest:.2f} ({counts.longest_processor:.2f}) s | "
+            f"{counts.refusals:,} | {counts.honest_refused}; {counts.honest_missing} | {memory} MB |"
         )
-        click.echo(f"{rows[-1]} {dict(tally.payloads)}", err=True)
+        click.echo(f"{rows[-1]} {dict(counts.payloads)}", err=True)
     click.echo(
         "| host | hostile payloads (not read) | hostile senders | rounds | raised; errors of the monitor | longest "
         "call (processor) | refused | of honest clients: refused; missing | resident memory at each quarter |"
@@ -102,14 +102,11 @@ def tell_runs(share: float) -> list[str]:
     click.echo("| --- |" + " ---: |" * 4 + " --- |")
     for kind, row in rows.items():
         issues = ", ".join(f"{issue} {count}" for issue, count in row.findings.most_common())
-        click.echo(
-            f"| {kind} | {row.runs} | {len(row.changed)} | {row.moved:.3f} | {row.named_by_refusal}; {row.named_by_finding} | {issues} |"
-        )
-    runs, named = (
-        sum(row.runs for row in rows.values()),
-        sum(row.named_by_refusal + row.named_by_finding for row in rows.values()),
-    )
-    click.echo(f"\n{runs} hostile runs, the hostile client named in {named} ({named / runs:.1%}).")
+        named = f"{row.named_by_refusal}; {row.named_by_finding}"
+        click.echo(f"| {kind} | {row.runs} | {len(row.changed)} | {row.moved:.3f} | {named} | {issues} |")
+    runs = sum(row.runs for row in rows.values())
+    named_runs = sum(row.named_by_refusal + row.named_by_finding for row in rows.values())
+    click.echo(f"\n{runs} hostile runs, the hostile client named in {named_runs} ({named_runs / runs:.1%}).")
     return [change for row in rows.values() for change in row.changed]
 
 

@@ -24,7 +24,7 @@ CHEAP = tuple(kind for kind in ATTACKS if kind != "flooding")
 
 
 @dataclass(slots=True)
-class Tally:
+class AttackCounts:
     """What became of the payloads. Times in seconds, memory in bytes."""
 
     host: str
@@ -39,7 +39,7 @@ class Tally:
     refusals: int = 0
     honest_refused: int = 0
     honest_missing: int = 0  # rounds in which an honest client's loss did not arrive
-    unnamed: int = 0  # liars that were never named
+    unnamed: int = 0  # liars of the last round that were never named
     resident: list[int] = field(default_factory=list)
 
     @property
@@ -52,7 +52,8 @@ class Tally:
         """What must not have happened."""
         lost = [f"{self.honest_missing} losses of honest clients did not arrive"] if self.honest_missing else []
         refused = [f"{self.honest_refused} messages of honest clients were refused"] if self.honest_refused else []
-        return [*self.crashes, *self.errors, *lost, *refused]
+        unnamed = [f"{self.unnamed} hostile clients were never named"] if self.unnamed else []
+        return [*self.crashes, *self.errors, *lost, *refused, *unnamed]
 
     def call(self, work: Callable[..., None], *arguments: Any) -> None:
         """Call, time it, and keep what it raises."""
@@ -65,18 +66,18 @@ class Tally:
         self.longest_processor = max(self.longest_processor, time.thread_time() - processor)
 
 
-def attack_host(host: AttackedHost, payloads: int, seed: int, *, strangers: bool = False) -> Tally:
+def attack_host(host: AttackedHost, payloads: int, seed: int, *, strangers: bool = False) -> AttackCounts:
     """Send at least so many hostile payloads. `strangers`: in each round by senders that nobody has seen before."""
-    tally = Tally(f"{host.name}, new senders in each round" if strangers else host.name)
+    counts = AttackCounts(f"{host.name}, new senders in each round" if strangers else host.name)
     honest = [str(1 + i) for i in range(HONEST)]
     attackers = _attackers(host, honest, seed, 0)
     marks = [payloads // 4, payloads // 2, 3 * payloads // 4, payloads]
     attacks, number = 0, 0
-    while tally.count < payloads:
+    while counts.count < payloads:
         if strangers and number:
             attackers = _attackers(host, honest, seed, number)
-            tally.senders += LIARS
-        tally.call(host.begin, number)
+            counts.senders += LIARS
+        counts.call(host.begin, number)
         for attacker in attackers:
             own = _honest_payload(attacker.node, host.run, number, f"own-{number}")
             for _ in range(ATTACKS_A_ROUND):
@@ -85,24 +86,24 @@ def attack_host(host: AttackedHost, payloads: int, seed: int, *, strangers: bool
                 attack = attacker.attack(own, kind)
                 attacker.captured = attacker.captured[-5:]
                 for message in attack.messages:
-                    tally.unread += not host.reads(attacker.node)
-                    tally.call(host.send, attacker.node, message, _envelope(attacker))
-                tally.payloads[kind] += len(attack.messages)
+                    counts.unread += not host.reads(attacker.node)
+                    counts.call(host.send, attacker.node, message, _envelope(attacker))
+                counts.payloads[kind] += len(attack.messages)
         for node in honest:
             own = _honest_payload(node, host.run, number, f"{node}-{number}")
-            tally.call(host.send, node, own)
+            counts.call(host.send, node, own)
             for attacker in attackers:
                 attacker.captured = [*attacker.captured[-5:], own]
-        tally.call(host.end, number)
+        counts.call(host.end, number)
         number += 1
-        while marks and tally.count >= marks[0]:
+        while marks and counts.count >= marks[0]:
             marks.pop(0)
             host.monitor.flush()
             gc.collect()
-            tally.resident.append(resident_bytes() or 0)
-    tally.rounds = number
-    _count(tally, host, honest, {attacker.node for attacker in attackers})
-    return tally
+            counts.resident.append(resident_bytes() or 0)
+    counts.rounds = number
+    _count(counts, host, honest, {attacker.node for attacker in attackers})
+    return counts
 
 
 def _attackers(host: AttackedHost, honest: list[str], seed: int, number: int) -> list[Attacker]:
@@ -129,11 +130,11 @@ def _honest_payload(node: str, run: str, number: int, source: str) -> bytes:
     return encode([stamped(record, source, i) for i, record in enumerate(records)])
 
 
-def _count(tally: Tally, host: AttackedHost, honest: list[str], liars: set[str]) -> None:
+def _count(counts: AttackCounts, host: AttackedHost, honest: list[str], liars: set[str]) -> None:
     sink = host.sink
     host.monitor.flush()
-    tally.errors = [*sink.errors]
-    tally.refusals = sum(sink.refusals.values())
-    tally.honest_refused = sum(sink.refusals[node] for node in honest)
-    tally.honest_missing = sum(max(0, tally.rounds - sink.losses[node]) for node in honest)
-    tally.unnamed = sum(not sink.refusals[node] for node in liars)
+    counts.errors = [*sink.errors]
+    counts.refusals = sum(sink.refusals.values())
+    counts.honest_refused = sum(sink.refusals[node] for node in honest)
+    counts.honest_missing = sum(max(0, counts.rounds - sink.losses[node]) for node in honest)
+    counts.unnamed = sum(not sink.refusals[node] for node in liars)
