@@ -50,7 +50,7 @@ from fedvitals.transport.payload_check import (
     tables_of_payload,
 )
 from fedvitals.transport.sender import Sender, as_seen
-from fedvitals.transport.sender_limits import SenderQuotas, check_sources
+from fedvitals.transport.sender_limits import SenderQuotas, check_sources, entry_of_sender
 from fedvitals.transport.sink_writer import SENDER as OF_SENDER
 from fedvitals.transport.wire.payload import LIMITS, decode
 
@@ -77,7 +77,8 @@ class Arrivals:
         self._lost, self._kit, self._ledger = lost, kit, ledger
         self._lock = threading.Lock()
         self._capture = capture
-        self._delivered: dict[Node | None, dict[tuple[str, str], Intervals]] = {}  # by sender; None: our own workers
+        self._delivered: dict[tuple[str, str], Intervals] = {}  # by our own workers
+        self._delivered_by_sender: dict[Node, dict[tuple[str, str], Intervals]] = {}
         self._quotas = SenderQuotas()
         self._held: dict[Node, list[Record]] = {}  # what senders of the open round say of layers and updates
         self._expected: dict[Node, None] = {}
@@ -167,7 +168,9 @@ class Arrivals:
         return None if self._scopes.round is None else self._scopes.round.round
 
     def _delivered_by(self, sender: Sender | None) -> dict[tuple[str, str], Intervals]:
-        return self._delivered.setdefault(None if sender is None else sender.node, {})
+        if sender is None:
+            return self._delivered
+        return entry_of_sender(self._delivered_by_sender, sender.node, dict)
 
     def _forget_sources(self, sender: Sender | None) -> None:
         """Bound what is remembered of deliveries. A sender that is forgotten can at worst deliver its own twice."""
@@ -175,7 +178,7 @@ class Arrivals:
         while len(delivered) > (SOURCES if sender is None else SOURCES_OF_SENDER):
             delivered.pop(next(iter(delivered)))
         if sender is not None:
-            for source in [s for s, intervals in delivered.items() if len(intervals.pairs()) > GAPS_OF_SENDER]:
+            for source in [s for s, intervals in delivered.items() if intervals.count > GAPS_OF_SENDER]:
                 del delivered[source]
 
     def _hold_claims(self, records: list[Record], sender: Sender) -> list[Any]:
@@ -227,7 +230,7 @@ class Arrivals:
         kept = [r for r in self._quotas.admitted(sender.node, self._round, records) if is_possible(r)]
         if len(kept) < brought:
             gone, here = brought - len(kept), self._scopes.round or self._scopes.here()
-            text = f"{gone} of {brought} records of '{sender.node}' were left out: too many, or impossible numbers."
+            text = f"{gone} of {brought} records of '{sender.node}' were left out: too many, told twice, or impossible."
             if self._quotas.report(sender.node, self._round, whole=False):
                 self._emission.record.event(
                     replace(here, node=sender.node), "warning", REFUSED, text, {"left_out": gone}

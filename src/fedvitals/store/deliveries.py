@@ -64,6 +64,11 @@ class Intervals:
                 self.changed[start] = self._last[i]
         return True
 
+    @property
+    def count(self) -> int:
+        """How many intervals there are."""
+        return len(self._first)
+
     def pairs(self) -> list[tuple[int, int]]:
         """Return the intervals as pairs of first and last number."""
         return list(zip(self._first, self._last, strict=True))

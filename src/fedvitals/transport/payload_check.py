@@ -35,6 +35,9 @@ COUNTING = frozenset(  # units of what is counted or timed, and is never NaN or 
 LARGEST_COUNT = 2.0**60
 LONGEST_SECONDS = 366.0 * 86_400  # of anything that a client times
 
+# What probes measure once in a training. Memory and machines are sampled, and the rest users may log.
+MEASURED_ONCE = ("gradient.", "nonlinearity.", "scale.", "steps", "time.client", "time.step", "update.", "weight.")
+
 # Processes whose deliveries are remembered, of our own workers and of a sender; and gaps in the numbers of such a one.
 SOURCES, SOURCES_OF_SENDER, GAPS_OF_SENDER = 10_000, 100, 1_000
 
@@ -123,9 +126,20 @@ def is_possible(record: Record) -> bool:
 
 
 def of_one_training(records: Sequence[Record]) -> list[Record]:
-    """Return the records without all but the last Span of a client's training: one message is one training."""
+    """Return the records without what one training cannot have brought: one message is one training.
+
+    That is all but the last Span of a client's training, and each value but the first of a number that is measured once
+    (of a layer, at a step). What users log may come often.
+    """
     trained = [i for i, record in enumerate(records) if isinstance(record, Span) and record.name == CLIENT]
     surplus = set(trained[:-1])
+    known: set[tuple[str, str | None, int | None]] = set()
+    for i, record in enumerate(records):
+        if isinstance(record, Metric) and record.name.startswith(MEASURED_ONCE):
+            key = (record.name, record.where.layer, record.where.step)
+            if key in known:
+                surplus.add(i)
+            known.add(key)
     return [record for i, record in enumerate(records) if i not in surplus]
 
 

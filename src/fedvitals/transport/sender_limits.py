@@ -10,13 +10,15 @@ of records are compared with what is left before a payload is expanded.
     the run                  200 names of metrics, 200 other names (layers, spans, events), 50 layer tables with
                              100,000 layers in all
 
-Names and tables that somebody else has brought already are free.
+Names and tables that somebody else has brought already are free. All senders together may bring 20,000 names of
+metrics, 20,000 other names and 5,000 tables; of senders beyond 10,000, those that came first are forgotten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from fedvitals.catalog import CATALOG
 from fedvitals.errors import RecordError
@@ -37,10 +39,14 @@ NAME_CHARACTERS = 200
 TABLES, LAYERS = 50, 100_000
 TABLES_OF_ALL = 5_000  # a hundred senders would have to use up what they may bring
 TABLES_OF_RUN = 1_000  # of the run's own models and worker processes, which are no senders
-SENDERS = 100_000  # whose use is remembered; a bound against hosts that name every message's sender anew
+NAMES_OF_ALL = 20_000  # of metrics, and as many others; likewise
+SENDERS = 10_000  # of which anything is remembered; the first is then forgotten, and begins anew
 
 MESSAGE = replace(LIMITS, bytes=MESSAGE_BYTES, records=ROUND_RECORDS, cells=100_000)
 """What the payload of a sender may hold at most; a client keeps to it when it writes one."""
+
+
+Entry = TypeVar("Entry")
 
 
 @dataclass(slots=True)
@@ -70,18 +76,17 @@ class SenderQuotas:
         self._uses: dict[Node, _Use] = {}
         self._unreported: dict[Node, int] = {}
         self._names: dict[bool, set[str]] = {True: set(CATALOG), False: {CLIENT}}  # of metrics; others
+        self._most = {of_metric: len(known) + NAMES_OF_ALL for of_metric, known in self._names.items()}
 
-    def _use(self, node: Node, round_index: int | None) -> _Use:
-        if node not in self._uses and len(self._uses) >= SENDERS:
-            self._uses.pop(next(iter(self._uses)))
-        return self._uses.setdefault(node, _Use()).in_round(round_index)
+    def _use(self, node: Node) -> _Use:
+        return entry_of_sender(self._uses, node, _Use)
 
     def message_limits(self, node: Node, round_index: int | None, size: int, budget: int) -> Limits:
         """Count a message of `size` bytes, and return what a payload in it may hold; RecordError if it may hold none.
 
         `budget`: bytes that this message may have.
         """
-        use = self._use(node, round_index)
+        use = self._use(node).in_round(round_index)
         if use.refusals >= ROUND_REFUSALS:
             raise RecordError(
                 f"{ROUND_REFUSALS} messages of '{node}' were refused in this round; the rest is not read."
@@ -100,7 +105,7 @@ class SenderQuotas:
 
         Returns whether that is to be reported at once, with its reason.
         """
-        use = self._use(node, round_index)
+        use = self._use(node).in_round(round_index)
         use.refusals += whole
         use.reports += 1
         if use.reports > ROUND_REPORTS:
@@ -127,7 +132,7 @@ class SenderQuotas:
         new = [table for digest, table in tables.items() if digest not in known]
         if not new:
             return
-        use = self._uses.setdefault(node, _Use())
+        use = self._use(node)
         count, layers = use.tables + len(new), use.layers + sum(len(table.layers) for table in new)
         if count > TABLES or layers > LAYERS:
             raise RecordError(
@@ -140,7 +145,7 @@ class SenderQuotas:
 
     def admitted(self, node: Node, round_index: int | None, records: Sequence[Record]) -> list[Record]:
         """Count the records, and return those that the sender may still bring."""
-        use = self._use(node, round_index)
+        use = self._use(node).in_round(round_index)
         kept: list[Record] = []
         for record in records:
             is_event = isinstance(record, Event)
@@ -154,7 +159,7 @@ class SenderQuotas:
 
     def admits_name(self, node: Node, name: str) -> bool:
         """Whether a metric's name is known, or one of the new names that this sender may still bring."""
-        return self._admits(self._uses.setdefault(node, _Use()), name, of_metric=True)
+        return self._admits(self._use(node), name, of_metric=True)
 
     def _names_admitted(self, use: _Use, record: Record) -> bool:
         if isinstance(record, Metric) and not self._admits(use, record.name, of_metric=True):
@@ -170,9 +175,20 @@ class SenderQuotas:
             return True
         if use.names[of_metric] >= (METRIC_NAMES if of_metric else OTHER_NAMES) or len(name) > NAME_CHARACTERS:
             return False
+        if len(known) >= self._most[of_metric]:
+            return False
         known.add(name)
         use.names[of_metric] += 1
         return True
+
+
+def entry_of_sender(entries: dict[Node, Entry], node: Node, make: Callable[[], Entry]) -> Entry:
+    """Return what is remembered of a sender, made anew if it is nothing; of too many senders, forget the first."""
+    if node not in entries:
+        if len(entries) >= SENDERS:
+            entries.pop(next(iter(entries)))
+        entries[node] = make()
+    return entries[node]
 
 
 def check_sources(node: Node, records: Sequence[Telemetry]) -> None:

@@ -15,20 +15,22 @@ import copy
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 import fedvitals as fv
-from fedvitals.records import Finding
+from fedvitals.records import Event, Finding, Record
 from fedvitals.testing import MemorySink
 from fedvitals.transport.sender import Sender
+from fedvitals.transport.sink_writer import SENDER
 from fedvitals_studies.hostile.telemetry import Attacker
 
 ROUNDS, CLIENTS, STEPS = 8, 8, 4
 HOSTILE, ILL = "c0", "c3"
-ILLNESSES = ("none", "nan", "scaled", "negated", "noise")
+ILLNESSES = ("none", "nan", "scaled", "negated", "noise", "zero")
 MOVED = 0.05  # that a probability may move
 
 Verdict = tuple[str, str | None, str]
@@ -111,8 +113,14 @@ def _ill(update: list[torch.Tensor], illness: str) -> list[torch.Tensor]:
         "scaled": lambda part: 50 * part,
         "negated": lambda part: -3 * part,
         "noise": torch.randn_like,
+        "zero": torch.zeros_like,
     }
     return [changes[illness](part) for part in update]
+
+
+def is_own_error(record: Record) -> TypeGuard[Event]:
+    """Whether the monitor itself failed; a client may tell the same of its own."""
+    return isinstance(record, Event) and record.name == "monitor.error" and not record.source.startswith(SENDER)
 
 
 def _summarise(sink: MemorySink, outcome: Outcome) -> Outcome:
@@ -120,7 +128,7 @@ def _summarise(sink: MemorySink, outcome: Outcome) -> Outcome:
         key = (finding.issue, finding.where.node, finding.severity)
         outcome.verdicts[key] = max(outcome.verdicts.get(key, 0.0), finding.confidence)
     outcome.refused = {event.where.node for event in sink.events("telemetry.refused")}
-    outcome.errors = [event.message for event in sink.events("monitor.error")]
+    outcome.errors = [record.message for record in sink.records if is_own_error(record)]
     outcome.rounds = len(sink.metrics("time.round"))
     return outcome
 
@@ -134,3 +142,14 @@ def changed_verdicts(honest: Outcome, hostile: Outcome) -> list[tuple[Verdict, f
         if key[1] != HOSTILE and (abs(before - after) > MOVED or not (before and after)):
             changed.append((key, before, after))
     return sorted(changed, key=str)
+
+
+def largest_move(honest: Outcome, hostile: Outcome) -> float:
+    """Return by how much a probability about anybody but the hostile client moved at most."""
+    keys = [key for key in {*honest.verdicts, *hostile.verdicts} if key[1] != HOSTILE]
+    return max((abs(honest.verdicts.get(key, 0.0) - hostile.verdicts.get(key, 0.0)) for key in keys), default=0.0)
+
+
+def findings_about_hostile(honest: Outcome, hostile: Outcome) -> set[str]:
+    """Return the issues that are reported of the hostile client, and would not be if it did not lie."""
+    return {issue for issue, node, _ in {*hostile.verdicts} - {*honest.verdicts} if node == HOSTILE}

@@ -10,6 +10,7 @@ million attacks are a million different ones.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import struct
@@ -60,6 +61,7 @@ EVENTS = (
     "round.unclosed", "sink.lost", "telemetry.lost", "telemetry.refused", "telemetry.thinned", "update.late",
     "update.left_out", "update.lost", "update.refused", "updates.approximate", "worker.lost", "user.own",
 )  # fmt: skip
+BOMB = zlib.compress(bytes(1 << 20))
 LEVELS = ("debug", "info", "warning", "error", "critical", "fatal")
 
 
@@ -69,6 +71,12 @@ class Attack:
 
     kind: str
     messages: Sequence[bytes]
+
+
+@functools.lru_cache(256)
+def records_of(message: bytes) -> Sequence[Record]:
+    """Return the records of a payload; RecordError if it is none."""
+    return tuple(single_records(decode(message)))
 
 
 class Attacker:
@@ -104,7 +112,7 @@ class Attacker:
     def payload(self, records: Sequence[Record], own: bytes = b"") -> bytes:
         """The records as a payload, behind those that the client would have sent; b"" if they cannot be encoded."""
         self._count += 1
-        honest = single_records(decode(own)) if own else []
+        honest = records_of(own) if own else []
         source = f"lies-{self._count}"
         try:
             return encode([*honest, *(stamped(replace(record), source, i) for i, record in enumerate(records))])
@@ -184,13 +192,16 @@ def forging(a: Attacker, own: bytes) -> list[bytes]:
 
 
 def hiding(a: Attacker, own: bytes) -> list[bytes]:
-    """Healthy numbers about itself and its update, once or often, now or in the future."""
+    """Healthy numbers about itself and its update, beside its own or in their place, now or in the future."""
     where, at = a.where(), time.time() + a.random.choice((0.0, 1.0, 1e9))
     table = a.table(a.random.randrange(1, 5))
     healthy = {"update.nonfinite": 0.0, "update.norm": 0.1, "gradient.nonfinite": 0.0, "loss": 0.01, "steps": 5.0}
     lies: list[Record] = [Metric(where, at, name, value) for name, value in healthy.items()]
     lies += [Run(a.run, "", tables=(table,)), *(a.statistics(table, "update", where) for _ in range(2))]
-    return [a.payload(lies, own)]
+    if a.random.random() < 0.5:
+        return [a.payload(lies, own)]
+    kept = [r for r in records_of(own) if not (isinstance(r, Metric) and r.name in healthy)]
+    return [a.payload([*kept, *lies])]
 
 
 def flooding(a: Attacker, own: bytes) -> list[bytes]:
@@ -268,10 +279,23 @@ def numbers(a: Attacker, own: bytes) -> list[bytes]:
 
 def copying(a: Attacker, own: bytes) -> list[bytes]:
     """Another client's name, sketch and numbers, as its own."""
-    stolen = [r for message in a.captured for r in single_records(decode(message)) if isinstance(r, Sketch | Metric)]
+    stolen = [r for message in a.captured for r in records_of(message) if isinstance(r, Sketch | Metric)]
     lies = [replace(record, where=a.where()) for record in a.random.sample(stolen, min(20, len(stolen)))]
     lies.append(Sketch(a.where(), 1.0, tuple(a.random.gauss(0, 1) for _ in range(256)), "feed" * 4))
     return [a.payload(lies, own)]
+
+
+def imitating(a: Attacker, own: bytes) -> list[bytes]:
+    """All that another client told of its training, under its own name and in place of its own."""
+    others = [
+        records
+        for records in map(records_of, a.captured)
+        if any(isinstance(r, Metric) and r.where.node in a.others for r in records)
+    ]
+    if not others:
+        return [own]
+    stolen = [r if isinstance(r, Run) else replace(r, where=a.where()) for r in a.random.choice(others)]
+    return [a.payload(stolen)]
 
 
 def damage(a: Attacker, own: bytes) -> list[bytes]:
@@ -279,14 +303,13 @@ def damage(a: Attacker, own: bytes) -> list[bytes]:
     broken = bytearray(own)
     for _ in range(a.random.randrange(1, 8)):
         broken[a.random.randrange(len(broken))] ^= 1 << a.random.randrange(8)
-    bomb = zlib.compress(bytes(1 << 20))
-    body = struct.pack("<I", zlib.crc32(bomb)) + bomb
+    body = struct.pack("<I", zlib.crc32(BOMB)) + BOMB
     choices = (
         bytes(broken),
         own[: a.random.randrange(len(own))],
         own + a.random.randbytes(50),
         a.random.randbytes(a.random.randrange(1, 400)),
-        struct.pack("<2sBBI", b"fv", 2, 1, len(bomb)) + body,
+        struct.pack("<2sBBI", b"fv", 2, 1, len(BOMB)) + body,
         struct.pack("<2sBBI", b"fv", a.random.randrange(256), a.random.randrange(256), a.random.getrandbits(32))
         + own[8:],
     )
@@ -297,6 +320,6 @@ ATTACKS: dict[str, Callable[[Attacker, bytes], list[bytes]]] = {
     attack.__name__: attack
     for attack in (
         framing, forging, hiding, flooding, blinding, replaying, time_travel, control_characters, numbers, copying,
-        damage,
+        imitating, damage,
     )
 }  # fmt: skip
