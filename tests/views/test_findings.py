@@ -3,20 +3,16 @@
 
 import contextlib
 import json
-import tracemalloc
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import fedvitals as fv
 from fedvitals.cli.main import main
 from fedvitals.diagnosis import history_cutoff
-from fedvitals.diagnosis.cases import cases, severity_rank
+from fedvitals.diagnosis.cases import cases
 from fedvitals.diagnosis.compare import compare_findings
 from fedvitals.diagnosis.examine import DETECTORS, choose_detectors, examine
 from fedvitals.diagnosis.finding import Number, finding
@@ -24,9 +20,8 @@ from fedvitals.diagnosis.history_cutoff import CutoffRound, HistoryCutoff
 from fedvitals.errors import ConfigError
 from fedvitals.records import Event, Finding, LayerStats, LayerTable, Metric, Run, Suspect, Where
 from fedvitals.records import Layer as LayerOf
-from fedvitals.store import MemoryStore, open_reader, open_store
+from fedvitals.store import MemoryStore, open_reader
 from fedvitals.store.read import queries
-from fedvitals.views.cases import cases_of
 from support.waiting import PATIENCE
 
 
@@ -35,48 +30,6 @@ def seen(rounds, node="c1", issue="LABEL_NOISE", confidence=0.8, **more):
 
 
 # -- cases ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_cases_of_a_long_run_are_read_without_holding_all_its_findings(tmp_path):
-    peaks = []
-    for run, rounds in (("short", 1000), ("long", 4000)):
-        with open_store(tmp_path / f"{run}.db") as store:
-            told = seen(range(rounds), since=0, numbers=[Number("loss", 1.0, 2.0)])
-            at = [replace(f, where=replace(f.where, run=run), source="s", sequence=i) for i, f in enumerate(told)]
-            store.write([Run(run, run, source="r"), *at])
-        with open_reader(tmp_path / f"{run}.db") as reader:
-            cases_of(reader, run)  # what is loaded and remembered once
-            tracemalloc.start()
-            (case,) = cases_of(reader, run)
-            peaks.append(tracemalloc.get_traced_memory()[1])
-            tracemalloc.stop()
-        assert (case.first, case.last, len(case.rounds), case.since) == (0, rounds - 1, rounds, 0)
-    assert peaks[1] < 2 * peaks[0]
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.one_of(st.none(), st.integers(0, 5)), st.sampled_from(["note", "warning", "critical"]),
-            st.sampled_from([0.5, 0.7, 0.9]),
-        ),
-        min_size=1,
-        max_size=12,
-    )
-)  # fmt: skip
-def test_a_case_is_the_same_as_with_all_its_findings_at_hand(drawn):
-    told = [
-        Finding(Where("r", number, "c1"), 0.0, "LABEL_NOISE", severity, confidence, f"{i}")
-        for i, (number, severity, confidence) in enumerate(drawn)
-    ]
-    (case,) = cases(told)
-    of_rounds = [f for f in told if f.where.round is not None]
-    best = {f.where.round: f for f in sorted(of_rounds, key=lambda f: f.confidence)}  # stable: the later of two equal
-    rounds = sorted(best)
-    assert case.newest is (best[rounds[-1]] if rounds else told[-1])
-    assert (case.rounds, case.confidences) == (tuple(rounds), tuple(best[r].confidence for r in rounds))
-    assert case.severity == min((f.severity for f in told), key=severity_rank)
-    assert case.since == (rounds[0] if rounds else None)
 
 
 def test_repeats_are_one_case_with_a_history():
