@@ -4,11 +4,14 @@
 import asyncio
 import contextlib
 import os
+import platform
 import sqlite3
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -35,7 +38,7 @@ from fedvitals.views import matrix as views_matrix
 from fedvitals.views.matrix import Matrices
 from fedvitals.views.memo import MOST, remembered
 from fedvitals.views.status import SILENT, state_of
-from support.dashboard_server import TOKEN, WRITE, serve
+from support.dashboard_server import TOKEN, WRITE, serve, serving
 from support.paths import GOLDEN
 from support.runs_by_hand import course
 from support.timed_run import STARTED, stored
@@ -404,3 +407,51 @@ def test_the_profile_follows_late_records(store, client):
         where = replace(old.where, node="c7")
         sink.write([replace(old, where=where, id="f" * 16, source="later", sequence=0)])
     assert seconds() > before
+
+
+def test_answers_about_a_run_as_it_was_before_are_not_kept(store):
+    cache = ReaderCache(store)
+    cache.look()
+
+    def remember(asked, run):
+        version = cache.tracker.version(run)
+        cache.remember(asked, version, bytes(1000), run, version)
+        return version
+
+    try:
+        old = [remember(f"/rounds/{number}", "a") for number in range(5)]
+        other = remember("/rounds/0 of b", "b")
+        assert cache.remembered("/rounds/3", old[3])
+        more(store, "a", 1)
+        cache.look()
+        new = remember("/rounds/5", "a")
+        assert new != old[0]
+        assert [cache.remembered(f"/rounds/{number}", old[0]) for number in range(5)] == [None] * 5
+        assert cache.remembered("/rounds/5", new)
+        assert cache.remembered("/rounds/0 of b", other), "nothing has happened to that run"
+        assert cache._answered == 2000
+    finally:
+        cache.close()
+
+
+def test_an_address_is_remembered_once_also_where_it_is_about_several_runs(store):
+    cache = ReaderCache(store)
+    for version in ("1", "2", "3"):
+        cache.remember("/compare", version, bytes(1000))
+    assert (cache.remembered("/compare", "2"), cache._answered) == (None, 1000)
+    assert cache.remembered("/compare", "3")
+
+
+def heaps_of_threads(process):
+    """How many heaps the C library has made for single threads: each begins at a multiple of 64 MiB."""
+    unnamed = [line for line in Path(f"/proc/{process}/maps").read_text().splitlines() if len(line.split()) == 5]
+    starts = [line.split("-")[0] for line in unnamed]
+    return sum(int(start, 16) % (64 << 20) == 0 for start in starts)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the heaps of glibc")
+def test_the_threads_that_answer_share_one_heap(store):
+    with serving(store) as (url, process), ThreadPoolExecutor(8) as pages:
+        paths = [f"{url}/api/runs/b/{part}" for part in ("overview", "clients", "profile", "map", "findings")] * 8
+        assert {answer.status_code for answer in pages.map(httpx2.get, paths)} == {200}
+        assert heaps_of_threads(process.pid) == 0

@@ -77,7 +77,8 @@ def answer(
     with cache.reader() as reader:
         run_id = run if run is None or cache.tracker.has_run(run) else find_run(reader, run)
         cache.warming.asked(run_id)
-        version = cache.tracker.version(run_id) if about is None else _joint(cache, about(reader))
+        run_version = cache.tracker.version(run_id)
+        version = run_version if about is None else _joint(cache, about(reader))
         version += also if isinstance(also, str) else also(run_id or "")
         headers = {"ETag": f'"{version}"', "Cache-Control": "no-cache"}
         if headers["ETag"] in [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]:
@@ -89,7 +90,7 @@ def answer(
             whose = () if run_id is None else (run_id,)
             body = encode(work(reader, *whose, *arguments, **settings))
             if time.perf_counter() - began > WORTH_REMEMBERING:
-                cache.remember(asked, version, body)
+                cache.remember(asked, version, body, run_id, run_version)
     cache.warming.asked(run_id)
     return Response(body, media_type="application/json", headers=headers)
 

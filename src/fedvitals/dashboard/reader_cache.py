@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from fedvitals.dashboard.change_tracker import ChangeTracker
@@ -25,6 +26,16 @@ REMEMBERED = 64_000_000  # bytes of answers
 PATIENCE = 60.0  # seconds for one statement of a request
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """An answer that was given, and the run that it is about, as that was then."""
+
+    version: str
+    body: bytes
+    run: str | None
+    run_version: str
+
+
 class ReaderCache:
     """Readers of one store, the answers that were given, and what is known of changes; for several threads."""
 
@@ -39,7 +50,7 @@ class ReaderCache:
         self._readers: list[tuple[object, Reader]] = []
         self._watcher: tuple[object, Reader] | None = None  # the one whose `data_version` tells of changes
         self._symbols: tuple[object, SymbolCache] = object(), SymbolCache()  # of the store that is watched
-        self._answers: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        self._answers: OrderedDict[str, _Answer] = OrderedDict()  # by address, the longest unused first
         self._answered = 0
 
     @property
@@ -128,20 +139,31 @@ class ReaderCache:
     def remembered(self, asked: str, version: str) -> bytes | None:
         """Return the answer that was given to this address at this version, or None."""
         with self._lock:
-            body = self._answers.get((asked, version))
-            if body is not None:
-                self._answers.move_to_end((asked, version))
-            return body
+            answer = self._answers.get(asked)
+            if answer is None or answer.version != version:
+                return None
+            self._answers.move_to_end(asked)
+            return answer.body
 
-    def remember(self, asked: str, version: str, body: bytes) -> None:
-        """Keep the answer to this address at this version, as long as there is room."""
+    def remember(self, asked: str, version: str, body: bytes, run: str | None = None, run_version: str = "") -> None:
+        """Keep the newest answer to this address, as long as there is room.
+
+        `run`, `run_version`: the run that it is about, if it is about one, and how that was when it was read. Nobody
+        asks for answers about a run as it was before: they go as soon as there is one to be kept.
+        """
         with self._lock:
-            if (asked, version) in self._answers or len(body) > REMEMBERED // 4:
+            outdated = {name for name, answer in self._answers.items() if self._is_old(answer)} | {asked}
+            for name in outdated & self._answers.keys():
+                self._answered -= len(self._answers.pop(name).body)
+            if len(body) > REMEMBERED // 4:
                 return
-            self._answers[asked, version] = body
+            self._answers[asked] = _Answer(version, body, run, run_version)
             self._answered += len(body)
             while self._answered > REMEMBERED:
-                self._answered -= len(self._answers.popitem(last=False)[1])
+                self._answered -= len(self._answers.popitem(last=False)[1].body)
+
+    def _is_old(self, answer: _Answer) -> bool:
+        return answer.run is not None and self.tracker.version(answer.run) != answer.run_version
 
     def close(self) -> None:
         """Close all readers that are not lent, and stop reading ahead."""

@@ -27,6 +27,7 @@ from fastapi import FastAPI
 from fedvitals.dashboard.app import create_app
 from fedvitals.dashboard.connections import Limits, bounded_protocol
 from fedvitals.errors import ConfigError
+from fedvitals.resources.memory import use_one_heap
 
 PORT = 8321
 NEXT = 20  # ports that are tried after the usual one
@@ -130,6 +131,7 @@ def serve(
             if folder is not None:
                 open_in_browser(address.url, Path(folder))
 
+    use_one_heap()  # else each of the threads that answer keeps room for the largest answer that it ever made
     # What the imports left stays for good. Pages make a hundred thousand small objects and let them go at once: looking
     # for rings among them after every few hundred took a third of the time.
     gc.freeze()

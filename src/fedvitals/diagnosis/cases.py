@@ -91,28 +91,60 @@ def key_of(finding: Finding) -> CaseKey:
     return finding.issue, where.node, where.group if where.node is None else None, where.layer
 
 
+class CaseFindings:
+    """What a case needs of its findings, which may be as many as rounds; of these only the newest is held."""
+
+    def __init__(self) -> None:
+        self.confidences: dict[int | None, float] = {}  # by round; of several in one round, the highest
+        self.severity = ""
+        self.since: int | None = None
+        self.newest: Finding | None = None
+
+    def add(self, finding: Finding) -> None:
+        """Add the next finding, in order of arrival."""
+        round_index, since = finding.where.round, _since(finding)
+        if not self.severity or severity_rank(finding.severity) < severity_rank(self.severity):
+            self.severity = finding.severity
+        if since is not None:
+            self.since = since if self.since is None else min(self.since, since)
+        before = self.confidences.get(round_index)
+        best = before is None or finding.confidence >= before
+        if best:
+            self.confidences[round_index] = finding.confidence
+        held = None if self.newest is None else self.newest.where.round
+        if held is None or (best and round_index is not None and round_index >= held):
+            self.newest = finding
+
+
+def group_findings(findings: Iterable[Finding]) -> dict[CaseKey, CaseFindings]:
+    """Return what each case needs of these findings, which come in order of arrival."""
+    by_case: dict[CaseKey, CaseFindings] = {}
+    for finding in findings:
+        by_case.setdefault(key_of(finding), CaseFindings()).add(finding)
+    return by_case
+
+
 def cases(findings: Iterable[Finding], attendance: Attendance | None = None) -> list[Case]:
     """Return one case per issue and place, worst first: by severity, then confidence, then first round.
 
     Without `attendance`, every node counts as present in every round up to that of the newest finding.
     """
-    by_case: dict[CaseKey, list[Finding]] = {}
-    for finding in findings:
-        by_case.setdefault(key_of(finding), []).append(finding)
-    rounds = [f.where.round for same in by_case.values() for f in same if f.where.round is not None]
+    return cases_from(group_findings(findings), attendance)
+
+
+def cases_from(by_case: Mapping[CaseKey, CaseFindings], attendance: Attendance | None = None) -> list[Case]:
+    """Return the same of findings that are grouped already."""
+    rounds = [r for same in by_case.values() for r in same.confidences if r is not None]
     present = dict(attendance or {})
     present.setdefault(None, range(max(rounds, default=-1) + 1))
     return sorted((_case(key, same, present) for key, same in by_case.items()), key=_worst_first)
 
 
-def _case(case_key: CaseKey, findings: Sequence[Finding], attendance: Attendance) -> Case:
-    by_round: dict[int | None, Finding] = {}
-    for finding in findings:  # of several in one round, the one with the highest confidence
-        before = by_round.get(finding.where.round)
-        if before is None or finding.confidence >= before.confidence:
-            by_round[finding.where.round] = finding
-    rounds = sorted(round_index for round_index in by_round if round_index is not None)
-    newest = by_round[rounds[-1]] if rounds else findings[-1]
+def _case(case_key: CaseKey, findings: CaseFindings, attendance: Attendance) -> Case:
+    rounds = sorted(round_index for round_index in findings.confidences if round_index is not None)
+    newest = findings.newest
+    if newest is None:
+        raise ValueError("A case has at least one finding.")
     issue, node, group, layer = case_key
     attended = attendance.get(node) or attendance[None]
     after = len(attended) - bisect_right(attended, rounds[-1]) if rounds else 0
@@ -121,13 +153,13 @@ def _case(case_key: CaseKey, findings: Sequence[Finding], attendance: Attendance
         node=node,
         group=group,
         layer=layer,
-        severity=min((f.severity for f in findings), key=severity_rank),
+        severity=findings.severity,
         confidence=newest.confidence,
-        since=min((since for f in findings if (since := _since(f)) is not None), default=None),
+        since=findings.since,
         first=rounds[0] if rounds else None,
         last=rounds[-1] if rounds else None,
         rounds=tuple(rounds),
-        confidences=tuple(by_round[round_index].confidence for round_index in rounds),
+        confidences=tuple(findings.confidences[round_index] for round_index in rounds),
         still_there=after <= QUIET_ROUNDS,
         returned=sum(_between(attended, earlier, later) > QUIET_ROUNDS for earlier, later in pairwise(rounds)),
         newest=newest,

@@ -71,6 +71,21 @@ def _mallinfo() -> Any:
     return ask
 
 
+_M_ARENA_MAX = -8  # of glibc's malloc.h
+
+
+def use_one_heap() -> bool:
+    """Let all threads that start from now on allocate from one heap (glibc); return whether that is so.
+
+    By default the C library gives each thread a heap of its own, up to eight per core, and each keeps room for the
+    largest that it ever held. For processes whose threads take turns, as those of Python do.
+    """
+    try:
+        return bool(ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1))
+    except (AttributeError, OSError, TypeError):  # another C library
+        return False
+
+
 def peak_bytes() -> int | None:
     """The most it ever held (Unix); None elsewhere."""
     if resource is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote
 
-from fedvitals.diagnosis.cases import Case, cases
+from fedvitals.diagnosis.cases import Case, cases_from, group_findings
 from fedvitals.diagnosis.corrections.catalog import finding_label
 from fedvitals.errors import ConfigError
 from fedvitals.plain_json import copied
@@ -16,9 +16,11 @@ from fedvitals.records import Action, Event, Finding
 from fedvitals.store.marks import Mark, marks
 from fedvitals.store.read import events, queries
 from fedvitals.store.read.nodes import rounds_attended
+from fedvitals.store.read.paging import records_of_kind
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.labels import place_of
 
+PAGE = 500  # findings that are held at once: an ill run that trains for days has one a round
 TOLD_APART = ("since", "numbers")  # of the evidence; the rest is the issue's own
 
 
@@ -33,19 +35,20 @@ def cases_of(reader: Reader, run: str, number: int | None = None, *, rounds: lis
 
     `rounds`: those of the run, ascending, if they are known already.
     """
-    findings = list(queries.records(reader, run, Finding))
-    if number is not None:
-        findings = [f for f in findings if f.where.round is not None and f.where.round <= number]
-    if not findings:
+    findings = records_of_kind(reader, run, Finding, page=PAGE)
+    by_case = group_findings(
+        f for f in findings if number is None or (f.where.round is not None and f.where.round <= number)
+    )
+    if not by_case:
         return []
-    nodes = {finding.where.node for finding in findings} - {None}
+    nodes = {node for _, node, _, _ in by_case}
     attendance: dict[str | None, list[int]] = {
         None: reader.history(run).rounds() if rounds is None else rounds,
         **rounds_attended(reader, run, [node for node in nodes if node is not None]),
     }
     if number is not None:
         attendance = {who: [r for r in rounds if r <= number] for who, rounds in attendance.items()}
-    return cases(findings, attendance)
+    return cases_from(by_case, attendance)
 
 
 def case_of(reader: Reader, run: str, key: str) -> Case:

@@ -29,19 +29,21 @@ BLOCKS = 16  # of layer statistics
 KINDS: tuple[type[Record], ...] = (Metric, LayerStats, Transfer, Span, Event, Finding, Action, Snapshot)
 
 
-def pages(reader: Reader, run: str, table: Table, round_: int | None = None) -> Iterator[list[rows.Row]]:
-    """Yield the rows of a table's view with all its columns, a page at a time; of one round if given."""
+def pages(
+    reader: Reader, run: str, table: Table, round_: int | None = None, size: int = PAGE
+) -> Iterator[list[rows.Row]]:
+    """Yield the rows of a table's view with all its columns, a page of that size at a time; of one round if given."""
     columns = ", ".join(quoted(column.name) for column in table.columns)
     condition = "" if round_ is None else "AND round = ? "
     last = -1
     while True:
         page = reader.database.rows(
             f"SELECT {columns} FROM {table.view} WHERE run = ? AND arrival > ? {condition}ORDER BY arrival LIMIT ?",  # noqa: S608
-            (run, last, *(() if round_ is None else (round_,)), PAGE),
+            (run, last, *(() if round_ is None else (round_,)), size),
         )
         if page:
             yield page
-        if len(page) < PAGE:
+        if len(page) < size:
             return
         last = page[-1][0]
 
@@ -57,13 +59,15 @@ def _round_of(record: Any) -> int:
     return -1 if record.where.round is None else record.where.round
 
 
-def records_of_kind(reader: Reader, run: str, kind: type[R], round_: int | None = None) -> Iterator[R]:
-    """Yield every record of one type (but Run), in order of arrival; of one round if given."""
+def records_of_kind(
+    reader: Reader, run: str, kind: type[R], round_: int | None = None, page: int = PAGE
+) -> Iterator[R]:
+    """Yield every record of one type (but Run), in order of arrival, `page` at a time; of one round if given."""
     if kind is LayerStats:
-        for page in layer_pages(reader, run, round_):
-            yield from page  # type: ignore[misc]
+        for layers in layer_pages(reader, run, round_):
+            yield from layers  # type: ignore[misc]
     else:
-        for fetched in pages(reader, run, TABLE[rows.TABLE_OF[kind]], round_):
+        for fetched in pages(reader, run, TABLE[rows.TABLE_OF[kind]], round_, page):
             yield from rows.from_rows(kind, [row[1:] for row in fetched])
 
 

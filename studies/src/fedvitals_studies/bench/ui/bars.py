@@ -62,7 +62,7 @@ def _listed(browser: Any, store: Path, runs: int, tell: Tell) -> Row:
     """The list of runs, opened three times on a server that was just started."""
     opened = []
     for _ in range(3):
-        with serving(store) as url:
+        with serving(store) as (url, _):
             visitor = Visitor(browser, url)
             opened.append(visitor.open("/", "runs"))
             visitor.close()
@@ -92,7 +92,7 @@ def cached(size: Synthetic, tell: Tell) -> Path:
 def _measure(browser: Any, store: Path, size: Synthetic, quick: bool, tell: Tell) -> list[Row]:
     opened, weights, visits = [], [], list[Visitor]()
     for turn in range(1 if quick else 3):
-        with serving(store) as url:
+        with serving(store) as (url, _):
             visitor = Visitor(browser, url)
             opened.append(visitor.open(f"/runs/{size.run}", "overview"))
             visitor.settle()
@@ -100,7 +100,7 @@ def _measure(browser: Any, store: Path, size: Synthetic, quick: bool, tell: Tell
             tell(f"overview, turn {turn + 1}: {opened[-1]:.0f} ms, {weights[-1] / 1e6:.2f} MB")
             visitor.close()
             visits.append(visitor)
-    with serving(store) as url:
+    with serving(store) as (url, _):
         visitor = Visitor(browser, url)
         visits.append(visitor)
         views = _views(visitor, size, tell)

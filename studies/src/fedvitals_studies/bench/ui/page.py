@@ -56,8 +56,8 @@ def browser_path() -> str | None:
 
 
 @contextlib.contextmanager
-def serving(store: Path) -> Iterator[str]:
-    """The address of a dashboard over this store, started anew: it remembers nothing."""
+def serving(store: Path) -> Iterator[tuple[str, int]]:
+    """The address and the process id of a dashboard over this store, started anew: it remembers nothing."""
     command = [sys.executable, "-m", "fedvitals.cli", "ui", "--no-open", "--port", "0", "--store", str(store)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ})  # noqa: S603
     try:
@@ -65,7 +65,7 @@ def serving(store: Path) -> Iterator[str]:
         found = re.search(r"(http://\S+)/login#", line)  # measured as a page that only reads
         if found is None:
             raise ConfigError(f"The dashboard did not start: {line.strip() or 'it said nothing'}.")
-        yield found[1]
+        yield found[1], process.pid
     finally:
         process.terminate()
         process.wait(20)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Findings become cases one after the other: a run that has one in every round need not fit into memory."""
+
+import tracemalloc
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedvitals.diagnosis.cases import cases, severity_rank
+from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.records import Finding, Run, Where
+from fedvitals.store import open_reader, open_store
+from fedvitals.views.cases import cases_of
+
+
+def test_the_cases_of_a_long_run_are_read_without_holding_all_its_findings(tmp_path):
+    peaks = []
+    for run, rounds in (("short", 1000), ("long", 4000)):
+        with open_store(tmp_path / f"{run}.db") as store:
+            findings = [
+                finding(
+                    "LABEL_NOISE",
+                    r,
+                    "it is ill",
+                    confidence=0.8,
+                    node="c1",
+                    since=0,
+                    numbers=[Number("loss", 1.0, 2.0)],
+                )
+                for r in range(rounds)
+            ]
+            at = [replace(f, where=replace(f.where, run=run), source="s", sequence=i) for i, f in enumerate(findings)]
+            store.write([Run(run, run, source="r"), *at])
+        with open_reader(tmp_path / f"{run}.db") as reader:
+            cases_of(reader, run)  # what is loaded and remembered once
+            tracemalloc.start()
+            (case,) = cases_of(reader, run)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+        assert (case.first, case.last, len(case.rounds), case.since) == (0, rounds - 1, rounds, 0)
+    assert peaks[1] < 2 * peaks[0]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.one_of(st.none(), st.integers(0, 5)), st.sampled_from(["note", "warning", "critical"]),
+            st.sampled_from([0.5, 0.7, 0.9]),
+        ),
+        min_size=1,
+        max_size=12,
+    )
+)  # fmt: skip
+def test_a_case_is_the_same_as_with_all_its_findings_at_hand(drawn):
+    findings = [
+        Finding(Where("r", number, "c1"), 0.0, "LABEL_NOISE", severity, confidence, f"{i}")
+        for i, (number, severity, confidence) in enumerate(drawn)
+    ]
+    (case,) = cases(findings)
+    of_rounds = [f for f in findings if f.where.round is not None]
+    best = {f.where.round: f for f in sorted(of_rounds, key=lambda f: f.confidence)}  # stable: the later of two equal
+    rounds = sorted(best)
+    assert case.newest is (best[rounds[-1]] if rounds else findings[-1])
+    assert (case.rounds, case.confidences) == (tuple(rounds), tuple(best[r].confidence for r in rounds))
+    assert case.severity == min((f.severity for f in findings), key=severity_rank)
+    assert case.since == (rounds[0] if rounds else None)
