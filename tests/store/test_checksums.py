@@ -184,3 +184,20 @@ def test_what_cannot_be_read_is_told_and_mended(path, statement, what, words):
     assert any(sign.state == "trouble" for sign in found.values())
     assert what in found
     assert any(words in sentence for sentence in mend(path))
+
+
+def test_a_store_without_checksums_still_has_its_log_folded_in(path, monkeypatch, caplog):
+    def fail(_self, _page_size):
+        raise OSError("no room for checksums")
+
+    monkeypatch.setattr(seal.Seal, "_count", fail)
+    log = path.with_name("runs.db-wal")
+    with open_store(path) as store:
+        for number in range(20, 420):
+            store.write(batch(number, 400))
+        assert log.stat().st_size < 6000 * PAGE
+        assert path.stat().st_size > 500 * PAGE
+    assert [record.message for record in caplog.records] == [
+        f"The store '{path}' has no checksums for now: no room for checksums."
+    ]
+    assert len(values(path)) == 20 * 50 + 400 * 400

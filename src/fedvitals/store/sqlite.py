@@ -279,6 +279,8 @@ class SqliteStore(Sink):
         if self._watch is None or self._seal is None:
             return
         log = self._seal.committed()
+        if log is None and self._database is not None:  # nothing to keep: SQLite folds its log in by itself
+            self._database.execute("PRAGMA wal_autocheckpoint = 4000")
         if not self._watch.identified or self._seal.wants_fold:
             self._fold_in()  # a file that holds no run yet could not be told from another
         if self._watch.remember():
