@@ -2,6 +2,7 @@
 """The checksums of a store's pages: what they notice, and what they must not mistake for damage."""
 
 import contextlib
+import os
 import shutil
 import sqlite3
 import subprocess
@@ -15,6 +16,7 @@ from fedvitals.store import checksums, open_reader, open_store, seal
 from fedvitals.store.marks import set_mark
 from fedvitals.store.upkeep.doctor import examine
 from fedvitals.store.upkeep.repair import mend
+from support.paths import TESTS
 
 PAGE = 8192
 
@@ -201,3 +203,46 @@ def test_a_store_without_checksums_still_has_its_log_folded_in(path, monkeypatch
         f"The store '{path}' has no checksums for now: no room for checksums."
     ]
     assert len(values(path)) == 20 * 50 + 400 * 400
+
+
+def test_a_log_of_a_killed_process_that_another_program_folded_in_is_no_damage_for_the_next_writer(path, caplog):
+    killed = (
+        "import os, sys\nfrom fedvitals.store import open_store\nfrom store.test_checksums import batch\n"
+        f"store = open_store({str(path)!r})\n"
+        "for number in range(20, 40):\n    store.write(batch(number))\nos._exit(9)\n"
+    )
+    subprocess.run([sys.executable, "-c", killed], check=False, cwd=TESTS)
+    assert path.with_name("runs.db-wal").exists()
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("SELECT COUNT(*) FROM metric").fetchall()
+    assert not path.with_name("runs.db-wal").exists()
+    before = values(path)
+    with open_store(path) as store:
+        store.write(batch(40))
+    assert not caplog.records
+    assert len(values(path)) == len(before) + 50
+    assert "trouble" not in {sign.state for sign in examine(path)}
+
+
+def test_two_monitors_of_one_store_do_not_read_it_again_and_again(path, monkeypatch, caplog):
+    looks = []
+    monkeypatch.setattr(seal, "checksums_of", lambda *about: looks.append(about) or checksums.checksums_of(*about))
+    with open_store(path) as one, open_store(path) as other:
+        for number in range(20, 60, 2):
+            one.write(batch(number))
+            other.write(batch(number + 1))
+    assert len(looks) <= 2 * (seal.MOST_CHANGES + 1)
+    assert len(values(path)) == 60 * 50
+    assert not caplog.records
+    with open_store(path) as store:
+        store.write(batch(60))
+    assert signs(path)["file"].state == "fine"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_checksums_that_may_not_be_read_are_no_damage(path):
+    with open_store(path) as store:
+        store.write(batch(20))
+        checksums.beside(path).chmod(0)
+        with pytest.raises(StoreError, match=r"cannot be read: Permission denied"):
+            values(path)

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from fedvitals.errors import StoreError
 from fedvitals.store.identity import has_foreign_log
 from fedvitals.store.lock import note_of
 from fedvitals.store.log_file import HEADER, Log, Salts, page_sums, read_log
@@ -41,6 +42,8 @@ FILES_OPEN = 64
 ATTEMPTS, PAUSE = 3, 0.02  # at a store that somebody writes meanwhile; seconds
 
 _GATE = threading.Lock()
+if hasattr(os, "register_at_fork"):  # another thread may hold it while this one forks
+    os.register_at_fork(after_in_child=lambda: globals().update(_GATE=threading.Lock()))
 _FILES: OrderedDict[tuple[int, int], int] = OrderedDict()  # by device and number
 _SOUND: dict[tuple[int, int], object] = {}  # state in which each file was last seen to be sound
 
@@ -77,15 +80,18 @@ def beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.sums")
 
 
-def examine(path: Path) -> Report:
-    """Compare a store's file and log with what was noted when they were written."""
-    report = _examine(path)
+def examine(path: Path, note: str | None = None) -> Report:
+    """Compare a store's file and log with what was noted when they were written.
+
+    `note`: of the last writer in the lock file, for a process that has taken the lock since; others read it there.
+    """
+    report = _examine(path, note)
     for _ in range(ATTEMPTS - 1):
         if not report.problems:
             break
         before = _state(path)
         time.sleep(PAUSE if _is_in_use(path) else 0)
-        report = _examine(path)
+        report = _examine(path, note)
         if report.problems and before == _state(path):
             break
     else:
@@ -140,7 +146,7 @@ def log_salts(path: Path) -> Salts | None:
     return None
 
 
-def _examine(path: Path) -> Report:
+def _examine(path: Path, note: str | None) -> Report:
     file = open_file(path)
     start, size = os.pread(file, DATABASE_HEADER, 0), os.fstat(file).st_size
     if len(start) < DATABASE_HEADER:
@@ -158,7 +164,7 @@ def _examine(path: Path) -> Report:
         report.problems.append(_LOG_DAMAGED)
     if report.sums is not None:
         _compare(file, start, report.sums, log or Log(), report)
-    _compare_log(path, log, report)
+    _compare_log(log, report, note_of(path) if note is None else note)
     return report
 
 
@@ -185,9 +191,9 @@ def _compare(file: int, start: bytes, sums: Sums, log: Log, report: Report) -> N
 _LOG_DAMAGED = "its log is damaged, and SQLite ignores what follows the damage"
 
 
-def _compare_log(path: Path, log: Log | None, report: Report) -> None:
+def _compare_log(log: Log | None, report: Report, note: str | None) -> None:
     """Compare the log with what a writer noted that is no more. One that lives has it in its own memory."""
-    noted = noted_log(note_of(path))
+    noted = noted_log(note)
     if noted is None or not noted[1]:
         return
     salts, frames = noted
@@ -224,7 +230,7 @@ def _noted(path: Path, file: int, start: bytes, size: int, *, in_use: bool) -> S
     except FileNotFoundError:
         pass
     except OSError as error:
-        raise ValueError(f"its checksums cannot be read: {error.strerror}") from error
+        raise StoreError(f"The checksums of the store in '{beside(path)}' cannot be read: {error.strerror}.") from error
     else:
         return _decoded(content, start)
     end = int.from_bytes(start[28:32], "big") * page_size_in(start)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedvitals.errors import StoreError
 from fedvitals.store.checksums import (
     DATABASE_HEADER,
     NEVER_ZERO,
@@ -37,6 +38,7 @@ from fedvitals.store.log_file import FRAME, HEADER, Log, Salts, frame_heads, pag
 logger = logging.getLogger("fedvitals.store")
 
 FOLD_FRAMES = 4000  # in the log, after which it is folded in
+MOST_CHANGES = 3  # by others, after which there are no checksums until the next writer
 RETRY_FRAMES = 1000  # after a reader kept it from being folded in
 
 
@@ -53,10 +55,12 @@ class Seal:
     the next writer makes new ones.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Examine a store before its first connection that may write."""
+    def __init__(self, path: Path, note: str | None = None) -> None:
+        """Examine a store before its first connection that may write; `note`: what its last writer left in the lock
+        file.
+        """
         self._path = path.absolute()
-        self._partial = self._path.with_name(f"{path.name}.sums.partial")
+        self._partial = self._path.with_name(f"{path.name}.sums.{os.getpid()}-{id(self):x}.partial")
         self.report = Report()
         self._sums: Sums | None = None
         self._damaged: frozenset[int] = frozenset()  # pages that were damaged before: their checksums stay wrong
@@ -67,12 +71,13 @@ class Seal:
         self._noted_frames = 0  # whose pages have their checksums noted
         self._next_fold = FOLD_FRAMES
         self._open_log: int | None = None
+        self._changes = 0  # by others
         self._off = sys.byteorder == "big"  # there, the log has other checksums
         with self._guarded():
             if not path.exists() or not path.stat().st_size:
                 beside(self._path).unlink(missing_ok=True)
                 return
-            self.report = examine(path)
+            self.report = examine(path, note)
             self._sums, self._damaged = self.report.sums, frozenset(self.report.damaged_pages)
             if self.report.problems:
                 logger.warning(
@@ -86,7 +91,7 @@ class Seal:
     def _guarded(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError, struct.error) as error:
+        except (OSError, ValueError, struct.error, StoreError) as error:
             logger.warning("The store '%s' has no checksums for now: %s.", self._path, error)
             self.drop()
 
@@ -174,7 +179,13 @@ class Seal:
         return self._frames >= self._next_fold
 
     def changed_elsewhere(self) -> None:
-        """Another program has written to the store, and may have folded the log in: all pages are read again."""
+        """Another program, or monitor, has written to the store, and may have folded the log in.
+
+        All pages are read again; not each time, where two write in turns: then the next writer makes new checksums.
+        """
+        self._changes += 1
+        if self._changes > MOST_CHANGES:
+            self.drop()
         with contextlib.suppress(OSError):
             beside(self._path).unlink(missing_ok=True)
         self._sums = None

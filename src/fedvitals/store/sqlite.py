@@ -151,7 +151,7 @@ def maintain_sqlite(path: Path) -> Iterator[Database]:
         raise StoreError(f"The store '{path}' cannot be written: {error}.") from error
     try:
         _settle_log(path, lock)
-        seal = Seal(path)
+        seal = Seal(path, lock.note_before)
         database = _connect(path)
         try:
             lock.note("")
@@ -250,7 +250,7 @@ class SqliteStore(Sink):
 
     def _begin(self) -> Writer:
         _settle_log(self.path, self._file_lock)
-        self._seal = Seal(self.path)
+        self._seal = Seal(self.path, self._file_lock.note_before if self._process == 0 else None)  # else it is ours
         self._database = _connect(self.path)
         self._seal.begin()
         self._fold_in()
