@@ -115,8 +115,12 @@ class CorrectionTrials:
         """Take a new finding, on the detectors' thread. Suggestions are emitted at once, and once per finding."""
         if self.policy.word(finding.issue) == "off":
             return
+        round_index = finding.where.round or 0
         with self._lock:
-            self._new_findings.setdefault(finding.where.round or 0, []).append(finding)
+            # Not every host asks what is prescribed, and who asks wants to know of the round before only.
+            for earlier in [r for r in self._new_findings if r < round_index - 1]:
+                del self._new_findings[earlier]
+            self._new_findings.setdefault(round_index, []).append(finding)
         if finding.severity != "note":
             self._suggest(finding)
 
