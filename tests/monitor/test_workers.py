@@ -407,14 +407,23 @@ def test_a_payload_buffer_that_grows_too_large_is_thinned_and_says_so():
     payload = buffer.take()
     assert len(payload) <= LIMITS.bytes
     found = decode(payload)
-    assert [getattr(r, "name", None) for r in found] == ["loss", "log", "worker.lost"]
-    assert found[-1].data == {"records": 3000}
+    assert [getattr(r, "name", None) for r in found] == ["loss", "log", "worker.thinned"]
+    left_out = ["gradient of single steps"]
+    assert found[-1].data == {"records": 3000, "client_rounds": 1, "left_out": left_out}
     assert [r.sequence for r in found] == [0, 1, 2]
-    assert buffer.lost == 3000
+    assert buffer.lost == 0
     assert buffer.take() == b""
 
 
-def test_a_thinned_parcel_is_counted_by_the_monitor():
+def test_what_a_worker_left_out_is_counted_as_thinned_and_not_as_lost():
+    monitor, sink = watched(strict=False)
+    with monitor, monitor.round(0):
+        told = Event(Where(monitor.run.id, 0), 0.0, "info", "worker.thinned", "", {"records": 12, "client_rounds": 3})
+        monitor.host.absorb(encode([stamped(told, "worker-1", 0)]))
+    assert (monitor.lost, sink.value("monitor.lost"), sink.value("monitor.thinned")) == (0, 0, 3)
+
+
+def test_what_a_worker_lost_is_counted_by_the_monitor():
     monitor, sink = watched(strict=False)
     with monitor, monitor.round(0):
         told = Event(Where(monitor.run.id, 0), 0.0, "warning", "worker.lost", "", {"records": 12})
