@@ -10,7 +10,7 @@ from fedvitals.records import Event, Layer, LayerStats, LayerTable, Metric, Run,
 from fedvitals.stats import FAMILIES
 from fedvitals.transport.payload_buffer import PayloadBuffer
 from fedvitals.transport.privacy import PrivacyPolicy
-from fedvitals.transport.wire.payload import decode
+from fedvitals.transport.wire.payload import LIMITS, decode
 
 HERE = Where("r", 0, "c0")
 STREAM = np.random.default_rng(0)
@@ -89,3 +89,23 @@ def test_numbers_of_many_steps_go_before_the_numbers_of_a_round():
     names, _, _, events = left(buffer, 2_000)
     assert names == ["gradient.norm", "gradient.norm_max"]
     assert events == {"worker.thinned": {"records": 2_000, "client_rounds": 1, "left_out": ["single steps"]}}
+
+
+def test_a_payload_buffer_that_grows_too_large_is_thinned_and_says_so():
+    """Single steps go first; whole client-rounds and errors stay as long as they can."""
+    buffer = PayloadBuffer(PrivacyPolicy())
+    buffer.emit(fv.Monitor(None).run)
+    for step in range(3000):
+        matrix = np.ones((100, 9))
+        buffer.emit(LayerStats(Where("r", 0, "c0", step), 0.0, "gradient", matrix, "t"))
+    buffer.emit(Metric(Where("r", 0, "c0"), 0.0, "loss", 1.0))
+    buffer.emit(Event(Where("r", 0, "c0"), 0.0, "error", "log", "kept"))
+    payload = buffer.take()
+    assert len(payload) <= LIMITS.bytes
+    found = decode(payload)
+    assert [getattr(r, "name", None) for r in found] == ["loss", "log", "worker.thinned"]
+    left_out = ["gradient of single steps"]
+    assert found[-1].data == {"records": 3000, "client_rounds": 1, "left_out": left_out}
+    assert [r.sequence for r in found] == [0, 1, 2]
+    assert buffer.lost == 0
+    assert buffer.take() == b""

@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.measurements import Measurements, Telemetry, Transfers, places_of, single_records
 from fedvitals.monitor.losses import LostRecords
+from fedvitals.monitor.sender_results import column_values, first_values, gather, gather_rows, is_needed
 from fedvitals.monitor.spine import Spine
 from fedvitals.monitor.workers import INITIAL_BYTES, WorkerObserver
 from fedvitals.probes.cohort import SENDER, WORKER, Cohort
@@ -35,7 +36,6 @@ from fedvitals.records import (
 from fedvitals.resources.capture import Capture
 from fedvitals.resources.time_ledger import Ledger
 from fedvitals.scope import Scope
-from fedvitals.stats import FAMILIES
 from fedvitals.store.deliveries import Intervals, fresh
 from fedvitals.time_parts import CLIENT, edge_span
 from fedvitals.transport.payload_buffer import LOST, THINNED
@@ -373,12 +373,14 @@ class Arrivals:
                 blocks.append(record)
             elif isinstance(record, Event | Transfer):
                 self._count(record, cohort)
-            elif _is_needed(record) and record.where.node in spans:
-                _gather(single.setdefault(record.where.node or "", Results()), record)
+            elif is_needed(record) and record.where.node in spans:
+                gather(single.setdefault(record.where.node or "", Results()), record)
         for block in blocks if single else ():
-            _gather_rows(single, block)
+            gather_rows(single, block)
         together = {node: span for node, span in spans.items() if node not in single}
-        steps, norms = ({**_first(single, name), **_column(blocks, name)} for name in ("steps", "gradient.norm"))
+        steps, norms = (
+            {**first_values(single, name), **column_values(blocks, name)} for name in ("steps", "gradient.norm")
+        )
         self._compare(spans, norms)
         for node, span in spans.items():
             self._expected.pop(node, None)
@@ -469,56 +471,3 @@ def _without_labels(telemetry: Telemetry, nodes: Container[Node | None]) -> Iter
     for record in records:
         if not (isinstance(record, Event | Metric) and record.where.node in nodes and record.name in LABELS):
             yield record
-
-
-def _first(single: Mapping[Node, Results], name: str) -> dict[Node, float]:
-    """The first metric of a name, by client."""
-    return {
-        node: next(value for own, value, _ in results.metrics if own == name)
-        for node, results in single.items()
-        if any(own == name for own, _, _ in results.metrics)
-    }
-
-
-def _column(blocks: Sequence[Measurements], name: str) -> dict[Node, float]:
-    """The same of measurements."""
-    values: dict[Node, float] = {}
-    for block in reversed(blocks):
-        for _, rows, own, _ in [*block.columns(name.__eq__)][::-1]:
-            values |= {block.nodes[row] or "": value for row, value in zip(rows, own, strict=True)}
-    return values
-
-
-def _gather(results: Results, record: Metric | LayerStats) -> None:
-    """Add a single record of a client to its results: matrices, and the metrics that a round asks for."""
-    if isinstance(record, Metric):
-        results.metrics.append((record.name, record.value, record.where.step))
-    else:
-        results.matrices.append((record.family, record.matrix, record.where.step))
-        results.tables = {**results.tables, FAMILIES[record.family].rows: record.table}
-
-
-def _gather_rows(results_by_node: Mapping[Node, Results], measured: Measurements) -> None:
-    own = [results_by_node.get(node or "") for node in measured.nodes]
-    for name, rows, values, steps in measured.columns(_is_needed_metric):
-        for row, value, step in zip(rows, values, steps, strict=True):
-            results = own[row]
-            if results is not None:
-                results.metrics.append((name, value, step))
-    for part in measured.layers:
-        kind = FAMILIES[part.family].rows
-        for row, matrix in zip(part.rows, part.matrices, strict=True):
-            results = own[row]
-            if results is not None:
-                results.matrices.append((part.family, matrix, part.step))
-                if results.tables.get(kind) != part.table:
-                    results.tables = {**results.tables, kind: part.table}
-
-
-def _is_needed(record: Telemetry) -> TypeGuard[Metric | LayerStats]:
-    return isinstance(record, LayerStats) or (isinstance(record, Metric) and _is_needed_metric(record.name))
-
-
-def _is_needed_metric(name: str) -> bool:
-    """Whether the round asks for a client's metric: here, or in `Cohort.add`."""
-    return name in ("steps", "gradient.norm", "monitor.cost") or name.startswith("weight.difference")
