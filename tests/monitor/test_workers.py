@@ -20,9 +20,7 @@ from fedvitals.protocols import NullObserver, Observer, WorkerObserver
 from fedvitals.records import Event, LayerStats, Metric, Sketch, Span, Transfer, Where
 from fedvitals.store import open_reader
 from fedvitals.store.read.ask import query
-from fedvitals.transport.payload_buffer import PayloadBuffer
-from fedvitals.transport.privacy import PrivacyPolicy
-from fedvitals.transport.wire.payload import LIMITS, decode, encode
+from fedvitals.transport.wire.payload import decode, encode
 from support.conditions import holds_for_each
 from support.models import close, make, watched
 from support.worker_tasks import (
@@ -395,26 +393,15 @@ def test_tables_go_home_once_and_only_where_they_are_needed():
     assert "1.weight" in sink.table(stats.table).names
 
 
-def test_a_payload_buffer_that_grows_too_large_is_thinned_and_says_so():
-    """Single steps go first; whole client-rounds and errors stay as long as they can."""
-    buffer = PayloadBuffer(PrivacyPolicy())
-    buffer.emit(fv.Monitor(None).run)
-    for step in range(3000):
-        matrix = np.ones((100, 9))
-        buffer.emit(LayerStats(Where("r", 0, "c0", step), 0.0, "gradient", matrix, "t"))
-    buffer.emit(Metric(Where("r", 0, "c0"), 0.0, "loss", 1.0))
-    buffer.emit(Event(Where("r", 0, "c0"), 0.0, "error", "log", "kept"))
-    payload = buffer.take()
-    assert len(payload) <= LIMITS.bytes
-    found = decode(payload)
-    assert [getattr(r, "name", None) for r in found] == ["loss", "log", "worker.lost"]
-    assert found[-1].data == {"records": 3000}
-    assert [r.sequence for r in found] == [0, 1, 2]
-    assert buffer.lost == 3000
-    assert buffer.take() == b""
+def test_what_a_worker_left_out_is_counted_as_thinned_and_not_as_lost():
+    monitor, sink = watched(strict=False)
+    with monitor, monitor.round(0):
+        told = Event(Where(monitor.run.id, 0), 0.0, "info", "worker.thinned", "", {"records": 12, "client_rounds": 3})
+        monitor.host.absorb(encode([stamped(told, "worker-1", 0)]))
+    assert (monitor.lost, sink.value("monitor.lost"), sink.value("monitor.thinned")) == (0, 0, 3)
 
 
-def test_a_thinned_parcel_is_counted_by_the_monitor():
+def test_what_a_worker_lost_is_counted_by_the_monitor():
     monitor, sink = watched(strict=False)
     with monitor, monitor.round(0):
         told = Event(Where(monitor.run.id, 0), 0.0, "warning", "worker.lost", "", {"records": 12})

@@ -9,11 +9,12 @@ import threading
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.measurements import Measurements, Telemetry, Transfers, places_of, single_records
 from fedvitals.monitor.losses import LostRecords
+from fedvitals.monitor.sender_results import column_values, first_values, gather, gather_rows, is_needed
 from fedvitals.monitor.spine import Spine
 from fedvitals.monitor.workers import INITIAL_BYTES, WorkerObserver
 from fedvitals.probes.cohort import SENDER, WORKER, Cohort
@@ -29,17 +30,19 @@ from fedvitals.records import (
     Run,
     Span,
     Transfer,
+    Where,
     node_name,
 )
 from fedvitals.resources.capture import Capture
 from fedvitals.resources.time_ledger import Ledger
 from fedvitals.scope import Scope
-from fedvitals.stats import FAMILIES
 from fedvitals.store.deliveries import Intervals, fresh
 from fedvitals.time_parts import CLIENT, edge_span
-from fedvitals.transport.payload_buffer import LOST
+from fedvitals.transport.payload_buffer import LOST, THINNED
 from fedvitals.transport.payload_check import (
+    BROKEN_RULES,
     GAPS_OF_SENDER,
+    IMPOSSIBLE,
     SOURCES,
     SOURCES_OF_SENDER,
     check_no_claim,
@@ -49,8 +52,9 @@ from fedvitals.transport.payload_check import (
     of_one_training,
     tables_of_payload,
 )
-from fedvitals.transport.sender import Sender, as_seen
-from fedvitals.transport.sender_limits import SenderQuotas, check_sources, entry_of_sender
+from fedvitals.transport.privacy import released
+from fedvitals.transport.sender import Sender, as_seen, quoted
+from fedvitals.transport.sender_limits import LeftOut, SenderQuotas, check_sources, entry_of_sender, name_of
 from fedvitals.transport.sink_writer import SENDER as OF_SENDER
 from fedvitals.transport.wire.payload import LIMITS, decode
 
@@ -119,7 +123,8 @@ class Arrivals:
         with self._lock:  # a pool's callbacks come on a thread of their own
             new = self._read(payload, sender)
             if sender is not None:
-                new = self._of_sender(of_one_training(new), sender, len(new))
+                left_out = LeftOut()
+                new = self._of_sender(of_one_training(new, left_out), sender, left_out)
             now = time.time()
             # Newest wins in every history: what says that it comes from the future would outlast what is measured here.
             new = [record if record.at <= now else replace(record, at=now) for record in new]
@@ -149,14 +154,24 @@ class Arrivals:
                 except RecordError as error:
                     why = why or str(error)
             new = fresh(kept, self._delivered_by(sender))
-            self._emission.admit(self._of_sender(new, sender, len(new)))
+            self._emission.admit(self._of_sender(new, sender, LeftOut()))
             self._forget_sources(sender)
         return len(records) - len(kept), why
 
-    def within_names(self, node: Node, values: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics with a name that is known, or that a sender may still bring."""
+    def within_names(self, node: Node, values: Mapping[str, float]) -> tuple[dict[str, float], str]:
+        """Return the metrics with a name that is known, or that a sender may still bring; and why the others are not.
+
+        The second is empty where nothing is left out.
+        """
+        kept, left_out = dict(values), LeftOut()
         with self._lock:
-            return {name: value for name, value in values.items() if self._quotas.admits_name(node, name)}
+            for name in values:
+                limit = self._quotas.excess_name(node, name)
+                if limit is not None:
+                    left_out.add(
+                        limit, Metric(Where(self._context.run.id, None, node), 0.0, name, kept.pop(name)), name
+                    )
+        return kept, self._reasons(left_out)
 
     def refuse(self, node: Node) -> bool:
         """Count a refused message of a sender; return whether it is to be reported now, or at the round's end."""
@@ -223,20 +238,41 @@ class Arrivals:
         self._forget_sources(sender)
         return new
 
-    def _of_sender(self, records: Sequence[Any], sender: Sender, brought: int) -> list[Any]:
-        """At times that the server saw, and no more of them than one sender may bring. `brought`: how many it did."""
+    def _of_sender(self, records: Sequence[Any], sender: Sender, left_out: LeftOut) -> list[Any]:
+        """At times that the server saw, and no more of them than one sender may bring.
+
+        `left_out`: what of its message has been left out before.
+        """
         seen = None if self._ledger is None else self._ledger.seen(sender.node)
         seen = seen or (self._context.run.started, time.time())
-        kept = [r for r in self._quotas.admitted(sender.node, self._round, records) if is_possible(r)]
-        if len(kept) < brought:
-            gone, here = brought - len(kept), self._scopes.round or self._scopes.here()
-            text = f"{gone} of {brought} records of '{sender.node}' were left out: too many, told twice, or impossible."
-            if self._quotas.report(sender.node, self._round, whole=False):
-                self._emission.record.event(
-                    replace(here, node=sender.node), "warning", REFUSED, text, {"left_out": gone}
-                )
+        kept = []
+        for record in self._quotas.admitted(sender.node, self._round, records, left_out):
+            if is_possible(record):
+                kept.append(record)
+            else:
+                left_out.add(IMPOSSIBLE, record, name_of(record))
+        if left_out.total:
+            self._report_left_out(sender.node, left_out, left_out.total + len(kept))
         source = f"{OF_SENDER}{sender.node}"  # what it calls its own processes has been used, and is not stored
         return [replace(as_seen(record, seen), source=source) for record in kept]
+
+    def _report_left_out(self, node: Node, left_out: LeftOut, brought: int) -> None:
+        """Record that and why records of a sender's message were left out; mildly, where it brought too much only."""
+        amount = not any(reason in BROKEN_RULES for reason in left_out.counts)
+        if self._quotas.report(node, self._round, whole=False, amount=amount):
+            here = self._scopes.round or self._scopes.here()
+            text = f"Of {brought:,} records of '{node}', these were left out: {self._reasons(left_out)}."
+            level = "info" if amount else "warning"
+            self._emission.record.event(replace(here, node=node), level, REFUSED, text, {"left_out": left_out.total})
+
+    def _reasons(self, left_out: LeftOut) -> str:
+        """Return the reasons in words, each with an example, unless the privacy level keeps that back."""
+        reasons = []
+        for reason, count in left_out.counts.items():
+            record, name = left_out.examples[reason]
+            shown = released(record, self._context.policy) is not None
+            reasons.append(f"{count:,} {reason}" + (f", e.g. {quoted(name)}" if shown else ""))
+        return "; ".join(reasons)
 
     def _tell_size(self, records: Sequence[Telemetry], size: int) -> None:
         """What watching itself has added to the way of each client's message."""
@@ -271,9 +307,10 @@ class Arrivals:
         """Clients that were handed out and did not come home, each with a word of it."""
         with self._lock:
             unreported = self._quotas.take_unreported()
-        for node, count in unreported.items():
-            text = f"{count} more messages of '{node}' were refused in this round, whole or in part."
-            self._emission.record.event(replace(scope, node=node), "warning", REFUSED, text, {"messages": count})
+        for (node, amount), count in unreported.items():
+            what = "brought more than one client may" if amount else "were refused, whole or in part"
+            text, level = f"{count} more messages of '{node}' {what} in this round.", "info" if amount else "warning"
+            self._emission.record.event(replace(scope, node=node), level, REFUSED, text, {"messages": count})
         missing, self._expected = [*self._expected], {}
         for node in missing:
             self._guard("noting who is missing", functools.partial(self._tell_missing, scope, node, cohort), scope)
@@ -336,12 +373,14 @@ class Arrivals:
                 blocks.append(record)
             elif isinstance(record, Event | Transfer):
                 self._count(record, cohort)
-            elif _is_needed(record) and record.where.node in spans:
-                _gather(single.setdefault(record.where.node or "", Results()), record)
+            elif is_needed(record) and record.where.node in spans:
+                gather(single.setdefault(record.where.node or "", Results()), record)
         for block in blocks if single else ():
-            _gather_rows(single, block)
+            gather_rows(single, block)
         together = {node: span for node, span in spans.items() if node not in single}
-        steps, norms = ({**_first(single, name), **_column(blocks, name)} for name in ("steps", "gradient.norm"))
+        steps, norms = (
+            {**first_values(single, name), **column_values(blocks, name)} for name in ("steps", "gradient.norm")
+        )
         self._compare(spans, norms)
         for node, span in spans.items():
             self._expected.pop(node, None)
@@ -355,13 +394,16 @@ class Arrivals:
             self._join_single(cohort, spans[node], results, sender)
 
     def _count(self, record: Event | Transfer, cohort: Cohort | None) -> None:
-        """Count a message, or the records that a worker says it has lost."""
+        """Count a message, or what a worker of our own says it has lost or left out."""
         if isinstance(record, Transfer):
             if cohort is not None:
                 cohort.count_traffic((record.sender,), (record.receiver,), (record.bytes,))
         elif record.name == LOST and not record.data.get("claimed"):
             lost = record.data.get("records")
             self._lost.miss(lost if isinstance(lost, int) and 0 < lost < 1 << 40 else 1)
+        elif record.name == THINNED and not record.data.get("claimed"):
+            thinned = record.data.get("client_rounds")
+            self._lost.thin(thinned if isinstance(thinned, int) and 0 < thinned < 1 << 40 else 1)
 
     def _join_single(self, cohort: Cohort, span: Span, results: Results, sender: Sender | None) -> None:
         kind = WORKER if sender is None else SENDER
@@ -429,56 +471,3 @@ def _without_labels(telemetry: Telemetry, nodes: Container[Node | None]) -> Iter
     for record in records:
         if not (isinstance(record, Event | Metric) and record.where.node in nodes and record.name in LABELS):
             yield record
-
-
-def _first(single: Mapping[Node, Results], name: str) -> dict[Node, float]:
-    """The first metric of a name, by client."""
-    return {
-        node: next(value for own, value, _ in results.metrics if own == name)
-        for node, results in single.items()
-        if any(own == name for own, _, _ in results.metrics)
-    }
-
-
-def _column(blocks: Sequence[Measurements], name: str) -> dict[Node, float]:
-    """The same of measurements."""
-    values: dict[Node, float] = {}
-    for block in reversed(blocks):
-        for _, rows, own, _ in [*block.columns(name.__eq__)][::-1]:
-            values |= {block.nodes[row] or "": value for row, value in zip(rows, own, strict=True)}
-    return values
-
-
-def _gather(results: Results, record: Metric | LayerStats) -> None:
-    """Add a single record of a client to its results: matrices, and the metrics that a round asks for."""
-    if isinstance(record, Metric):
-        results.metrics.append((record.name, record.value, record.where.step))
-    else:
-        results.matrices.append((record.family, record.matrix, record.where.step))
-        results.tables = {**results.tables, FAMILIES[record.family].rows: record.table}
-
-
-def _gather_rows(results_by_node: Mapping[Node, Results], measured: Measurements) -> None:
-    own = [results_by_node.get(node or "") for node in measured.nodes]
-    for name, rows, values, steps in measured.columns(_is_needed_metric):
-        for row, value, step in zip(rows, values, steps, strict=True):
-            results = own[row]
-            if results is not None:
-                results.metrics.append((name, value, step))
-    for part in measured.layers:
-        kind = FAMILIES[part.family].rows
-        for row, matrix in zip(part.rows, part.matrices, strict=True):
-            results = own[row]
-            if results is not None:
-                results.matrices.append((part.family, matrix, part.step))
-                if results.tables.get(kind) != part.table:
-                    results.tables = {**results.tables, kind: part.table}
-
-
-def _is_needed(record: Telemetry) -> TypeGuard[Metric | LayerStats]:
-    return isinstance(record, LayerStats) or (isinstance(record, Metric) and _is_needed_metric(record.name))
-
-
-def _is_needed_metric(name: str) -> bool:
-    """Whether the round asks for a client's metric: here, or in `Cohort.add`."""
-    return name in ("steps", "gradient.norm", "monitor.cost") or name.startswith("weight.difference")

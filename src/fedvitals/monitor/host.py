@@ -360,16 +360,17 @@ class HostObserver:
 
         return self._guard("admit()", take) or (0, "")
 
-    def log_of_sender(self, values: Mapping[str, float], node: AnyName) -> int:
-        """Log metrics that a client sent by itself, under names that are its own; return how many were left out.
+    def log_of_sender(self, values: Mapping[str, float], node: AnyName) -> str:
+        """Log metrics that a client sent by itself, under names that are its own; return what was left out, and why.
 
-        `loss`, `accuracy` and `local.*` keep their names. What else has a meaning here is the server's to log.
+        That is empty where nothing was. `loss`, `accuracy` and `local.*` keep their names. What else has a meaning here
+        is the server's to log.
         """
         named = {name if name in OF_SENDERS else f"user.{name.removeprefix('user.')}": v for name, v in values.items()}
-        kept = self._arrivals.within_names(node_name(node), named)
+        kept, left_out = self._arrivals.within_names(node_name(node), named)
         if kept:
             self.log(kept, node=node)
-        return len(values) - len(kept)
+        return left_out
 
     def _of_sender(self, sender: Sender, take: Callable[[], None]) -> None:
         """Take what a sender brings, or report that and why it was refused."""

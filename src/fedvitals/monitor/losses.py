@@ -24,12 +24,17 @@ class LostRecords:
     def __init__(self, spine: Spine, store: str | os.PathLike[str] | None = None) -> None:
         self._context, self._emission, self._scopes, self._store = spine.context, spine.emission, spine.scopes, store
         self._missed = 0  # of workers, as far as is known
+        self._thinned = 0  # client-rounds of which workers left out details
         self._recorded = 0  # as last recorded
         self._recorded_sinks: dict[int, int] = {}  # what other sinks had lost, as last recorded, by their place
 
     def miss(self, count: int = 1) -> None:
         """Count records of workers or senders that did not arrive."""
         self._missed += count
+
+    def thin(self, client_rounds: int) -> None:
+        """Count client-rounds of which a worker's payload had no room for all details."""
+        self._thinned += client_rounds
 
     @property
     def total(self) -> int:
@@ -54,9 +59,9 @@ class LostRecords:
 
     @property
     def thinned(self) -> int:
-        """Client-rounds of which layer statistics were left out so far, see `transport.thinning`."""
+        """Client-rounds of which layer statistics were left out so far, see `transport.thinning`, `payload_buffer`."""
         writer = self._emission.writer
-        return writer.thinned[0] if isinstance(writer, SinkWriter) else 0
+        return self._thinned + (writer.thinned[0] if isinstance(writer, SinkWriter) else 0)
 
     def record(self, scope: Scope) -> None:
         """Record how many records were lost and how many client-rounds thinned so far, as metrics of a round."""
@@ -84,7 +89,7 @@ class LostRecords:
         writer = self._emission.writer
         if self._store is None or not isinstance(writer, SinkWriter):
             return
-        if self.thinned:
+        if writer.thinned[0]:
             event = self._thinning_event(*writer.thinned)
             for record in (Metric(event.where, event.at, "monitor.thinned", float(self.thinned)), event):
                 writer.store(record)

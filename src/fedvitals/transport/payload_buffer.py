@@ -1,5 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers a worker process's records until they are encoded and sent to the parent process."""
+"""Buffers a worker process's records until they are encoded and sent to the parent process.
+
+A payload that would be larger than it may be is thinned, as a queue is (`transport.thinning`): details are left out,
+one kind after the other, until it fits. The kinds are the families of layer statistics, those of whole rounds and those
+of single steps apart; sketches; and numbers that were measured at several steps. The kind with the most values goes
+first, and a layer table goes with the last statistics that it describes. The event `worker.thinned` says what was left
+out; it is no loss.
+
+What does not fit then is lost, and told by `worker.lost`: the older half of metrics, spans and remarks, again and
+again; findings, warnings and errors last.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +18,9 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from fedvitals.errors import RecordError
 from fedvitals.measurements import (
@@ -21,12 +33,16 @@ from fedvitals.measurements import (
     single_records,
     stamped,
 )
-from fedvitals.records import Event, LayerTable, Record, Run, Where
+from fedvitals.records import Event, LayerStats, LayerTable, Metric, Record, Run, Sketch, Span, Where
+from fedvitals.stats import FAMILIES
 from fedvitals.transport.privacy import PrivacyPolicy, released
 from fedvitals.transport.sender_limits import MESSAGE
 from fedvitals.transport.wire.payload import LIMITS, encode
 
 LOST = "worker.lost"  # the event that tells of telemetry which did not come home
+THINNED = "worker.thinned"  # the event that tells of details which were left out of a payload, in the order above
+SKETCHES, STEPS = "sketches", "single steps"  # what it calls these; layer statistics are called by their family
+KINDS = (*(f"{family}{of}" for family in FAMILIES for of in ("", f" of {STEPS}")), SKETCHES, STEPS)
 ROOM = LIMITS.records // 2  # records that wait; nobody may ever take them
 
 
@@ -46,6 +62,7 @@ class PayloadBuffer:
         self._run: Run | None = None
         self._sequence = 0
         self._untold = 0
+        self._thinned: dict[str, list[Record]] = {}  # left out of the payload that is being made, by kind
         self.lost = 0
 
     def emit(self, record: Emitted, *, clients: int | None = None, stray: bool = False) -> None:  # noqa: ARG002
@@ -84,19 +101,25 @@ class PayloadBuffer:
             about = [Run(self._run.id, self._run.name, tables=tables)] if self._run is not None and tables else []
             if not (records or about or self._untold):
                 return b""
-            payload = self._fitting([*about, *records], most)
-            self.known.update(table.digest for table in tables)
-            return payload
+            self._thinned = {}
+            return self._fitting([*about, *records], most)
 
     def _new_tables(self) -> tuple[LayerTable, ...]:
         return () if self._run is None else tuple(t for t in self._run.tables if t.digest not in self.known)
 
     def _fitting(self, telemetry: list[Telemetry], most: int | None) -> bytes:
-        """As many as one payload may hold: single steps go first, then what is oldest; findings and errors last."""
+        """Return as many as one payload may hold, encoded; what is left out first is stated at the top."""
         with contextlib.suppress(RecordError):
             return self._encoded(telemetry, most)
         records = single_records(telemetry)
-        for keep in (_whole_rounds, *[_newer_half] * 20, _important, *[_latest] * 20):
+        whole, gone = records, set[int]()
+        for kind, places in _details(whole):
+            gone |= places
+            self._thinned[kind] = [whole[i] for i in sorted(places)]
+            records = _with_used_tables([record for i, record in enumerate(whole) if i not in gone])
+            with contextlib.suppress(RecordError):
+                return self._encoded(records, most)
+        for keep in (*[_newer_half] * 20, _important, *[_latest] * 20):
             kept = keep(records)
             self._lose(len(records) - len(kept))
             records = kept
@@ -105,13 +128,16 @@ class PayloadBuffer:
         return self._encoded([], None)
 
     def _encoded(self, records: Sequence[Telemetry], most: int | None) -> bytes:
-        """With the loss so far told at the end. Sequences are spent only on what is sent."""
+        """With what was left out told at the end. Sequences are spent only on what is sent."""
         sent = [*records]
-        if self._untold and self._run is not None:
+        if self._run is not None and (self._untold or self._thinned):
             rounds = [number for number in map(round_of, records) if number is not None]
             place = Where(self._run.id, rounds[-1] if rounds else None)
-            text = f"{self._untold} records of a worker found no room."
-            sent.append(Event(place, time.time(), "warning", LOST, text, {"records": self._untold}))
+            if self._thinned:
+                sent.append(_thinning_event(place, self._thinned))
+            if self._untold:
+                text = f"{self._untold} records of a worker found no room."
+                sent.append(Event(place, time.time(), "warning", LOST, text, {"records": self._untold}))
         numbers = itertools.accumulate(map(record_count, sent), initial=self._sequence)
         limits = LIMITS if most is None else MESSAGE  # where bytes are counted, the other side takes us for a sender
         payload = encode([stamped(record, self.source, i) for record, i in zip(sent, numbers, strict=False)], limits)
@@ -119,6 +145,7 @@ class PayloadBuffer:
             raise RecordError(f"{len(payload)} bytes, where {most} may go.")
         self._sequence += sum(map(record_count, sent))
         self._untold = 0
+        self.known.update(table.digest for record in sent if isinstance(record, Run) for table in record.tables)
         return payload
 
     def _lose(self, count: int) -> None:
@@ -126,8 +153,59 @@ class PayloadBuffer:
         self._untold += count
 
 
-def _whole_rounds(records: list[Record]) -> list[Record]:
-    return [r for r in records if isinstance(r, Run) or r.where.step is None or is_important(r)]
+def _details(records: Sequence[Record]) -> list[tuple[str, set[int]]]:
+    """Return the kinds of details among these records with their places, in the order in which they are left out."""
+    often = Counter(_series(record) for record in records)
+    places: dict[str, set[int]] = {}
+    values: Counter[str] = Counter()
+    for i, record in enumerate(records):
+        series = _series(record)
+        if isinstance(record, LayerStats):
+            kind, size = record.family if series is None else f"{record.family} of {STEPS}", record.matrix.size
+        elif isinstance(record, Sketch):
+            kind, size = SKETCHES, len(record.values)
+        elif series is not None and often[series] > 1:  # else it is one number of its round, with the step it is from
+            kind, size = STEPS, 1
+        else:
+            continue
+        places.setdefault(kind, set()).add(i)
+        values[kind] += size
+    return [(kind, places[kind]) for kind in sorted(places, key=lambda kind: (-values[kind], kind))]
+
+
+def _series(record: Record) -> tuple[str, str | None, str | None] | None:
+    """Return which series over a training's steps a record belongs to, if any."""
+    if isinstance(record, Run) or is_important(record) or record.where.step is None:
+        return None
+    name = record.name if isinstance(record, Metric | Span | Event) else ""
+    return name, record.where.node, record.where.layer
+
+
+def _with_used_tables(records: list[Record]) -> list[Record]:
+    """Return the records without the layer tables that none of their statistics refers to."""
+    used = {record.table for record in records if isinstance(record, LayerStats)}
+    kept: list[Record] = []
+    for record in records:
+        if isinstance(record, Run):
+            tables = tuple(table for table in record.tables if table.digest in used)
+            kept += [replace(record, tables=tables)] if tables else []
+        else:
+            kept.append(record)
+    return kept
+
+
+def _thinning_event(place: Where, left_out: Mapping[str, Sequence[Record]]) -> Event:
+    """Say how many details of which kinds were left out, and of how many client-rounds."""
+    records = [record for own in left_out.values() for record in own if not isinstance(record, Run)]
+    client_rounds = len({(record.where.round, record.where.node) for record in records})
+    data = {"records": len(records), "client_rounds": client_rounds, "left_out": [*left_out]}
+    return Event(place, time.time(), "info", THINNED, thinning_words(len(records), [*left_out]), data)
+
+
+def thinning_words(records: int, kinds: Sequence[str]) -> str:
+    """Return the sentence that says how many records of which kinds were left out of a message."""
+    named = f": {', '.join(kinds)}" if kinds else ""
+    return f"{records:,} layer statistics or numbers of steps were left out, having no room in the message{named}."
 
 
 def _newer_half(records: list[Record]) -> list[Record]:

@@ -15,6 +15,7 @@ from fedvitals.measurements import Measurements, Telemetry, run_of
 from fedvitals.records import LayerStats, LayerTable, Metric, Record, Run, Span, Transfer
 from fedvitals.time_parts import CLIENT, ROUND_SECONDS, of_the_whole
 from fedvitals.transport.sender import OF_CLIENTS, quoted
+from fedvitals.transport.sender_limits import LAYER_NAME_CHARACTERS, LeftOut, name_of
 from fedvitals.transport.sink_writer import SOURCE
 
 OF_WORKERS = (*OF_CLIENTS, Run, Transfer, Measurements)  # what a worker process of our own may send
@@ -23,10 +24,7 @@ OF_WORKERS = (*OF_CLIENTS, Run, Transfer, Measurements)  # what a worker process
 # into 64 bits and into a float without rounding.
 ROW_KINDS = ("parameter", "buffer", "module", "model")
 LAYERS, DIMENSIONS = 100_000, 64
-NAME_CHARACTERS, DTYPE_CHARACTERS = (
-    512,
-    128,
-)  # of a layer: a payload holds a repeated text once, a store with each layer
+DTYPE_CHARACTERS = 128  # a payload holds a repeated text once, a store with each layer
 LAYER_VALUES, TABLE_VALUES = 1 << 48, 1 << 52
 
 COUNTING = frozenset(  # units of what is counted or timed, and is never NaN or infinite
@@ -106,7 +104,7 @@ def check_table(table: LayerTable) -> None:
             raise RecordError(
                 f"The layer {quoted(layer.name)} has {len(layer.shape)} dimensions; {DIMENSIONS} are the limit."
             )
-        if len(layer.name) > NAME_CHARACTERS or len(layer.dtype) > DTYPE_CHARACTERS:
+        if len(layer.name) > LAYER_NAME_CHARACTERS or len(layer.dtype) > DTYPE_CHARACTERS:
             raise RecordError(f"The layer {quoted(layer.name)} has a name or type of more characters than any model's.")
         if not (layer.name.isprintable() and layer.dtype.isprintable()):
             raise RecordError(f"The layer {quoted(layer.name)} has a name or type with characters that no model's has.")
@@ -117,6 +115,12 @@ def check_table(table: LayerTable) -> None:
             raise RecordError(f"The layer {quoted(layer.name)} has the shape {shape}, which no model's layer can have.")
 
 
+TOLD_TWICE = "with numbers that a training measures once, told again in the same message"
+IMPOSSIBLE = "with counts or times that cannot be"
+BROKEN_RULES = (TOLD_TWICE, IMPOSSIBLE)
+"""Reasons for leaving out records that are no limit on an amount."""
+
+
 def is_possible(record: Record) -> bool:
     """Whether a metric can be so: a number of bytes or samples is finite and fits into 64 bits, a time is no year."""
     measure = CATALOG.get(record.name) if isinstance(record, Metric) else None
@@ -125,11 +129,11 @@ def is_possible(record: Record) -> bool:
     return abs(record.value) <= (LONGEST_SECONDS if measure.unit == "seconds" else LARGEST_COUNT)
 
 
-def of_one_training(records: Sequence[Record]) -> list[Record]:
+def of_one_training(records: Sequence[Record], left_out: LeftOut) -> list[Record]:
     """Return the records without what one training cannot have brought: one message is one training.
 
     That is all but the last Span of a client's training, and each value but the first of a number that is measured once
-    (of a layer, at a step). What users log may come often.
+    (of a layer, at a step). These are added to `left_out`. What users log may come often.
     """
     trained = [i for i, record in enumerate(records) if isinstance(record, Span) and record.name == CLIENT]
     surplus = set(trained[:-1])
@@ -140,6 +144,8 @@ def of_one_training(records: Sequence[Record]) -> list[Record]:
             if key in known:
                 surplus.add(i)
             known.add(key)
+    for i in sorted(surplus):
+        left_out.add(TOLD_TWICE, records[i], name_of(records[i]))
     return [record for i, record in enumerate(records) if i not in surplus]
 
 

@@ -79,7 +79,7 @@ WRITTEN_BY_TIMED = (*LEFT_OF_SPANS, "message")
 OUR_WORDS = (  # events that quote nobody
     "budget", "client.answered_late", "client.busy", "client.partition", "client.unserved", "round.unclosed",
     "telemetry.lost", "telemetry.refused", "telemetry.thinned", "update.late", "update.left_out", "updates.approximate",
-    "worker.lost",
+    "worker.lost", "worker.thinned",
 )  # fmt: skip
 PASSING_ON = ("exception", "edge.failed", "round.failed")  # what the server catches may have been raised by a client
 TROUBLE = ("warning", "error", "critical")

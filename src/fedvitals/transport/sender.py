@@ -20,7 +20,7 @@ from fedvitals.protocols import Node
 from fedvitals.records import Event, LayerStats, Metric, Record, Run, Sketch, Span, Where, node_name
 from fedvitals.time_parts import of_the_whole
 from fedvitals.transport.logs import bounded
-from fedvitals.transport.payload_buffer import LOST
+from fedvitals.transport.payload_buffer import KINDS, LOST, THINNED, thinning_words
 from fedvitals.transport.sender_limits import MESSAGE_BYTES, ROUND_RECORDS
 from fedvitals.transport.sink_writer import SENDER
 
@@ -42,7 +42,7 @@ CLIENT_METRICS = frozenset(
 # Events that a client's own process writes; what else a user's code reports becomes `user.*`.
 CLIENT_EVENTS = frozenset((
     "budget", "client.failed", "client.partition", "exception", "labels", "layers.sharded", "layers.unfrozen", "log",
-    "monitor.error", "stack.unclosed", "stack.unmeasured", LOST,
+    "monitor.error", "stack.unclosed", "stack.unmeasured", LOST, THINNED,
 ))  # fmt: skip
 # Events that tell of all, or in our own words of what the server saw of a client. A sender that reports one is refused.
 SERVER_EVENTS = frozenset((
@@ -126,6 +126,8 @@ class Sender:
             raise RecordError(f"Telemetry of '{self.node}' has an event of the level {quoted(event.level)}.")
         if event.name == LOST:
             return self._loss(event)
+        if event.name == THINNED:
+            return _thinning(event)
         if event.name == "labels" and not _are_counts(event.data.get("histogram")):
             raise RecordError(f"Telemetry of '{self.node}' tells of labels, and its histogram holds no counts.")
         name = event.name if event.name in CLIENT_EVENTS or event.name.startswith("user.") else f"user.{event.name}"
@@ -142,6 +144,15 @@ class Sender:
         most = " or more" if count == ROUND_RECORDS else ""
         text = f"{self.node} reports that {count:,}{most} of its records found no room in its messages."
         return replace(event, message=text, data={"records": count, "claimed": True})
+
+
+def _thinning(event: Event) -> Event:
+    """What a sender says that it left out of its message because of the limit on bytes, in our words."""
+    records, kinds = event.data.get("records"), event.data.get("left_out")
+    count = min(records, ROUND_RECORDS) if type(records) is int and records > 0 else 1
+    known = [kind for kind in KINDS if isinstance(kinds, list | tuple) and kind in kinds]
+    data = {"records": count, "left_out": known, "claimed": True}
+    return replace(event, level="info", message=thinning_words(count, known), data=data)
 
 
 def quoted(text: Any, characters: int = 80) -> str:

@@ -5,13 +5,15 @@ A sender is a machine that may lie: a Flower node, a process that reports by OTL
 Each is counted by itself, so that whoever brings too much loses its own telemetry and nobody else's. Sizes and numbers
 of records are compared with what is left before a payload is expanded.
 
-    a message                1 MiB, or less where the host says so (Flower: 32 KiB, or 1 % of a larger reply)
+    a message                1 MiB, or less where the host says so (Flower: 32 KiB, or 1 % of the larger
+                             of request and reply); of 64 processes
     a round                  4 MiB, 5,000 records, 200 events; after 10 refused messages the rest is not read
     the run                  200 names of metrics, 200 other names (layers, spans, events), 50 layer tables with
                              100,000 layers in all
 
-Names and tables that somebody else has brought already are free. All senders together may bring 20,000 names of
-metrics, 20,000 other names and 5,000 tables; of senders beyond 10,000, those that came first are forgotten.
+Names and tables that somebody else has brought already are free, and so are names of layers that a table has. All
+senders together may bring 20,000 names of metrics, 20,000 other names and 5,000 tables; of senders beyond 10,000, those
+that came first are forgotten.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ MESSAGE_BYTES = 1 << 20  # of one message, where its host does not say less
 ROUND_BYTES, ROUND_RECORDS, ROUND_EVENTS = 4 << 20, 5_000, 200
 ROUND_REFUSALS = 10  # messages; further ones of the round are refused unread
 ROUND_REPORTS = 3  # of what was refused or left out, with the reason; the rest is counted at the round's end
-MESSAGE_SOURCES = 4  # processes that made the records
+MESSAGE_SOURCES = 64  # processes that made the records: ranks of one client
 METRIC_NAMES, OTHER_NAMES = 200, 200
-NAME_CHARACTERS = 200
+NAME_CHARACTERS, LAYER_NAME_CHARACTERS = 200, 512
 TABLES, LAYERS = 50, 100_000
 TABLES_OF_ALL = 5_000  # a hundred senders would have to use up what they may bring
 TABLES_OF_RUN = 1_000  # of the run's own models and worker processes, which are no senders
@@ -47,6 +49,24 @@ MESSAGE = replace(LIMITS, bytes=MESSAGE_BYTES, records=ROUND_RECORDS, cells=100_
 
 
 Entry = TypeVar("Entry")
+
+
+class LeftOut:
+    """Counts records that were not taken, by reason, and keeps the first of each with the name that it is about."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.examples: dict[str, tuple[Record, str]] = {}
+
+    def add(self, reason: str, record: Record, name: str) -> None:
+        """Count a record. `name`: what to call it as an example of the reason."""
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        self.examples.setdefault(reason, (record, name))
+
+    @property
+    def total(self) -> int:
+        """How many records were left out."""
+        return sum(self.counts.values())
 
 
 @dataclass(slots=True)
@@ -74,7 +94,9 @@ class SenderQuotas:
 
     def __init__(self) -> None:
         self._uses: dict[Node, _Use] = {}
-        self._unreported: dict[Node, int] = {}
+        self._unreported: dict[tuple[Node, bool], int] = {}
+        self._tables: set[str] = set()  # of which the layers' names are known
+        self._layers: set[str] = set()
         self._names: dict[bool, set[str]] = {True: set(CATALOG), False: {CLIENT}}  # of metrics; others
         self._most = {of_metric: len(known) + NAMES_OF_ALL for of_metric, known in self._names.items()}
 
@@ -100,20 +122,21 @@ class SenderQuotas:
             raise RecordError(f"Telemetry of '{node}' has more than the {ROUND_BYTES:,} bytes of a round.")
         return replace(MESSAGE, records=ROUND_RECORDS - use.records)
 
-    def report(self, node: Node, round_index: int | None, *, whole: bool) -> bool:
+    def report(self, node: Node, round_index: int | None, *, whole: bool, amount: bool = False) -> bool:
         """Count a message that was refused (`whole`) or of which something was left out.
 
-        Returns whether that is to be reported at once, with its reason.
+        `amount`: it broke no rule, and brought more than a sender may. Returns whether that is to be reported at once,
+        with its reason.
         """
         use = self._use(node).in_round(round_index)
         use.refusals += whole
         use.reports += 1
         if use.reports > ROUND_REPORTS:
-            self._unreported[node] = self._unreported.get(node, 0) + 1
+            self._unreported[node, amount] = self._unreported.get((node, amount), 0) + 1
         return use.reports <= ROUND_REPORTS
 
-    def take_unreported(self) -> dict[Node, int]:
-        """Return how many messages of each sender were counted and not reported since the last time."""
+    def take_unreported(self) -> dict[tuple[Node, bool], int]:
+        """Return how many messages were counted and not reported since the last time, by sender and `amount`."""
         counts, self._unreported = self._unreported, {}
         return counts
 
@@ -130,56 +153,87 @@ class SenderQuotas:
                 raise RecordError(f"A payload brings layer tables beyond the {TABLES_OF_RUN} that a run may have.")
             return
         new = [table for digest, table in tables.items() if digest not in known]
-        if not new:
-            return
         use = self._use(node)
         count, layers = use.tables + len(new), use.layers + sum(len(table.layers) for table in new)
-        if count > TABLES or layers > LAYERS:
+        if new and (count > TABLES or layers > LAYERS):
             raise RecordError(
                 f"Telemetry of '{node}' brings layer tables beyond the {TABLES} (with {LAYERS} layers in all) that one "
                 "client may have."
             )
-        if len(known) + len(new) > TABLES_OF_ALL:
+        if new and len(known) + len(new) > TABLES_OF_ALL:
             raise RecordError(f"Telemetry of '{node}' brings a layer table beyond the {TABLES_OF_ALL} of a run.")
         use.tables, use.layers = count, layers
+        for digest in tables.keys() - self._tables:
+            self._tables.add(digest)
+            self._layers.update(layer.name for layer in tables[digest].layers)
 
-    def admitted(self, node: Node, round_index: int | None, records: Sequence[Record]) -> list[Record]:
-        """Count the records, and return those that the sender may still bring."""
+    def admitted(
+        self, node: Node, round_index: int | None, records: Sequence[Record], left_out: LeftOut
+    ) -> list[Record]:
+        """Count the records, and return those that the sender may still bring; the others are added to `left_out`."""
         use = self._use(node).in_round(round_index)
         kept: list[Record] = []
         for record in records:
+            if isinstance(record, Run):
+                continue
             is_event = isinstance(record, Event)
-            if use.records >= ROUND_RECORDS or (is_event and use.events >= ROUND_EVENTS):
+            if use.records >= ROUND_RECORDS:
+                left_out.add(f"beyond the {ROUND_RECORDS:,} records of a round", record, name_of(record))
+                continue
+            if is_event and use.events >= ROUND_EVENTS:
+                left_out.add(f"beyond the {ROUND_EVENTS} events of a round", record, name_of(record))
                 continue
             use.records += 1
             use.events += is_event
-            if not isinstance(record, Run) and self._names_admitted(use, record):
+            excess = self._excess(use, record)
+            if excess is None:
                 kept.append(record)
+            else:
+                left_out.add(excess[0], record, excess[1])
         return kept
 
     def admits_name(self, node: Node, name: str) -> bool:
         """Whether a metric's name is known, or one of the new names that this sender may still bring."""
-        return self._admits(self._use(node), name, of_metric=True)
+        return self.excess_name(node, name) is None
 
-    def _names_admitted(self, use: _Use, record: Record) -> bool:
-        if isinstance(record, Metric) and not self._admits(use, record.name, of_metric=True):
-            return False
-        others = [record.name] if isinstance(record, Span | Event) else []
+    def excess_name(self, node: Node, name: str) -> str | None:
+        """Return which limit a metric's name exceeds; None: it is known, or the sender may still bring it."""
+        return self._excess_name(self._use(node), name, "metric")
+
+    def _excess(self, use: _Use, record: Record) -> tuple[str, str] | None:
+        """Return the limit that a record's names exceed, and the name that does; None: the sender may bring them."""
+        names = [(name_of(record), "metric" if isinstance(record, Metric) else "other")]
+        names = names if isinstance(record, Metric | Span | Event) else []
         if not isinstance(record, Run) and record.where.layer is not None:
-            others.append(record.where.layer)
-        return all(self._admits(use, name, of_metric=False) for name in others)
+            names.append((record.where.layer, "layer"))
+        for name, kind in names:
+            limit = self._excess_name(use, name, kind)
+            if limit is not None:
+                return limit, name
+        return None
 
-    def _admits(self, use: _Use, name: str, *, of_metric: bool) -> bool:
+    def _excess_name(self, use: _Use, name: str, kind: str) -> str | None:
+        of_metric = kind == "metric"
         known = self._names[of_metric]
-        if name in known:
-            return True
-        if use.names[of_metric] >= (METRIC_NAMES if of_metric else OTHER_NAMES) or len(name) > NAME_CHARACTERS:
-            return False
+        if name in known or (kind == "layer" and name in self._layers):
+            return None
+        words = "metric names" if of_metric else "names of layers, spans or events"
+        characters = LAYER_NAME_CHARACTERS if kind == "layer" else NAME_CHARACTERS
+        most = METRIC_NAMES if of_metric else OTHER_NAMES
+        if len(name) > characters:
+            return f"with {words} of more than {characters} characters"
+        if use.names[of_metric] >= most:
+            return f"with new {words} beyond the {most} that one client may bring"
         if len(known) >= self._most[of_metric]:
-            return False
+            return f"with new {words} beyond the {NAMES_OF_ALL:,} that all clients together may bring"
         known.add(name)
         use.names[of_metric] += 1
-        return True
+        return None
+
+
+def name_of(record: Record) -> str:
+    """Return what a record is called, for a sentence about it: a metric's, span's or event's name, or its kind."""
+    return record.name if isinstance(record, Metric | Span | Event) else type(record).__name__
 
 
 def entry_of_sender(entries: dict[Node, Entry], node: Node, make: Callable[[], Entry]) -> Entry:

@@ -51,6 +51,7 @@ HANGING = 100.0  # times its peers: nothing computes so slowly
 REAL_SECONDS = 0.5  # more than its peers, on a real clock, where a busy machine is no finding
 
 # The reason quotes what the client sent, and so stands in the event alone.
+LIMITED_WORDS = "{} brought more names or records than one client may; the event `telemetry.refused` names the limit."
 REFUSED_WORDS = "Telemetry of {} was refused, whole or in part; the event `telemetry.refused` says why."
 YEAR_SECONDS, DAY_SECONDS = 365.25 * 86_400, 86_400
 
@@ -328,13 +329,18 @@ def lost_telemetry(history: History, round_index: int) -> Iterator[Finding]:
     """TELEMETRY_LOST: a client trained and its measurements did not arrive, or records were lost here."""
     events = events_in(history, round_index, "worker.lost", "telemetry.refused", "client.failed")
     failed = {event.where.node for event in events if event.name == "client.failed"}
-    lost = {event.where.node: event for event in events if event.name != "client.failed"}
+    # Of a client that brought too much and broke a rule as well, the rule is told.
+    mild_first = sorted(events, key=lambda event: not _is_about_amount(event))
+    lost = {event.where.node: event for event in mild_first if event.name != "client.failed"}
     for node, event in lost.items():
         if node not in failed:
+            amount = _is_about_amount(event)
+            words = (LIMITED_WORDS if amount else REFUSED_WORDS).format(node)
             yield finding(
                 "TELEMETRY_LOST",
                 round_index,
-                event.message if event.name == "worker.lost" else REFUSED_WORDS.format(node),
+                event.message if event.name == "worker.lost" else words,
+                severity="note" if amount else None,
                 confidence=1.0,
                 since=_first_round_of(history, round_index, event),
                 node=node,
@@ -347,6 +353,11 @@ def lost_telemetry(history: History, round_index: int) -> Iterator[Finding]:
         text = f"{more:.0f} records were lost before they were stored."
         number = Number("monitor.lost", counts[-1][1], before, of="own past")
         yield finding("TELEMETRY_LOST", round_index, text, confidence=1.0, numbers=[number])
+
+
+def _is_about_amount(event: Event) -> bool:
+    """Whether a client reached a limit on its names or records, and broke no rule."""
+    return event.name == "telemetry.refused" and event.level == "info"
 
 
 def _records_lost(event: Event) -> int:

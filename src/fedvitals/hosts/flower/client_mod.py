@@ -110,6 +110,7 @@ class ClientMod:
             return call_next(message, context)
         handler = self._taped(message, context, call_next)
         received, cpu = time.time(), time.process_time()
+        request_bytes = self._guarded("reading the request", lambda: bytes_of(message.content))  # mods may change it
         worker = self._guarded("beginning", lambda: self._worker(message, context, call_next))
         try:
             with self._scope(worker, message, context):
@@ -118,7 +119,16 @@ class ClientMod:
             if worker is None or not worker.policy.tracebacks:
                 raise
             return _failed(error, message)
-        envelope = self._guarded("writing home", lambda: self._envelope(worker, message, context, reply, received, cpu))
+
+        def write() -> ReplyEnvelope | None:
+            payload = self._payload(worker, message, context, reply, request_bytes or 0)
+            if payload is None:
+                return None
+            return ReplyEnvelope(
+                payload, received, time.time(), process_started() or received, time.process_time() - cpu
+            )
+
+        envelope = self._guarded("writing home", write)
         if envelope is not None:
             reply.content[KEY] = envelope.record()
         return reply
@@ -174,15 +184,10 @@ class ClientMod:
         # Evaluations are timed, not measured: `fv.watch` in there watches nothing.
         return entered(Scope(worker.run, lambda _: None, node=node_name(context.node_id), watch=_unwatched(worker)))
 
-    def _envelope(
-        self,
-        worker: WorkerObserver | None,
-        message: Message,
-        context: Context,
-        reply: Message,
-        received: float,
-        cpu: float,
-    ) -> ReplyEnvelope | None:
+    def _payload(
+        self, worker: WorkerObserver | None, message: Message, context: Context, reply: Message, request_bytes: int
+    ) -> bytes | None:
+        """Return the telemetry of a message, of as many bytes as the server allows; None where it cannot ride along."""
         if worker is None or not isinstance(reply, Message) or not reply.has_content() or KEY in reply.content:
             return None
         node = node_name(context.node_id)
@@ -194,8 +199,7 @@ class ClientMod:
                 )
             if worker.policy.level >= WORDS:
                 self._report_update(worker, node, message, reply)
-        payload = worker.payload(most=telemetry_budget(bytes_of(reply.content)))
-        return ReplyEnvelope(payload, received, time.time(), process_started() or received, time.process_time() - cpu)
+        return worker.payload(most=telemetry_budget(max(request_bytes, bytes_of(reply.content))))
 
     def _report_update(self, worker: WorkerObserver, node: str, message: Message, reply: Message) -> None:
         """Report statistics per layer of the update, where the privacy level allows it."""

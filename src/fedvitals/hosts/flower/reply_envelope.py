@@ -25,7 +25,7 @@ VERSION = 1
 LARGEST_PAYLOAD = MESSAGE_BYTES  # bytes of a payload, ever
 PROCESSORS = 10_000  # more than any machine has
 EMPTY_PAYLOAD = b"\0"  # for an empty payload: Flower fails to count the bytes of a record with an empty value
-REPLY_SHARE, SMALLEST_BUDGET = 0.01, 32 << 10  # of the reply that it rides in, and what a reply of any size may carry
+REPLY_SHARE, SMALLEST_BUDGET = 0.01, 32 << 10  # of the larger of request and reply; and what any reply may carry
 FIELDS = {"version": int, "payload": bytes, "received": float, "replied": float, "started": float, "cpu": float}
 
 
@@ -47,9 +47,9 @@ class ReplyEnvelope:
         return ConfigRecord({"version": VERSION, **own, "payload": self.payload or EMPTY_PAYLOAD})
 
 
-def telemetry_budget(reply_bytes: int) -> int:
-    """Return the bytes of telemetry that a reply of this size may carry."""
-    return min(LARGEST_PAYLOAD, max(SMALLEST_BUDGET, int(REPLY_SHARE * reply_bytes)))
+def telemetry_budget(message_bytes: int) -> int:
+    """Return the bytes of telemetry that a reply may carry. `message_bytes`: of the larger of request and reply."""
+    return min(LARGEST_PAYLOAD, max(SMALLEST_BUDGET, int(REPLY_SHARE * message_bytes)))
 
 
 def bytes_of(content: Mapping[str, Any]) -> int:
