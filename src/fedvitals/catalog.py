@@ -446,6 +446,7 @@ def public_name(name: str) -> str:
 
 
 SKETCH_LEVEL = 3
+LABEL_CLASSES = 10_000  # in a label histogram: clients send no more, and the server takes no more
 
 
 def level_of_metric(name: str) -> int:
