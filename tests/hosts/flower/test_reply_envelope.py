@@ -311,7 +311,7 @@ def test_times_outside_of_1970_to_2099_are_refused_alone(name, honest):
 def test_a_clock_that_runs_slightly_fast_is_no_lie(hours, fast, latency):
     """A round of hours, by the times that such a client tells: it seems to have worked longer than it was away."""
     messages = []
-    federate(FedAvg(), with_mod(), nodes=1, rounds=1, fate=lambda *both: messages.append(both) or both[1])
+    federate(FedAvg(), with_mod(), nodes=2, rounds=1, fate=lambda *both: messages.append(both) or both[1])
     request, reply = messages[0]
     seconds, at = 3600.0 * hours, time.time()
     sent = at - seconds - latency
@@ -321,7 +321,7 @@ def test_a_clock_that_runs_slightly_fast_is_no_lie(hours, fast, latency):
     with watched() as (monitor, sink):
         rounds = ServerRounds(monitor)
         rounds.begin(1)
-        read_reply(rounds, ClientRequest(request, "100", "train", 1, sent, 1000), reply, at)
+        read_reply(rounds, ClientRequest(request, node_of(request), "train", 1, sent, 1000), reply, at)
         rounds.end()
     assert not sink.events("telemetry.refused")
     assert not sink.events("client.clock")
@@ -329,7 +329,7 @@ def test_a_clock_that_runs_slightly_fast_is_no_lie(hours, fast, latency):
     assert sent <= client.at <= client.at + client.seconds <= at
     away = sum(seconds for part, seconds in journey.attributes["parts"].items() if part != "wait")
     assert away == pytest.approx(at - sent, abs=1e-3)
-    assert sink.value("time.cpu", node="100", round=1) == seconds
+    assert sink.value("time.cpu", node=node_of(request), round=1) == seconds
 
 
 def test_a_small_number_is_a_number(honest):
