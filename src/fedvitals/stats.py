@@ -17,6 +17,7 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 STATISTICS = ("count", "sum", "sum_squares", "sum_magnitudes", "min", "max", "zeros", "nans", "infs")
+LABEL_CLASSES = 10_000  # in a label histogram: clients send no more, and the server takes no more
 COUNT, SUM, SUM_SQUARES, SUM_MAGNITUDES, MIN, MAX, ZEROS, NANS, INFS = range(9)
 
 STEP_COLUMNS = (

@@ -58,14 +58,25 @@ def test_bounds_widen_as_clocks_drift_and_begin_anew_when_a_clock_is_set():
     assert moved.beyond_doubt == pytest.approx(-69.9)
 
 
+@pytest.mark.parametrize("hours", [1, 6, 24])
+@pytest.mark.parametrize("fast", [20e-6, DRIFT])
+def test_a_clock_that_runs_fast_moves_its_offset_while_a_client_works(hours, fast):
+    """It seems to have worked longer than it was away, and its offset went from 5 s to a little more."""
+    worked = 3600.0 * hours
+    known = Offset().learn(1e6, 1e6 + 0.001 + 5, 1e6 + 0.001 + 5 + worked * (1 + fast), 1e6 + 0.002 + worked)
+    assert known.low == pytest.approx(5.001, abs=1e-6)
+    assert known.high == pytest.approx(5 - 0.001 + worked * fast, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("four", "words"),
     [
         ((1.0, 2.0, 3.0, math.nan), "since the epoch"),
         ((1.0, 2.0, 3.0, "soon"), "since the epoch"),
         ((5.0, 2.0, 3.0, 4.0), "before it began"),
-        ((1.0, 3.0, 2.0, 4.0), "before it began"),
-        ((1.0, 0.0, 9.0, 2.0), "longer than it was away"),
+        ((1.0, 3.0, 2.0, 4.0), "before it received"),
+        ((1.0, 0.0, 9.0, 2.0), "worked for 9.000 s, and it was away for 1.000 s"),
+        ((1.0, 0.0, 4e9, 2.0), "away for 1.000 s"),
     ],
 )
 def test_times_that_cannot_be_true_are_refused(four, words):

@@ -125,6 +125,7 @@ class Arrivals:
             if sender is not None:
                 left_out = LeftOut()
                 new = self._of_sender(of_one_training(new, left_out), sender, left_out)
+                new = [r for r in new if not self._is_late_claim(r)]
             now = time.time()
             # Newest wins in every history: what says that it comes from the future would outlast what is measured here.
             new = [record if record.at <= now else replace(record, at=now) for record in new]
@@ -195,6 +196,11 @@ class Arrivals:
         if sender is not None:
             for source in [s for s, intervals in delivered.items() if intervals.count > GAPS_OF_SENDER]:
                 del delivered[source]
+
+    def _is_late_claim(self, record: Record) -> bool:
+        """Whether it tells of layers or of an update in a round that is over: what the server has of that stands."""
+        of_round = None if isinstance(record, Run) else record.where.round
+        return of_round not in (None, self._round) and (isinstance(record, LayerStats) or is_claim(record))
 
     def _hold_claims(self, records: list[Record], sender: Sender) -> list[Any]:
         """Admit what a sender tells, except of layers and of its update: the round's end decides on that.
@@ -353,7 +359,7 @@ class Arrivals:
         for record in records:
             if isinstance(record, Event) and record.name == "labels" and record.where.node is not None:
                 histogram = record.data.get("histogram")
-                if self._labels.get(record.where.node) == histogram:
+                if histogram is not None and self._labels.get(record.where.node) == histogram:
                     known.add(record.where.node)
                 self._labels[record.where.node] = histogram
         return records if not known else [kept for record in records for kept in _without_labels(record, known)]

@@ -18,6 +18,7 @@ from fedvitals.probes.backends import flatten_and_sum_each
 from fedvitals.probes.results import Key, Results, metric_of_nodes
 from fedvitals.protocols import Node, Stack, TapeRecorder
 from fedvitals.records import Action, AnyName, Record, Truth, Where, as_round_index, node_name
+from fedvitals.resources.clocks import why_impossible
 from fedvitals.resources.time_ledger import Exchange
 from fedvitals.stats import Array
 from fedvitals.transport.logs import bounded
@@ -297,14 +298,21 @@ class HostObserver:
         """A client elsewhere was asked and has answered; before `absorb`. Times since the epoch, of the two clocks.
 
         `started`: of the process that took the message there. `span`: the id by which the client knows its journey.
+        Where the client's times cannot be, since its clock was set meanwhile, they are not used and an event
+        `client.clock` says so. A client that tells no times: `received=sent, replied=returned`.
         """
         ledger = self.monitored.ledger
 
         def take() -> None:
             assert ledger is not None  # noqa: S101 - asked below
-            error = ledger.exchange(
-                node_name(node), Exchange(sent, received, replied, returned, started, span)
-            ).beyond_doubt
+            exchange = Exchange(sent, received, replied, returned, started, span)
+            why = why_impossible(sent, received, replied, returned)
+            if why is not None and sent <= returned:
+                exchange = Exchange(sent, sent, returned, returned, None, span)
+                text = f"The clock of {node_name(node)}, or that of the server, was set while it worked: {why}."
+                text += " Its times of this exchange are not used."
+                self._clients.event("info", "client.clock", text, node, None)
+            error = ledger.exchange(node_name(node), exchange).beyond_doubt
             if error:
                 self._emission.record.metric(self._clients.at(node), "time.clock_error", error)
 
@@ -395,17 +403,19 @@ class HostObserver:
     def absorb(self, payload: bytes, sender: Sender | None = None) -> None:
         """Take what a worker's `payload()` gave, inside its round. What is no such thing is told and counted.
 
-        `sender`: where payloads come from machines that may lie, who it is: they may tell of nobody else.
+        `sender`: where payloads come from machines that may lie, who it is: they may tell of nobody else, and of no
+        round that has not begun. `Sender(node, run)` is enough: the newest round is filled in here.
         """
         cohort = None if self._rounds.open is None else self._rounds.open.cohort
+        own = None if sender is None else sender.counted_to(self._scopes.last_round)
 
         def take() -> None:
-            self._arrivals.take(payload, cohort, sender)
+            self._arrivals.take(payload, cohort, own)
 
-        if sender is None:
+        if own is None:
             self._guard("absorb()", take)
         else:
-            self._guard("absorb()", lambda: self._of_sender(sender, take), self._clients.at(sender.node))
+            self._guard("absorb()", lambda: self._of_sender(own, take), self._clients.at(own.node))
 
     def round_end(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from fedvitals.probes import samples
 from fedvitals.probes.allowance import CALL, FLOOR_ROUNDS, FORWARD, Allowance, Turn, training_work
 from fedvitals.probes.view import View, evaluation_without_gradients
+from fedvitals.stats import LABEL_CLASSES
 
 # Fewer than eight would cost hardly less, since a small forward pass is mostly overhead.
 MOST, FEWEST = 64, 8
@@ -161,9 +163,19 @@ def label_entropy(histogram: Mapping[int, int]) -> float:
 
 
 def labels_remark(histogram: Mapping[int, int]) -> tuple[str, str, dict[str, Any]]:
-    """Return the remark (name, message, data) that says how many samples of each label a client holds."""
-    text = ", ".join(f"{label}: {count}" for label, count in histogram.items())
-    return "labels", text[:1000], {"histogram": {str(label): count for label, count in histogram.items()}}
+    """Return the remark (name, message, data) that says how many samples of each label a client holds.
+
+    Of more than LABEL_CLASSES classes it holds the most frequent, and how many classes and samples are left out.
+    """
+    kept, data = histogram, dict[str, Any]()
+    text = ", ".join(f"{label}: {count}" for label, count in islice(histogram.items(), 1000))
+    if len(histogram) > LABEL_CLASSES:
+        frequent = sorted(histogram, key=lambda label: (-histogram[label], label))[:LABEL_CLASSES]
+        kept = {label: histogram[label] for label in sorted(frequent)}
+        rest = sum(histogram.values()) - sum(kept.values())
+        data = {"other_classes": len(histogram) - len(kept), "other_samples": rest}
+        text = f"{LABEL_CLASSES:,} most frequent of {len(histogram):,} classes ({rest:,} samples are of others)."
+    return "labels", text[:1000], {"histogram": {str(label): count for label, count in kept.items()}, **data}
 
 
 def labels_of(data: Any, most: int = 100_000) -> dict[int, int] | None:

@@ -13,7 +13,8 @@ duration is negative, whatever θ is taken. Taken is 0 where it is possible: two
 less than a slow upload does from a fast download, which is what the middle (NTP's own choice) would mistake for an
 offset. Where 0 is impossible the middle is taken.
 
-Clocks drift: bounds widen with the time since they were measured.
+Clocks drift: bounds widen with the time since they were measured. A client whose clock runs fast may seem to have
+worked longer than it was away; then θ went from the one bound to the other meanwhile, and lies between them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from fedvitals.errors import RecordError
 
 LATEST = 4.1e9  # seconds since the epoch: until the year 2099
 DRIFT = 100e-6  # seconds per second that a bad quartz goes wrong
+SLACK = 1.0  # seconds beyond drift that a client may seem to have worked longer than it was away: NTP corrects clocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +57,23 @@ class Offset:
     def learn(self, sent: float, received: float, replied: float, returned: float) -> Offset:
         """What is known after one more exchange. What contradicts all before is a clock that was set: begin anew."""
         _check(sent, received, replied, returned)
-        low, high = replied - returned, received - sent
+        low, high = sorted((replied - returned, received - sent))
         wider = DRIFT * abs(returned - self.at)
         both = replace(self, low=max(low, self.low - wider), high=min(high, self.high + wider), at=returned)
         return both if both.low <= both.high else Offset(low, high, returned)
+
+
+def why_impossible(sent: float, received: float, replied: float, returned: float) -> str | None:
+    """Return why the client's two times cannot be, given the server's; None if they can.
+
+    That happens to an honest client whose clock was set while it worked.
+    """
+    worked, away = replied - received, returned - sent
+    if worked < 0:
+        return f"by its own clock it replied {-worked:.3f} s before it received the message"
+    if worked > away + DRIFT * away + SLACK:
+        return f"by its own clock it worked for {worked:.3f} s, and it was away for {away:.3f} s"
+    return None
 
 
 def _check(sent: float, received: float, replied: float, returned: float) -> None:
@@ -67,8 +82,8 @@ def _check(sent: float, received: float, replied: float, returned: float) -> Non
         raise RecordError(f"The four times of an exchange are seconds since the epoch; got {times}.")
     if not all(0 <= t <= LATEST for t in times):
         raise RecordError(f"The four times of an exchange lie between 1970 and 2099; got {times}.")
-    if returned < sent or replied < received:
-        raise RecordError(f"An exchange ended before it began, by one and the same clock: {times}.")
-    if replied - received > returned - sent:
-        # Two clocks that run at different rates, or a client that says it worked longer than it was away.
-        raise RecordError(f"A client worked longer than it was away, {times}: one of its clocks is wrong.")
+    if returned < sent:
+        raise RecordError(f"An exchange ended before it began, by the server's clock: {times}.")
+    why = why_impossible(*times)
+    if why is not None:
+        raise RecordError(f"The times of an exchange cannot be, {times}: {why}.")

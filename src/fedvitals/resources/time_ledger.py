@@ -17,6 +17,7 @@ from fedvitals.resources.node_spans import covered
 from fedvitals.time_parts import EDGE, JOURNEY, REST, SERVER, WORK, edge_span, parts_of
 
 SAME = 0.05  # seconds: a process's start is known to a tick of the kernel
+UNKNOWN_CLOCK = Offset(0.0, 0.0)  # taken for right
 NODES = 100_000  # whose clocks are known; a bound against hosts that name every message's sender anew
 
 
@@ -49,6 +50,11 @@ class Exchange:
     returned: float
     started: float | None = None
     span: str | None = None
+
+    @property
+    def times_of_client_known(self) -> bool:
+        """Whether the client has told when it received the message and replied; where not, the server's stand in."""
+        return (self.received, self.replied) != (self.sent, self.returned)
 
 
 @dataclass(slots=True)
@@ -88,10 +94,12 @@ class Ledger:
 
     def exchange(self, node: str, exchange: Exchange) -> Offset:
         """What is known of the client's clock now."""
-        times = (exchange.sent, exchange.received, exchange.replied, exchange.returned)
-        offset = self._clocks.get(node, Offset()).learn(*times)
+        offset = self._clocks.get(node, UNKNOWN_CLOCK)
+        if exchange.times_of_client_known:
+            times = (exchange.sent, exchange.received, exchange.replied, exchange.returned)
+            offset = self._clocks.get(node, Offset()).learn(*times)
         with self._lock:
-            if node in self._clocks or len(self._clocks) < NODES:
+            if exchange.times_of_client_known and (node in self._clocks or len(self._clocks) < NODES):
                 self._clocks[node] = offset
             self._exchanges[node] = exchange
         return offset
@@ -109,7 +117,8 @@ class Ledger:
 
     def ahead(self, node: str | None) -> float:
         """Seconds to take off the times that a client tells; 0 unless it has exchanged messages in this round."""
-        return self._clocks[node].seconds if node in self._exchanges and node is not None else 0.0
+        known = node is not None and node in self._exchanges
+        return self._clocks.get(node or "", UNKNOWN_CLOCK).seconds if known else 0.0
 
     def seen(self, node: str) -> tuple[float, float] | None:
         """When a client of this round was asked and had answered, by the server's clock."""
@@ -148,8 +157,10 @@ class Ledger:
             return spans
 
     def _journey(self, node: str, exchange: Exchange, ended: float) -> LedgerSpan:
-        offset = self._clocks.get(node, Offset(0.0, 0.0))
-        here, away = exchange.received - offset.seconds, exchange.replied - offset.seconds
+        offset = self._clocks.get(node, UNKNOWN_CLOCK)
+        # A clock that runs fast, or was set, makes a client's times longer than it was away.
+        here = min(max(exchange.received - offset.seconds, exchange.sent), exchange.returned)
+        away = min(max(exchange.replied - offset.seconds, here), exchange.returned)
         own = self._trained.get(node)
         group = None if own is None else own.group
         # Its own times may lie: they count only as far as they are inside of what the server saw.
@@ -167,7 +178,7 @@ class Ledger:
             start = start if exchange.started - offset.seconds >= exchange.sent - SAME else 0.0
             parts = {"queue": here - exchange.sent - start, "start": start, "data": data}
             parts |= {"compute": compute + began - here, "reply": exchange.returned - away}
-        if (exchange.received, exchange.replied) == (exchange.sent, exchange.returned):
+        if not exchange.times_of_client_known:
             # Nothing is known but that it was away.
             parts = {"compute": exchange.returned - exchange.sent}
         parts = {name: max(0.0, seconds) for name, seconds in {**parts, "wait": ended - exchange.returned}.items()}

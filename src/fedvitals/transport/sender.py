@@ -18,6 +18,7 @@ from fedvitals.errors import RecordError
 from fedvitals.measurements import run_of
 from fedvitals.protocols import Node
 from fedvitals.records import Event, LayerStats, Metric, Record, Run, Sketch, Span, Where, node_name
+from fedvitals.stats import LABEL_CLASSES
 from fedvitals.time_parts import of_the_whole
 from fedvitals.transport.logs import bounded
 from fedvitals.transport.payload_buffer import KINDS, LOST, THINNED, thinning_words
@@ -46,8 +47,9 @@ CLIENT_EVENTS = frozenset((
 ))  # fmt: skip
 # Events that tell of all, or in our own words of what the server saw of a client. A sender that reports one is refused.
 SERVER_EVENTS = frozenset((
-    "aggregation.failed", "client.answered_late", "client.busy", "client.dropped_out", "client.unserved", "cohort",
-    "edge.failed", "groups", "initialisation", "initialisation.zero", "round.failed", "round.unclosed", "sink.lost",
+    "aggregation.failed", "client.answered_late", "client.busy", "client.clock", "client.dropped_out",
+    "client.unserved", "cohort", "edge.failed", "groups", "initialisation", "initialisation.zero", "round.failed",
+    "round.unclosed", "sink.lost",
     "telemetry.lost", "telemetry.refused", "telemetry.thinned", "update.late", "update.left_out", "update.lost",
     "update.refused", "updates.approximate",
 ))  # fmt: skip
@@ -55,7 +57,7 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 ID_CHARACTERS = 64  # of a Span's or sketch's ids: a payload holds a repeated text once, a store with each record
 STEPS = 1 << 40
 SKETCH_NUMBERS = 256  # as in `kernels.sketch_hash`, which needs torch
-CLASSES = 10_000  # of a label histogram
+NO_ROUND = -1  # as the newest round of a Sender: its records may name none
 _LABEL, _EXCEPTION = re.compile(r"-?\d{1,18}"), re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,99}")
 
 
@@ -65,7 +67,8 @@ class Sender:
 
     `run`: what the run is called there, where ours is not known. `group`: the edge, cluster or ring that the host knows
     it to be in; what the records say of either is ignored. `budget`: bytes of telemetry that this message may have.
-    `newest_round`: the newest round that its records may name, where they say which; None: they may name none.
+    `newest_round`: the newest round that its records may name, where they say which. None: the newest that has begun,
+    which `monitor.host` fills in; before the first, and with NO_ROUND, they may name none.
     """
 
     node: Node
@@ -76,6 +79,10 @@ class Sender:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "node", node_name(self.node))
+
+    def counted_to(self, newest_round: int | None) -> Sender:
+        """The sender with this newest round, unless it has one."""
+        return self if self.newest_round is not None else replace(self, newest_round=newest_round)
 
     def own(self, record: Record, run: str) -> Record:
         """The record as one of the run here; an error if it is another's, or the server's."""
@@ -99,8 +106,9 @@ class Sender:
     def _check_place(self, where: Where) -> None:
         if where.node not in (None, self.node):
             raise RecordError(f"Telemetry of '{self.node}' tells of another node, {quoted(where.node)}.")
+        newest = NO_ROUND if self.newest_round is None else self.newest_round
         # A round that is far ahead would push all others out of the detectors' memory.
-        if where.round is not None and not 0 <= where.round <= (-1 if self.newest_round is None else self.newest_round):
+        if where.round is not None and not 0 <= where.round <= newest:
             raise RecordError(f"Telemetry of '{self.node}' is of round {where.round}; only the server counts.")
         if where.step is not None and not 0 <= where.step < STEPS:
             raise RecordError(f"Telemetry of '{self.node}' is of step {where.step}, which no training has.")
@@ -128,6 +136,8 @@ class Sender:
             return self._loss(event)
         if event.name == THINNED:
             return _thinning(event)
+        if event.name == "labels" and _is_too_long(event.data.get("histogram")):
+            return self._without_histogram(event)
         if event.name == "labels" and not _are_counts(event.data.get("histogram")):
             raise RecordError(f"Telemetry of '{self.node}' tells of labels, and its histogram holds no counts.")
         name = event.name if event.name in CLIENT_EVENTS or event.name.startswith("user.") else f"user.{event.name}"
@@ -136,6 +146,12 @@ class Sender:
             if key in data and not (isinstance(data[key], str) and _EXCEPTION.fullmatch(data[key])):
                 data = {**data, key: "unnamed error"}
         return replace(event, name=name, message=bounded(event.message), data=data)
+
+    def _without_histogram(self, event: Event) -> Event:
+        """A report of labels in our words, without a histogram that has too many classes."""
+        classes = len(event.data["histogram"])
+        text = f"The label histogram of {self.node} is left out: {classes:,} classes, and {LABEL_CLASSES:,} are taken."
+        return replace(event, message=text, data={"classes": classes})
 
     def _loss(self, event: Event) -> Event:
         """What a sender says that it lost, in our words. It counts for nothing but a finding about the sender."""
@@ -182,12 +198,11 @@ def as_seen(record: Any, seen: tuple[float, float]) -> Record:
     return cast("Record", record if at == record.at else replace(record, at=at))
 
 
+def _is_too_long(counts: Any) -> bool:
+    return isinstance(counts, Mapping) and len(counts) > LABEL_CLASSES
+
+
 def _are_counts(counts: Any) -> bool:
-    return (
-        isinstance(counts, Mapping)
-        and len(counts) <= CLASSES
-        and all(
-            _LABEL.fullmatch(str(label)) and type(count) is int and 0 <= count < 1 << 40
-            for label, count in counts.items()
-        )
+    return isinstance(counts, Mapping) and all(
+        _LABEL.fullmatch(str(label)) and type(count) is int and 0 <= count < 1 << 40 for label, count in counts.items()
     )

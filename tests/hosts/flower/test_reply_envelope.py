@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replies that lie: whatever rides in them, the round goes on, the model is the same, and the liar is named alone."""
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,9 @@ from hypothesis import strategies as some
 import fedvitals as fv
 from fedvitals.errors import RecordError
 from fedvitals.hosts.flower import reply_envelope
+from fedvitals.hosts.flower.replies import read_reply
 from fedvitals.hosts.flower.reply_envelope import EMPTY_PAYLOAD, FIELDS, KEY, LARGEST_PAYLOAD, VERSION
+from fedvitals.hosts.flower.server_rounds import ClientRequest, ServerRounds
 from fedvitals.measurements import stamped
 from fedvitals.records import (
     Action,
@@ -97,12 +100,8 @@ WRONG = {
     "a list for bytes": with_fields(payload=[b"fv", b"fv"]),
     "text for a time": with_fields(received="noon"),
     "a whole number for a time": with_fields(replied=17),
-    "a time that is none": with_fields(received=float("nan")),
-    "a time without end": with_fields(replied=float("inf")),
-    "a time before all times": with_fields(received=-1.0),
-    "an answer before the question": lambda r: ConfigRecord({**r, "received": r["replied"] + 1.0}),
     "less than no work": with_fields(cpu=-0.1),
-    "a process of no age": with_fields(started=float("nan")),
+    "work that is no number": with_fields(cpu=float("nan")),
 }
 
 
@@ -111,7 +110,7 @@ def test_a_record_that_is_not_ours_is_refused_and_its_sender_named(name, honest)
     check_refused(*lied_to(WRONG[name]), honest)
 
 
-@pytest.mark.parametrize("name", ["a MetricRecord", "a newer version", "a time that is none"])
+@pytest.mark.parametrize("name", ["a MetricRecord", "a newer version", "less than no work"])
 def test_so_it_is_in_an_evaluation(name, honest):
     model, sink = lied_to(WRONG[name], phase="evaluate")
     assert model == honest
@@ -251,6 +250,12 @@ def of_a_clock(ahead, *, its_records):
 def test_a_clock_that_is_wrong_bends_no_time_of_the_server(ahead, its_records, honest):
     model, sink = lied_to(of_a_clock(ahead, its_records=its_records))
     assert model == honest
+    check_times_of_server(sink)
+    assert sink.value("time.clock_error", node=LIAR, round=1) == pytest.approx(ahead, abs=1)
+
+
+def check_times_of_server(sink):
+    """All clients' telemetry is there, and no Span is longer than its round."""
     assert len(sink.of(Span, "client")) == len(sink.of(Span, JOURNEY)) == 8
     for number in (1, 2):
         (whole,) = sink.of(Span, ROUND, round=number)
@@ -258,11 +263,73 @@ def test_a_clock_that_is_wrong_bends_no_time_of_the_server(ahead, its_records, h
             assert whole.at - 0.001 <= span.at
             assert span.at + span.seconds <= whole.at + whole.seconds + 0.1  # a clock's reading or two
     assert holds_for_each(0 <= m.value <= 1 for m in sink.metrics("time.worked"))
-    assert sink.value("time.clock_error", node=LIAR, round=1) == pytest.approx(ahead, abs=1)
 
 
-def test_who_worked_longer_than_it_was_away_is_named(honest):
-    check_refused(*lied_to(lambda r: ConfigRecord({**r, "replied": r["replied"] + 1e9})), honest)
+SET_WHILE_IT_WORKED = {
+    "back by seconds": lambda r: ConfigRecord({**r, "received": r["replied"] + 2.0}),
+    "back by a day": lambda r: ConfigRecord({**r, "replied": r["received"] - 86400.0}),
+    "ahead by an hour": lambda r: ConfigRecord({**r, "replied": r["replied"] + 3600.0}),
+    "ahead by years": lambda r: ConfigRecord({**r, "replied": r["replied"] + 1e9}),
+}
+
+
+@pytest.mark.parametrize("name", SET_WHILE_IT_WORKED)
+def test_a_clock_that_is_set_while_a_client_works_costs_only_the_times(name, honest):
+    model, sink = lied_to(SET_WHILE_IT_WORKED[name])
+    assert model == honest
+    assert not sink.events("telemetry.refused")
+    assert [(e.where.node, e.where.round, e.level) for e in sink.events("client.clock")] == [
+        (LIAR, 1, "info"),
+        (LIAR, 2, "info"),
+    ]
+    check_times_of_server(sink)
+    assert not sink.metrics("time.clock_error")
+    assert len(sink.metrics("time.cpu", node=LIAR)) >= 2
+
+
+UNDATED = {
+    "a time that is none": with_fields(received=float("nan")),
+    "a time without end": with_fields(replied=float("inf")),
+    "a time before all times": with_fields(received=-1.0),
+    "a time after 2099": with_fields(replied=4.2e9),
+    "a process of no age": with_fields(started=float("nan")),
+}
+
+
+@pytest.mark.parametrize("name", UNDATED)
+def test_times_outside_of_1970_to_2099_are_refused_alone(name, honest):
+    model, sink = lied_to(UNDATED[name])
+    assert model == honest
+    assert [(e.where.node, e.where.round) for e in sink.events("telemetry.refused")] == [(LIAR, 1), (LIAR, 2)]
+    check_times_of_server(sink)
+    assert not sink.metrics("time.clock_error")
+
+
+@pytest.mark.parametrize(
+    ("hours", "fast", "latency"), [(1, 20e-6, 0.002), (6, 50e-6, 0.5), (24, 30e-6, 1.0), (24, 100e-6, 0.01)]
+)
+def test_a_clock_that_runs_slightly_fast_is_no_lie(hours, fast, latency):
+    """A round of hours, by the times that such a client tells: it seems to have worked longer than it was away."""
+    messages = []
+    federate(FedAvg(), with_mod(), nodes=2, rounds=1, fate=lambda *both: messages.append(both) or both[1])
+    request, reply = messages[0]
+    seconds, at = 3600.0 * hours, time.time()
+    sent = at - seconds - latency
+    received = sent + latency / 2
+    times = {"received": received, "replied": received + seconds * (1 + fast), "started": sent, "cpu": seconds}
+    reply.content[KEY] = ConfigRecord({**reply.content[KEY], **times})
+    with watched() as (monitor, sink):
+        rounds = ServerRounds(monitor)
+        rounds.begin(1)
+        read_reply(rounds, ClientRequest(request, node_of(request), "train", 1, sent, 1000), reply, at)
+        rounds.end()
+    assert not sink.events("telemetry.refused")
+    assert not sink.events("client.clock")
+    (client,), (journey,) = sink.of(Span, "client"), sink.of(Span, JOURNEY)
+    assert sent <= client.at <= client.at + client.seconds <= at
+    away = sum(seconds for part, seconds in journey.attributes["parts"].items() if part != "wait")
+    assert away == pytest.approx(at - sent, abs=1e-3)
+    assert sink.value("time.cpu", node=node_of(request), round=1) == seconds
 
 
 def test_a_small_number_is_a_number(honest):
@@ -305,10 +372,10 @@ def test_whatever_lies_under_the_key_is_a_letter_or_a_clear_error(fields, comple
     whole = {"version": 1, "payload": b"", "received": 1.0, "replied": 2.0, "started": 0.0, "cpu": 0.0}
     record = ConfigRecord({**whole, **fields} if complete else fields)
     try:
-        envelope = reply_envelope.read_envelope(record, 7, "7")
+        envelope = reply_envelope.read_envelope(record, 7, "7", 1.0)
     except RecordError:  # anything else would fail
         return
-    assert reply_envelope.read_envelope(envelope.record(), 7, "7") == envelope
+    assert reply_envelope.read_envelope(envelope.record(), 7, "7", 1.0) == envelope
 
 
 @given(some.binary(max_size=300))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import Message, MetricRecord
@@ -14,7 +15,8 @@ from fedvitals.hosts.flower.failures import client_failure_of, dead_process
 from fedvitals.hosts.flower.reply_envelope import KEY, ReplyEnvelope, bytes_of, journey_id, run_name, telemetry_budget
 from fedvitals.hosts.flower.reply_envelope import read_envelope as read_letter
 from fedvitals.records import Action
-from fedvitals.transport.sender import Sender
+from fedvitals.resources.clocks import why_impossible
+from fedvitals.transport.sender import NO_ROUND, Sender
 
 if TYPE_CHECKING:
     from fedvitals.hosts.flower.server_rounds import ClientRequest, ServerRounds
@@ -83,10 +85,14 @@ def _read_telemetry(
             monitor.host.exchange(node, request.sent, request.sent, at, at)
             server_rounds.worked(request.sent, at)
         return
+    at = max(at, request.sent)  # the server's clock may have been set back
     try:
-        envelope = read_letter(record, reply.metadata.src_node_id, node)
-        began, ended = _handler_interval(envelope, request.sent, at)
-        server_rounds.worked(began, ended)
+        envelope = read_letter(record, reply.metadata.src_node_id, node, at - request.sent)
+        if not envelope.is_dated:
+            text = f"The clock of {node} is not between 1970 and 2099. Its times are not used; set its clock."
+            monitor.host.event("warning", "telemetry.refused", text, node=node, data={"phase": request.phase})
+            envelope = replace(envelope, received=request.sent, replied=at, started=request.sent)
+        server_rounds.worked(*_handler_interval(envelope, request.sent, at))
         if request.phase != TRAIN:
             return
         monitor.host.log({"time.cpu": envelope.cpu}, node=node)
@@ -96,17 +102,18 @@ def _read_telemetry(
         if envelope.payload:
             # A mod between ours and the wire may have compressed the reply, hardly the request.
             budget = telemetry_budget(max(size, request.size))
-            monitor.host.absorb(envelope.payload, Sender(node, run_name(reply.metadata.run_id), budget=budget))
+            own = Sender(node, run_name(reply.metadata.run_id), budget=budget, newest_round=NO_ROUND)
+            monitor.host.absorb(envelope.payload, own)
     except RecordError as error:
         text = f"Telemetry of {node} cannot be: {error}"
         monitor.host.event("warning", "telemetry.refused", text, node=node, data={"phase": request.phase})
 
 
 def _handler_interval(envelope: ReplyEnvelope, sent: float, returned: float) -> tuple[float, float]:
-    """Return when the client's handler ran, within what the server saw. Raises RecordError if that is impossible."""
-    seconds, away = envelope.replied - envelope.received, returned - sent
-    if seconds > away:
-        raise RecordError(f"It says that it worked for {seconds:.3g} s, and was away for {away:.3g} s.")
+    """Return when the client's handler ran, within what the server saw: all of that where its times cannot be."""
+    if why_impossible(sent, envelope.received, envelope.replied, returned) is not None:
+        return sent, returned
+    seconds = min(envelope.replied - envelope.received, returned - sent)
     began = min(max(envelope.received, sent), returned - seconds)
     return began, began + seconds
 
