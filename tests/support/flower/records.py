@@ -8,6 +8,7 @@ from fedvitals.records import Event, Span
 from fedvitals.store import open_reader
 from fedvitals.store.read import queries
 from fedvitals.time_parts import CLIENT, JOURNEY, ROUND
+from fedvitals.transport.sink_writer import SENDER
 from support.flower.processes import SuperNode
 
 SLOW = 300.0  # seconds that a run may take on a machine with much else to do
@@ -34,7 +35,7 @@ def cohorts(store: Path, run: str) -> dict[int, dict[str, set[str]]]:
 def check_trace(store: Path, run: str, nodes: list[SuperNode]) -> None:
     """Everyone that answered has a Span, which is joined to its round over that of its journey.
 
-    Each was made in a process of its own, while its node kept its name.
+    Each was made in a process of its node's own, and the server names its source.
     """
     with open_reader(store) as reader:
         spans = {span.id: span for span in queries.records(reader, run, Span)}
@@ -48,8 +49,8 @@ def check_trace(store: Path, run: str, nodes: list[SuperNode]) -> None:
         assert (journey.name, journey.where.node, journey.where.round) == (JOURNEY, span.where.node, span.where.round)
         whole = spans[journey.parent or ""]
         assert (whole.name, whole.where.round) == (ROUND, span.where.round)
-    pids = [re.findall(r"worker-(\d+)-", span.source)[0] for span in own]
+    assert own
+    for span in own:
+        assert span.source.startswith(f"{SENDER}{span.where.node}/")  # set by the server, whatever the client says
+    pids = [pid for node in nodes for pid in set(re.findall(r"pid (\d+)", node.log()))]
     assert len(pids) == len(set(pids)) > 0
-    for node in nodes:
-        mine = {pid for pid, span in zip(pids, own, strict=True) if span.where.node == node.identity}
-        assert mine <= set(re.findall(r"pid (\d+)", node.log()))
