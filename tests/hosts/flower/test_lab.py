@@ -26,8 +26,9 @@ from fedvitals.records import Run
 from fedvitals.store import open_reader
 from fedvitals.testing import MemorySink
 from fedvitals.transport.wire.payload import decode, encode
+from fedvitals_studies.flower.process_identity import flower_run
 from support.conditions import holds_for_each
-from support.flower.grid import InProcessGrid, flower_run
+from support.flower.grid import InProcessGrid
 
 LOCAL = lab.Local(iterations=3, batch=8, optimizer=lab.adam(), clip=lab.Clip())
 NODES = (900, 30, 4000)

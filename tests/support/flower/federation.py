@@ -23,7 +23,7 @@ from flwr.serverapp import strategy as strategies
 
 import fedvitals as fv
 from fedvitals.hosts.flower.reply_envelope import KEY
-from support.flower.grid import flower_run
+from fedvitals_studies.flower.process_identity import flower_run
 
 RUN, FIRST = 7, 100  # Flower's run id; the first node's
 RUNS = itertools.count(1000)  # more run ids: of one run, a process keeps what it knows

@@ -22,7 +22,8 @@ from flwr.serverapp.strategy import FedAvg
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this file is also run as a program
 
-from support.flower.grid import InProcessGrid, flower_run
+from fedvitals_studies.flower.process_identity import flower_run
+from support.flower.grid import InProcessGrid
 
 NODES = (11, 12, 13)
 

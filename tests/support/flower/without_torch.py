@@ -107,8 +107,8 @@ def client_alone(*, late):
     from fedvitals.measurements import single_records
     from fedvitals.records import Metric
     from fedvitals.transport.wire.payload import decode
+    from fedvitals_studies.flower.process_identity import flower_run
     from support.flower.federation import HandGrid, client_app, model, requests_for, training
-    from support.flower.grid import flower_run
 
     app = client_app(fv.flower.client_mod(privacy=3), train=late_training if late else training)
     assert "torch" not in sys.modules

@@ -15,11 +15,10 @@ import urllib.error
 import urllib.request
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol, Self
 
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.supercore.task_identity import TaskIdentity
 from torch import nn
 
 import fedvitals as fv
@@ -35,6 +34,7 @@ from fedvitals.sinks.otel.sink import OpenTelemetry
 from fedvitals.transport.sender import Sender
 from fedvitals.transport.sender_limits import ROUND_REFUSALS
 from fedvitals.transport.wire.payload import decode
+from fedvitals_studies.flower.process_identity import flower_run
 from fedvitals_studies.hostile.federation import is_own_error
 
 SECRET = "the-secret-of-a-study"  # noqa: S105 - of a receiver that only this process reaches
@@ -121,7 +121,7 @@ class FlowerHost(AttackedHost):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        self._exit.enter_context(_flower_process())
+        self._exit.enter_context(flower_run(FLOWER_RUN))
         self.rounds, self.run = ServerRounds(self.monitor), run_name(FLOWER_RUN)
         return self
 
@@ -145,19 +145,6 @@ class FlowerHost(AttackedHost):
 
     def end(self, number: int) -> None:  # noqa: ARG002 - the one that is open
         self.rounds.end()
-
-
-@contextlib.contextmanager
-def _flower_process() -> Iterator[None]:
-    """Inside, messages can be made: they belong to a process's run."""
-    names = ("_run_id", "_node_id", "_task_id")
-    before: dict[str, Any] = {name: getattr(TaskIdentity, name) for name in names}
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = FLOWER_RUN, 1, 1
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(TaskIdentity, name, value)
 
 
 class OtlpHost(AttackedHost):
