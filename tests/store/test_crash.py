@@ -58,10 +58,3 @@ def test_a_killed_writer_loses_nothing_that_it_acknowledged(tmp_path):
     with ThreadPoolExecutor(4) as pool:
         written = list(pool.map(lambda seed: kill_and_check(seed, tmp_path), range(20)))
     assert sum(written) > 100  # the kills did not all come at the beginning
-
-
-@pytest.mark.slow
-def test_nor_do_two_hundred(tmp_path):
-    with ThreadPoolExecutor(4) as pool:
-        written = list(pool.map(lambda seed: kill_and_check(seed, tmp_path), range(1000, 1200)))
-    assert sum(written) > 1000
