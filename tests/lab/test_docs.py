@@ -10,7 +10,7 @@ import pytest
 from fedvitals import lab
 from fedvitals.lab.compression import COMPRESSIONS
 from fedvitals.lab.description import kind_of
-from fedvitals.lab.models import MODELS
+from fedvitals.lab.models.catalog import MODELS
 from fedvitals.lab.network.profiles import DEVICES, LINKS
 from fedvitals.lab.stacked.plans import PRECISIONS
 from support.paths import ROOT

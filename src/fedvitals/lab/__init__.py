@@ -28,7 +28,7 @@ from fedvitals.lab.faults.table import FAULTS as _FAULTS
 from fedvitals.lab.local import OPTIMIZERS as _OPTIMIZERS
 from fedvitals.lab.local import Clip as Clip
 from fedvitals.lab.local import Local as Local
-from fedvitals.lab.models import Own as Own
+from fedvitals.lab.models.catalog import Own as Own
 from fedvitals.lab.network.profiles import Device as Device
 from fedvitals.lab.network.profiles import Link as Link
 from fedvitals.lab.network.virtual_clock import Network as Network

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedvitals.errors import ConfigError
-from fedvitals.lab import models
 from fedvitals.lab.data import datasets
 from fedvitals.lab.data.partition import Dirichlet, deal
+from fedvitals.lab.models.images import CNN
 from fedvitals.monitor.monitor import Monitor
 
 ILL_CLIENT, ILL_SINCE = "c7", 5
@@ -64,7 +64,7 @@ def federate(settings: DemoSettings, monitor: Monitor) -> Iterator[tuple[int, fl
     digits = datasets.load("digits")
     shards = deal(Dirichlet(settings.skew), digits, settings.clients, stream, test_share=0, least=16)
     x, y, parts = digits.x, digits.y, [shard.train for shard in shards]
-    global_model = models.CNN().build(digits.shape, digits.classes, stream)
+    global_model = CNN().build(digits.shape, digits.classes, stream)
 
     for number in range(settings.rounds):
         locals_: list[nn.Module] = []

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.lab import models, toml
+from fedvitals.lab import toml
 from fedvitals.lab.aggregators.averages import AVERAGING, FedAvg
 from fedvitals.lab.aggregators.robust import ROBUST
 from fedvitals.lab.compression import COMPRESSIONS
@@ -25,6 +25,9 @@ from fedvitals.lab.description import Part, kind_of, require
 from fedvitals.lab.faults.fault import Fault
 from fedvitals.lab.faults.table import FAULTS
 from fedvitals.lab.local import OPTIMIZERS, Clip, Local
+from fedvitals.lab.losses import LOSSES
+from fedvitals.lab.models.catalog import MODELS
+from fedvitals.lab.models.images import CNN
 from fedvitals.lab.network.virtual_clock import Network
 from fedvitals.lab.topologies.asynchronous import Asynchronous
 from fedvitals.lab.topologies.centralized import Centralized
@@ -53,7 +56,8 @@ class Experiment(Part, frozen=True, kw_only=True):
     dataset: Any = Digits()
     partition: Any = IID()
     test_share: float = 0.2  # of each client's samples, kept for its local test
-    model: Any = models.CNN()
+    model: Any = CNN()
+    loss: Any = None  # by default the usual one for the data set's targets
     local: Local = Local()
     clients: int = 10
     participation: float = 1.0  # share of the clients that is asked in each round
@@ -123,7 +127,8 @@ def kinds_of(classes: tuple[type, ...]) -> dict[str, type]:
 CHOICES: dict[str, dict[str, type]] = {
     "dataset": kinds_of(datasets.DATASETS),
     "partition": kinds_of(PARTITIONS),
-    "model": kinds_of(models.MODELS),
+    "model": kinds_of(MODELS),
+    "loss": kinds_of(LOSSES),
     "topology": kinds_of(TOPOLOGIES),
     "aggregator": kinds_of(AGGREGATORS),
     "compression": kinds_of(COMPRESSIONS),
@@ -140,13 +145,14 @@ METHODS = {
     "model": ("build", "lab.Own(factory) for a function that makes your nn.Module"),
     "topology": ("round", "an object with check(experiment) and round(federation); see examples/gossip.py"),
     "aggregator": ("begin", "an object with begin(server, memory, weights)"),
+    "loss": ("of_batch", "a loss of your own that derives from lab.losses.Loss"),
     "compression": ("encode", "an object with encode and decode"),
 }
 
 
 def _resolve_kind(field: str, value: Any, kinds: dict[str, type]) -> Any:
     """Return the description for a kind's name, a table or a description; a user's own object is returned unchanged."""
-    if value is None and field == "compression":
+    if value is None and field in ("compression", "loss"):
         return None
     if isinstance(value, str):
         value = {"kind": value}

@@ -240,7 +240,7 @@ def _evaluate(federation: Federation) -> dict[str, float]:
     e, engine = federation.experiment, federation.engine
     metrics = {}
     if len(federation.site.dataset.test_y):
-        metrics = mean_metrics(*engine.evaluate(federation.server.model))
+        metrics = mean_metrics(*engine.evaluate(federation.server.model), federation.site.loss.score_name)
     if e.evaluation.local and e.test_share:
         metrics |= _evaluate_locally(federation)
     return metrics
@@ -254,15 +254,16 @@ def _evaluate_locally(federation: Federation) -> dict[str, float]:
     states = {node: client_models.get(node, server.model) for node in shards if len(shards[node].test)}
     if not states:
         return {}
-    losses, hits = (outcome.cpu() for outcome in federation.engine.evaluate_locally(states))
+    losses, scores = (outcome.cpu() for outcome in federation.engine.evaluate_locally(states))
+    name = federation.site.loss.score_name
     first = 0
     for node in states:
         last = first + len(shards[node].test)
-        federation.observer.log(mean_metrics(losses[first:last], hits[first:last], "local."), node=node)
+        federation.observer.log(mean_metrics(losses[first:last], scores[first:last], name, "local."), node=node)
         first = last
-    return mean_metrics(losses, hits, "local.")
+    return mean_metrics(losses, scores, name, "local.")
 
 
-def mean_metrics(losses: Tensor, hits: Tensor, prefix: str = "") -> dict[str, float]:
-    """Return loss and accuracy from each sample's loss and whether it was classified correctly."""
-    return {f"{prefix}loss": float(losses.double().mean()), f"{prefix}accuracy": float(hits.double().mean())}
+def mean_metrics(losses: Tensor, scores: Tensor, name: str = "accuracy", prefix: str = "") -> dict[str, float]:
+    """Return the mean loss, and under its name the mean score, from those of each sample."""
+    return {f"{prefix}loss": float(losses.double().mean()), f"{prefix}{name}": float(scores.double().mean())}

@@ -44,10 +44,11 @@ def numbers(*shape, seed=0):
 # -- names, digits, synthetic, the user's own --------------------------------------------------------------------------
 
 
+NAMES = ("digits", "synthetic", "tabular", "time_series", "text", "gtsrb", "fashion_mnist", "cifar10")
+
+
 def test_names():
-    assert [type(dataset_named(name)) for name in ("digits", "synthetic", "gtsrb", "fashion_mnist", "cifar10")] == list(
-        datasets.DATASETS
-    )
+    assert [type(dataset_named(name)) for name in NAMES] == list(datasets.DATASETS)
     assert dataset_named("fashion-mnist") == dataset_named("fashion_mnist")
     with pytest.raises(ConfigError, match="Did you mean 'gtsrb'"):
         dataset_named("gtrsb")
@@ -120,7 +121,7 @@ def test_ones_own_groups_are_not_split_into_test():
     [
         (Arrays(np.zeros((4, 2)), [0, 1, 2]), "4 of x and 3 of y"),
         (Arrays(np.zeros((3, 2)), [0, 1, -1]), "negative"),
-        (Arrays(np.zeros((3, 2)), [0.0, 1.0, 2.0]), "whole numbers"),
+        (Arrays(np.zeros((3, 2)), [0.0, 1.0, 2.0], classes=3), "whole numbers"),
         (Arrays(np.full((3, 2), np.nan), [0, 1, 2]), "NaN"),
         (Arrays(np.zeros(3), [0, 1, 2]), "shape"),
         (Arrays(np.zeros((3, 2)), [0, 1, 2], np.zeros((3, 2))), "Only one of"),

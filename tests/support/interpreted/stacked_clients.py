@@ -10,7 +10,7 @@ from fedvitals.kernels.cuda import loading, stacked_conv, stacked_optimizer
 from fedvitals.lab.engines.engine import Engine
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.engines.tasks import Task
-from fedvitals.lab.model_blocks import Residual
+from fedvitals.lab.models.blocks import Residual
 from fedvitals.lab.stacked import cuda_round
 from fedvitals.lab.stacked.conv_blocks import ConvBlocks
 from fedvitals.lab.stacked.plans import GroupedPlan, MappedPlan

@@ -55,8 +55,8 @@ class Dirichlet(Description, frozen=True):
 
     def parts(self, dataset: Dataset, clients: int, need: int, generator: torch.Generator) -> list[Tensor]:
         shares: list[list[Tensor]] = [[] for _ in range(clients)]
-        for label in dataset.y.unique():
-            members = _shuffled(torch.nonzero(dataset.y == label).flatten(), generator)
+        for label in dataset.labels.unique():
+            members = _shuffled(torch.nonzero(dataset.labels == label).flatten(), generator)
             cuts = (self._weights(clients, generator).cumsum(0) * len(members)).round().long()
             for share, part in zip(shares, torch.tensor_split(members, cuts[:-1]), strict=True):
                 share.append(part)
@@ -82,10 +82,10 @@ class ClassesPerClient(Description, frozen=True):
         require(self.classes >= 1, "number of classes of classes_per_client", self.classes, "at least 1")
 
     def parts(self, dataset: Dataset, clients: int, need: int, generator: torch.Generator) -> list[Tensor]:
-        labels, counts = dataset.y.unique(return_counts=True)
+        labels, counts = dataset.labels.unique(return_counts=True)
         holders = self._holders(counts.tolist(), clients)
         pieces = [
-            list(torch.tensor_split(_shuffled(torch.nonzero(dataset.y == label).flatten(), generator), number))
+            list(torch.tensor_split(_shuffled(torch.nonzero(dataset.labels == label).flatten(), generator), number))
             for label, number in zip(labels, holders, strict=True)
         ]
         held: list[Tensor] = []
@@ -185,7 +185,20 @@ class Natural(Description, frozen=True):
         return [torch.cat(parts) for parts in held]
 
 
-PARTITIONS = (IID, Dirichlet, ClassesPerClient, QuantitySkew, FeatureShift, Natural)
+class GroupPerClient(Description, frozen=True):
+    """Each client holds one group, such as a package of a text; the largest groups are taken, the others left out."""
+
+    def parts(self, dataset: Dataset, clients: int, need: int, generator: torch.Generator) -> list[Tensor]:
+        pieces = sorted(_groups(dataset), key=len, reverse=True)[:clients]
+        if len(pieces) < clients or len(pieces[-1]) < need:
+            enough = sum(len(piece) >= need for piece in pieces)
+            raise ConfigError(
+                f"{enough} groups of {dataset.name} have the {need} samples that a client needs, for {clients} clients."
+            )
+        return [_shuffled(piece, generator) for piece in pieces]
+
+
+PARTITIONS = (IID, Dirichlet, ClassesPerClient, QuantitySkew, FeatureShift, Natural, GroupPerClient)
 
 
 def deal(
@@ -227,14 +240,14 @@ def shard_tensors(dataset: Dataset, shard: Shard, part: Literal["train", "test"]
     labels.
     """
     index = shard.train if part == "train" else shard.test
-    x, y = dataset.inputs(dataset.x[index]), dataset.y[index]
+    x, y = dataset.pairs(dataset.x[index], dataset.y[index])
     if shard.brightness != 1:
         bounded = dataset.x.dtype == torch.uint8 or (x.numel() > 0 and float(x.min()) >= 0 and float(x.max()) <= 1)
         x = x * shard.brightness
         x = x.clamp_(max=1) if bounded else x  # a pixel cannot be whiter than white
     if shard.rotation and len(x):
         x = _rotate(x, shard.rotation)
-    return x, y
+    return x, x if dataset.targets == "inputs" else y
 
 
 def label_counts(

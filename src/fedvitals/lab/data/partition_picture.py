@@ -20,7 +20,7 @@ def partition_heat_map(shards: Sequence[Shard], dataset: Dataset, width: int = 1
     Clients are placed side by side where the width allows it, and neighbours are summed where there are too many of
     them. A dot means none; the shades are quarters of the largest number.
     """
-    counts = label_counts(shards, dataset.y, dataset.classes)
+    counts = label_counts(shards, dataset.labels, dataset.classes)
     names, per_row = [f"c{index}" for index in range(len(shards))], 1
     while True:
         rows = _rows(names, counts)

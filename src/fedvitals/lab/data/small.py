@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,9 +16,16 @@ from fedvitals.lab.data.arrays import TEST_SHARE, Arrays
 from fedvitals.lab.description import Description, require
 from fedvitals.lab.streams import stream
 
+TARGETS = ("classes", "numbers", "labels", "tasks", "tokens", "inputs")
+
 
 class Digits(Description, frozen=True):
-    """1,797 hand-written digits, 8 × 8 grey pixels from 0 to 1; a fixed fifth of them is the test set."""
+    """1,797 hand-written digits, 8 × 8 grey pixels from 0 to 1; a fixed fifth of them is the test set.
+
+    With `reconstruct`, a model is to give back its input instead of naming the digit.
+    """
+
+    reconstruct: bool = False
 
     def make(self) -> Arrays:
         spec = importlib.util.find_spec("sklearn")
@@ -28,7 +35,8 @@ class Digits(Description, frozen=True):
         file = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
         table = np.loadtxt(file, delimiter=",", dtype=np.float32) if file.exists() else _digits_by_import()
         x = table[:, :64].reshape(-1, 1, 8, 8) / np.float32(16)
-        return Arrays(x, table[:, 64].astype(np.int64), classes=10, name="digits")
+        y = table[:, 64].astype(np.int64)
+        return Arrays(x, y, classes=10, name="digits", reconstruct=self.reconstruct)
 
 
 def _digits_by_import() -> np.ndarray[Any, Any]:
@@ -45,6 +53,10 @@ class Synthetic(Description, frozen=True):
     With `sequence`, a sample is that many steps of `features` numbers, and the class determines the mean over the steps
     (each step is as noisy as a vector would be). With `vocabulary` as well, it is that many tokens, drawn from the
     class's own distribution, whose log-probabilities spread with `separation`. The test set is a fifth of `samples`.
+
+    `targets` are «classes»; or of the same samples «numbers» (one, a smooth function of the sample), «labels» (as many
+    as `classes`, each true on one side of a random plane), «tasks» (the class and the number), «tokens» (of token
+    sequences: a tag of each step that depends on the token and the one before it, of `classes` tags), or «inputs».
     """
 
     samples: int = 4000
@@ -54,6 +66,7 @@ class Synthetic(Description, frozen=True):
     sequence: int | None = None
     vocabulary: int | None = None
     seed: int = 0
+    targets: Literal["classes", "numbers", "labels", "tasks", "tokens", "inputs"] = "classes"
 
     def __post_init__(self) -> None:
         require(self.classes >= 2, "number of classes of synthetic", self.classes, "at least 2")
@@ -68,6 +81,9 @@ class Synthetic(Description, frozen=True):
             self.vocabulary,
             "at least 2 tokens, and sequence must say how many make a sample",
         )
+        require(self.targets in TARGETS, "targets of synthetic", self.targets, f"one of {', '.join(TARGETS)}")
+        fits = self.targets == "classes" or (self.targets == "tokens") == (self.vocabulary is not None)
+        require(fits, "targets of synthetic", self.targets, "«tokens» with a vocabulary, and another without")
 
     def make(self) -> Arrays:
         generator = stream(self.seed, "synthetic")
@@ -75,7 +91,28 @@ class Synthetic(Description, frozen=True):
         y = y[torch.randperm(self.samples, generator=generator)]
         x = self._tokens(y, generator) if self.vocabulary else self._clouds(y, generator)
         test = round(self.samples * TEST_SHARE)
-        return Arrays(x[test:], y[test:], x[:test], y[:test], classes=self.classes, name="synthetic")
+        if self.targets in ("classes", "inputs"):
+            own: dict[str, Any] = {"classes": self.classes, "reconstruct": self.targets == "inputs"}
+        else:
+            y = self._other_targets(x, y, generator)
+            own = {"classes": self.classes} if self.targets == "tokens" else {}
+            own |= {"tasks": (self.classes, 1)} if self.targets == "tasks" else {}
+        return Arrays(x[test:], y[test:], x[:test], y[:test], name="synthetic", **own)
+
+    def _other_targets(self, x: Tensor, y: Tensor, generator: torch.Generator) -> Tensor:
+        """Return the targets that are not classes."""
+        if self.targets == "tokens":
+            table = torch.randint(self.classes, (self.vocabulary or 0, self.vocabulary or 0), generator=generator)
+            before = torch.cat([x[:, :1], x[:, :-1]], 1)
+            tags: Tensor = table[before, x]
+            return tags
+        flat = x.flatten(1)
+        planes = torch.randn(flat.shape[1], self.classes, generator=generator) / flat.shape[1] ** 0.5
+        sides = flat @ planes
+        if self.targets == "labels":
+            return sides > 0  # type: ignore[no-any-return]
+        number = torch.tanh(sides[:, 0]) + 0.5 * sides[:, 1] + 0.1 * torch.randn(len(flat), generator=generator)
+        return number if self.targets == "numbers" else torch.stack([y.float(), number], 1)
 
     def _clouds(self, y: Tensor, generator: torch.Generator) -> Tensor:
         centres = torch.randn(self.classes, self.features, generator=generator)

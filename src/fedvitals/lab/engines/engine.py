@@ -146,7 +146,7 @@ class Engine:
         return StateSlots(0, self.site.experiment.clients, self.site.layout.size)
 
     def evaluate(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each test sample's loss under a state, and whether it was classified correctly."""
+        """Return each test sample's loss and score under a state (see `Loss.score`)."""
         total = len(self.site.dataset.test_y)
         size = TEST_ROWS if self.device.type == "cpu" else total  # each job waits for the device once
         cuts = range(0, total, max(1, size))
@@ -167,7 +167,7 @@ class Engine:
             assert self._executor is not None  # noqa: S101
             with single_threaded():
                 outcomes = [self._executor.evaluate(job) for job in jobs]
-        return torch.cat([losses for losses, _ in outcomes]), torch.cat([hits for _, hits in outcomes])
+        return torch.cat([losses for losses, _ in outcomes]), torch.cat([scores for _, scores in outcomes])
 
     def _batches(self, tasks: Sequence[Task]) -> Iterator[list[Task]]:
         """Split the tasks into batches: one task each, or one stack. The number of processes has no influence."""

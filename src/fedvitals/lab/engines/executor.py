@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from fedvitals.lab.data.partition import shard_tensors
@@ -40,7 +39,7 @@ class Executor(Protocol):
         ...
 
     def evaluate(self, job: EvaluationJob) -> tuple[Tensor, Tensor]:
-        """Return each sample's loss, and whether it was classified correctly."""
+        """Return each sample's loss and score (see `Loss.score`)."""
         ...
 
 
@@ -64,19 +63,19 @@ class ClientByClientExecutor:
         replica = self._evaluation_replica
         replica.load(job.state)
         replica.module.eval()
-        losses, hits = [], []
+        losses, scores = [], []
         for x, y in zip(*(part.split(TEST_BATCH) for part in evaluation_samples(self.site, job)), strict=True):
             images = x.contiguous(memory_format=torch.channels_last) if replica.fast and x.dim() == 4 else x
-            logits = replica.module(images)
-            losses.append(F.cross_entropy(logits, y, reduction="none"))
-            hits.append(logits.argmax(1) == y)
-        return torch.cat(losses), torch.cat(hits)
+            outputs = replica.module(images)
+            losses.append(self.site.loss.each(outputs, y))
+            scores.append(self.site.loss.score(outputs, y))
+        return torch.cat(losses), torch.cat(scores)
 
 
 def evaluation_samples(site: Site, job: EvaluationJob) -> tuple[Tensor, Tensor]:
     """Return the samples of an evaluation job as model inputs, and their labels."""
     if job.rows is not None:
         chosen = slice(*job.rows)
-        return site.dataset.inputs(site.dataset.test_x[chosen]), site.dataset.test_y[chosen]
+        return site.dataset.pairs(site.dataset.test_x[chosen], site.dataset.test_y[chosen])
     parts = [shard_tensors(site.dataset, site.shards[node], "test") for node in job.nodes]
     return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])

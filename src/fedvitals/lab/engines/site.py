@@ -11,12 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedvitals.lab import models, streams
+from fedvitals.lab import streams
 from fedvitals.lab.data.datasets import Dataset, load
 from fedvitals.lab.data.partition import Shard, deal, label_counts, shard_tensors
 from fedvitals.lab.engines.tasks import Node
 from fedvitals.lab.experiment import Experiment
 from fedvitals.lab.faults import table as fault_table
+from fedvitals.lab.losses import Loss, usual_loss
+from fedvitals.lab.models.catalog import build, flops
 from fedvitals.lab.state import StateLayout
 
 
@@ -29,19 +31,22 @@ class Site:
     shards: dict[Node, Shard]
     module: nn.Module  # as initialised; nobody trains it
     layout: StateLayout
+    loss: Loss
 
     @classmethod
     def of(cls, experiment: Experiment, data: str | os.PathLike[str] | None = None) -> Site:
         """Create everything that an experiment describes, from its seed."""
         dataset = load(experiment.dataset, data)
+        loss = (experiment.loss or usual_loss(dataset.targets)).prepared(dataset)
         dealing, drawing = (streams.stream(experiment.seed, purpose) for purpose in ("partition", "model"))
         dealt = deal(experiment.partition, dataset, experiment.clients, dealing, experiment.test_share)
-        module = models.build(experiment.model, dataset, drawing)
+        module = build(experiment.model, dataset, drawing)
         layout = StateLayout.of(module)
         state = layout.flat(module)
         fault_table.apply_initial(experiment.faults, layout.views(state), experiment.seed)
         layout.load(module, state)
-        return cls(experiment, dataset, dict(zip(experiment.nodes, dealt, strict=True)), module, layout)
+        shards = dict(zip(experiment.nodes, dealt, strict=True))
+        return cls(experiment, dataset, shards, module, layout, loss)
 
     def samples(self, node: Node) -> int:
         return len(self.shards[node].train)
@@ -58,12 +63,12 @@ class Site:
 
     def _flops(self, *, backward: bool) -> int:
         dtype = self.dataset.inputs(self.dataset.x[:1]).dtype
-        return models.flops(self.module, self.dataset.shape, dtype, backward=backward)
+        return flops(self.module, self.dataset.shape, dtype, backward=backward)
 
     @functools.cached_property
     def labels(self) -> dict[Node, Tensor]:
         """Each client's numbers of training samples per class."""
-        counts = label_counts([*self.shards.values()], self.dataset.y, self.dataset.classes, "train")
+        counts = label_counts([*self.shards.values()], self.dataset.labels, self.dataset.classes, "train")
         return dict(zip(self.shards, counts, strict=True))
 
     def tensors(self, node: Node, round_index: int) -> tuple[Tensor, Tensor]:

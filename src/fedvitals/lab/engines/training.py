@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
 from fedvitals.lab import streams
@@ -37,6 +36,8 @@ class Replica:
         self.module.train()
         self.parameters = [*self.module.parameters()]
         self.state = state_tensors(self.module)
+        # The model as it came from the server, for losses that compare with it.
+        self.received = copy.deepcopy(self.module).eval() if site.loss.needs_received_model else None
         self.optimizer: torch.optim.Optimizer | None = None
         self._made_for: Adam | SGD | None = None
 
@@ -44,6 +45,8 @@ class Replica:
         """Load the state that the client received, and create a fresh optimiser."""
         self.load(start)
         self.settings = settings
+        if self.received is not None:
+            self.site.layout.load(self.received, start)
         self.start = [p.detach().clone() for p in self.parameters] if settings.proximal else None
         if self.optimizer is None or self._made_for != settings.optimizer:
             self.optimizer = make_optimizer(settings.optimizer, self.parameters, fast=self.fast)
@@ -63,7 +66,7 @@ class Replica:
         """Train on one mini-batch and return its loss. `gradient_fault` may alter the gradients first."""
         assert self.optimizer is not None  # noqa: S101 - `begin` made it
         self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.module(x), y)
+        loss = self.site.loss.of_batch(self.module, x, y, self.received)
         loss.backward()
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         if gradient_fault is not None:
@@ -174,7 +177,7 @@ def _train_members(task: Task, replicas: Replicas, watcher: WorkerObserver, out:
     watched = [m for m in members if not fault_table.telemetry_is_lost(site.experiment.faults, task.round, m.node)]
     for m in watched:
         model = (m.replica.module, m.replica.optimizer)
-        watcher.client_begin(m.node, *model, (m.x, m.y), task.group, loss=F.cross_entropy)
+        watcher.client_begin(m.node, *model, (m.x, m.y), task.group, loss=site.loss)
     last = max(m.steps for m in members) - 1
     for step in range(last + 1):
         for m in members:

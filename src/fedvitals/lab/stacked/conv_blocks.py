@@ -14,7 +14,7 @@ from fedvitals.lab.stacked.plans import AutogradPlan, Weights, dense_layer
 _PRODUCTS = {"float32": "tf32x3", "tf32": "tf32", "bfloat16": "bf16"}
 
 
-@dataclass(frozen=True)
+@dataclass
 class ConvBlocks(AutogradPlan):
     """A plan for CNNs: `blocks` by the name of their convolution, then dense layers by name, each with its
     activation.

@@ -126,7 +126,7 @@ class CudaBufferPool:
 
     def __init__(self, executor: StackedExecutor) -> None:
         self.executor = executor
-        self.plans = available_plans(executor.module, executor.device, executor.precision)
+        self.plans = available_plans(executor.module, executor.device, executor.precision, executor.site.loss)
         self.next_batches: tuple[Any, Tensor] | None = None  # the next round's batches, drawn while the device was busy
         self._buffers: list[CudaBuffers] = []
 

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 from torch.func import functional_call
 
@@ -34,8 +33,9 @@ TEST_BATCH = {"cpu": 256, "cuda": 4096}
 
 
 def can_stack(site: Site) -> bool:
-    """Return whether the model can be stacked: no state that a forward pass changes, nothing that vmap refuses."""
-    return bool(getattr(site.experiment.model, "stackable", False)) and site.layout.weights == site.layout.size
+    """Return whether model and loss can be stacked: no state that a forward pass changes, nothing that vmap refuses."""
+    model = bool(getattr(site.experiment.model, "stackable", False)) and site.layout.weights == site.layout.size
+    return model and site.loss.stackable and not getattr(site.loss, "mixup", 0)
 
 
 def stack_size(members: int) -> int:
@@ -72,7 +72,7 @@ class StackedExecutor:
         self.module = copy.deepcopy(site.module).to(self.device)
         self.kept: dict[Node, tuple[list[Tensor], float]] = {}  # optimisers' states, where the experiment keeps them
         # On CUDA the first try; the quickest later.
-        self.plan: StackPlan = available_plans(self.module, self.device, precision)[0]
+        self.plan: StackPlan = available_plans(self.module, self.device, precision, site.loss)[0]
         self.samples = StackSamples(site, self.device)
         self.buffer_pool = _cuda_buffer_pool(self) if self.device.type == "cuda" else None
 
@@ -115,15 +115,15 @@ class StackedExecutor:
 
     @torch.no_grad()
     def evaluate(self, job: EvaluationJob) -> tuple[Tensor, Tensor]:
-        losses, hits = [], []
+        losses, scores = [], []
         size = TEST_BATCH[self.device.type]
         with reproducible_precision("float32"):
             parameters = dict(self.layout.views(job.state.to(self.device)))
-            for inputs, labels in zip(*(part.split(size) for part in self.samples.evaluation(job)), strict=True):
-                logits = functional_call(self.module, parameters, (inputs,))
-                losses.append(F.cross_entropy(logits, labels, reduction="none"))
-                hits.append(logits.argmax(1) == labels)
-        return torch.cat(losses).cpu(), torch.cat(hits).cpu()
+            for inputs, targets in zip(*(part.split(size) for part in self.samples.evaluation(job)), strict=True):
+                outputs = functional_call(self.module, parameters, (inputs,))
+                losses.append(self.site.loss.each(outputs, targets))
+                scores.append(self.site.loss.score(outputs, targets))
+        return torch.cat(losses).cpu(), torch.cat(scores).cpu()
 
 
 def _cuda_buffer_pool(executor: StackedExecutor) -> Any:

@@ -21,12 +21,14 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
-from fedvitals.lab.model_blocks import Residual
+from fedvitals.lab.losses import CrossEntropy, Loss
+from fedvitals.lab.models.blocks import Residual
 from fedvitals.lab.stacked.dense import DensePlan
 
 Weights = Mapping[str, Tensor]
 """Tensors by name, each with a leading axis of clients."""
 
+CROSS_ENTROPY = CrossEntropy()
 PRECISIONS = ("float32", "tf32", "bfloat16")
 
 
@@ -50,15 +52,15 @@ class MappedPlan:
 
     name = "mapped"
 
-    def __init__(self, module: nn.Module, precision: str = "float32") -> None:
+    def __init__(self, module: nn.Module, precision: str = "float32", loss: Loss = CROSS_ENTROPY) -> None:
         def apply(parameters: dict[str, Tensor], x: Tensor) -> Any:
             return functional_call(module, parameters, (x,))
 
-        def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-            return F.cross_entropy(apply(parameters, x).float(), y)
+        def loss_of(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            return loss(apply(parameters, x).float(), y)
 
         self._apply: Callable[..., Any] = vmap(apply)
-        self._differentiate: Callable[..., Any] = vmap(grad_and_value(loss))
+        self._differentiate: Callable[..., Any] = vmap(grad_and_value(loss_of))
         self._half = precision == "bfloat16"
 
     def outputs(self, weights: Weights, x: Tensor) -> Tensor:
@@ -76,15 +78,20 @@ class MappedPlan:
 class AutogradPlan:
     """Base class of plans whose forward pass is differentiated by autograd."""
 
+    name: str
+    loss: Loss = CROSS_ENTROPY
+
     def outputs(self, weights: Weights, x: Tensor) -> Tensor:
         raise NotImplementedError
 
     def gradients(self, weights: Weights, into: Weights, x: Tensor, y: Tensor) -> Tensor:
         leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
         with torch.enable_grad():
-            logits = self.outputs(leaves, x)
-            each = F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="none")
-            losses = each.view(y.shape).mean(1)
+            outputs = self.outputs(leaves, x).float()
+            if self.loss == CROSS_ENTROPY:  # in one call instead of one per client
+                losses = self.loss.each(outputs.flatten(0, 1), y.flatten()).view(y.shape).mean(1)
+            else:
+                losses = torch.stack([self.loss(*own) for own in zip(outputs, y, strict=True)])
             gradients = torch.autograd.grad(losses.sum(), [*leaves.values()])
         torch._foreach_copy_([*into.values()], list(gradients))
         return losses.detach()
@@ -159,18 +166,23 @@ def autocast(half: bool, x: Tensor) -> Any:
     return torch.autocast(x.device.type, torch.bfloat16, enabled=half)
 
 
-def available_plans(module: nn.Module, device: torch.device, precision: str = "float32") -> Sequence[StackPlan]:
-    """Return the plans that can compute this module, the simplest last."""
+def available_plans(
+    module: nn.Module, device: torch.device, precision: str = "float32", loss: Loss = CROSS_ENTROPY
+) -> Sequence[StackPlan]:
+    """Return the plans that can compute this module with this loss, the simplest last."""
     candidates: list[StackPlan | None] = []
     half = precision == "bfloat16"
     if device.type == "cuda":
-        candidates += [_blocks(module, precision), GroupedPlan.of(module, precision)]
-    if not half:  # its products are written into given memory, which autocast does not follow
+        for plan in (_blocks(module, precision), GroupedPlan.of(module, precision)):
+            if plan is not None:
+                plan.loss = loss
+            candidates.append(plan)
+    if not half and loss == CROSS_ENTROPY:  # its products are written into given memory, which autocast does not follow
         candidates.append(DensePlan.of(module))
-    return [plan for plan in (*candidates, MappedPlan(module, precision)) if plan is not None]
+    return [plan for plan in (*candidates, MappedPlan(module, precision, loss)) if plan is not None]
 
 
-def _blocks(module: nn.Module, precision: str) -> StackPlan | None:
+def _blocks(module: nn.Module, precision: str) -> AutogradPlan | None:
     try:
         from fedvitals.lab.stacked.conv_blocks import ConvBlocks  # noqa: PLC0415 - needs Triton, which only CUDA builds bring
     except ImportError:

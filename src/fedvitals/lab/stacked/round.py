@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from fedvitals.lab.engines.tasks import Node, Task, Update
@@ -113,7 +112,7 @@ class StackedRound:
         faults = self.executor.site.experiment.faults
         silent = [node for node in self.nodes if fault_table.telemetry_is_lost(faults, self.round_index, node)]
         steps = None if bool((self.steps == self.steps[0]).all()) else self.steps.tolist()
-        model_and_data = (self.executor.module, self.states, samples, F.cross_entropy, labels)
+        model_and_data = (self.executor.module, self.states, samples, self.executor.site.loss, labels)
         return Stack(self.nodes, self.groups, *model_and_data, silent, steps)
 
     def step(self, step: int, watcher: WorkerObserver | None) -> None:

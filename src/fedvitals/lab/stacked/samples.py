@@ -71,7 +71,7 @@ class StackSamples:
     def _of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         there = resident(self._site.dataset, self._device)
         rows = rows.to(self._device)
-        return self._site.dataset.inputs(there.x.index_select(0, rows)), there.y.index_select(0, rows)
+        return self._site.dataset.pairs(there.x.index_select(0, rows), there.y.index_select(0, rows))
 
     def evaluation(self, job: EvaluationJob) -> tuple[Tensor, Tensor]:
         """Return the samples and labels of an evaluation job."""
@@ -79,7 +79,7 @@ class StackSamples:
             return evaluation_samples(self._site, job)
         if job.rows is not None:
             there, chosen = resident(self._site.dataset, self._device), slice(*job.rows)
-            return self._site.dataset.inputs(there.test_x[chosen]), there.test_y[chosen]
+            return self._site.dataset.pairs(there.test_x[chosen], there.test_y[chosen])
         if all(self._plain(node) for node in job.nodes):
             return self._of(torch.cat([self._site.shards[node].test for node in job.nodes]))
         x, y = evaluation_samples(self._site, job)

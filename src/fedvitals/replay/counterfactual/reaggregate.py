@@ -7,6 +7,7 @@ recorded changes are added to the changed model, and the possible error is estim
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor
 
 from fedvitals.errors import ConfigError
-from fedvitals.lab.engines.site import Site
 from fedvitals.lab.federation import ServerState
 from fedvitals.lab.topologies.hierarchical import Hierarchical
 from fedvitals.lab.topologies.rings import Rings
@@ -89,7 +89,7 @@ def reaggregate(
     if last < first:
         raise ConfigError(f"The last round, {last}, lies before the first, {first}.")
     own = player.site
-    site = Site(change.experiment(own.experiment), own.dataset, own.shards, own.module, own.layout)
+    site = dataclasses.replace(own, experiment=change.experiment(own.experiment))
     _refuse_unknowable(player, change, first, last)
     began = time.perf_counter()
     result = WhatIfResult(tape.setting.run, change.text, first, last, note=_note(change))

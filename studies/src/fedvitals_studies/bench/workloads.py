@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
-from fedvitals.lab import models
+from fedvitals.lab.models.images import CNN, PaperCNN, Resnet18
+from fedvitals.lab.models.sequences import Transformer
+from fedvitals.lab.models.vectors import MLP
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +51,27 @@ VOCABULARY = 1000
 
 def mlp() -> nn.Module:
     """32-64-10: 2,762 parameters."""
-    return models.MLP(hidden=(64,)).build((32,), 10, torch.default_generator)
+    return MLP(hidden=(64,)).build((32,), 10, torch.default_generator)
 
 
 def small_cnn() -> nn.Module:
     """The demo's: 21,386 parameters."""
-    return models.CNN().build((1, 8, 8), 10, torch.default_generator)
+    return CNN().build((1, 8, 8), 10, torch.default_generator)
 
 
 def paper_cnn(scenario: Literal["baseline", "exploding", "vanishing"] = "baseline") -> nn.Module:
     """The CNN of the gradient-scale paper, in the textbook order of its layers: 118,507 parameters."""
-    return models.PaperCNN(scenario, pool_first=False).build((3, 32, 32), 43, torch.default_generator)
+    return PaperCNN(scenario, pool_first=False).build((3, 32, 32), 43, torch.default_generator)
 
 
 def resnet() -> nn.Module:
     """ResNet-18 for 32 × 32 images, with group norm: 11.2 million parameters."""
-    return models.Resnet18().build((3, 32, 32), 10, torch.default_generator)
+    return Resnet18().build((3, 32, 32), 10, torch.default_generator)
 
 
 def transformer() -> nn.Module:
     """Six layers, 384 wide, on 64 tokens: 11.1 million parameters."""
-    return models.Transformer(width=384, heads=6, layers=6).build((64,), 10, torch.default_generator, VOCABULARY)
+    return Transformer(width=384, heads=6, layers=6).build((64,), 10, torch.default_generator, VOCABULARY)
 
 
 WORKLOADS = (

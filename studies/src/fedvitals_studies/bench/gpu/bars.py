@@ -24,6 +24,7 @@ from fedvitals.lab.engines.devices import require_cuda
 from fedvitals.lab.engines.engine import Engine
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.engines.tasks import Task
+from fedvitals.lab.models import catalog
 from fedvitals.protocols import NullObserver, Observer, Stack
 from fedvitals_studies.bench.gpu.kernel import kernel_rows
 from fedvitals_studies.bench.gpu.llm import llm_rows
@@ -170,7 +171,7 @@ class Loop:
         self._site, self._tf32 = site, tf32
         nodes = site.experiment.nodes[:4]
         self._data = [tuple(part.cuda() for part in site.tensors(node, 0)) for node in nodes]
-        self._module: nn.Module = lab.models.build(site.experiment.model, site.dataset, torch.Generator()).cuda()
+        self._module: nn.Module = catalog.build(site.experiment.model, site.dataset, torch.Generator()).cuda()
         self._start = [p.detach().clone() for p in self._module.parameters()]
 
     def rate(self, clients: int) -> float:
