@@ -163,7 +163,8 @@ class Stack:
     """Clients that train together as one batch: no module of their own to hook, but all their states in one matrix.
 
     `states`, [clients, size], changes in place as they train: the parameters of `module` in their order, flattened one
-    after the other, then its buffers. `samples(n)` gives n of each client's own samples, [clients, n, ...], and labels.
+    after the other, then its buffers; only those in `held`, if it is given. `samples(n)` gives n of each client's own
+    samples, [clients, n, ...], and labels.
     """
 
     nodes: Sequence[Node]
@@ -181,6 +182,9 @@ class Stack:
     # Nine sums of every step's gradients so far, [steps, clients, layers, 9] on the device, where the host records them
     # itself on its way; None: whoever watches measures in `stack_step`.
     sums: Callable[[], Any] | None = None
+    held: Sequence[str] | None = (
+        None  # names of the tensors in `states`; the others are the module's own, for everybody
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fedvitals.lab.adapters import ADAPTERS as _ADAPTERS
 from fedvitals.lab.aggregators.averages import AggregationError as AggregationError
 from fedvitals.lab.data.arrays import Arrays as Arrays
 from fedvitals.lab.engines.site import Site as Site
@@ -32,13 +33,14 @@ from fedvitals.lab.models.catalog import Own as Own
 from fedvitals.lab.network.profiles import Device as Device
 from fedvitals.lab.network.profiles import Link as Link
 from fedvitals.lab.network.virtual_clock import Network as Network
+from fedvitals.lab.parameters import Parameters as Parameters
 from fedvitals.lab.run import Result as Result
 from fedvitals.lab.run import Round as Round
 from fedvitals.lab.run import rounds as rounds
 from fedvitals.lab.run import run as run
 
 KINDS: dict[str, type] = {name: kind for kinds in _CHOICES.values() for name, kind in kinds.items()}
-KINDS |= _kinds_of(_FAULTS) | _kinds_of(_OPTIMIZERS)
+KINDS |= _kinds_of(_FAULTS) | _kinds_of(_OPTIMIZERS) | _kinds_of(_ADAPTERS)
 _CLASSES = {kind.__name__: kind for kind in KINDS.values()}
 
 

@@ -14,6 +14,7 @@ import msgspec
 
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.lab import toml
+from fedvitals.lab.adapters import ADAPTERS
 from fedvitals.lab.aggregators.averages import AVERAGING, FedAvg
 from fedvitals.lab.aggregators.robust import ROBUST
 from fedvitals.lab.compression import COMPRESSIONS
@@ -29,6 +30,7 @@ from fedvitals.lab.losses import LOSSES
 from fedvitals.lab.models.catalog import MODELS
 from fedvitals.lab.models.images import CNN
 from fedvitals.lab.network.virtual_clock import Network
+from fedvitals.lab.parameters import Parameters
 from fedvitals.lab.topologies.asynchronous import Asynchronous
 from fedvitals.lab.topologies.centralized import Centralized
 from fedvitals.lab.topologies.clustered import Clustered
@@ -57,6 +59,7 @@ class Experiment(Part, frozen=True, kw_only=True):
     partition: Any = IID()
     test_share: float = 0.2  # of each client's samples, kept for its local test
     model: Any = CNN()
+    parameters: Parameters | None = None  # which train and travel; by default all
     loss: Any = None  # by default the usual one for the data set's targets
     local: Local = Local()
     clients: int = 10
@@ -90,6 +93,8 @@ class Experiment(Part, frozen=True, kw_only=True):
         require(0 < self.participation <= 1, "participation", self.participation, "above 0, up to 1")
         require(0 <= self.test_share < 1, "test share", self.test_share, "from 0, below 1")
         self.topology.check(self)
+        if self.parameters is not None:
+            self.parameters.check(self)
         self._check_aggregator()
 
     def _check_aggregator(self) -> None:
@@ -135,7 +140,7 @@ CHOICES: dict[str, dict[str, type]] = {
 }
 
 
-PARTS: dict[str, type] = {"local": Local, "evaluation": Evaluation, "network": Network}
+PARTS: dict[str, type] = {"local": Local, "evaluation": Evaluation, "network": Network, "parameters": Parameters}
 SCALARS: dict[str, type] = {"name": str, "test_share": float, "participation": float}
 SCALARS |= dict.fromkeys(("clients", "rounds", "seed", "repeats"), int)
 
@@ -179,10 +184,11 @@ def _check_object(field: str, value: Any, kinds: dict[str, type]) -> None:
 
 
 def _resolve_part(field: str, value: Any, part: type) -> Any:
-    if value is None and field == "network":
+    if value is None and field in ("network", "parameters"):
         return None
     if isinstance(value, dict):
-        return toml.decode(part, _check_local_table(value) if part is Local else value, field)
+        checks = {Local: _check_local_table, Parameters: _check_parameters_table}
+        return toml.decode(part, checks[part](value) if part in checks else value, field)
     if not isinstance(value, part):
         raise ConfigError(f"The experiment's {field} is a lab.{part.__name__}(...) or a table; got {value!r}.")
     try:
@@ -206,6 +212,15 @@ def _check_local_table(table: dict[str, Any]) -> dict[str, Any]:
     if isinstance(table.get("clip"), dict):
         table["clip"] = msgspec.to_builtins(toml.decode(Clip, table["clip"], "clip"))
     return table
+
+
+def _check_parameters_table(table: dict[str, Any]) -> dict[str, Any]:
+    """Return the table of parameters with its adapters checked."""
+    adapters = table.get("adapters")
+    if not isinstance(adapters, str | dict):
+        return table
+    described = {"kind": adapters} if isinstance(adapters, str) else adapters
+    return {**table, "adapters": msgspec.to_builtins(toml.decode_kind("adapters", described, kinds_of(ADAPTERS)))}
 
 
 def read(text: str, changes: dict[str, Any] | None = None) -> Experiment:

@@ -7,6 +7,7 @@ experiment's faults, network and compression, and the observer is told about all
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import time
@@ -17,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedvitals.errors import ConfigError
 from fedvitals.lab import streams, tape_recording
 from fedvitals.lab.aggregators.averages import AggregationError, WeightError, check_update
 from fedvitals.lab.compression import send_update
 from fedvitals.lab.corrections import ActiveCorrections
 from fedvitals.lab.description import kind_of
-from fedvitals.lab.engines.engine import AnyEngine
+from fedvitals.lab.engines.engine import AnyEngine, OwnPart
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.engines.tasks import Node, Task, Update
 from fedvitals.lab.experiment import Experiment
@@ -32,6 +34,7 @@ from fedvitals.lab.network.spans import record_round_spans
 from fedvitals.lab.state import SplitVector, StateCopies
 from fedvitals.protocols import Observer
 
+HOME = "home/"  # in the server's memory, which is saved: what each client keeps at home; no part of what it sends
 SMALL_MODEL = 1 << 14  # weights, up to which all clients' changes are computed together
 
 Message = tuple[Node, Node, int, int, float | None, str]  # sender, receiver, bytes, bytes uncompressed, seconds, kind
@@ -132,6 +135,8 @@ class Federation:
             timing = self.journey_planner.plan_round(self.round, tasks, self.server.clock)
             tasks = drop_unused(tasks, timing, self.observer)
             self.server.clock = timing.ends
+        if self.site.clients_differ:
+            tasks = self._personal_tasks(tasks)
         self.observer.expect(*(node for task in tasks for node in task.nodes))
         task_of = {node: task for task in tasks for node in task.nodes}
         self.watch.lap("aggregate")  # who calls us: the topology's own work
@@ -159,7 +164,7 @@ class Federation:
         """
         before = self.server.model if model is None else model
         own = {key.removeprefix(memory): t for key, t in self.server.memory.items() if key.startswith(memory)}
-        rule = self.corrections.aggregator or self.experiment.aggregator
+        rule = self.corrections.aggregator or self.site.adapter_mean or self.experiment.aggregator
         total = rule.begin(before, own, self.site.layout.weights)
         for update in updates:
             try:
@@ -201,6 +206,13 @@ class Federation:
         cohort = set(self.cohort())
         return {group: tuple(node for node in members if node in cohort) for group, members in groups.items()}
 
+    def client_models(self, states: Mapping[Node, Tensor]) -> tuple[dict[Node, Tensor], dict[Node, OwnPart]]:
+        """Return these clients' states as they would receive them, and what their models have of their own."""
+        if not self.site.clients_differ:
+            return dict(states), {}
+        own: dict[Node, OwnPart] = {node: (self._home(node), self.site.scale(node, self.round)) for node in states}
+        return {node: self._held_part(node, state) for node, state in states.items()}, own
+
     def close_clock(self, *, evaluated: bool) -> None:
         """End the round on the virtual clock, and report its timing."""
         if evaluated:
@@ -209,6 +221,32 @@ class Federation:
         self.journey_planner.timings = []
 
     # -- on the way ---------------------------------------------------------------------------------------------------
+
+    def _personal_tasks(self, tasks: Sequence[Task]) -> list[Task]:
+        """Return the tasks with what each client can hold of the model, and what it has at home."""
+        personal, states = [], dict[tuple[int, int | None], Tensor]()
+        for task in tasks:
+            start, lora = task.start, self.site.lora
+            if lora is not None and lora.ranks:
+                if len(task.nodes) > 1:
+                    raise ConfigError("Clients that train as a group need one rank: leave ranks out of lora.")
+                key = (id(task.start), lora.rank_of(task.nodes[0]))
+                start = states.setdefault(key, self._held_part(task.nodes[0], task.start))
+            homes = None if self.site.home is None else {node: self._home(node) for node in task.nodes}
+            personal.append(dataclasses.replace(task, start=start, homes=homes))
+        return personal
+
+    def _held_part(self, node: Node, state: Tensor) -> Tensor:
+        """Return a state with 0 for what a client of a lower rank does not hold."""
+        held = self.site.held(node)
+        return state if held is None else torch.where(held.to(state.device), state, 0.0)
+
+    def _home(self, node: Node) -> Any:
+        """Return what a client has at home, at first as initialised; None if nothing stays at home."""
+        if self.site.home is None:
+            return None
+        kept = self.server.memory.get(HOME + node)
+        return (self.site.home.flat(self.site.module) if kept is None else kept).numpy()
 
     def _train_batches(self, tasks: Sequence[Task]) -> Iterator[list[Update]]:
         """Yield batches of updates, timing the wait for them separately from reading their measurements."""
@@ -220,6 +258,9 @@ class Federation:
 
         for batch in self.engine.train(tasks, self.observer, absorb):
             self.watch.lap("wait")
+            for update in batch:
+                if update.home is not None:
+                    self.server.memory[HOME + update.node] = torch.from_numpy(update.home)
             yield batch
             self.watch.lap("receive")
 
@@ -253,8 +294,9 @@ class Federation:
         # Where a group exchanges at each iteration, the journey holds all those messages; this is one of them.
         times = 1 if task.exchange is None else max(1, update.steps)
         down, up = (None, None) if journey is None else (journey.download / times, journey.upload / times)
-        messages.append((task.parent, update.node, self.bytes, self.bytes, down, "model"))
-        messages.append((update.node, task.parent, size, self.bytes, up, "update"))
+        plain = self.site.model_bytes(update.node)
+        messages.append((task.parent, update.node, plain, plain, down, "model"))
+        messages.append((update.node, task.parent, size, plain - self.site.residual_bytes, up, "update"))
         try:
             check_update(update.state, float(update.samples), update.node, task.start)
         except AggregationError as error:  # here, so that no topology has to know
@@ -293,7 +335,8 @@ class Federation:
     def _compress(self, update: Update, start: Tensor) -> int:
         """Compress an update in place, and return its bytes on the wire."""
         if self.experiment.compression is None:
-            return update.state.numel() * update.state.element_size()
+            missing = self.bytes - self.site.model_bytes(update.node) + self.site.residual_bytes
+            return update.state.numel() * update.state.element_size() - missing
         if not update.state.is_cpu and not self._fell_back:
             self._fell_back = True
             kind, device = kind_of(type(self.experiment.compression).__name__), update.state.device.type
@@ -301,7 +344,7 @@ class Federation:
             self.observer.event("info", "device.fallback", text, data={"part": kind, "from": device, "to": "cpu"})
         message = send_update(self.experiment.compression, update.state, start, self.site.layout.weights)
         update.state = message.state
-        return message.bytes
+        return message.bytes - self.site.residual_bytes
 
 
 # The server's real time in a round, attributed completely to parts.

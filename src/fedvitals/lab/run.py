@@ -239,7 +239,7 @@ def run_round(
 def _evaluate(federation: Federation) -> dict[str, float]:
     e, engine = federation.experiment, federation.engine
     metrics = {}
-    if len(federation.site.dataset.test_y):
+    if len(federation.site.dataset.test_y) and federation.site.home is None:  # else the server has no whole model
         metrics = mean_metrics(*engine.evaluate(federation.server.model), federation.site.loss.score_name)
     if e.evaluation.local and e.test_share:
         metrics |= _evaluate_locally(federation)
@@ -254,7 +254,8 @@ def _evaluate_locally(federation: Federation) -> dict[str, float]:
     states = {node: client_models.get(node, server.model) for node in shards if len(shards[node].test)}
     if not states:
         return {}
-    losses, scores = (outcome.cpu() for outcome in federation.engine.evaluate_locally(states))
+    states, own = federation.client_models(states)
+    losses, scores = (outcome.cpu() for outcome in federation.engine.evaluate_locally(states, own))
     name = federation.site.loss.score_name
     first = 0
     for node in states:

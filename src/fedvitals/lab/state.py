@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's state as one flat vector: parameters first, then buffers.
+"""A model's state as one flat vector: the parameters that train first, then buffers. Frozen parameters are no part.
 
 Everything that is sent, averaged, attacked, compressed or saved is such a vector (float32, [size]), or a matrix of them
 ([clients, size]). Integers in buffers, such as a batch norm's count of batches, are kept as float32, which is exact up
@@ -9,7 +9,7 @@ to 16 million.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -30,10 +30,15 @@ class StateLayout:
     weights: int  # how much of it is parameters: vector[:weights]
 
     @classmethod
-    def of(cls, module: nn.Module) -> Self:
-        """Return the layout of a module's state."""
-        parameters = [(name, tuple(p.shape)) for name, p in module.named_parameters()]
-        buffers = [(name, tuple(b.shape)) for name, b in module.named_buffers()]
+    def of(cls, module: nn.Module, *, without: Collection[str] = (), only: Collection[str] | None = None) -> Self:
+        """Return the layout of a module's state, of some tensors only or without some."""
+
+        def wanted(name: str) -> bool:
+            return name not in without and (only is None or name in only)
+
+        trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        parameters = [(name, tuple(p.shape)) for name, p in trained if wanted(name)]
+        buffers = [(name, tuple(b.shape)) for name, b in module.named_buffers() if wanted(name)]
         names, shapes = zip(*parameters, *buffers, strict=True)
         sizes = [math.prod(shape) for shape in shapes]
         return cls(names, shapes, len(parameters), sum(sizes), sum(sizes[: len(parameters)]))
@@ -53,15 +58,20 @@ class StateLayout:
             offset += length
         return views
 
+    def tensors(self, module: nn.Module) -> list[Tensor]:
+        """Return the module's own tensors in the order of the layout."""
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        return [tensors[name] for name in self.names]
+
     def flat(self, module: nn.Module) -> Tensor:
         """Return a copy of the module's state as a flat vector."""
-        parts = [t.detach().reshape(-1).to(torch.float32) for t in state_tensors(module)]
+        parts = [t.detach().reshape(-1).to(torch.float32) for t in self.tensors(module)]
         return torch.cat(parts).clone()
 
     def load(self, module: nn.Module, flat: Tensor) -> None:
         """Copy a flat state into the module's own tensors."""
         with torch.no_grad():
-            for target, source in zip(state_tensors(module), self.views(flat).values(), strict=True):
+            for target, source in zip(self.tensors(module), self.views(flat).values(), strict=True):
                 target.copy_(source)
 
 
@@ -118,8 +128,3 @@ class StateCopies:
                 hosted[index] = row
         copies = [self._copies({"": vector.detach()}) for vector in hosted]
         return [NamedTensors(self._layout, copy[""], copy) for copy in copies]
-
-
-def state_tensors(module: nn.Module) -> list[Tensor]:
-    """Return the module's parameters and buffers."""
-    return [*module.parameters(), *module.buffers()]

@@ -9,6 +9,7 @@ from torch import nn
 
 from fedvitals.lab.description import kind_of
 from fedvitals.lab.engines.tasks import Update
+from fedvitals.lab.faults import language
 from fedvitals.lab.faults import table as ill
 from fedvitals.lab.faults.fault import RunFault
 from fedvitals.lab.local import Local
@@ -64,7 +65,8 @@ class Settings(msgspec.Struct, frozen=True):
     partition: object = None
 
 
-KINDS = {kind_of(kind.__name__): kind for kind in ill.FAULTS}
+# Those of language models need tokens and adapters: test_language.py.
+KINDS = {kind_of(kind.__name__): kind for kind in ill.FAULTS if kind not in language.FAULTS}
 MORE = {"memory_hog": {"fatal": True, "megabytes": 1}}  # settings with which it shows in `outcome`
 
 

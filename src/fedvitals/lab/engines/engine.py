@@ -17,7 +17,7 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, Self
 
 import torch
@@ -29,8 +29,8 @@ from fedvitals.lab.engines.executor import ClientByClientExecutor, EvaluationJob
 from fedvitals.lab.engines.pool import WorkerPool
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.engines.slots import StateLease, StateSlots
-from fedvitals.lab.engines.tasks import Task, Update
-from fedvitals.lab.stacked.executor import StackedExecutor, can_stack, stack_size
+from fedvitals.lab.engines.tasks import Home, Task, Update
+from fedvitals.lab.stacked.executor import StackedExecutor, stack_size, stacking_obstacle
 from fedvitals.protocols import NullObserver, Observer
 
 ENGINES = ("sequential", "reuse", "stacked")
@@ -39,6 +39,10 @@ TEST_ROWS = 2048  # of one job: fixed, so that sums do not depend on the number 
 LOCAL_TESTS = 8  # clients in one job
 MEASURED_SECONDS = 0.2  # of trying each engine
 SMALL, LARGE = 5e6, 20e6  # operations of a client's step: below, stacked is quicker for certain; above, reuse
+
+
+OwnPart = tuple[Home | None, float | None]
+"""What a client's model has of its own: the part at home, and its adapters' α/r."""
 
 
 class AnyEngine(Protocol):
@@ -53,7 +57,9 @@ class AnyEngine(Protocol):
 
     def evaluate(self, state: Tensor) -> tuple[Tensor, Tensor]: ...
 
-    def evaluate_locally(self, states: dict[str, Tensor]) -> tuple[Tensor, Tensor]: ...
+    def evaluate_locally(
+        self, states: dict[str, Tensor], own: Mapping[str, OwnPart] | None = None
+    ) -> tuple[Tensor, Tensor]: ...
 
     def __enter__(self) -> Self: ...
 
@@ -84,11 +90,11 @@ class Engine:
         device = resolve_device(device)
         check_precision(precision, device)
         self.fallback: str | None = None  # why it is not done as asked, and how instead
-        if device != "cpu" and name in ("auto", "stacked") and not can_stack(site):
+        obstacle = stacking_obstacle(site)
+        if device != "cpu" and name in ("auto", "stacked") and obstacle is not None:
             self.fallback = (
-                f"The model '{type(site.experiment.model).__name__}' cannot be stacked (batch norm, a recurrent layer, "
-                "or a model of your own that does not say `stackable = True`): its clients are trained one by one on "
-                f"the CPU, by the engine 'reuse', instead of on '{device}'."
+                f"{obstacle}: its clients are trained one by one on the CPU, by the engine 'reuse', instead of on "
+                f"'{device}'."
             )
             name, device, precision = "reuse", "cpu", "float32"
         self.site, self.device, self.precision = site, torch.device(device), precision
@@ -96,6 +102,8 @@ class Engine:
             name = "stacked" if device != "cpu" else _fastest_engine(site)
         if device != "cpu" and name != "stacked":
             raise ConfigError(f"The engine '{name}' runs on a CPU only; on '{device}' use the engine 'stacked'.")
+        if name == "stacked" and obstacle is not None:  # now, rather than in the processes
+            raise ConfigError(f"{obstacle}. Use the engine 'reuse'.")
         self.name = name
         self.workers = _worker_count(name, workers, device)
         if site.experiment.local.keep_optimizer and (name != "stacked" or self.workers > 1):
@@ -150,10 +158,17 @@ class Engine:
         total = len(self.site.dataset.test_y)
         size = TEST_ROWS if self.device.type == "cpu" else total  # each job waits for the device once
         cuts = range(0, total, max(1, size))
-        return self._evaluate([EvaluationJob(state, (first, min(total, first + size))) for first in cuts])
+        scale = None if self.site.lora is None else self.site.lora.scale_of()
+        return self._evaluate([EvaluationJob(state, (first, min(total, first + size)), scale=scale) for first in cuts])
 
-    def evaluate_locally(self, states: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the same for the clients' local tests, each client with its own state."""
+    def evaluate_locally(
+        self, states: dict[str, Tensor], own: Mapping[str, OwnPart] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the same for the clients' local tests, each client with its own state, and its own part if it has
+        one.
+        """
+        if own:
+            return self._evaluate([EvaluationJob(states[node], None, (node,), *own[node]) for node in states])
         jobs: list[EvaluationJob] = []
         for _, members in itertools.groupby(states, key=lambda node: id(states[node])):
             size = LOCAL_TESTS if self.device.type == "cpu" else len(states)
@@ -258,7 +273,7 @@ def _fastest_engine(site: Site) -> str:
     A step of few operations is mostly overhead, which stacking shares; one of many operations overflows the caches when
     stacked. In between, both engines are timed briefly on a few clients.
     """
-    if not can_stack(site):
+    if stacking_obstacle(site) is not None:
         return "reuse"
     operations = _estimate_operations(site) * site.experiment.local.batch
     if operations < SMALL:

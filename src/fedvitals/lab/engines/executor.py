@@ -13,7 +13,7 @@ from torch import Tensor
 from fedvitals.lab.data.partition import shard_tensors
 from fedvitals.lab.engines import training
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.engines.tasks import Node, Task, Update
+from fedvitals.lab.engines.tasks import Home, Node, Task, Update
 from fedvitals.lab.state import StateLayout
 from fedvitals.protocols import WorkerObserver
 
@@ -27,6 +27,8 @@ class EvaluationJob:
     state: Tensor  # [size]
     rows: tuple[int, int] | None = None
     nodes: tuple[Node, ...] = ()
+    home: Home | None = None  # of the one client whose local test it is
+    scale: float | None = None  # of its adapters
 
 
 class Executor(Protocol):
@@ -62,6 +64,7 @@ class ClientByClientExecutor:
     def evaluate(self, job: EvaluationJob) -> tuple[Tensor, Tensor]:
         replica = self._evaluation_replica
         replica.load(job.state)
+        replica.personalise(job.home, job.scale)
         replica.module.eval()
         losses, scores = [], []
         for x, y in zip(*(part.split(TEST_BATCH) for part in evaluation_samples(self.site, job)), strict=True):

@@ -246,7 +246,7 @@ def _without_states(update: Update) -> tuple[Any, ...]:
     """Return an update's other fields in their order, its losses as an array."""
     u = update
     losses = u.losses.detach().cpu().numpy()
-    return u.node, u.samples, u.group, losses, u.steps, u.seconds, u.sent, u.error, u.error_type
+    return u.node, u.samples, u.group, losses, u.steps, u.seconds, u.sent, u.error, u.error_type, u.home
 
 
 def _failed_updates(tasks: Sequence[Task], rows: Tensor, code: int | None) -> Iterator[Update]:

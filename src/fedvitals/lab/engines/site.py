@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fedvitals.lab import streams
+from fedvitals.lab.adapters import EXACT, PARTITIONED, RESIDUAL, Lora
+from fedvitals.lab.aggregators.adapters import ExactMean, PartitionedMean
 from fedvitals.lab.data.datasets import Dataset, load
 from fedvitals.lab.data.partition import Shard, deal, label_counts, shard_tensors
 from fedvitals.lab.engines.tasks import Node
@@ -32,6 +34,7 @@ class Site:
     module: nn.Module  # as initialised; nobody trains it
     layout: StateLayout
     loss: Loss
+    home: StateLayout | None = None  # of what clients keep at home
 
     @classmethod
     def of(cls, experiment: Experiment, data: str | os.PathLike[str] | None = None) -> Site:
@@ -41,12 +44,14 @@ class Site:
         dealing, drawing = (streams.stream(experiment.seed, purpose) for purpose in ("partition", "model"))
         dealt = deal(experiment.partition, dataset, experiment.clients, dealing, experiment.test_share)
         module = build(experiment.model, dataset, drawing)
-        layout = StateLayout.of(module)
+        layout, home = StateLayout.of(module), None
+        if experiment.parameters is not None:
+            layout, home = experiment.parameters.prepare(module, streams.stream(experiment.seed, "adapters"))
         state = layout.flat(module)
         fault_table.apply_initial(experiment.faults, layout.views(state), experiment.seed)
         layout.load(module, state)
         shards = dict(zip(experiment.nodes, dealt, strict=True))
-        return cls(experiment, dataset, shards, module, layout, loss)
+        return cls(experiment, dataset, shards, module, layout, loss, home)
 
     def samples(self, node: Node) -> int:
         return len(self.shards[node].train)
@@ -70,6 +75,66 @@ class Site:
         """Each client's numbers of training samples per class."""
         counts = label_counts([*self.shards.values()], self.dataset.labels, self.dataset.classes, "train")
         return dict(zip(self.shards, counts, strict=True))
+
+    # -- adapters and homes -------------------------------------------------------------------------------------------
+
+    @property
+    def lora(self) -> Lora | None:
+        """The experiment's low-rank adapters, if it has some."""
+        parameters = self.experiment.parameters
+        return parameters.adapters if parameters is not None and isinstance(parameters.adapters, Lora) else None
+
+    @functools.cached_property
+    def adapter_mean(self) -> ExactMean | PartitionedMean | None:
+        """The rule in place of the aggregator, where adapters need one."""
+        lora = self.lora
+        if lora is None or lora.aggregation not in (EXACT, PARTITIONED):
+            return None
+        return ExactMean(self.layout, lora.scale_of) if lora.aggregation == EXACT else PartitionedMean(self.held)
+
+    @functools.cached_property
+    def scales_differ(self) -> bool:
+        """Whether clients have an α/r of their own."""
+        wrong = fault_table.any_overrides("scale", self.experiment.faults)
+        return self.lora is not None and (wrong or bool(self.lora.alphas))
+
+    @functools.cached_property
+    def clients_differ(self) -> bool:
+        """Whether clients have models of their own: ranks, scales, or parts at home."""
+        return self.home is not None or self.scales_differ or (self.lora is not None and bool(self.lora.ranks))
+
+    def held(self, node: Node) -> Tensor | None:
+        """Return which numbers of the state a client has, [size]; None for all."""
+        lora = self.lora
+        if lora is None or lora.rank_of(node) == lora.full_rank:
+            return None
+        return self._held_by_rank[lora.rank_of(node)]
+
+    @functools.cached_property
+    def _held_by_rank(self) -> dict[int, Tensor]:
+        lora = self.lora
+        return (
+            {} if lora is None else {rank: lora.held(self.layout, rank) for rank in {lora.rank, *lora.ranks.values()}}
+        )
+
+    def scale(self, node: Node, round_index: int) -> float | None:
+        """Return a client's α/r, with faults applied; None without low-rank adapters."""
+        if self.lora is None:
+            return None
+        return fault_table.apply_scale(self.experiment.faults, round_index, node, self.lora.scale_of(node))
+
+    @functools.cached_property
+    def residual_bytes(self) -> int:
+        """The bytes of a model that clients receive and do not send back."""
+        layers = zip(self.layout.names, self.layout.shapes, strict=True)
+        return 4 * sum(math.prod(shape) for name, shape in layers if name.endswith(f".{RESIDUAL}"))
+
+    def model_bytes(self, node: Node) -> int:
+        """Return the bytes of the model that a client receives."""
+        held = self.held(node)
+        return 4 * (self.layout.size if held is None else int(held.sum()))
+
+    # -- samples ------------------------------------------------------------------------------------------------------
 
     def tensors(self, node: Node, round_index: int) -> tuple[Tensor, Tensor]:
         """Return the samples and labels that a client trains on in a round, with faults of its data applied."""

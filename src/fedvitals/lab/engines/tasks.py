@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
     from fedvitals.lab.local import Local
 
 Node = str
+Home = NDArray[np.float32]
 
 Exchange = Callable[[Tensor, Tensor], Tensor]
 """What the members of a group pass to each other between two local iterations.
@@ -36,6 +39,7 @@ class Task:
     parent: Node = "server"  # who hands out the model and takes the updates
     local: Local | None = None  # settings instead of the experiment's: a correction
     stop_at_nonfinite: bool = False  # whether a loss that is not finite ends a client's training: a correction
+    homes: Mapping[Node, Home] | None = None  # what each member has at home, flat; arrays, since they go through pipes
 
 
 @dataclass(slots=True)
@@ -53,6 +57,7 @@ class Update:
     sent: bool = False  # what is wrong with its sending has been applied
     error: str | None = None  # why there is nothing to use: the client failed; `state` is then its start
     error_type: str | None = None
+    home: Home | None = None  # what the client keeps at home, as an array; it is not sent
     # The state as it arrived, and what to hold on to so that its memory stays as it is; None: it may not be kept.
     arrived: tuple[Tensor, object] | None = field(default=None, init=False, repr=False)
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from fedvitals.lab import streams
+from fedvitals.lab.adapters import set_scale
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.engines.tasks import Node, Task, Update
+from fedvitals.lab.engines.tasks import Home, Node, Task, Update
 from fedvitals.lab.faults import table as fault_table
 from fedvitals.lab.local import SGD, Adam, Clip, Local
-from fedvitals.lab.state import state_tensors
 from fedvitals.protocols import WorkerObserver
 
 GradientFault = Callable[[Mapping[str, Tensor], int], None]
@@ -34,16 +34,17 @@ class Replica:
         if fast and len(site.dataset.x.shape) == 4:
             self.module = self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.module.train()
-        self.parameters = [*self.module.parameters()]
-        self.state = state_tensors(self.module)
+        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
+        self.state = site.layout.tensors(self.module)
         # The model as it came from the server, for losses that compare with it.
         self.received = copy.deepcopy(self.module).eval() if site.loss.needs_received_model else None
         self.optimizer: torch.optim.Optimizer | None = None
         self._made_for: Adam | SGD | None = None
 
-    def begin(self, start: Tensor, settings: Local) -> None:
-        """Load the state that the client received, and create a fresh optimiser."""
+    def begin(self, start: Tensor, settings: Local, home: Home | None = None, scale: float | None = None) -> None:
+        """Load the state that the client received and what it has at home, and create a fresh optimiser."""
         self.load(start)
+        self.personalise(home, scale)
         self.settings = settings
         if self.received is not None:
             self.site.layout.load(self.received, start)
@@ -52,6 +53,14 @@ class Replica:
             self.optimizer = make_optimizer(settings.optimizer, self.parameters, fast=self.fast)
             self._made_for = settings.optimizer
         self.optimizer.state.clear()
+
+    def personalise(self, home: Home | None, scale: float | None) -> None:
+        """Make the model a client's own: with what it has at home, and its adapters' α/r."""
+        for module in (self.module, self.received):
+            if module is not None and home is not None and self.site.home is not None:
+                self.site.home.load(module, torch.from_numpy(home))
+            if module is not None and scale is not None:
+                set_scale(module, scale)
 
     def load(self, state: Tensor) -> None:
         self.site.layout.load(self.module, state)
@@ -123,7 +132,8 @@ class _Member:
         self.losses = torch.zeros(self.steps)
         self.error: BaseException | None = None
         self.seconds = 0.0
-        replica.begin(task.start, self.settings)
+        home = None if task.homes is None else task.homes[node]
+        replica.begin(task.start, self.settings, home, site.scale(node, task.round))
         self.gradient_fault = fault_table.gradient_fault(e.faults, task.round, node, e.seed)
         if fault_table.any_active("state", e.faults, task.round, node):
             state = task.start.clone()
@@ -147,6 +157,8 @@ class _Member:
         update = Update(self.node, row, task.start, len(self.y), task.group, self.losses, self.steps, self.seconds)
         if self.error is not None:
             update.fail(self.error)
+        elif self.site.home is not None:
+            update.home = self.site.home.flat(self.replica.module).numpy()
         return update
 
 

@@ -125,6 +125,10 @@ class Fault(Description, frozen=True, kw_only=True):
         """Return the settings that the client trains with instead of the experiment's."""
         return settings
 
+    def scale(self, scale: float) -> float:
+        """Return the α/r with which the client computes its adapters."""
+        return scale
+
     def state(self, tensors: Mapping[str, Tensor], stream: torch.Generator) -> None:
         """Change the state that the client starts from, in place."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from fedvitals.errors import ConfigError
 from fedvitals.lab.description import kind_of
 from fedvitals.lab.engines.tasks import Node, Update
-from fedvitals.lab.faults import data, federation, links, training, updates
+from fedvitals.lab.faults import data, federation, language, links, training, updates
 from fedvitals.lab.faults.fault import Fault, ModelHistory, layer_name, missing_layer_message
 from fedvitals.lab.state import StateLayout
 from fedvitals.lab.streams import stream
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fedvitals.lab.local import Local
     from fedvitals.lab.network.virtual_clock import Journey
 
-MODULES = (data, training, updates, links, federation)
+MODULES = (data, training, updates, links, federation, language)
 FAULTS: tuple[type[Fault], ...] = tuple(fault for module in MODULES for fault in module.FAULTS)
 Faults = Sequence[Fault]
 NAMED = 12  # nodes that a message lists before it gives only the first and the last
@@ -39,6 +39,11 @@ SERVER = "server"
 @functools.cache
 def _overrides(kind: type[Fault], hook: str) -> bool:
     return getattr(kind, hook) is not getattr(Fault, hook)
+
+
+def any_overrides(hook: str, faults: Faults) -> bool:
+    """Return whether a fault acts at this hook on anybody."""
+    return any(_overrides(type(fault), hook) for fault in faults)
 
 
 def active_faults(hook: str, faults: Faults, round_index: int, node: Node) -> list[tuple[int, Fault]]:
@@ -137,6 +142,13 @@ def apply_step(faults: Faults, round_index: int, node: Node, step: int) -> None:
     if faults:
         for _, fault in active_faults("step", faults, round_index, node):
             fault.step(step)
+
+
+def apply_scale(faults: Faults, round_index: int, node: Node, scale: float) -> float:
+    """Return the α/r with which a client computes its adapters."""
+    for _, fault in active_faults("scale", faults, round_index, node):
+        scale = fault.scale(scale)
+    return scale
 
 
 def telemetry_is_lost(faults: Faults, round_index: int, node: Node) -> bool:

@@ -59,8 +59,8 @@ class JourneyPlanner:
             self.network,
             node,
             round_index,
-            messages * self.bytes,
-            messages * self.upload_bytes(),
+            messages * site.model_bytes(node),
+            messages * (self.upload_bytes() - self.bytes + site.model_bytes(node)),
             self.flops * steps * settings.batch,
             e.seed,
             began=began,
@@ -118,7 +118,8 @@ class JourneyPlanner:
     def upload_bytes(self) -> int:
         """Return the bytes of an encoded update."""
         compression, layout = self._site.experiment.compression, self._site.layout
-        return self.bytes if compression is None else update_bytes(compression, layout.size, layout.weights)
+        whole = self.bytes if compression is None else update_bytes(compression, layout.size, layout.weights)
+        return whole - self._site.residual_bytes
 
     def edge_seconds(self, sender: Node, receiver: Node) -> float | None:
         """Return the seconds of a model's transfer between an edge node and the server, or None if it takes no time."""

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fedvitals.errors import ConfigError, unknown
+from fedvitals.lab.adapters import EXACT
+from fedvitals.lab.description import kind_of
 from fedvitals.lab.engines.executor import EvaluationJob
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.engines.tasks import Node, Task, Update
@@ -32,10 +34,20 @@ STACK = 64  # clients in one stack on a CPU: more than this leaves the caches wi
 TEST_BATCH = {"cpu": 256, "cuda": 4096}
 
 
-def can_stack(site: Site) -> bool:
-    """Return whether model and loss can be stacked: no state that a forward pass changes, nothing that vmap refuses."""
-    model = bool(getattr(site.experiment.model, "stackable", False)) and site.layout.weights == site.layout.size
-    return model and site.loss.stackable and not getattr(site.loss, "mixup", 0)
+def stacking_obstacle(site: Site) -> str | None:
+    """Return why clients cannot be stacked, or None: no state but weights, and nothing that vmap refuses."""
+    model = f"The model '{type(site.experiment.model).__name__}' cannot be stacked"
+    if site.home is not None:
+        return f"{model} where parts of it stay at home"
+    if site.lora is not None and site.lora.aggregation == EXACT:
+        return f"{model} with the residuals of exact aggregation"
+    if site.scales_differ:
+        return f"{model} with an α/r for each client"
+    if not getattr(site.experiment.model, "stackable", False) or site.layout.weights != site.layout.size:
+        return f"{model} (batch norm, a recurrent layer, or a model of your own that does not say `stackable = True`)"
+    if not site.loss.stackable or bool(getattr(site.loss, "mixup", False)):
+        return f"{model} with the loss {kind_of(type(site.loss).__name__)}"
+    return None
 
 
 def stack_size(members: int) -> int:
@@ -60,11 +72,9 @@ class StackedExecutor:
     """The executor of the stacked engine, on any device."""
 
     def __init__(self, site: Site, device: str = "cpu", precision: str = "float32") -> None:
-        if not can_stack(site):
-            raise ConfigError(
-                f"The model '{type(site.experiment.model).__name__}' cannot be stacked (batch norm, a recurrent layer, "
-                "or a model of your own that does not say `stackable = True`). Use the engine 'reuse'."
-            )
+        obstacle = stacking_obstacle(site)
+        if obstacle is not None:
+            raise ConfigError(f"{obstacle}. Use the engine 'reuse'.")
         if precision not in PRECISIONS:
             raise ConfigError(unknown("precision", precision, PRECISIONS))
         self.site, self.layout = site, site.layout

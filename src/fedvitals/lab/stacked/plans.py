@@ -170,6 +170,8 @@ def available_plans(
     module: nn.Module, device: torch.device, precision: str = "float32", loss: Loss = CROSS_ENTROPY
 ) -> Sequence[StackPlan]:
     """Return the plans that can compute this module with this loss, the simplest last."""
+    if not all(p.requires_grad for p in module.parameters()):  # the others do not know the module's own weights
+        return [MappedPlan(module, precision, loss)]
     candidates: list[StackPlan | None] = []
     half = precision == "bfloat16"
     if device.type == "cuda":

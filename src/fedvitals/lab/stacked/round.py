@@ -113,7 +113,7 @@ class StackedRound:
         silent = [node for node in self.nodes if fault_table.telemetry_is_lost(faults, self.round_index, node)]
         steps = None if bool((self.steps == self.steps[0]).all()) else self.steps.tolist()
         model_and_data = (self.executor.module, self.states, samples, self.executor.site.loss, labels)
-        return Stack(self.nodes, self.groups, *model_and_data, silent, steps)
+        return Stack(self.nodes, self.groups, *model_and_data, silent, steps, held=self.executor.layout.names)
 
     def step(self, step: int, watcher: WorkerObserver | None) -> None:
         """Perform one local iteration of all clients that take part in it."""

@@ -35,8 +35,9 @@ class StackModel:
 
     def __init__(self, stack: Stack) -> None:
         self.module: nn.Module = stack.module
-        self.parameters = [*self.module.named_parameters()]
-        self.buffers = [*self.module.named_buffers()]
+        held = None if stack.held is None else {*stack.held}
+        self.parameters = [(name, p) for name, p in self.module.named_parameters() if held is None or name in held]
+        self.buffers = [(name, b) for name, b in self.module.named_buffers() if held is None or name in held]
         self.states: Tensor = stack.states
         self.forward = stack.forward
         self.clients = len(stack.nodes)
@@ -123,9 +124,9 @@ class StackModel:
     def load(self, module: nn.Module, client: int) -> None:
         """Load one client's state into a copy of the module."""
         with torch.no_grad():
-            state = self.tensors(slice(client, client + 1))
-            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                tensor.copy_(state[name][0])
+            own = dict((*module.named_parameters(), *module.named_buffers()))
+            for name, tensor in self.tensors(slice(client, client + 1)).items():
+                own[name].copy_(tensor[0])
 
     def of_clients(self, rows: Sequence[int]) -> StackModel:
         """Return the models of these clients, with their present states."""

@@ -177,6 +177,8 @@ def experiment_text(experiment: Experiment) -> str:
             "Optimisers that are kept over the rounds stay in one process, and Flower starts processes anew: "
             "keep_optimizer needs engine='stacked'."
         )
+    if experiment.parameters is not None and experiment.parameters.at_home:
+        raise ConfigError("What clients keep at home would be lost with Flower's processes: use another engine.")
     text = experiment.to_toml()
     if read(text) != experiment:
         raise ConfigError("The experiment is not the same once it is written as TOML: use another engine for it.")
