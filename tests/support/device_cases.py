@@ -9,6 +9,7 @@ from fedvitals import lab
 from fedvitals.lab.compression import COMPRESSIONS
 from fedvitals.lab.description import kind_of
 from fedvitals.lab.experiment import AGGREGATORS
+from fedvitals.lab.faults import language
 from fedvitals.lab.faults.fault import RunFault
 from fedvitals.lab.faults.table import FAULTS
 from fedvitals.protocols import NullObserver
@@ -64,10 +65,32 @@ TRAININGS = {
     "images": {"dataset": images(), "model": lab.CNN(channels=(4, 6))},
     "images, edges": {"dataset": images(), "model": lab.CNN(channels=(4, 6)), "topology": lab.Hierarchical(edges=2)},
 }
+TEXT = {
+    "dataset": lab.synthetic(targets="tokens", sequence=10, vocabulary=8, samples=200),
+    "model": lab.gpt(width=8, heads=2, layers=1),
+}
+LORA = {"parameters": lab.Parameters(adapters=lab.lora(rank=4))}
+ADAPTED = {
+    "frozen": {"parameters": lab.Parameters(frozen=("dense1.*",))},
+    "lora": LORA,
+    "lora, ranks": {"parameters": lab.Parameters(adapters=lab.lora(rank=4, ranks={"c0": 2, "c3": 1}))},
+    "lora, text": {**TEXT, **LORA},
+    "lora, edges": {**LORA, "topology": lab.Hierarchical(edges=2)},
+    "rank_partitioned": {
+        "parameters": lab.Parameters(adapters=lab.lora(rank=4, ranks={"c0": 2}, aggregation="rank_partitioned"))
+    },
+    "bottleneck": {"parameters": lab.Parameters(adapters=lab.bottleneck(3))},
+}
 FAULTY = {
     f"fault {kind_of(kind.__name__)}": {"faults": [fault(kind)], "rounds": 3}
     for kind in FAULTS
     if kind_of(kind.__name__) != "broken_batch_norm"  # no model with a batch norm can be stacked
+    and kind not in language.FAULTS
+}
+FAULTY |= {
+    f"fault {kind_of(kind.__name__)}": {**TEXT, **LORA, "faults": [fault(kind)]}
+    for kind in language.FAULTS
+    if kind_of(kind.__name__) != "adapter_scale"  # nor one with an α/r for each client
 }
 FAULTY |= {
     "fault corrupted_message, silent": {"faults": [lab.corrupted_message(nodes=["c1"], silent=True, share=0.05)]},
@@ -81,6 +104,7 @@ FAULTY |= {
 CASES: dict[str, dict] = {
     **TOPOLOGIES,
     **TRAININGS,
+    **ADAPTED,
     **_named(AGGREGATORS, "aggregator"),
     "aggregator norm_clipping, known": {"aggregator": lab.norm_clipping(norm=0.05)},
     **_named(COMPRESSIONS, "compression"),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -43,7 +42,7 @@ class Result:
     """The outcome of an experiment: its model and its rounds."""
 
     experiment: Experiment
-    model: torch.nn.Module  # with the last global weights
+    model: torch.nn.Module  # with the last global weights; what stays at clients' homes is as initialised
     state: Tensor  # the same, flat, on the CPU
     rounds: list[Round] = field(default_factory=list)
     engine: str = ""
@@ -118,7 +117,8 @@ def rounds(
         engine = saved.engine_for(engine)
     server, first = ServerState(site.layout.flat(site.module)), 0
     with Engine(site, engine, workers, device, precision) if isinstance(engine, str) else engine(site) as doing:
-        result = Result(experiment, copy.deepcopy(site.module).cpu(), server.model, engine=doing.name)
+        model = site.server_module().cpu()
+        result = Result(experiment, model, server.model, engine=doing.name)
         if saved is not None and resume:
             saved.engine_for(doing.name)
             server, first, result.rounds = saved.load(server)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import os
@@ -83,6 +84,14 @@ class Site:
         """The experiment's low-rank adapters, if it has some."""
         parameters = self.experiment.parameters
         return parameters.adapters if parameters is not None and isinstance(parameters.adapters, Lora) else None
+
+    def server_module(self) -> nn.Module:
+        """Return a copy of the module as the server has it: nothing that stays at home trains in it."""
+        module = copy.deepcopy(self.module)
+        for name, parameter in module.named_parameters():
+            if self.home is not None and name in self.home.names:
+                parameter.requires_grad_(False)  # so that an observer of the server's model does not expect it
+        return module
 
     @functools.cached_property
     def adapter_mean(self) -> ExactMean | PartitionedMean | None:

@@ -171,7 +171,7 @@ class CudaBufferPool:
         buffers = CudaBuffers(executor, _FEW, 1)
         rows = firsts[:1].to(x.device).expand(_FEW * buffers.rows.shape[2])
         shape = (_FEW, buffers.rows.shape[2])
-        samples = (x.index_select(0, rows).unflatten(0, shape), y.index_select(0, rows).view(shape))
+        samples = (x.index_select(0, rows).unflatten(0, shape), y.index_select(0, rows).unflatten(0, shape))
         for plan in self.plans:
             try:
                 plan.gradients(buffers.weights, buffers.layers, *samples)
@@ -286,7 +286,7 @@ class CudaStackedRound(StackedRound):
         buffers = self.buffers
         rows = buffers.rows.index_select(0, buffers.counter)[0]
         x = self.x.index_select(0, rows.view(-1)).unflatten(0, rows.shape)
-        y = self.y.index_select(0, rows.view(-1)).view(rows.shape)
+        y = self.y.index_select(0, rows.view(-1)).unflatten(0, rows.shape)
         losses = self.executor.plan.gradients(buffers.weights, buffers.layers, x, y)
         buffers.losses.index_copy_(0, buffers.counter, losses[None])
 
