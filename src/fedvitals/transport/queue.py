@@ -10,25 +10,16 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from fedvitals.errors import FedvitalsError, RecordError, StoreLostError
-from fedvitals.measurements import (
-    Emitted,
-    Measurements,
-    Telemetry,
-    Transfers,
-    is_important,
-    record_count,
-    round_of,
-    single_records,
-)
+from fedvitals.measurements import Emitted, Measurements, Telemetry, Transfers, is_important, record_count, round_of
 from fedvitals.protocols import RecordWriter
 from fedvitals.records import LayerStats, Metric, Record, Sketch, Span, Transfer
-from fedvitals.transport.sink_adapter import as_sink
-from fedvitals.transport.spill import BULK, BULK_BYTES, BulkLine, Spill, bulk_lines
+from fedvitals.transport.sink_adapter import as_sink, form_for
+from fedvitals.transport.spill import BULK, BULK_BYTES, BulkLine, Spill, bulk_lines, bulk_parts
 from fedvitals.transport.thinning import ThinnedClientRounds, levels, room_of, thinned
 
 logger = logging.getLogger("fedvitals.telemetry")
@@ -319,7 +310,7 @@ class Queue:
                     if is_important(record):
                         self._spill_over(self._spill, record)
                         lost -= 1
-                for part in _parts(bulk):
+                for part in bulk_parts(bulk, BATCH):
                     lost -= sum(map(record_count, part[: self._spill_bulk(self._bulk_spill, part)]))
                 self._spill.close(keep=self._spilled > 0)
                 self._bulk_spill.close(keep=bool(self._bulk_lines))
@@ -433,7 +424,7 @@ class Queue:
 
     def _deliver(self) -> None:
         """Write the held batch; retry while the sink fails, and leave out single records that it refuses."""
-        parts = [self._for_sink()]
+        parts = [form_for(self._sink, self._held)]
         delay = FIRST_DELAY
         while parts:
             part = parts[0]
@@ -465,20 +456,6 @@ class Queue:
             delay = FIRST_DELAY
             self._succeeded()
         self._acknowledge()
-
-    def _for_sink(self) -> list[Emitted]:
-        """The held batch in the form that the sink takes; as single records, without those that it ignores."""
-        if self._sink.takes_transfers:
-            return self._held
-        if not self._sink.takes_measurements:
-            return [record for record in single_records(self._held) if not isinstance(record, self._sink.ignores)]
-        records: list[Emitted] = []
-        for telemetry in self._held:
-            if isinstance(telemetry, Transfers):
-                records += telemetry.records()
-            else:
-                records.append(telemetry)
-        return records
 
     def _failed(self, error: BaseException, delay: float) -> None:
         with self._lock:
@@ -520,16 +497,3 @@ class Queue:
             with self._lock:
                 self._report(error, "failed to close")
                 self._error = self._error or error
-
-
-def _parts(bulk: Sequence[Emitted]) -> Iterator[list[Emitted]]:
-    """Cut bulk into parts of one batch each."""
-    part, count = list[Emitted](), 0
-    for record in bulk:
-        part.append(record)
-        count += record_count(record)
-        if count >= BATCH:
-            yield part
-            part, count = [], 0
-    if part:
-        yield part

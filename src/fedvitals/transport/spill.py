@@ -89,6 +89,19 @@ def bulk_lines(telemetry: Sequence[Emitted]) -> Iterator[BulkLine]:
     yield BulkLine(_with_checksum(content), len(telemetry), sum(map(record_count, batch)))
 
 
+def bulk_parts(bulk: Sequence[Emitted], size: int) -> Iterator[list[Emitted]]:
+    """Cut bulk into parts of about `size` records each."""
+    part, count = list[Emitted](), 0
+    for record in bulk:
+        part.append(record)
+        count += record_count(record)
+        if count >= size:
+            yield part
+            part, count = [], 0
+    if part:
+        yield part
+
+
 def from_line(line: bytes) -> list[Telemetry]:
     """Return what a line holds. Raises RecordError if it is damaged; lines of older files have no checksum."""
     content = _content_of(line)
