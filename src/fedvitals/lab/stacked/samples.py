@@ -66,7 +66,7 @@ class StackSamples:
     def _plain(self, node: Node) -> bool:
         """Return whether the client sees the data set's samples unchanged."""
         shard = self._site.shards[node]
-        return shard.brightness == 1 and not shard.rotation
+        return shard.brightness == 1 and not shard.rotation and shard.relabel is None
 
     def _of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         there = resident(self._site.dataset, self._device)
