@@ -18,7 +18,6 @@ from fedvitals.lab.data.small import Synthetic
 from fedvitals.lab.streams import stream
 from support.conditions import holds_for_each
 
-
 DIGESTS = {
     "IID": "4e9a394f1124",
     "Dirichlet": "5c1f92a9e247",
@@ -236,7 +235,8 @@ def test_more_clients_than_samples():
     "wrong",
     [
         lambda: p.Dirichlet(0), lambda: p.Dirichlet(math.inf), lambda: p.ClassesPerClient(0),
-        lambda: p.Dirichlet(1, -1), lambda: p.PermutedLabels(1), lambda: p.QuantitySkew(-1), lambda: p.FeatureShift(brightness=2), lambda: p.FeatureShift(rotation=181),
+        lambda: p.Dirichlet(1, -1), lambda: p.PermutedLabels(1),
+        lambda: p.QuantitySkew(-1), lambda: p.FeatureShift(brightness=2), lambda: p.FeatureShift(rotation=181),
     ],
 )  # fmt: skip
 def test_impossible_values_are_refused(wrong):

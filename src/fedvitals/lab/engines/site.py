@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from fedvitals.lab.data.partition import Shard, deal, label_counts, shard_tensor
 from fedvitals.lab.engines.tasks import Node
 from fedvitals.lab.experiment import Experiment
 from fedvitals.lab.faults import table as fault_table
+from fedvitals.lab.population import Pool
 from fedvitals.lab.state import StateLayout
 
 
@@ -26,15 +27,18 @@ class Site:
 
     experiment: Experiment
     dataset: Dataset
-    shards: dict[Node, Shard]
+    shards: dict[Node, Shard]  # as dealt; `shard` is what a client has in a round
     module: nn.Module  # as initialised; nobody trains it
     layout: StateLayout
+    _changed: dict[Node, tuple[object, Shard]] = field(default_factory=dict, init=False, repr=False)  # newest ones
 
     @classmethod
     def of(cls, experiment: Experiment, data: str | os.PathLike[str] | None = None) -> Site:
         """Create everything that an experiment describes, from its seed."""
         dataset = load(experiment.dataset, data)
         dealing, drawing = (streams.stream(experiment.seed, purpose) for purpose in ("partition", "model"))
+        if experiment.population is not None:
+            experiment.population.check_data(dataset)
         dealt = deal(experiment.partition, dataset, experiment.clients, dealing, experiment.test_share)
         module = models.build(experiment.model, dataset, drawing)
         layout = StateLayout.of(module)
@@ -43,8 +47,28 @@ class Site:
         layout.load(module, state)
         return cls(experiment, dataset, dict(zip(experiment.nodes, dealt, strict=True)), module, layout)
 
-    def samples(self, node: Node) -> int:
-        return len(self.shards[node].train)
+    def shard(self, node: Node, round_index: int) -> Shard:
+        """Return the data that a client has in a round, after what the population has gone through until then."""
+        phases = self.phases(node, round_index)
+        if not any(phase is not None for phase in phases):
+            return self.shards[node]
+        if node not in self._changed or self._changed[node][0] != phases:
+            population, seed = self.experiment.population, self.experiment.seed
+            assert population is not None  # noqa: S101 - it has phases
+            self._changed[node] = phases, population.shard(self.shards[node], node, phases, self._pool, seed)
+        return self._changed[node][1]
+
+    def phases(self, node: Node, round_index: int) -> tuple[int | None, ...]:
+        """Return what a client's data in a round depend on, besides faults."""
+        population = self.experiment.population
+        return () if population is None else population.phases(node, round_index)
+
+    @functools.cached_property
+    def _pool(self) -> Pool:
+        return Pool(self.dataset, [*self.shards.values()])
+
+    def samples(self, node: Node, round_index: int = 0) -> int:
+        return len(self.shard(node, round_index).train)
 
     @functools.cached_property
     def flops(self) -> int:
@@ -62,13 +86,13 @@ class Site:
 
     @functools.cached_property
     def labels(self) -> dict[Node, Tensor]:
-        """Each client's numbers of training samples per class."""
+        """Each client's numbers of training samples per class, as dealt."""
         counts = label_counts([*self.shards.values()], self.dataset.y, self.dataset.classes, "train")
         return dict(zip(self.shards, counts, strict=True))
 
     def tensors(self, node: Node, round_index: int) -> tuple[Tensor, Tensor]:
         """Return the samples and labels that a client trains on in a round, with faults of its data applied."""
-        x, y = shard_tensors(self.dataset, self.shards[node])
+        x, y = shard_tensors(self.dataset, self.shard(node, round_index))
         e = self.experiment
         return fault_table.apply_data(e.faults, round_index, node, x, y, self.dataset.classes, e.seed)
 
