@@ -11,8 +11,10 @@ import torch
 
 from fedvitals import lab
 from fedvitals.errors import ConfigError
-from fedvitals.lab import streams
+from fedvitals.lab import stacked, streams
+from fedvitals.lab.data.partition import shard_tensors
 from fedvitals.lab.engines.engine import _largest_cohort
+from fedvitals.lab.engines.executor import EvaluationJob
 from fedvitals.lab.experiment import AGGREGATORS, TOPOLOGIES
 from fedvitals.lab.population import apportion
 from fedvitals.lab.stacked.samples import StackSamples
@@ -215,15 +217,31 @@ def test_season_by_hand():
     assert min(empty.samples(node, number) for node in empty.shards for number in range(2)) >= 1
 
 
-def test_stacks_hold_what_each_client_has_in_its_round():
-    site = lab.Site.of(experiment(population=ALL_CHANGES, faults=[lab.label_noise(nodes=["c1"], since=1, until=2)]))
-    samples = StackSamples(site, torch.device("cpu"))
+class PretendedDevice:
+    """Stands for a GPU: what is moved there stays where it is."""
+
+    type = "cuda"
+
+
+@pytest.mark.parametrize("partition", [lab.iid(), lab.permuted_labels()])
+@pytest.mark.parametrize("device", [torch.device("cpu"), PretendedDevice()], ids=["cpu", "pretended"])
+def test_stacks_hold_what_each_client_has_in_its_round(device, partition, monkeypatch):
+    move = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *to, **more: x if to[:1] == (device,) else move(x, *to, **more))
+    monkeypatch.setattr(stacked.samples, "resident", lambda dataset, _: dataset)
+    faults = [lab.label_noise(nodes=["c1"], since=1, until=2)]
+    site = lab.Site.of(experiment(population=ALL_CHANGES, faults=faults, partition=partition))
+    samples = StackSamples(site, device)
     for number in (0, 1, 2, 3, 4, 5, 2, 0):  # a round's samples are kept until they change
         x, y, firsts, counts = samples.training(site.experiment.nodes, number)
         for node, first, count in zip(site.shards, firsts.tolist(), counts.tolist(), strict=True):
             own_x, own_y = site.tensors(node, number)
             assert torch.equal(x[first : first + count], own_x)
             assert torch.equal(y[first : first + count], own_y)
+        tests = [shard_tensors(site.dataset, site.shard(node, number), "test") for node in site.shards]
+        tested = samples.evaluation(EvaluationJob(torch.empty(0), None, site.experiment.nodes, number))
+        assert torch.equal(tested[0], torch.cat([own_x for own_x, _ in tests]))
+        assert torch.equal(tested[1], torch.cat([own_y for _, own_y in tests]))
 
 
 def test_changes_are_announced():
