@@ -187,6 +187,13 @@ def test_new_data_of_another_mix_and_size():
     assert site.samples("c3", 1) == len(site.tensors("c3", 1)[1])
 
 
+def test_new_data_have_no_class_that_nobody_has():
+    x, y = torch.rand(60, 4), torch.tensor([0, 4] * 30)
+    for seed in range(8):
+        site = site_of(lab.new_data(since=1, alpha=1e-4), dataset=lab.Arrays(x, y), clients=3, seed=seed)
+        assert min(site.samples(node, 1) for node in site.shards) >= 1
+
+
 def test_apportion_by_hand():
     there = torch.tensor([10, 10, 10])
     assert apportion(torch.tensor([2.0, 1.0, 1.0]), 8, there) == [4, 2, 2]

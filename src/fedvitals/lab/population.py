@@ -83,7 +83,9 @@ class NewData(Description, frozen=True, kw_only=True):
         """Return the client's shard in this phase."""
         mix = pool.counts(shard.train).double()
         if self.alpha is not None:
-            mix = torch.softmax(log_gammas(self.alpha, len(mix), generator), 0)
+            nowhere = torch.tensor([len(members) == 0 for members in pool.train])
+            logs = log_gammas(self.alpha, len(mix), generator).masked_fill(nowhere, -torch.inf)
+            mix = torch.softmax(logs, 0)
         train = self._draw(shard.train, pool.train, mix, generator)
         return dataclasses.replace(shard, train=train, test=self._draw(shard.test, pool.test, mix, generator))
 
@@ -206,15 +208,12 @@ class Population(Part, frozen=True):
         rounds = {0, *self.joins.values(), *self.leaves.values()}
         return min(len(self.present(nodes, round_index)) for round_index in rounds)
 
-    def phases(self, node: Node, round_index: int) -> tuple[int | None, ...]:
-        """Return each change's phase at a client in a round: rounds of equal phases have equal data."""
-        return tuple(
-            change.phase(round_index) if change.nodes == "all" or node in change.nodes else None
-            for change in self.changes
-        )
+    def phases(self, round_index: int) -> tuple[int | None, ...]:
+        """Return each change's phase in a round: rounds of equal phases have equal data."""
+        return tuple(change.phase(round_index) for change in self.changes)
 
     def shard(self, shard: Shard, node: Node, phases: Sequence[int | None], pool: Pool, seed: int) -> Shard:
-        """Return a client's shard in these phases, from the one that it was dealt."""
+        """Return a client's shard in these phases of the changes, from the one that it was dealt."""
         for place, (change, phase) in enumerate(zip(self.changes, phases, strict=True)):
             if phase is not None:
                 generator = stream(seed, f"population/{kind_of(type(change).__name__)}/{place}", node)

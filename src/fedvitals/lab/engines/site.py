@@ -49,19 +49,22 @@ class Site:
 
     def shard(self, node: Node, round_index: int) -> Shard:
         """Return the data that a client has in a round, after what the population has gone through until then."""
-        phases = self.phases(node, round_index)
-        if not any(phase is not None for phase in phases):
+        population, seed = self.experiment.population, self.experiment.seed
+        if population is None:
             return self.shards[node]
+        phases = tuple(
+            phase if node in affected else None
+            for phase, affected in zip(population.phases(round_index), self._affected, strict=True)
+        )
         if node not in self._changed or self._changed[node][0] != phases:
-            population, seed = self.experiment.population, self.experiment.seed
-            assert population is not None  # noqa: S101 - it has phases
             self._changed[node] = phases, population.shard(self.shards[node], node, phases, self._pool, seed)
         return self._changed[node][1]
 
-    def phases(self, node: Node, round_index: int) -> tuple[int | None, ...]:
-        """Return what a client's data in a round depend on, besides faults."""
-        population = self.experiment.population
-        return () if population is None else population.phases(node, round_index)
+    @functools.cached_property
+    def _affected(self) -> list[frozenset[Node]]:
+        """The clients that each change of the population affects."""
+        changes = () if self.experiment.population is None else self.experiment.population.changes
+        return [frozenset(self.shards if change.nodes == "all" else change.nodes) for change in changes]
 
     @functools.cached_property
     def _pool(self) -> Pool:

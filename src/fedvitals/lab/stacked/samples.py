@@ -39,7 +39,7 @@ class StackSamples:
         ailing = [
             (fault, n) for fault in e.faults for n in held if fault_table.any_active("data", (fault,), round_index, n)
         ]
-        phases = None if e.population is None else [self._site.phases(node, round_index) for node in held]
+        phases = None if e.population is None else e.population.phases(round_index)
         key = (tuple(held), tuple(fault for fault, _ in ailing), phases)
         if self._kept is None or self._kept[0] != key:
             parts = self._parts(held, round_index, {node for _, node in ailing})
