@@ -64,6 +64,15 @@ TRAININGS = {
     "images": {"dataset": images(), "model": lab.CNN(channels=(4, 6))},
     "images, edges": {"dataset": images(), "model": lab.CNN(channels=(4, 6)), "topology": lab.Hierarchical(edges=2)},
 }
+CHANGES = [lab.new_data(nodes=["c1", "c2"], since=1, alpha=0.2), lab.season(period=2, brightness=0.4, labels=0.9)]
+POPULATIONS = {
+    "permuted labels": {"partition": lab.PermutedLabels(groups=2)},
+    "population": {
+        "population": lab.Population(joins={"c3": 1}, leaves={"c4": 2}, changes=CHANGES),
+        "local": lab.Local(epochs=1, batch=4),
+        "rounds": 3,
+    },
+}
 FAULTY = {
     f"fault {kind_of(kind.__name__)}": {"faults": [fault(kind)], "rounds": 3}
     for kind in FAULTS
@@ -81,6 +90,7 @@ FAULTY |= {
 CASES: dict[str, dict] = {
     **TOPOLOGIES,
     **TRAININGS,
+    **POPULATIONS,
     **_named(AGGREGATORS, "aggregator"),
     "aggregator norm_clipping, known": {"aggregator": lab.norm_clipping(norm=0.05)},
     **_named(COMPRESSIONS, "compression"),

@@ -32,13 +32,15 @@ from fedvitals.lab.models.catalog import Own as Own
 from fedvitals.lab.network.profiles import Device as Device
 from fedvitals.lab.network.profiles import Link as Link
 from fedvitals.lab.network.virtual_clock import Network as Network
+from fedvitals.lab.population import CHANGES as _CHANGES
+from fedvitals.lab.population import Population as Population
 from fedvitals.lab.run import Result as Result
 from fedvitals.lab.run import Round as Round
 from fedvitals.lab.run import rounds as rounds
 from fedvitals.lab.run import run as run
 
 KINDS: dict[str, type] = {name: kind for kinds in _CHOICES.values() for name, kind in kinds.items()}
-KINDS |= _kinds_of(_FAULTS) | _kinds_of(_OPTIMIZERS)
+KINDS |= _kinds_of(_FAULTS) | _kinds_of(_OPTIMIZERS) | _kinds_of(_CHANGES)
 _CLASSES = {kind.__name__: kind for kind in KINDS.values()}
 
 

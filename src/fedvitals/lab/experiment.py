@@ -7,8 +7,9 @@ Experiment(dataset="digits", model="cnn", clients=20, rounds=15, seed=7, topolog
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,6 +30,7 @@ from fedvitals.lab.losses import LOSSES
 from fedvitals.lab.models.catalog import MODELS
 from fedvitals.lab.models.images import CNN
 from fedvitals.lab.network.virtual_clock import Network
+from fedvitals.lab.population import CHANGES, Population
 from fedvitals.lab.topologies.asynchronous import Asynchronous
 from fedvitals.lab.topologies.centralized import Centralized
 from fedvitals.lab.topologies.clustered import Clustered
@@ -43,7 +45,7 @@ class Evaluation(Part, frozen=True):
     """When the global model is evaluated on the test set and the clients' own: every so many rounds, and at the end."""
 
     every: int = 1
-    local: bool = True  # also on the clients' local tests
+    local: bool | Literal["cohort"] = True  # also on the clients' local tests: of all, or of those that trained
 
     def __post_init__(self) -> None:
         require(self.every >= 1, "number of rounds between evaluations", self.every, "at least 1")
@@ -67,6 +69,7 @@ class Experiment(Part, frozen=True, kw_only=True):
     compression: Any = None
     faults: tuple[Any, ...] = ()
     network: Network | None = None
+    population: Population | None = None
     evaluation: Evaluation = Evaluation()
     seed: int = 0
     repeats: int = 1
@@ -89,12 +92,14 @@ class Experiment(Part, frozen=True, kw_only=True):
         require(self.repeats >= 1, "number of repeats", self.repeats, "at least 1")
         require(0 < self.participation <= 1, "participation", self.participation, "above 0, up to 1")
         require(0 <= self.test_share < 1, "test share", self.test_share, "from 0, below 1")
+        if self.population is not None:
+            self.population.check(self)
         self.topology.check(self)
         self._check_aggregator()
 
     def _check_aggregator(self) -> None:
         """Check that enough updates come together for the aggregator: from clients, edges or a buffer."""
-        asked = max(1, round(self.clients * self.participation))
+        asked = max(1, round(self.fewest_members * self.participation))
         count = getattr(self.topology, "edges", None) or getattr(self.topology, "buffer", None) or asked
         least = getattr(self.aggregator, "min_updates", 1)
         if count < least:
@@ -106,7 +111,20 @@ class Experiment(Part, frozen=True, kw_only=True):
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        return tuple(f"c{index}" for index in range(self.clients))
+        return _node_names(self.clients)
+
+    def members(self, round_index: int) -> tuple[str, ...]:
+        """Return the clients that are in the federation in a round."""
+        return self.nodes if self.population is None else self.population.present(self.nodes, round_index)
+
+    @property
+    def fewest_members(self) -> int:
+        """The number of clients in the round in which they are fewest."""
+        return self.clients if self.population is None else self.population.fewest(self.nodes)
+
+    def needed(self, round_index: int) -> int:
+        """Return the number of clients whose updates a round needs."""
+        return max(1, round(len(self.members(round_index)) * self.participation))
 
     def to_toml(self) -> str:
         return toml.write(self)
@@ -118,6 +136,11 @@ class Experiment(Part, frozen=True, kw_only=True):
         except ConfigError:  # objects of the user's own: by what they say of themselves
             text = repr(self)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+@functools.lru_cache(maxsize=8)
+def _node_names(clients: int) -> tuple[str, ...]:
+    return tuple(f"c{index}" for index in range(clients))
 
 
 def kinds_of(classes: tuple[type, ...]) -> dict[str, type]:
@@ -135,7 +158,7 @@ CHOICES: dict[str, dict[str, type]] = {
 }
 
 
-PARTS: dict[str, type] = {"local": Local, "evaluation": Evaluation, "network": Network}
+PARTS: dict[str, type] = {"local": Local, "evaluation": Evaluation, "network": Network, "population": Population}
 SCALARS: dict[str, type] = {"name": str, "test_share": float, "participation": float}
 SCALARS |= dict.fromkeys(("clients", "rounds", "seed", "repeats"), int)
 
@@ -179,9 +202,11 @@ def _check_object(field: str, value: Any, kinds: dict[str, type]) -> None:
 
 
 def _resolve_part(field: str, value: Any, part: type) -> Any:
-    if value is None and field == "network":
+    if value is None and field in ("network", "population"):
         return None
     if isinstance(value, dict):
+        if part is Population:
+            value = _check_population_table(value)
         return toml.decode(part, _check_local_table(value) if part is Local else value, field)
     if not isinstance(value, part):
         raise ConfigError(f"The experiment's {field} is a lab.{part.__name__}(...) or a table; got {value!r}.")
@@ -206,6 +231,16 @@ def _check_local_table(table: dict[str, Any]) -> dict[str, Any]:
     if isinstance(table.get("clip"), dict):
         table["clip"] = msgspec.to_builtins(toml.decode(Clip, table["clip"], "clip"))
     return table
+
+
+def _check_population_table(table: dict[str, Any]) -> dict[str, Any]:
+    """Return the table of a population with the kinds of its changes checked."""
+    changes = table.get("changes")
+    if not isinstance(changes, list | tuple) or not all(isinstance(change, dict) for change in changes):
+        return table
+    kinds = kinds_of(CHANGES)
+    decoded = [msgspec.to_builtins(toml.decode_kind("changes", change, kinds)) for change in changes]
+    return {**table, "changes": decoded}
 
 
 def read(text: str, changes: dict[str, Any] | None = None) -> Experiment:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ from fedvitals.protocols import Observer
 
 SMALL_MODEL = 1 << 14  # weights, up to which all clients' changes are computed together
 
+Groups = dict[str, tuple[Node, ...]]  # the members of each
 Message = tuple[Node, Node, int, int, float | None, str]  # sender, receiver, bytes, bytes uncompressed, seconds, kind
 
 
@@ -99,6 +100,7 @@ class Federation:
             part is None or type(part).__module__.startswith("fedvitals.lab.") for part in parts
         )
         self._fell_back = False
+        self._computed: dict[str, Groups] = {}
 
     def model_on_cpu(self) -> Tensor:
         """Return the server's model on the CPU, copied once per model."""
@@ -112,12 +114,12 @@ class Federation:
     def cohort(self) -> list[Node]:
         """Return the clients selected for this round, in the order of their names."""
         e = self.experiment
-        wanted = max(1, round(e.clients * e.participation))
-        count = wanted if e.network is None else e.network.selected(wanted, e.clients)
+        members, needed = e.members(self.round), e.needed(self.round)
+        count = needed if e.network is None else e.network.selected(needed, len(members))
         again = ("again",) if self.corrections.resample_cohort else ()
         stream = streams.stream(e.seed, "cohort", self.round, *again)
-        chosen = torch.randperm(e.clients, generator=stream)[:count]
-        return [f"c{index}" for index in sorted(chosen.tolist())]
+        chosen = torch.randperm(len(members), generator=stream)[:count]
+        return [members[index] for index in sorted(chosen.tolist())]
 
     def train(self, tasks: Iterable[Task], *, timed: bool = True) -> Iterator[Update]:
         """Train the tasks and yield the updates that arrive at their parents, after faults, network and compression.
@@ -191,7 +193,8 @@ class Federation:
 
     def groups(self, members: Mapping[str, Sequence[Node]]) -> None:
         """Report the groups of this round if they have changed."""
-        groups = {group: list(nodes) for group, nodes in members.items()}
+        here = set(self.experiment.members(self.round))
+        groups = {group: [node for node in nodes if node in here] for group, nodes in members.items()}
         if self.server.notes.get("groups") != groups:
             self.server.notes["groups"] = groups
             self.observer.event("info", "groups", f"{len(groups)} groups.", data=groups)
@@ -200,6 +203,12 @@ class Federation:
         """Return the members of each group that are selected for this round."""
         cohort = set(self.cohort())
         return {group: tuple(node for node in members if node in cohort) for group, members in groups.items()}
+
+    def once(self, name: str, compute: Callable[[], Groups]) -> Groups:
+        """Return the groups that `compute` gives, computed once in a run: for groups that the experiment determines."""
+        if name not in self._computed:
+            self._computed[name] = compute()
+        return self._computed[name]
 
     def close_clock(self, *, evaluated: bool) -> None:
         """End the round on the virtual clock, and report its timing."""

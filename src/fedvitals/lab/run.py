@@ -188,11 +188,13 @@ def _check_call(
 def _check_faults(site: Site) -> None:
     """Raise ConfigError if a fault names something that does not exist."""
     e = site.experiment
+    changes = () if e.population is None else e.population.rounds_of_change(e.rounds)
     for fault in e.faults:
         fault_table.check_fault(fault, e.nodes, site.layout, e.local.iterations, e.rounds, site.dataset.classes)
         for node in e.nodes:
             if fault_table.any_active("data", (fault,), fault.since, node):
-                site.tensors(node, fault.since)  # a client that it would leave without samples is told now
+                for number in {fault.since, *changes}:
+                    site.tensors(node, number)  # a client that it would leave without samples is told now
 
 
 def run_round(
@@ -212,6 +214,8 @@ def run_round(
     tape_recording.begin(federation, actions)
     site.layout.load(model, federation.model_on_cpu())
     observer.round_begin(round_index, model)
+    if federation.experiment.population is not None:
+        federation.experiment.population.announce(federation.experiment, round_index, observer)
     watch.start()
     after = federation.experiment.topology.round(federation)
     if not isinstance(after, Tensor) or after.shape != server.model.shape or after.dtype != server.model.dtype:
@@ -247,18 +251,22 @@ def _evaluate(federation: Federation) -> dict[str, float]:
 
 
 def _evaluate_locally(federation: Federation) -> dict[str, float]:
-    """Evaluate every client's local test, each with the model that it would receive now, and report the metrics."""
-    shards, server = federation.site.shards, federation.server
-    topology = federation.experiment.topology
+    """Evaluate the clients' local tests, each with the model that the client would receive now, and report the
+    metrics.
+    """
+    site, server, e, number = federation.site, federation.server, federation.experiment, federation.round
+    topology = e.topology
     client_models = topology.models(federation) if hasattr(topology, "models") else {}
-    states = {node: client_models.get(node, server.model) for node in shards if len(shards[node].test)}
+    cohort = federation.losses if e.evaluation.local == "cohort" else None
+    tests = {node: len(site.shard(node, number).test) for node in e.members(number) if cohort is None or node in cohort}
+    states = {node: client_models.get(node, server.model) for node, samples in tests.items() if samples}
     if not states:
         return {}
-    losses, scores = (outcome.cpu() for outcome in federation.engine.evaluate_locally(states))
-    name = federation.site.loss.score_name
+    losses, scores = (outcome.cpu() for outcome in federation.engine.evaluate_locally(states, number))
+    name = site.loss.score_name
     first = 0
     for node in states:
-        last = first + len(shards[node].test)
+        last = first + tests[node]
         federation.observer.log(mean_metrics(losses[first:last], scores[first:last], name, "local."), node=node)
         first = last
     return mean_metrics(losses, scores, name, "local.")

@@ -48,8 +48,8 @@ CLIENT_EVENTS = frozenset((
 # Events that tell of all, or in our own words of what the server saw of a client. A sender that reports one is refused.
 SERVER_EVENTS = frozenset((
     "aggregation.failed", "client.answered_late", "client.busy", "client.clock", "client.dropped_out",
-    "client.unserved", "cohort", "edge.failed", "groups", "initialisation", "initialisation.zero", "round.failed",
-    "round.unclosed", "sink.lost",
+    "client.joined", "client.left", "client.unserved", "cohort", "data.new", "edge.failed", "groups", "initialisation",
+    "initialisation.zero", "round.failed", "round.unclosed", "season", "sink.lost",
     "telemetry.lost", "telemetry.refused", "telemetry.thinned", "update.late", "update.left_out", "update.lost",
     "update.refused", "updates.approximate",
 ))  # fmt: skip

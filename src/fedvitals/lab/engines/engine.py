@@ -30,7 +30,8 @@ from fedvitals.lab.engines.pool import WorkerPool
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.engines.slots import StateLease, StateSlots
 from fedvitals.lab.engines.tasks import Task, Update
-from fedvitals.lab.stacked.executor import StackedExecutor, can_stack, stack_size
+from fedvitals.lab.experiment import Experiment
+from fedvitals.lab.stacked.executor import STACK, StackedExecutor, can_stack, stack_size
 from fedvitals.protocols import NullObserver, Observer
 
 ENGINES = ("sequential", "reuse", "stacked")
@@ -53,7 +54,7 @@ class AnyEngine(Protocol):
 
     def evaluate(self, state: Tensor) -> tuple[Tensor, Tensor]: ...
 
-    def evaluate_locally(self, states: dict[str, Tensor]) -> tuple[Tensor, Tensor]: ...
+    def evaluate_locally(self, states: dict[str, Tensor], round_index: int) -> tuple[Tensor, Tensor]: ...
 
     def __enter__(self) -> Self: ...
 
@@ -107,7 +108,7 @@ class Engine:
         self._pool: WorkerPool | None = None
         self._executor: Executor | None = None
         if self.workers > 1:
-            self._pool = WorkerPool(executor, site.layout.size, site.experiment.clients, self.workers)
+            self._pool = WorkerPool(executor, site.layout.size, _largest_cohort(site.experiment), self.workers)
         else:
             self._executor = executor()
 
@@ -143,7 +144,7 @@ class Engine:
 
     @functools.cached_property
     def _slots(self) -> StateSlots:
-        return StateSlots(0, self.site.experiment.clients, self.site.layout.size)
+        return StateSlots(0, _largest_cohort(self.site.experiment), self.site.layout.size)
 
     def evaluate(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return each test sample's loss and score under a state (see `Loss.score`)."""
@@ -152,12 +153,12 @@ class Engine:
         cuts = range(0, total, max(1, size))
         return self._evaluate([EvaluationJob(state, (first, min(total, first + size))) for first in cuts])
 
-    def evaluate_locally(self, states: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the same for the clients' local tests, each client with its own state."""
+    def evaluate_locally(self, states: dict[str, Tensor], round_index: int) -> tuple[Tensor, Tensor]:
+        """Return the same for the clients' local tests in a round, each client with its own state."""
         jobs: list[EvaluationJob] = []
         for _, members in itertools.groupby(states, key=lambda node: id(states[node])):
             size = LOCAL_TESTS if self.device.type == "cpu" else len(states)
-            jobs += [EvaluationJob(states[part[0]], None, part) for part in _batched(members, size)]
+            jobs += [EvaluationJob(states[part[0]], None, part, round_index) for part in _batched(members, size)]
         return self._evaluate(jobs)
 
     def _evaluate(self, jobs: list[EvaluationJob]) -> tuple[Tensor, Tensor]:
@@ -250,6 +251,16 @@ def _worker_count(name: str, wanted: int | None, device: str) -> int:
     if not isinstance(wanted, int) or wanted < 0:
         raise ConfigError(f"The number of workers cannot be {wanted!r}: 1 trains in this process, more in others.")
     return wanted if hasattr(os, "fork") else 1
+
+
+def _largest_cohort(experiment: Experiment) -> int:
+    """Return a number of clients that no batch of tasks exceeds; a topology of the user's own may train all clients."""
+    if not type(experiment.topology).__module__.startswith("fedvitals.lab."):
+        return experiment.clients
+    needed = max(1, round(experiment.clients * experiment.participation))
+    network = experiment.network
+    cohort = needed if network is None else network.selected(needed, experiment.clients)
+    return min(experiment.clients, max(STACK, cohort))
 
 
 def _fastest_engine(site: Site) -> str:

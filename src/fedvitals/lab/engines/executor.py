@@ -27,6 +27,7 @@ class EvaluationJob:
     state: Tensor  # [size]
     rows: tuple[int, int] | None = None
     nodes: tuple[Node, ...] = ()
+    round: int = 0  # of the local tests, which may change
 
 
 class Executor(Protocol):
@@ -77,5 +78,5 @@ def evaluation_samples(site: Site, job: EvaluationJob) -> tuple[Tensor, Tensor]:
     if job.rows is not None:
         chosen = slice(*job.rows)
         return site.dataset.pairs(site.dataset.test_x[chosen], site.dataset.test_y[chosen])
-    parts = [shard_tensors(site.dataset, site.shards[node], "test") for node in job.nodes]
+    parts = [shard_tensors(site.dataset, site.shard(node, job.round), "test") for node in job.nodes]
     return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from fedvitals.lab.experiment import Experiment
 from fedvitals.lab.faults import table as fault_table
 from fedvitals.lab.losses import Loss, usual_loss
 from fedvitals.lab.models.catalog import build, flops
+from fedvitals.lab.population import Pool
 from fedvitals.lab.state import StateLayout
 
 
@@ -28,10 +29,11 @@ class Site:
 
     experiment: Experiment
     dataset: Dataset
-    shards: dict[Node, Shard]
+    shards: dict[Node, Shard]  # as dealt; `shard` is what a client has in a round
     module: nn.Module  # as initialised; nobody trains it
     layout: StateLayout
     loss: Loss
+    _changed: dict[Node, tuple[object, Shard]] = field(default_factory=dict, init=False, repr=False)  # newest ones
 
     @classmethod
     def of(cls, experiment: Experiment, data: str | os.PathLike[str] | None = None) -> Site:
@@ -39,6 +41,8 @@ class Site:
         dataset = load(experiment.dataset, data)
         loss = (experiment.loss or usual_loss(dataset.targets)).prepared(dataset)
         dealing, drawing = (streams.stream(experiment.seed, purpose) for purpose in ("partition", "model"))
+        if experiment.population is not None:
+            experiment.population.check_data(dataset)
         dealt = deal(experiment.partition, dataset, experiment.clients, dealing, experiment.test_share)
         module = build(experiment.model, dataset, drawing)
         layout = StateLayout.of(module)
@@ -48,8 +52,31 @@ class Site:
         shards = dict(zip(experiment.nodes, dealt, strict=True))
         return cls(experiment, dataset, shards, module, layout, loss)
 
-    def samples(self, node: Node) -> int:
-        return len(self.shards[node].train)
+    def shard(self, node: Node, round_index: int) -> Shard:
+        """Return the data that a client has in a round, after what the population has gone through until then."""
+        population, seed = self.experiment.population, self.experiment.seed
+        if population is None:
+            return self.shards[node]
+        phases = tuple(
+            phase if node in affected else None
+            for phase, affected in zip(population.phases(round_index), self._affected, strict=True)
+        )
+        if node not in self._changed or self._changed[node][0] != phases:
+            self._changed[node] = phases, population.shard(self.shards[node], node, phases, self._pool, seed)
+        return self._changed[node][1]
+
+    @functools.cached_property
+    def _affected(self) -> list[frozenset[Node]]:
+        """The clients that each change of the population affects."""
+        changes = () if self.experiment.population is None else self.experiment.population.changes
+        return [frozenset(self.shards if change.nodes == "all" else change.nodes) for change in changes]
+
+    @functools.cached_property
+    def _pool(self) -> Pool:
+        return Pool(self.dataset, [*self.shards.values()])
+
+    def samples(self, node: Node, round_index: int = 0) -> int:
+        return len(self.shard(node, round_index).train)
 
     @functools.cached_property
     def flops(self) -> int:
@@ -67,13 +94,13 @@ class Site:
 
     @functools.cached_property
     def labels(self) -> dict[Node, Tensor]:
-        """Each client's numbers of training samples per class."""
+        """Each client's numbers of training samples per class, as dealt."""
         counts = label_counts([*self.shards.values()], self.dataset.labels, self.dataset.classes, "train")
         return dict(zip(self.shards, counts, strict=True))
 
     def tensors(self, node: Node, round_index: int) -> tuple[Tensor, Tensor]:
         """Return the samples and labels that a client trains on in a round, with faults of its data applied."""
-        x, y = shard_tensors(self.dataset, self.shards[node])
+        x, y = shard_tensors(self.dataset, self.shard(node, round_index))
         e = self.experiment
         return fault_table.apply_data(e.faults, round_index, node, x, y, self.dataset.classes, e.seed)
 

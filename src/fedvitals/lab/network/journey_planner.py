@@ -53,7 +53,7 @@ class JourneyPlanner:
         assert self.network is not None  # noqa: S101 - asked by the caller
         e, site = self._site.experiment, self._site
         settings = fault_table.apply_local(e.faults, round_index, node, task.local or e.local)
-        steps = task.iterations or settings.steps(site.samples(node))
+        steps = task.iterations or settings.steps(site.samples(node, round_index))
         messages = 1 if task.exchange is None else steps  # who exchanges, sends after each iteration
         journey = virtual_clock.plan_journey(
             self.network,
@@ -88,7 +88,7 @@ class JourneyPlanner:
                 if task.parent == "server" and journey.available:
                     sent += 1
                     queue = self.sending_seconds(sent)
-        needed = None if self.network.over_selection == 1 else max(1, round(e.clients * e.participation))
+        needed = None if self.network.over_selection == 1 else e.needed(round_index)
         averaging = virtual_clock.aggregation_seconds(self.network, len(self.journeys), self._site.layout.size)
         timing = time_synchronous_round(
             [*self.journeys.values()],
