@@ -28,6 +28,11 @@ SETTINGS = {
     "clipped as a whole": lab.Local(iterations=4, batch=8, clip=lab.Clip(0.1, "whole")),
     "clipped by value": lab.Local(iterations=4, batch=8, clip=lab.Clip(0.01, "value")),
     "proximal": lab.Local(iterations=4, batch=8, proximal=0.5),
+    "weight decay": lab.Local(iterations=4, batch=8, optimizer=lab.sgd(0.05, 0.9, weight_decay=0.1)),
+    "adam, weight decay": lab.Local(iterations=4, batch=8, optimizer=lab.adam(weight_decay=0.1)),
+    "plain_sgd": lab.Local(iterations=4, batch=8, optimizer=lab.plain_sgd()),
+    "accumulated, scheduled": lab.Local(iterations=4, batch=4, accumulate=3, schedule=lab.warmup(1)),
+    "three epochs": lab.Local(epochs=3, batch=8),
     "epochs": lab.Local(epochs=1, batch=8),  # clients of different sizes take different numbers of steps
 }
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run by tests/kernels/cuda/test_stacked.py in a process with TRITON_INTERPRET=1."""
 
+import itertools
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
@@ -55,14 +57,14 @@ def convolution():
 def optimizer():
     torch.manual_seed(0)
     clients, weights, steps = 3, 150, 4
-    for kind, count in (("sgd", 0), ("momentum", 1), ("adam", 2)):
+    for (kind, count), decay in itertools.product((("sgd", 0), ("momentum", 1), ("adam", 2)), (0.0, 0.1)):
         began = torch.randn(clients, weights + 7)
         states, moments = began.clone(), [torch.zeros(clients, weights) for _ in range(count)]
         twins = [began[c, :weights].clone().requires_grad_() for c in range(clients)]
         theirs = [
-            torch.optim.Adam([t], lr=0.01, eps=1e-7)
+            torch.optim.Adam([t], lr=0.01, eps=1e-7, weight_decay=decay)
             if kind == "adam"
-            else torch.optim.SGD([t], 0.01, 0.9 * (count > 0))
+            else torch.optim.SGD([t], 0.01, 0.9 * (count > 0), weight_decay=decay)
             for t in twins
         ]
         table = torch.zeros(steps, clients, 3)
@@ -73,7 +75,7 @@ def optimizer():
         counter = torch.zeros(1, dtype=torch.int64)
         for step in range(steps):
             gradients = torch.randn(clients, weights)
-            stacked_optimizer.step(kind, states, gradients, moments, table, counter, (0.9, 0.999), 1e-7)
+            stacked_optimizer.step(kind, states, gradients, moments, table, counter, (0.9, 0.999), 1e-7, decay)
             counter += 1
             for client in range(clients):
                 if client != 1 or step < 2:

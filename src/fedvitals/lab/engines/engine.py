@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fedvitals.errors import ConfigError, unknown
+from fedvitals.lab.aggregators.drift import DriftCorrection
 from fedvitals.lab.engines.devices import check_precision, resolve_device
 from fedvitals.lab.engines.executor import ClientByClientExecutor, EvaluationJob, Executor
 from fedvitals.lab.engines.pool import WorkerPool
@@ -107,7 +108,8 @@ class Engine:
         self._pool: WorkerPool | None = None
         self._executor: Executor | None = None
         if self.workers > 1:
-            self._pool = WorkerPool(executor, site.layout.size, site.experiment.clients, self.workers)
+            shifted = isinstance(site.experiment.aggregator, DriftCorrection)
+            self._pool = WorkerPool(executor, site.layout.size, site.experiment.clients, self.workers, shifted=shifted)
         else:
             self._executor = executor()
 
@@ -260,7 +262,7 @@ def _fastest_engine(site: Site) -> str:
     """
     if not can_stack(site):
         return "reuse"
-    operations = _estimate_operations(site) * site.experiment.local.batch
+    operations = _estimate_operations(site) * site.experiment.local.step_samples
     if operations < SMALL:
         return "stacked"
     if operations > LARGE:

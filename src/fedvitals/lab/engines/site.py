@@ -43,6 +43,11 @@ class Site:
         layout.load(module, state)
         return cls(experiment, dataset, dict(zip(experiment.nodes, dealt, strict=True)), module, layout)
 
+    @property
+    def vector_bytes(self) -> int:
+        """The bytes that the aggregator sends with each model, both ways, beside the model itself."""
+        return 4 * self.layout.weights if getattr(self.experiment.aggregator, "sends_vectors", False) else 0
+
     def samples(self, node: Node) -> int:
         return len(self.shards[node].train)
 

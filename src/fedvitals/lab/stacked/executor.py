@@ -67,6 +67,8 @@ class StackedExecutor:
             )
         if precision not in PRECISIONS:
             raise ConfigError(unknown("precision", precision, PRECISIONS))
+        if site.experiment.local.precision == "bfloat16":
+            precision = "bfloat16"
         self.site, self.layout = site, site.layout
         self.device, self.precision = torch.device(device), precision
         self.module = copy.deepcopy(site.module).to(self.device)
