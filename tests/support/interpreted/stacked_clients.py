@@ -150,8 +150,18 @@ def stacked_round():
     unequal = lab.Local(epochs=1, batch=4, optimizer=lab.SGD(0.1, momentum=0.9), proximal=0.1, keep_optimizer=True)
     kept = lab.Local(iterations=3, batch=4, optimizer=lab.Adam(), clip=lab.Clip(0.5), keep_optimizer=True)
     faults = (lab.frozen_layer(nodes=("c1",), layer="head.weight"), lab.crash(nodes=("c3",), at_step=1))
+    decayed = lab.Local(
+        iterations=3,
+        batch=2,
+        accumulate=2,
+        optimizer=lab.SGD(0.1, weight_decay=0.3),
+        schedule=lab.steps(1),
+        clip=lab.Clip(),
+    )
+    shifted = {"aggregator": "scaffold", "faults": faults, "local": decayed}
     cases = (
         (experiment(cnn), None),
+        (experiment(lab.MLP(hidden=(6,)), **shifted), None),
         (experiment(lab.MLP(hidden=(6,)), local=unequal, partition=lab.dirichlet(0.5)), None),
         (experiment(lab.MLP(hidden=(6,)), local=kept, faults=faults), None),
         (experiment(lab.MLP(hidden=(6,))), average),
@@ -167,12 +177,16 @@ def stacked_round():
             executor = engine._executor
             executor.buffer_pool = cuda_round.CudaBufferPool(executor) if buffered else None
             watcher = Watcher()
-            everybody = [Task(0, nodes, start, exchange=exchange) for nodes in groups]
+            shifts = 0.1 * torch.randn(2, len(start), generator=torch.Generator().manual_seed(1))
+            if not isinstance(e.aggregator, lab.Scaffold):
+                shifts = [None, None]
+            pairs = zip(groups, shifts, strict=True)
+            everybody = [Task(0, nodes, start, exchange=exchange, shift=shift) for nodes, shift in pairs]
             updates = [
                 (u.node, u.state.clone(), u.losses.clone())
                 for u in executor.train(everybody, watcher, torch.empty(5, len(start)))
             ]
-            fewer = [Task(1, groups[0], start, exchange=exchange)]
+            fewer = [Task(1, groups[0], start, exchange=exchange, shift=shifts[1])]
             updates += [
                 (u.node, u.state.clone(), u.losses.clone())
                 for u in executor.train(fewer, watcher, torch.empty(3, len(start)))
