@@ -18,9 +18,17 @@ from support.device_cases import CASES, TOPOLOGIES, Doctor, experiment
 pytestmark = pytest.mark.gpu
 
 # What is only there after some rounds; of all others one round is compared.
-LATER = {"clustered", "one cluster", "asynchronous", "fault stale_update", "fault free_rider"}
+LATER = {"clustered", "one cluster", "asynchronous", "fault stale_update", "fault free_rider", "aggregator scaffold"}
+LATER |= {"aggregator feddyn", "scaffold, half of the clients", "feddyn, momentum, clipped"}
 TWICE = [*TOPOLOGIES, "adam", "epochs", "images", "images, edges", "aggregator median", "aggregator multi_krum"]
-TWICE += ["aggregator fedadam", "fault gaussian", "fault label_noise", "compression top_k"]
+TWICE += [
+    "aggregator scaffold",
+    "weight decay",
+    "aggregator fedadam",
+    "fault gaussian",
+    "fault label_noise",
+    "compression top_k",
+]
 
 
 def on_gpu(e, observer=None, **more):

@@ -174,12 +174,6 @@ def _refuse_unknowable(player: Player, change: WhatIfChange, first: int, last: i
     experiment, entry = player.experiment, player.tape.entry(first)
     groups = sorted({*groups_of_round(player.tape, first), *groups_of_round(player.tape, last)})
     change.check(experiment, groups)
-    rules = (experiment.aggregator, change.experiment(experiment).aggregator)
-    if any(getattr(rule, "needs_training", False) for rule in rules):
-        raise ConfigError(
-            "This aggregator needs more of clients than the updates on the tape: train again, by "
-            "fork(player, round, change, store=...)."
-        )
     if change.no_faults and any(fault.strikes != "server" for fault in experiment.faults):
         raise ConfigError(
             "Without its faults a client would have sent something else, and nobody can know what without training: "
