@@ -70,7 +70,7 @@ class Steps(Decay, frozen=True):
         require(0 < self.gamma <= 1, "gamma of steps", self.gamma, "above 0, up to 1")
 
     def decay(self, round_index: int) -> float:
-        return float(self.gamma ** (round_index // self.every))
+        return max(float(self.gamma ** (round_index // self.every)), 1e-300)  # a rate is never 0
 
 
 class Restarts(Decay, frozen=True):

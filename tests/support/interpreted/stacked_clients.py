@@ -148,6 +148,7 @@ def stacked_round():
     loading.load_kernels = lambda: loading.LoadedKernels(None, "the test asks for it")
     cnn = lab.paper_cnn(channels=(2, 4))
     unequal = lab.Local(epochs=1, batch=4, optimizer=lab.SGD(0.1, momentum=0.9), proximal=0.1, keep_optimizer=True)
+    uneven = lab.Local(epochs=2, batch=4)
     kept = lab.Local(iterations=3, batch=4, optimizer=lab.Adam(), clip=lab.Clip(0.5), keep_optimizer=True)
     faults = (lab.frozen_layer(nodes=("c1",), layer="head.weight"), lab.crash(nodes=("c3",), at_step=1))
     decayed = lab.Local(
@@ -166,6 +167,8 @@ def stacked_round():
         (experiment(lab.MLP(hidden=(6,)), local=kept, faults=faults), None),
         (experiment(lab.MLP(hidden=(6,))), average),
         (experiment(lab.MLP(hidden=(6,))), pass_to_next),
+        (experiment(lab.MLP(hidden=(6,)), local=uneven, partition=lab.dirichlet(0.5)), pass_to_next),
+        (experiment(lab.MLP(hidden=(6,)), local=uneven, partition=lab.dirichlet(0.5)), average),
     )
     for e, exchange in cases:
         site = Site.of(e)

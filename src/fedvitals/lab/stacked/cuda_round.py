@@ -214,7 +214,8 @@ class CudaStackedRound(StackedRound):
         if has_gradient_faults:  # which act between the two
             parts = [[self._compute_gradients], [self._measure], [self._optimise]]
         self._graphs = [self._graph(f"{number}{has_gradient_faults}", work) for number, work in enumerate(parts)]
-        self._stack_exchange = self._find_stack_exchange()
+        self._ends = [int(self.steps[members].max()) for members in self.members()]  # the steps of each group
+        self._stack_exchanges: dict[int, StackExchange | None] = {}  # by the number of groups that train on
         self.buffers.counter.zero_()
 
     def allocate(self) -> None:
@@ -369,19 +370,24 @@ class CudaStackedRound(StackedRound):
             sums=lambda: ring[: self._taken, : len(self.nodes)],
         )
 
-    def _find_stack_exchange(self) -> StackExchange | None:
+    def _find_stack_exchange(self, step: int) -> StackExchange | None:
         kinds = {task.exchange for task in self.tasks}
         if kinds == {None} or len(kinds) > 1:
             return None
         (exchange,) = kinds
         assert exchange is not None  # noqa: S101 - asked above
-        return exchange_for_stack(exchange, self.members(), self.samples, self.executor.device)
+        groups = [members for members, end in zip(self.members(), self._ends, strict=True) if step < end - 1]
+        return exchange_for_stack(exchange, groups, self.samples, self.executor.device)
 
-    def exchange(self) -> None:
-        if self._stack_exchange is not None:
-            self._stack_exchange(self.states)
+    def exchange(self, step: int) -> None:
+        training = sum(step < end - 1 for end in self._ends)
+        if training not in self._stack_exchanges:
+            self._stack_exchanges[training] = self._find_stack_exchange(step)
+        stack_exchange = self._stack_exchanges[training]
+        if stack_exchange is not None:
+            stack_exchange(self.states)
         elif any(task.exchange is not None for task in self.tasks):
-            super().exchange()
+            super().exchange(step)
 
     # -- the quickest plan --------------------------------------------------------------------------------------------
 

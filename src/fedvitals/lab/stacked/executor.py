@@ -93,7 +93,7 @@ class StackedExecutor:
         for step in range(steps):
             stacked_round.step(step, observer)
             if step < steps - 1:
-                stacked_round.exchange()
+                stacked_round.exchange(step)
         out.copy_(stacked_round.states)
         if self.site.experiment.local.keep_optimizer:
             stacked_round.keep()

@@ -197,10 +197,10 @@ class StackedRound:
             moments = [moment[row].clone() for moment in self.moments]
             self.executor.kept[node] = (moments, self.before[row] + float(self.taken[row]))
 
-    def exchange(self) -> None:
-        """Exchange models within the groups that do so between two iterations."""
+    def exchange(self, step: int) -> None:
+        """Exchange models after an iteration within the groups that do so, and of which somebody trains on."""
         for task, members in zip(self.tasks, self.members(), strict=True):
-            if task.exchange is not None:
+            if task.exchange is not None and step < int(self.steps[members].max()) - 1:
                 samples = self.samples[members].to(self.states)
                 self.states[members] = task.exchange(self.states[members], samples)
 
