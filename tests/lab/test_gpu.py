@@ -19,8 +19,10 @@ pytestmark = pytest.mark.gpu
 
 # What is only there after some rounds; of all others one round is compared.
 LATER = {"clustered", "one cluster", "asynchronous", "population", "fault stale_update", "fault free_rider"}
+LATER |= {"aggregator scaffold", "aggregator feddyn", "scaffold, half of the clients", "feddyn, momentum, clipped"}
 TWICE = [*TOPOLOGIES, "adam", "epochs", "images", "images, edges", "aggregator median", "aggregator multi_krum"]
-TWICE += ["population", "aggregator fedadam", "fault gaussian", "fault label_noise", "compression top_k"]
+TWICE += ["population", "aggregator scaffold", "weight decay", "aggregator fedadam", "fault gaussian"]
+TWICE += ["fault label_noise", "compression top_k"]
 
 
 def on_gpu(e, observer=None, **more):

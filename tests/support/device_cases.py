@@ -59,6 +59,18 @@ TRAININGS = {
     "proximal, clipped": {"local": lab.Local(iterations=3, batch=4, proximal=0.5, clip=lab.Clip(0.2, "whole"))},
     "clipped by tensor": {"local": lab.Local(iterations=3, batch=4, clip=lab.Clip(0.1))},
     "epochs": {"local": lab.Local(epochs=1, batch=4), "partition": lab.QuantitySkew(sigma=0.7)},
+    "weight decay": {"local": lab.Local(iterations=3, batch=4, optimizer=lab.sgd(0.05, 0.9, weight_decay=0.1))},
+    "adam, weight decay": {"local": lab.Local(iterations=3, batch=4, optimizer=lab.adam(weight_decay=0.1))},
+    "plain_sgd, accumulated": {
+        "local": lab.Local(iterations=3, batch=2, accumulate=3, optimizer=lab.plain_sgd(), schedule=lab.steps(1))
+    },
+    "feddyn, momentum, clipped": {
+        "aggregator": lab.feddyn(alpha=0.5),
+        "local": lab.Local(epochs=1, batch=4, optimizer=lab.sgd(0.05, 0.9), clip=lab.Clip(0.2)),
+        "partition": lab.QuantitySkew(sigma=0.7),
+        "rounds": 3,
+    },
+    "scaffold, half of the clients": {"aggregator": "scaffold", "participation": 0.5, "rounds": 4},
     "half of the clients": {"participation": 0.5},
     "drop-out": {"network": lab.Network(links="4g", devices="phone", availability=0.6, spread=1.0, over_selection=1.3)},
     "images": {"dataset": images(), "model": lab.CNN(channels=(4, 6))},

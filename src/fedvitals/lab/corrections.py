@@ -21,6 +21,7 @@ from fedvitals.diagnosis.corrections.catalog import positive_argument, target_of
 from fedvitals.errors import ConfigError
 from fedvitals.lab import toml
 from fedvitals.lab.aggregators.averages import scaled_step
+from fedvitals.lab.aggregators.drift import DriftCorrection
 from fedvitals.lab.engines.tasks import Node, Task, Update
 from fedvitals.lab.experiment import AGGREGATORS, Experiment, kinds_of
 from fedvitals.lab.local import Clip, Local
@@ -148,6 +149,8 @@ def server_rate(corrections: ActiveCorrections, action: Action, experiment: Expe
 
 def robust_aggregator(corrections: ActiveCorrections, action: Action, experiment: Experiment) -> None:
     _require_single_model(experiment)
+    if isinstance(experiment.aggregator, DriftCorrection):
+        raise ConfigError("Clients train with what this experiment's aggregator remembers: it cannot be replaced.")
     rule = robust_rule(action)
     msgspec.structs.replace(experiment, aggregator=rule)  # refuses it where too few updates come together
     corrections.aggregator = rule

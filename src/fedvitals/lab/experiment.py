@@ -16,6 +16,8 @@ import msgspec
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.lab import toml
 from fedvitals.lab.aggregators.averages import AVERAGING, FedAvg
+from fedvitals.lab.aggregators.drift import DRIFT
+from fedvitals.lab.aggregators.fednova import FedNova
 from fedvitals.lab.aggregators.robust import ROBUST
 from fedvitals.lab.compression import COMPRESSIONS
 from fedvitals.lab.data import datasets
@@ -25,6 +27,7 @@ from fedvitals.lab.data.small import Digits
 from fedvitals.lab.description import Part, kind_of, require
 from fedvitals.lab.faults.fault import Fault
 from fedvitals.lab.faults.table import FAULTS
+from fedvitals.lab.learning_rates import SCHEDULES
 from fedvitals.lab.local import OPTIMIZERS, Clip, Local
 from fedvitals.lab.losses import LOSSES
 from fedvitals.lab.models.catalog import MODELS
@@ -37,7 +40,7 @@ from fedvitals.lab.topologies.clustered import Clustered
 from fedvitals.lab.topologies.hierarchical import Hierarchical
 from fedvitals.lab.topologies.rings import Rings
 
-AGGREGATORS = (*AVERAGING, *ROBUST)
+AGGREGATORS = (*AVERAGING, FedNova, *DRIFT, *ROBUST)
 TOPOLOGIES = (Centralized, Clustered, Hierarchical, Rings, Asynchronous)
 
 
@@ -98,7 +101,11 @@ class Experiment(Part, frozen=True, kw_only=True):
         self._check_aggregator()
 
     def _check_aggregator(self) -> None:
-        """Check that enough updates come together for the aggregator: from clients, edges or a buffer."""
+        """Check that the aggregator fits, and that enough updates come together for it: from clients, edges or a
+        buffer.
+        """
+        if hasattr(self.aggregator, "check"):
+            self.aggregator.check(self)
         asked = max(1, round(self.fewest_members * self.participation))
         count = getattr(self.topology, "edges", None) or getattr(self.topology, "buffer", None) or asked
         least = getattr(self.aggregator, "min_updates", 1)
@@ -214,7 +221,7 @@ def _resolve_part(field: str, value: Any, part: type) -> Any:
         return toml.check_types(value, field)
     except TypeError as error:  # something inside that no description holds, such as torch.optim.Adam
         raise ConfigError(
-            f"The experiment's {field} cannot be read: {error}. Optimizers: lab.adam(), lab.sgd()."
+            f"The experiment's {field} cannot be read: {error}. Optimizers: lab.adam(), lab.sgd(), lab.plain_sgd()."
         ) from None
 
 
@@ -228,6 +235,10 @@ def _check_local_table(table: dict[str, Any]) -> dict[str, Any]:
         usual = kind_of(type(Local().optimizer).__name__)
         described = {"kind": optimizer} if isinstance(optimizer, str) else {"kind": usual, **optimizer}
         table["optimizer"] = msgspec.to_builtins(toml.decode_kind("optimizer", described, kinds_of(OPTIMIZERS)))
+    schedule = table.get("schedule")
+    if isinstance(schedule, str | dict):
+        described = {"kind": schedule} if isinstance(schedule, str) else schedule
+        table["schedule"] = msgspec.to_builtins(toml.decode_kind("schedule", described, kinds_of(SCHEDULES)))
     if isinstance(table.get("clip"), dict):
         table["clip"] = msgspec.to_builtins(toml.decode(Clip, table["clip"], "clip"))
     return table

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedvitals.lab import streams, tape_recording
 from fedvitals.lab.aggregators.averages import AggregationError, WeightError, check_update
+from fedvitals.lab.aggregators.drift import DriftCorrection, DriftMemory
 from fedvitals.lab.compression import send_update
 from fedvitals.lab.corrections import ActiveCorrections
 from fedvitals.lab.description import kind_of
@@ -27,6 +28,7 @@ from fedvitals.lab.engines.site import Site
 from fedvitals.lab.engines.tasks import Node, Task, Update
 from fedvitals.lab.experiment import Experiment
 from fedvitals.lab.faults import table as fault_table
+from fedvitals.lab.local import Local
 from fedvitals.lab.network.journey_planner import JourneyPlanner, drop_unused
 from fedvitals.lab.network.spans import record_round_spans
 from fedvitals.lab.state import SplitVector, StateCopies
@@ -80,7 +82,7 @@ class Federation:
         self.experiment: Experiment = site.experiment
         server.move(torch.device(getattr(engine, "device", "cpu")))  # it may come from a file
         self.round = 0
-        self.bytes = site.layout.size * 4  # of a model as it is
+        self.bytes = site.layout.size * 4 + site.vector_bytes  # of a model as it is
         self.journey_planner = JourneyPlanner(site)
         self._sizes = [math.prod(shape) for shape in site.layout.shapes[: site.layout.trained]]
         self.losses: dict[Node, Tensor] = {}  # of this round's local batches, by client
@@ -101,6 +103,9 @@ class Federation:
         )
         self._fell_back = False
         self._computed: dict[str, Groups] = {}
+        self.drift: DriftMemory | None = None
+        if isinstance(rule := self.experiment.aggregator, DriftCorrection):
+            self.drift = DriftMemory(rule, server, self.experiment.clients, site.layout.weights)
 
     def model_on_cpu(self) -> Tensor:
         """Return the server's model on the CPU, copied once per model."""
@@ -134,6 +139,8 @@ class Federation:
             timing = self.journey_planner.plan_round(self.round, tasks, self.server.clock)
             tasks = drop_unused(tasks, timing, self.observer)
             self.server.clock = timing.ends
+        if self.drift is not None:
+            tasks = self.drift.prepare(tasks, self.experiment.local)
         self.observer.expect(*(node for task in tasks for node in task.nodes))
         task_of = {node: task for task in tasks for node in task.nodes}
         self.watch.lap("aggregate")  # who calls us: the topology's own work
@@ -149,6 +156,8 @@ class Federation:
             for update in arrived:
                 if update.node not in excluded and not corrections.is_quarantined(update.node, update.group):
                     taken = corrections.adjust_update(update, task_of[update.node].start, self.site.layout.weights)
+                    if self.drift is not None:
+                        self.drift.received(update.node)
                     self.watch.lap("receive")
                     yield taken
                     self.watch.lap("aggregate")
@@ -163,9 +172,11 @@ class Federation:
         own = {key.removeprefix(memory): t for key, t in self.server.memory.items() if key.startswith(memory)}
         rule = self.corrections.aggregator or self.experiment.aggregator
         total = rule.begin(before, own, self.site.layout.weights)
+        counts_steps = getattr(rule, "counts_steps", False)
         for update in updates:
+            counted = {"steps": self._settings(update.node).gradient_weight(update.steps)} if counts_steps else {}
             try:
-                total.add(update.state, float(update.samples), update.node)
+                total.add(update.state, float(update.samples), update.node, **counted)
             except AggregationError as error:
                 self.refused(update.node, error)
         try:
@@ -174,6 +185,8 @@ class Federation:
             self.observer.event("error", "aggregation.failed", f"{error} The model stays as it was.")
             return before.clone()
         self.server.memory |= {memory + key: tensor for key, tensor in own.items()}
+        if self.drift is not None:
+            after = self.drift.correct(after)
         weights = self.site.layout.weights
         after = fault_table.apply_server(self.experiment.faults, self.round, before, after, weights)
         return self.corrections.adjust_model(before, after, weights)
@@ -229,8 +242,17 @@ class Federation:
 
         for batch in self.engine.train(tasks, self.observer, absorb):
             self.watch.lap("wait")
+            for update in batch:
+                if self.drift is not None and update.error is None:
+                    rate = self._settings(update.node).optimizer.learning_rate
+                    self.drift.trained(update, rate * update.steps)
             yield batch
             self.watch.lap("receive")
+
+    def _settings(self, node: Node) -> Local:
+        """Return the settings with which a client trains in this round."""
+        settings = self.corrections.local or self.experiment.local
+        return fault_table.apply_local(self.experiment.faults, self.round, node, settings)
 
     def _apply_collusion(self, batches: Iterator[list[Update]]) -> list[Update]:
         """Collect all updates of the round and apply the attacks that need every client's update."""
@@ -263,7 +285,7 @@ class Federation:
         times = 1 if task.exchange is None else max(1, update.steps)
         down, up = (None, None) if journey is None else (journey.download / times, journey.upload / times)
         messages.append((task.parent, update.node, self.bytes, self.bytes, down, "model"))
-        messages.append((update.node, task.parent, size, self.bytes, up, "update"))
+        messages.append((update.node, task.parent, size + self.site.vector_bytes, self.bytes, up, "update"))
         try:
             check_update(update.state, float(update.samples), update.node, task.start)
         except AggregationError as error:  # here, so that no topology has to know

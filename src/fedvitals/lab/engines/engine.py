@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fedvitals.errors import ConfigError, unknown
+from fedvitals.lab.aggregators.drift import DriftCorrection
 from fedvitals.lab.engines.devices import check_precision, resolve_device
 from fedvitals.lab.engines.executor import ClientByClientExecutor, EvaluationJob, Executor
 from fedvitals.lab.engines.pool import WorkerPool
@@ -31,7 +32,7 @@ from fedvitals.lab.engines.site import Site
 from fedvitals.lab.engines.slots import StateLease, StateSlots
 from fedvitals.lab.engines.tasks import Task, Update
 from fedvitals.lab.experiment import Experiment
-from fedvitals.lab.stacked.executor import STACK, StackedExecutor, can_stack, stack_size
+from fedvitals.lab.stacked.executor import STACK, StackedExecutor, stack_size, stacking_obstacle
 from fedvitals.protocols import NullObserver, Observer
 
 ENGINES = ("sequential", "reuse", "stacked")
@@ -85,11 +86,11 @@ class Engine:
         device = resolve_device(device)
         check_precision(precision, device)
         self.fallback: str | None = None  # why it is not done as asked, and how instead
-        if device != "cpu" and name in ("auto", "stacked") and not can_stack(site):
+        obstacle = stacking_obstacle(site) if device != "cpu" and name in ("auto", "stacked") else None
+        if obstacle is not None:
             self.fallback = (
-                f"The model '{type(site.experiment.model).__name__}' cannot be stacked (batch norm, a recurrent layer, "
-                "or a model of your own that does not say `stackable = True`): its clients are trained one by one on "
-                f"the CPU, by the engine 'reuse', instead of on '{device}'."
+                f"{obstacle}: its clients are trained one by one on the CPU, by the engine 'reuse', instead of on "
+                f"'{device}'."
             )
             name, device, precision = "reuse", "cpu", "float32"
         self.site, self.device, self.precision = site, torch.device(device), precision
@@ -108,7 +109,9 @@ class Engine:
         self._pool: WorkerPool | None = None
         self._executor: Executor | None = None
         if self.workers > 1:
-            self._pool = WorkerPool(executor, site.layout.size, _largest_cohort(site.experiment), self.workers)
+            shifted = isinstance(site.experiment.aggregator, DriftCorrection)
+            cohort = _largest_cohort(site.experiment)
+            self._pool = WorkerPool(executor, site.layout.size, cohort, self.workers, shifted=shifted)
         else:
             self._executor = executor()
 
@@ -269,9 +272,9 @@ def _fastest_engine(site: Site) -> str:
     A step of few operations is mostly overhead, which stacking shares; one of many operations overflows the caches when
     stacked. In between, both engines are timed briefly on a few clients.
     """
-    if not can_stack(site):
+    if stacking_obstacle(site) is not None:
         return "reuse"
-    operations = _estimate_operations(site) * site.experiment.local.batch
+    operations = _estimate_operations(site) * site.experiment.local.step_samples
     if operations < SMALL:
         return "stacked"
     if operations > LARGE:

@@ -78,6 +78,11 @@ class Site:
     def samples(self, node: Node, round_index: int = 0) -> int:
         return len(self.shard(node, round_index).train)
 
+    @property
+    def vector_bytes(self) -> int:
+        """The bytes that the aggregator sends with each model, both ways, beside the model itself."""
+        return 4 * self.layout.weights if getattr(self.experiment.aggregator, "sends_vectors", False) else 0
+
     @functools.cached_property
     def flops(self) -> int:
         """The operations of one sample's forward and backward pass."""

@@ -36,6 +36,7 @@ class Task:
     parent: Node = "server"  # who hands out the model and takes the updates
     local: Local | None = None  # settings instead of the experiment's: a correction
     stop_at_nonfinite: bool = False  # whether a loss that is not finite ends a client's training: a correction
+    shift: Tensor | None = None  # [weights], added to every gradient (`aggregators/drift.py`)
 
 
 @dataclass(slots=True)

@@ -45,7 +45,7 @@ class JourneyPlanner:
         self.edge_transfers: dict[Node, EdgeTransfer] = {}  # of its edge nodes
         self.timings: list[RoundTiming] = []  # of this round; one, unless a topology trains several times in it
         if self.network is not None:
-            self.bytes = site.layout.size * 4  # of a model
+            self.bytes = site.layout.size * 4 + site.vector_bytes  # of a model
             self.flops = site.flops  # counted now: that takes a second, which is no round's
 
     def journey_of(self, round_index: int, task: Task, node: Node, began: float = 0.0, queue: float = 0.0) -> Journey:
@@ -61,11 +61,11 @@ class JourneyPlanner:
             round_index,
             messages * self.bytes,
             messages * self.upload_bytes(),
-            self.flops * steps * settings.batch,
+            self.flops * steps * settings.step_samples,
             e.seed,
             began=began,
             messages=messages,
-            samples=steps * settings.batch,
+            samples=steps * settings.step_samples,
             queue=queue,
             line=self.network.server_bits_per_second if task.parent == "server" else None,
             group=task.group,
@@ -118,7 +118,9 @@ class JourneyPlanner:
     def upload_bytes(self) -> int:
         """Return the bytes of an encoded update."""
         compression, layout = self._site.experiment.compression, self._site.layout
-        return self.bytes if compression is None else update_bytes(compression, layout.size, layout.weights)
+        if compression is None:
+            return self.bytes
+        return update_bytes(compression, layout.size, layout.weights) + self._site.vector_bytes
 
     def edge_seconds(self, sender: Node, receiver: Node) -> float | None:
         """Return the seconds of a model's transfer between an edge node and the server, or None if it takes no time."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fedvitals.errors import ConfigError, unknown
+from fedvitals.lab.description import kind_of
 from fedvitals.lab.engines.executor import EvaluationJob
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.engines.tasks import Node, Task, Update
@@ -32,10 +33,22 @@ STACK = 64  # clients in one stack on a CPU: more than this leaves the caches wi
 TEST_BATCH = {"cpu": 256, "cuda": 4096}
 
 
-def can_stack(site: Site) -> bool:
-    """Return whether model and loss can be stacked: no state that a forward pass changes, nothing that vmap refuses."""
-    model = bool(getattr(site.experiment.model, "stackable", False)) and site.layout.weights == site.layout.size
-    return model and site.loss.stackable and not getattr(site.loss, "mixup", 0)
+def stacking_obstacle(site: Site) -> str | None:
+    """Return why the clients cannot be stacked, as the beginning of a sentence; None if they can."""
+    e, loss = site.experiment, site.loss
+    model, kind = type(e.model).__name__, kind_of(type(loss).__name__)
+    if not getattr(e.model, "stackable", False) or site.layout.weights != site.layout.size:
+        return (
+            f"The model '{model}' cannot be stacked (batch norm, a recurrent layer, or a model of your own that does "
+            "not say `stackable = True`)"
+        )
+    if not loss.stackable:
+        return f"The loss '{kind}' cannot be stacked (it compares samples or models, or the model answers a tuple)"
+    if getattr(loss, "mixup", 0):
+        return "Mixup cannot be stacked (it draws random numbers for each client)"
+    if e.local.accumulate > 1 and getattr(loss, "class_weights", None) is not None:
+        return "Accumulated batches with class weights cannot be stacked (each has a mean of its own)"
+    return None
 
 
 def stack_size(members: int) -> int:
@@ -60,13 +73,12 @@ class StackedExecutor:
     """The executor of the stacked engine, on any device."""
 
     def __init__(self, site: Site, device: str = "cpu", precision: str = "float32") -> None:
-        if not can_stack(site):
-            raise ConfigError(
-                f"The model '{type(site.experiment.model).__name__}' cannot be stacked (batch norm, a recurrent layer, "
-                "or a model of your own that does not say `stackable = True`). Use the engine 'reuse'."
-            )
+        if (obstacle := stacking_obstacle(site)) is not None:
+            raise ConfigError(f"{obstacle}. Use the engine 'reuse'.")
         if precision not in PRECISIONS:
             raise ConfigError(unknown("precision", precision, PRECISIONS))
+        if site.experiment.local.precision == "bfloat16":
+            precision = "bfloat16"
         self.site, self.layout = site, site.layout
         self.device, self.precision = torch.device(device), precision
         self.module = copy.deepcopy(site.module).to(self.device)
@@ -91,7 +103,7 @@ class StackedExecutor:
         for step in range(steps):
             stacked_round.step(step, observer)
             if step < steps - 1:
-                stacked_round.exchange()
+                stacked_round.exchange(step)
         out.copy_(stacked_round.states)
         if self.site.experiment.local.keep_optimizer:
             stacked_round.keep()

@@ -17,7 +17,7 @@ from fedvitals import lab
 from fedvitals.errors import ConfigError
 from fedvitals.lab import streams
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.stacked.executor import can_stack
+from fedvitals.lab.stacked.executor import stacking_obstacle
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.probes.presets import Preset, preset
 from fedvitals.protocols import Node
@@ -143,7 +143,7 @@ def watch(case: Case, data: Path | None = None, device: str = "cpu") -> Watched:
     torch.set_num_threads(1)
     site = _healthy(case.experiment, data)
     experiment = _filled(case, site)
-    if device != "cpu" and can_stack(site):
+    if device != "cpu" and stacking_obstacle(site) is None:
         with contextlib.suppress(ConfigError):
             return _watched(case, experiment, site, data, "stacked", device)
     return _watched(case, experiment, site, data, engine_of(experiment), "cpu")
