@@ -16,6 +16,7 @@ from fedvitals.errors import ConfigError, unknown
 from fedvitals.lab import models, toml
 from fedvitals.lab.aggregators.averages import AVERAGING, FedAvg
 from fedvitals.lab.aggregators.robust import ROBUST
+from fedvitals.lab.aggregators.votes import MajorityVote
 from fedvitals.lab.compression import COMPRESSIONS
 from fedvitals.lab.data import datasets
 from fedvitals.lab.data.arrays import Arrays
@@ -26,13 +27,15 @@ from fedvitals.lab.faults.fault import Fault
 from fedvitals.lab.faults.table import FAULTS
 from fedvitals.lab.local import OPTIMIZERS, Clip, Local
 from fedvitals.lab.network.virtual_clock import Network
+from fedvitals.lab.privacy import PRIVACY
+from fedvitals.lab.secure_aggregation import SecureAggregation
 from fedvitals.lab.topologies.asynchronous import Asynchronous
 from fedvitals.lab.topologies.centralized import Centralized
 from fedvitals.lab.topologies.clustered import Clustered
 from fedvitals.lab.topologies.hierarchical import Hierarchical
 from fedvitals.lab.topologies.rings import Rings
 
-AGGREGATORS = (*AVERAGING, *ROBUST)
+AGGREGATORS = (*AVERAGING, *ROBUST, MajorityVote)
 TOPOLOGIES = (Centralized, Clustered, Hierarchical, Rings, Asynchronous)
 
 
@@ -61,6 +64,8 @@ class Experiment(Part, frozen=True, kw_only=True):
     topology: Any = Centralized()
     aggregator: Any = FedAvg()
     compression: Any = None
+    privacy: Any = None
+    secure_aggregation: SecureAggregation | None = None
     faults: tuple[Any, ...] = ()
     network: Network | None = None
     evaluation: Evaluation = Evaluation()
@@ -87,6 +92,9 @@ class Experiment(Part, frozen=True, kw_only=True):
         require(0 <= self.test_share < 1, "test share", self.test_share, "from 0, below 1")
         self.topology.check(self)
         self._check_aggregator()
+        for transformation in (self.privacy, self.secure_aggregation):
+            if transformation is not None:
+                transformation.check(self)
 
     def _check_aggregator(self) -> None:
         """Check that enough updates come together for the aggregator: from clients, edges or a buffer."""
@@ -103,6 +111,12 @@ class Experiment(Part, frozen=True, kw_only=True):
     @property
     def nodes(self) -> tuple[str, ...]:
         return tuple(f"c{index}" for index in range(self.clients))
+
+    @property
+    def asked(self) -> int:
+        """The number of clients that are asked in each round."""
+        wanted = max(1, round(self.clients * self.participation))
+        return wanted if self.network is None else self.network.selected(wanted, self.clients)
 
     def to_toml(self) -> str:
         return toml.write(self)
@@ -127,10 +141,12 @@ CHOICES: dict[str, dict[str, type]] = {
     "topology": kinds_of(TOPOLOGIES),
     "aggregator": kinds_of(AGGREGATORS),
     "compression": kinds_of(COMPRESSIONS),
+    "privacy": kinds_of(PRIVACY),
 }
 
 
 PARTS: dict[str, type] = {"local": Local, "evaluation": Evaluation, "network": Network}
+PARTS |= {"secure_aggregation": SecureAggregation}
 SCALARS: dict[str, type] = {"name": str, "test_share": float, "participation": float}
 SCALARS |= dict.fromkeys(("clients", "rounds", "seed", "repeats"), int)
 
@@ -146,7 +162,7 @@ METHODS = {
 
 def _resolve_kind(field: str, value: Any, kinds: dict[str, type]) -> Any:
     """Return the description for a kind's name, a table or a description; a user's own object is returned unchanged."""
-    if value is None and field == "compression":
+    if value is None and field in ("compression", "privacy"):
         return None
     if isinstance(value, str):
         value = {"kind": value}
@@ -165,6 +181,8 @@ def _check_object(field: str, value: Any, kinds: dict[str, type]) -> None:
         )
     if field == "dataset" and not isinstance(value, (Arrays, *kinds.values())):
         raise ConfigError(f"The experiment's dataset is {type(value).__name__}. Known: {known}; or lab.Arrays(x, y).")
+    if field == "privacy" and not isinstance(value, tuple(kinds.values())):
+        raise ConfigError(f"The experiment's privacy is {type(value).__name__}. Known: {known}.")
     if field == "faults" and not isinstance(value, Fault):
         raise ConfigError(f"A fault of the experiment is {type(value).__name__}. Known: {known}.")
     method, meant = METHODS.get(field, ("", ""))
@@ -173,7 +191,7 @@ def _check_object(field: str, value: Any, kinds: dict[str, type]) -> None:
 
 
 def _resolve_part(field: str, value: Any, part: type) -> Any:
-    if value is None and field == "network":
+    if value is None and field in ("network", "secure_aggregation"):
         return None
     if isinstance(value, dict):
         return toml.decode(part, _check_local_table(value) if part is Local else value, field)

@@ -47,11 +47,12 @@ CLIENT_EVENTS = frozenset((
 ))  # fmt: skip
 # Events that tell of all, or in our own words of what the server saw of a client. A sender that reports one is refused.
 SERVER_EVENTS = frozenset((
-    "aggregation.failed", "client.answered_late", "client.busy", "client.clock", "client.dropped_out",
+    "aggregation.below_threshold", "aggregation.failed", "client.answered_late", "client.busy", "client.clock",
+    "client.dropped_out",
     "client.unserved", "cohort", "edge.failed", "groups", "initialisation", "initialisation.zero", "round.failed",
     "round.unclosed", "sink.lost",
     "telemetry.lost", "telemetry.refused", "telemetry.thinned", "update.late", "update.left_out", "update.lost",
-    "update.refused", "updates.approximate",
+    "update.refused", "updates.approximate", "updates.transformed",
 ))  # fmt: skip
 LEVELS = ("debug", "info", "warning", "error", "critical")
 ID_CHARACTERS = 64  # of a Span's or sketch's ids: a payload holds a repeated text once, a store with each record

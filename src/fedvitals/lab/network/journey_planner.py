@@ -117,7 +117,10 @@ class JourneyPlanner:
 
     def upload_bytes(self) -> int:
         """Return the bytes of an encoded update."""
-        compression, layout = self._site.experiment.compression, self._site.layout
+        e, layout = self._site.experiment, self._site.layout
+        compression = e.compression
+        if e.secure_aggregation is not None:
+            return e.secure_aggregation.message_bytes(layout.size)
         return self.bytes if compression is None else update_bytes(compression, layout.size, layout.weights)
 
     def edge_seconds(self, sender: Node, receiver: Node) -> float | None:
