@@ -158,8 +158,10 @@ def _announce(federation: Federation, data: object, *, begins: bool) -> None:
         watching.truth(fault.truth(experiment.nodes))
     transformations = transformations_of(experiment)
     if transformations and begins:
-        names = ", ".join(transformations)
-        text = f"Updates are not as they were trained when the server has them: {names}."
+        names = ", ".join(part.get("kind", name) for name, part in transformations.items())
+        text = f"Updates are changed between training and aggregation: {names}."
+        if experiment.secure_aggregation is not None:
+            text += " Single updates are not visible."
         watching.event("info", "updates.transformed", text, data=transformations)
     fallback: str | None = getattr(engine, "fallback", None)
     if fallback is not None:

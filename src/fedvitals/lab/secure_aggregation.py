@@ -90,6 +90,7 @@ class MaskedRound:
 
     def __init__(self, settings: SecureAggregation, asked: Sequence[Node], seed: int, round_index: int) -> None:
         self.settings, self.asked, self._seed, self._round = settings, list(asked), seed, round_index
+        self._place = {node: place for place, node in enumerate(self.asked, 1)}
         self._modulus = 1 << settings.bits
         self._secret = {node: streams.stream_seed(seed, f"{PURPOSE}/key", round_index, node) for node in asked}
         self.public = {node: pow(BASE, secret, PRIME) for node, secret in self._secret.items()}
@@ -106,9 +107,8 @@ class MaskedRound:
                 agreed = pow(self.public[other], secret, PRIME)
                 stream = streams.stream(agreed, f"{PURPOSE}/mask", self._round)
                 drawn = torch.randint(self._modulus, (size,), generator=stream)
-                total += drawn if self.asked.index(node) < self.asked.index(other) else -drawn
-                total %= self._modulus
-        return total
+                total.add_(drawn, alpha=1 if self._place[node] < self._place[other] else -1)
+        return total % self._modulus  # 64 bits wrap round, too, which is no loss: 2^bits divides 2^64
 
     def share(self, node: Node) -> dict[Node, Share]:
         """Return what a client gives each of the others: points that tell its key only where enough are together."""
@@ -117,7 +117,7 @@ class MaskedRound:
         polynomial = [self._secret[node], *drawn]
         return {
             other: (place, sum(factor * pow(place, power, PRIME) for power, factor in enumerate(polynomial)) % PRIME)
-            for place, other in enumerate(self.asked, 1)
+            for other, place in self._place.items()
             if other != node
         }
 
