@@ -329,7 +329,7 @@ class Federation:
         try:
             mean = masked.mean(changes, {update.node: update.samples for update in unmasked})
         except AggregationError as error:
-            self.observer.event("error", "aggregation.below_threshold", str(error))
+            self.observer.event("error", "secure_aggregation.failed", str(error))
             return
         start = unmasked[0].start
         state = (start.double() + mean.to(start.device)).to(start.dtype)

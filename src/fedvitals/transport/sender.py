@@ -47,10 +47,9 @@ CLIENT_EVENTS = frozenset((
 ))  # fmt: skip
 # Events that tell of all, or in our own words of what the server saw of a client. A sender that reports one is refused.
 SERVER_EVENTS = frozenset((
-    "aggregation.below_threshold", "aggregation.failed", "client.answered_late", "client.busy", "client.clock",
-    "client.dropped_out",
+    "aggregation.failed", "client.answered_late", "client.busy", "client.clock", "client.dropped_out",
     "client.unserved", "cohort", "edge.failed", "groups", "initialisation", "initialisation.zero", "round.failed",
-    "round.unclosed", "sink.lost",
+    "round.unclosed", "secure_aggregation.failed", "sink.lost",
     "telemetry.lost", "telemetry.refused", "telemetry.thinned", "update.late", "update.left_out", "update.lost",
     "update.refused", "updates.approximate", "updates.transformed",
 ))  # fmt: skip
