@@ -106,6 +106,10 @@ CASES: dict[str, dict] = {
     **_named(AGGREGATORS, "aggregator"),
     "aggregator norm_clipping, known": {"aggregator": lab.norm_clipping(norm=0.05)},
     **_named(COMPRESSIONS, "compression"),
+    "error feedback": {"compression": lab.int8(error_feedback=True)},
+    "client_dp": {"privacy": lab.client_dp(clip=0.1, noise=0.0)},  # no noise, no ε: the accountant is an extra
+    "central_dp": {"privacy": lab.central_dp(clip=0.1, noise=0.0)},
+    "secure aggregation": {"secure_aggregation": lab.SecureAggregation()},
     **FAULTY,
 }
 

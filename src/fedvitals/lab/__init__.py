@@ -39,6 +39,7 @@ from fedvitals.lab.run import Result as Result
 from fedvitals.lab.run import Round as Round
 from fedvitals.lab.run import rounds as rounds
 from fedvitals.lab.run import run as run
+from fedvitals.lab.secure_aggregation import SecureAggregation as SecureAggregation
 
 KINDS: dict[str, type] = {name: kind for kinds in _CHOICES.values() for name, kind in kinds.items()}
 KINDS |= _kinds_of(_FAULTS) | _kinds_of(_OPTIMIZERS) | _kinds_of(_SCHEDULES) | _kinds_of(_CHANGES)

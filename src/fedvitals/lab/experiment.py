@@ -19,6 +19,7 @@ from fedvitals.lab.aggregators.averages import AVERAGING, FedAvg
 from fedvitals.lab.aggregators.drift import DRIFT
 from fedvitals.lab.aggregators.fednova import FedNova
 from fedvitals.lab.aggregators.robust import ROBUST
+from fedvitals.lab.aggregators.votes import MajorityVote
 from fedvitals.lab.compression import COMPRESSIONS
 from fedvitals.lab.data import datasets
 from fedvitals.lab.data.arrays import Arrays
@@ -34,13 +35,15 @@ from fedvitals.lab.models.catalog import MODELS
 from fedvitals.lab.models.images import CNN
 from fedvitals.lab.network.virtual_clock import Network
 from fedvitals.lab.population import CHANGES, Population
+from fedvitals.lab.privacy import PRIVACY
+from fedvitals.lab.secure_aggregation import SecureAggregation
 from fedvitals.lab.topologies.asynchronous import Asynchronous
 from fedvitals.lab.topologies.centralized import Centralized
 from fedvitals.lab.topologies.clustered import Clustered
 from fedvitals.lab.topologies.hierarchical import Hierarchical
 from fedvitals.lab.topologies.rings import Rings
 
-AGGREGATORS = (*AVERAGING, FedNova, *DRIFT, *ROBUST)
+AGGREGATORS = (*AVERAGING, FedNova, *DRIFT, *ROBUST, MajorityVote)
 TOPOLOGIES = (Centralized, Clustered, Hierarchical, Rings, Asynchronous)
 
 
@@ -70,6 +73,8 @@ class Experiment(Part, frozen=True, kw_only=True):
     topology: Any = Centralized()
     aggregator: Any = FedAvg()
     compression: Any = None
+    privacy: Any = None
+    secure_aggregation: SecureAggregation | None = None
     faults: tuple[Any, ...] = ()
     network: Network | None = None
     population: Population | None = None
@@ -99,6 +104,9 @@ class Experiment(Part, frozen=True, kw_only=True):
             self.population.check(self)
         self.topology.check(self)
         self._check_aggregator()
+        for transformation in (self.privacy, self.secure_aggregation):
+            if transformation is not None:
+                transformation.check(self)
 
     def _check_aggregator(self) -> None:
         """Check that the aggregator fits, and that enough updates come together for it: from clients, edges or a
@@ -133,6 +141,16 @@ class Experiment(Part, frozen=True, kw_only=True):
         """Return the number of clients whose updates a round needs."""
         return max(1, round(len(self.members(round_index)) * self.participation))
 
+    def asked(self, round_index: int) -> int:
+        """Return the number of clients that are asked in a round."""
+        needed = self.needed(round_index)
+        return needed if self.network is None else self.network.selected(needed, len(self.members(round_index)))
+
+    @property
+    def distinct_rounds(self) -> range:
+        """The rounds that may differ in who takes part: all, or the first alone if nobody joins or leaves."""
+        return range(1 if self.population is None else self.rounds)
+
     def to_toml(self) -> str:
         return toml.write(self)
 
@@ -162,10 +180,12 @@ CHOICES: dict[str, dict[str, type]] = {
     "topology": kinds_of(TOPOLOGIES),
     "aggregator": kinds_of(AGGREGATORS),
     "compression": kinds_of(COMPRESSIONS),
+    "privacy": kinds_of(PRIVACY),
 }
 
 
 PARTS: dict[str, type] = {"local": Local, "evaluation": Evaluation, "network": Network, "population": Population}
+PARTS |= {"secure_aggregation": SecureAggregation}
 SCALARS: dict[str, type] = {"name": str, "test_share": float, "participation": float}
 SCALARS |= dict.fromkeys(("clients", "rounds", "seed", "repeats"), int)
 
@@ -182,7 +202,7 @@ METHODS = {
 
 def _resolve_kind(field: str, value: Any, kinds: dict[str, type]) -> Any:
     """Return the description for a kind's name, a table or a description; a user's own object is returned unchanged."""
-    if value is None and field in ("compression", "loss"):
+    if value is None and field in ("compression", "loss", "privacy"):
         return None
     if isinstance(value, str):
         value = {"kind": value}
@@ -201,6 +221,8 @@ def _check_object(field: str, value: Any, kinds: dict[str, type]) -> None:
         )
     if field == "dataset" and not isinstance(value, (Arrays, *kinds.values())):
         raise ConfigError(f"The experiment's dataset is {type(value).__name__}. Known: {known}; or lab.Arrays(x, y).")
+    if field == "privacy" and not isinstance(value, tuple(kinds.values())):
+        raise ConfigError(f"The experiment's privacy is {type(value).__name__}. Known: {known}.")
     if field == "faults" and not isinstance(value, Fault):
         raise ConfigError(f"A fault of the experiment is {type(value).__name__}. Known: {known}.")
     method, meant = METHODS.get(field, ("", ""))
@@ -209,7 +231,7 @@ def _check_object(field: str, value: Any, kinds: dict[str, type]) -> None:
 
 
 def _resolve_part(field: str, value: Any, part: type) -> Any:
-    if value is None and field in ("network", "population"):
+    if value is None and field in ("network", "population", "secure_aggregation"):
         return None
     if isinstance(value, dict):
         if part is Population:

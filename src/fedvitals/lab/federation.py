@@ -31,6 +31,8 @@ from fedvitals.lab.faults import table as fault_table
 from fedvitals.lab.local import Local
 from fedvitals.lab.network.journey_planner import JourneyPlanner, drop_unused
 from fedvitals.lab.network.spans import record_round_spans
+from fedvitals.lab.privacy import accountant_of, protect_at_server, protect_on_client
+from fedvitals.lab.secure_aggregation import MaskedRound
 from fedvitals.lab.state import SplitVector, StateCopies
 from fedvitals.protocols import Observer
 
@@ -106,6 +108,7 @@ class Federation:
         self.drift: DriftMemory | None = None
         if isinstance(rule := self.experiment.aggregator, DriftCorrection):
             self.drift = DriftMemory(rule, server, self.experiment.clients, site.layout.weights)
+        self.accountant = accountant_of(self.experiment)
 
     def model_on_cpu(self) -> Tensor:
         """Return the server's model on the CPU, copied once per model."""
@@ -119,8 +122,7 @@ class Federation:
     def cohort(self) -> list[Node]:
         """Return the clients selected for this round, in the order of their names."""
         e = self.experiment
-        members, needed = e.members(self.round), e.needed(self.round)
-        count = needed if e.network is None else e.network.selected(needed, len(members))
+        members, count = e.members(self.round), e.asked(self.round)
         again = ("again",) if self.corrections.resample_cohort else ()
         stream = streams.stream(e.seed, "cohort", self.round, *again)
         chosen = torch.randperm(len(members), generator=stream)[:count]
@@ -130,11 +132,13 @@ class Federation:
         """Train the tasks and yield the updates that arrive at their parents, after faults, network and compression.
 
         Updates come in the order of the tasks; failed ones are left out. A state is valid until the next update is
-        taken. With `timed`, this is a synchronous round on the virtual clock, if the experiment has one; a topology
-        that manages the clock itself passes False.
+        taken. With secure aggregation there is one update, of the whole cohort. With `timed`, this is a synchronous
+        round on the virtual clock, if the experiment has one; a topology that manages the clock itself passes False.
         """
         corrections, recorder = self.corrections, self.observer.recorder
         tasks = [task for task in map(corrections.adjust_task, tasks) if task.nodes]
+        asked = [node for task in tasks for node in task.nodes]
+        unmasked: list[Update] = []  # with secure aggregation: what clients hold, and the server never sees
         if timed and self.journey_planner.network is not None:
             timing = self.journey_planner.plan_round(self.round, tasks, self.server.clock)
             tasks = drop_unused(tasks, timing, self.observer)
@@ -151,6 +155,9 @@ class Federation:
             messages: list[Message] = []
             arrived = [update for update in batch if self._receive(update, task_of[update.node], messages)]
             self.observer.transfer_each(messages)
+            if self.experiment.secure_aggregation is not None:
+                unmasked += self._hold_unmasked(batch, arrived, task_of)
+                continue
             excluded = self._report_updates(arrived, task_of)
             tape_recording.messages(self, recorder, batch, arrived, excluded, task_of)
             for update in arrived:
@@ -161,6 +168,9 @@ class Federation:
                     self.watch.lap("receive")
                     yield taken
                     self.watch.lap("aggregate")
+
+        if self.experiment.secure_aggregation is not None:
+            yield from self._aggregate_securely(asked, unmasked)
 
     def aggregate(self, updates: Iterable[Update], model: Tensor | None = None, memory: str = "aggregator/") -> Tensor:
         """Return the new model: the experiment's aggregator applied to the server's model (or `model`) and the updates.
@@ -173,7 +183,7 @@ class Federation:
         rule = self.corrections.aggregator or self.experiment.aggregator
         total = rule.begin(before, own, self.site.layout.weights)
         counts_steps = getattr(rule, "counts_steps", False)
-        for update in updates:
+        for update in protect_at_server(self, updates, before):
             counted = {"steps": self._settings(update.node).gradient_weight(update.steps)} if counts_steps else {}
             try:
                 total.add(update.state, float(update.samples), update.node, **counted)
@@ -260,25 +270,30 @@ class Federation:
         for update in itertools.chain.from_iterable(batches):
             update.state = update.state.clone()
             if update.error is None and not update.sent:
-                fault_table.apply_update(self.experiment.faults, self.round, update, self._past, self.experiment.seed)
+                self._apply_sending(update)
                 update.sent = True
             held.append(update)
         working = [update for update in held if update.error is None]
         fault_table.apply_collusion(self.experiment.faults, self.round, working, self._past, self.experiment.seed)
         return held
 
+    def _apply_sending(self, update: Update) -> None:
+        """Apply what a client does to its update: it protects it, unless a fault sends something else."""
+        protect_on_client(self, update)
+        fault_table.apply_update(self.experiment.faults, self.round, update, self._past, self.experiment.seed)
+
     def _receive(self, update: Update, task: Task, messages: list[Message]) -> bool:
         """Apply faults and compression to an update, and add its transfers to the messages; returns whether it is
         usable.
         """
-        e, observer = self.experiment, self.observer
+        observer = self.observer
         if update.error is not None:
             if update.error_type in ("WorkerDied", "WorkerKilled"):  # who raised has told of it already
                 exception = {"exception": update.error_type}
                 observer.event("error", "client.failed", update.error, node=update.node, data=exception)
             return False
         if not update.sent:
-            fault_table.apply_update(e.faults, self.round, update, self._past, e.seed)
+            self._apply_sending(update)
         size = self._compress(update, task.start)
         journey = self.journey_planner.journeys.get(update.node)
         # Where a group exchanges at each iteration, the journey holds all those messages; this is one of them.
@@ -321,18 +336,58 @@ class Federation:
             torch.sub(state[:weights], start[:weights], out=change)
         return changes
 
+    def _hold_unmasked(
+        self, batch: Sequence[Update], arrived: Sequence[Update], task_of: Mapping[Node, Task]
+    ) -> Iterator[Update]:
+        """Yield copies of the updates that clients will mask, but for the clients that the server leaves out."""
+        self.observer.log_each("update.samples", {update.node: float(update.samples) for update in arrived})
+        tape_recording.messages(self, self.observer.recorder, batch, (), set(), task_of)
+        for update in arrived:
+            if not self.corrections.is_quarantined(update.node, update.group):
+                held = self.corrections.adjust_update(update, update.start, self.site.layout.weights)
+                held.state = held.state.clone()
+                yield held
+
+    def _aggregate_securely(self, asked: Sequence[Node], unmasked: Sequence[Update]) -> Iterator[Update]:
+        """Yield the mean of all updates as one update, by the protocol; nothing if too few clients are left."""
+        e = self.experiment
+        assert e.secure_aggregation is not None  # noqa: S101 - asked by the caller
+        for update in unmasked[:1]:
+            self._report_fallback("secure_aggregation", update.state)
+        masked = MaskedRound(e.secure_aggregation, asked, e.seed, self.round)
+        changes = {update.node: (update.state - update.start).cpu() for update in unmasked}
+        try:
+            mean = masked.mean(changes, {update.node: update.samples for update in unmasked})
+        except AggregationError as error:
+            self.observer.event("error", "secure_aggregation.failed", str(error))
+            return
+        start = unmasked[0].start
+        state = (start.double() + mean.to(start.device)).to(start.dtype)
+        yield Update("cohort", state, start, sum(update.samples for update in unmasked))
+
     def _compress(self, update: Update, start: Tensor) -> int:
         """Compress an update in place, and return its bytes on the wire."""
+        if self.experiment.secure_aggregation is not None:
+            return self.experiment.secure_aggregation.message_bytes(update.state.numel())
         if self.experiment.compression is None:
             return update.state.numel() * update.state.element_size()
-        if not update.state.is_cpu and not self._fell_back:
-            self._fell_back = True
-            kind, device = kind_of(type(self.experiment.compression).__name__), update.state.device.type
-            text = f"The compression {kind} runs on the CPU: each update goes there from {device}, and back."
-            self.observer.event("info", "device.fallback", text, data={"part": kind, "from": device, "to": "cpu"})
-        message = send_update(self.experiment.compression, update.state, start, self.site.layout.weights)
+        self._report_fallback("compression " + kind_of(type(self.experiment.compression).__name__), update.state)
+        residual = f"residual/{update.node}"
+        kept = self.server.memory.get(residual)
+        weights = self.site.layout.weights
+        message = send_update(self.experiment.compression, update.state, start, weights, residual=kept)
         update.state = message.state
+        if message.residual is not None:
+            self.server.memory[residual] = message.residual
         return message.bytes
+
+    def _report_fallback(self, part: str, state: Tensor) -> None:
+        """Report once that a part of the way is computed on the CPU, if states are elsewhere."""
+        if not state.is_cpu and not self._fell_back:
+            self._fell_back = True
+            device, kind = state.device.type, part.removeprefix("compression ")
+            text = f"The {part} runs on the CPU: each update goes there from {device}, and back."
+            self.observer.event("info", "device.fallback", text, data={"part": kind, "from": device, "to": "cpu"})
 
 
 # The server's real time in a round, attributed completely to parts.

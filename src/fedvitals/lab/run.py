@@ -9,19 +9,23 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab import tape_recording
 from fedvitals.lab.checkpoint import Checkpoint
+from fedvitals.lab.compression import Plain
 from fedvitals.lab.corrections import CorrectionApplier
 from fedvitals.lab.engines.engine import AnyEngine, Engine, single_threaded
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.experiment import Experiment
 from fedvitals.lab.faults import table as fault_table
 from fedvitals.lab.federation import Federation, ServerState
+from fedvitals.lab.privacy import privacy_metrics, require_no_buffers
 from fedvitals.protocols import Observed, Observer, observer_of
 
 ROUNDS_WITH_LOSSES = 100  # newest rounds of a result; a long run must not exhaust memory
@@ -152,11 +156,31 @@ def _announce(federation: Federation, data: object, *, begins: bool) -> None:
     experiment, watching, engine = federation.experiment, federation.observer, federation.engine
     for fault in experiment.faults if begins else ():
         watching.truth(fault.truth(experiment.nodes))
+    transformations = transformations_of(experiment)
+    if transformations and begins:
+        names = ", ".join(part.get("kind", name) for name, part in transformations.items())
+        text = f"Updates are changed between training and aggregation: {names}."
+        if experiment.secure_aggregation is not None:
+            text += " Single updates are not visible."
+        watching.event("info", "updates.transformed", text, data=transformations)
     fallback: str | None = getattr(engine, "fallback", None)
     if fallback is not None:
         watching.event("info", "device.fallback", fallback)
     if watching.recorder is not None:
         watching.recorder.describe(tape_recording.rerun_settings(experiment, engine, data))
+
+
+def transformations_of(experiment: Experiment) -> dict[str, Any]:
+    """Return what changes updates between training and aggregation, with its settings, by the part of the experiment.
+
+    With `secure_aggregation` among them, the observer is never shown single updates.
+    """
+    parts = {name: getattr(experiment, name) for name in ("compression", "privacy", "secure_aggregation")}
+    return {
+        name: msgspec.to_builtins(part) if isinstance(part, msgspec.Struct) else {"kind": type(part).__name__}
+        for name, part in parts.items()
+        if part is not None and not isinstance(part, Plain)
+    }
 
 
 def prepare_site(experiment: Experiment, data: str | os.PathLike[str] | None = None) -> Site:
@@ -165,6 +189,7 @@ def prepare_site(experiment: Experiment, data: str | os.PathLike[str] | None = N
     """
     site = Site.of(fault_table.apply_experiment(experiment), data)
     _check_faults(site)
+    require_no_buffers(site)
     return site
 
 
@@ -232,7 +257,7 @@ def run_round(
     due = (round_index + 1) % e.evaluation.every == 0 or round_index + 1 >= e.rounds
     federation.close_clock(evaluated=due)
     watch.lap("measure")
-    metrics = _evaluate(federation) if due and evaluate else {}
+    metrics = (_evaluate(federation) if due and evaluate else {}) | privacy_metrics(federation)
     watch.lap("evaluate")
     tape_recording.end(federation, metrics)
     watch.report(observer)

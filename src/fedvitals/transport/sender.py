@@ -49,9 +49,9 @@ CLIENT_EVENTS = frozenset((
 SERVER_EVENTS = frozenset((
     "aggregation.failed", "client.answered_late", "client.busy", "client.clock", "client.dropped_out",
     "client.joined", "client.left", "client.unserved", "cohort", "data.new", "edge.failed", "groups", "initialisation",
-    "initialisation.zero", "round.failed", "round.unclosed", "season", "sink.lost",
+    "initialisation.zero", "round.failed", "round.unclosed", "season", "secure_aggregation.failed", "sink.lost",
     "telemetry.lost", "telemetry.refused", "telemetry.thinned", "update.late", "update.left_out", "update.lost",
-    "update.refused", "updates.approximate",
+    "update.refused", "updates.approximate", "updates.transformed",
 ))  # fmt: skip
 LEVELS = ("debug", "info", "warning", "error", "critical")
 ID_CHARACTERS = 64  # of a Span's or sketch's ids: a payload holds a repeated text once, a store with each record

@@ -117,10 +117,12 @@ class JourneyPlanner:
 
     def upload_bytes(self) -> int:
         """Return the bytes of an encoded update."""
-        compression, layout = self._site.experiment.compression, self._site.layout
-        if compression is None:
+        e, layout = self._site.experiment, self._site.layout
+        if e.secure_aggregation is not None:
+            return e.secure_aggregation.message_bytes(layout.size)
+        if e.compression is None:
             return self.bytes
-        return update_bytes(compression, layout.size, layout.weights) + self._site.vector_bytes
+        return update_bytes(e.compression, layout.size, layout.weights) + self._site.vector_bytes
 
     def edge_seconds(self, sender: Node, receiver: Node) -> float | None:
         """Return the seconds of a model's transfer between an edge node and the server, or None if it takes no time."""
