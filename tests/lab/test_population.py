@@ -359,7 +359,9 @@ def test_a_handful_of_clients_learn_or_are_refused_with_the_reason(topology, cli
         ran += 1
         assert result.state.isfinite().all()
         assert [event for event in listener.events if event[1] in TROUBLE] == []
-    assert [words for words in refusals if not re.search("needs at least|must be|would have no|is for clients that", words)] == []
+    assert [
+        words for words in refusals if not re.search("needs at least|must be|would have no|is for clients that", words)
+    ] == []
     settings = {lab.Hierarchical: {"edges": min(2, clients)}, lab.Asynchronous: {"buffer": min(2, clients)}}
     smaller = topology(**settings.get(topology, {}))  # with edges and a buffer that suit them, all do
     e = experiment(clients=clients, rounds=1, topology=smaller, network=NETWORK, test_share=0)
