@@ -12,6 +12,7 @@ from fedvitals.lab.corrections import ActiveCorrections, client_rate
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.faults import table as fault_table
 from fedvitals.lab.federation import ServerState
+from fedvitals.lab.stacked.executor import stacking_obstacle
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.protocols import NullObserver
 from fedvitals.records import Action, Where
@@ -226,3 +227,14 @@ schedule = {kind = "restarts", rounds = 4, growth = 2, warmup = 2}
 def test_impossible_settings_are_refused(text, words):
     with pytest.raises(ConfigError, match=words):
         lab.read(f"[local]\n{text}")
+
+
+def test_mini_batches_that_weigh_differently_are_not_stacked():
+    """The mean of weighted means is not that of one large batch."""
+    local, weighted = lab.Local(iterations=1, batch=4, accumulate=2), lab.cross_entropy(class_weights="balanced")
+    tokens = {"dataset": lab.text(packages=3, package_bytes=4000), "model": lab.gpt(width=8, layers=1)}
+    for fields in ({}, {"loss": weighted}, tokens):
+        assert stacking_obstacle(Site.of(experiment(**fields))) is None
+    assert stacking_obstacle(Site.of(experiment(local=local))) is None
+    for fields in ({"loss": weighted}, tokens):
+        assert "Accumulated batches" in stacking_obstacle(Site.of(experiment(**fields, local=local)))

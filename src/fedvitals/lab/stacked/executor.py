@@ -46,8 +46,9 @@ def stacking_obstacle(site: Site) -> str | None:
         return f"The loss '{kind}' cannot be stacked (it compares samples or models, or the model answers a tuple)"
     if getattr(loss, "mixup", 0):
         return "Mixup cannot be stacked (it draws random numbers for each client)"
-    if e.local.accumulate > 1 and getattr(loss, "class_weights", None) is not None:
-        return "Accumulated batches with class weights cannot be stacked (each has a mean of its own)"
+    weighted = getattr(loss, "class_weights", None) is not None or site.dataset.targets == "tokens"
+    if e.local.accumulate > 1 and weighted:
+        return "Accumulated batches of tokens or with class weights cannot be stacked (each has a mean of its own)"
     return None
 
 
