@@ -190,18 +190,9 @@ MEASURES: tuple[Measure, ...] = (
         needs="at least two clients in the round",
     ),
     Measure(
-        "update.cosine_previous",
-        "1",
-        "Cosine to this client's previous update.",
-        needs="a second round of the same client",
+        "update.cosine_previous", "1", "Cosine to this client's previous update.", needs="a second round of the client"
     ),
-    Measure(
-        "update.zero",
-        "0/1",
-        "1 if the update is exactly zero; absent otherwise.",
-        needs=_MODEL,
-        rare=True,
-    ),
+    Measure("update.zero", "0/1", "1 if the update is exactly zero; absent otherwise.", needs=_MODEL, rare=True),
     Measure(
         "update.nonfinite",
         "values",
@@ -229,6 +220,14 @@ MEASURES: tuple[Measure, ...] = (
         "samples",
         "How many samples the client says it trained on, as the aggregation weighs it.",
         needs="the lab, or `monitor.log`",
+        rare=True,
+    ),
+    Measure(
+        "privacy.epsilon",
+        "1",
+        "Privacy spent so far, at the experiment's δ: of all that the client has sent; of a round: the run's largest.",
+        level=0,
+        needs="the lab, with `privacy`",
         rare=True,
     ),
     Measure(
@@ -398,6 +397,7 @@ HOSTS = (
     "loss",
     "local.accuracy",
     "local.loss",
+    "privacy.epsilon",
     "time.client_virtual",
     "time.clock_error",
     "time.compute_virtual",

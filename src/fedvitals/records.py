@@ -105,13 +105,26 @@ def natural(name: str) -> tuple[object, ...]:
     return (*parts, name)
 
 
+def printable(text: str) -> str:
+    """Return a name with each character that cannot be shown (tab, no-break space, joiner) as its escape: `\\u200d`."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One row of a layer table: a parameter, a buffer or a module's output."""
+    """One row of a layer table: a parameter, a buffer or a module's output. Its name and type are `printable`."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+
+    def __post_init__(self) -> None:
+        # Here, and not where names are shown: both ends of the wire must compute the same digest of a table.
+        if not (self.name.isprintable() and self.dtype.isprintable()):
+            object.__setattr__(self, "name", printable(self.name))
+            object.__setattr__(self, "dtype", printable(self.dtype))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,12 @@ import pytest
 from fedvitals.cli.main import main
 from fedvitals.errors import ConfigError
 from fedvitals.records import Finding, Metric, Run, Where
+from fedvitals.sinks.alerts.channels import DeliveryError
 from fedvitals.sinks.alerts.config import load
+from fedvitals.sinks.alerts.message import Message
 from fedvitals.sinks.alerts.sink import Alerts, Command, Email, File, Webhook
 from fedvitals.store import open_store
-from support.alert_servers import HttpServer, running, unused_port
+from support.alert_servers import HttpServer, certificate, running, unused_port
 from support.paths import ROOT
 
 RULE = '[[rules]]\nwhen = "loss > 3"\n'
@@ -182,6 +184,30 @@ def test_alerts_test_says_who_took_it(tmp_path, capsys):
     assert "this is a test" in server.bodies[0]["text"]
     code, _, err = called(capsys, "test", "--config", tmp_path / "none.toml")
     assert (code, "There is no file" in err) == (2, True)
+
+
+@pytest.mark.parametrize("kind", ['webhook"\nurl = "https://x', 'email"\nhost = "x"\nto = ["a@b.c"]\nfrom = "a@b.c'])
+def test_a_wrong_file_of_certificates_is_told_before_anything_is_sent(tmp_path, capsys, kind):
+    path = tmp_path / "alerts.toml"
+    (tmp_path / "empty.pem").write_text("no certificate")
+    for ca, why in (("none.pem", "No such file"), ("empty.pem", "it holds no certificate"), (".", "")):
+        path.write_text(f'[channels.up]\nkind = "{kind}"\nca = "{tmp_path / ca}"\n{RULE}')
+        code, _, err = called(capsys, "test", "--config", path)
+        assert code == 2
+        assert "`ca` of alert channel 'up' is no file with certificates" in err
+        assert why in err
+        assert "leave out `ca`" in err
+        assert "Traceback" not in err
+
+
+def test_certificates_that_vanish_while_it_trains_are_a_delivery_to_try_again(tmp_path):
+    file = Path(certificate(tmp_path)[0])
+    channels = (Webhook("https://127.0.0.1:1/", ca=str(file)), Email("127.0.0.1", "a@b.c", ("a@b.c",), ca=str(file)))
+    file.unlink()
+    for channel in channels:
+        with pytest.raises(DeliveryError, match="the certificates of `ca` cannot be read") as error:
+            channel.send(Message((), test="x"))
+        assert error.value.outcome == "later"
 
 
 def test_alerts_check_says_what_would_have_been_sent(tmp_path, capsys):

@@ -176,8 +176,29 @@ def test_records_lost_are_told_in_the_store_and_nobody_gives_an_all_clear(tmp_pa
 
 
 @pytest.mark.thorough
+def test_a_store_that_could_not_be_written_gets_later_what_waited(tmp_path, monkeypatch):
+    path = tmp_path / "runs.db"
+    tiny_run(path, strict=True)
+    monitor = train(path, rounds=2, detectors=[quiet])
+    monitor.flush()
+    monkeypatch.setattr("fedvitals.store.sqlite.SqliteStore.write", _refuse)
+    with monitor.round(2, mlp()), monitor.client("c0", mlp()):
+        pass
+    monitor.close()
+    monkeypatch.undo()
+    assert monitor.lost == 0
+    with open_reader(path) as reader:
+        assert "wait beside the store" in gaps_of(reader, monitor.run.id)[-1]
+    tiny_run(path, strict=True)  # takes back what waited
+    with open_reader(path) as reader:
+        assert gaps_of(reader, monitor.run.id) == ()
+        assert 2 in queries.attendance(reader, monitor.run.id, ["c0"])["c0"]
+
+
+@pytest.mark.thorough
 def test_a_store_that_could_not_be_written_tells_later_what_was_lost(tmp_path, monkeypatch):
     path = tmp_path / "runs.db"
+    monkeypatch.setattr("fedvitals.transport.queue.BULK_BYTES", -1)  # no room on the disk
     tiny_run(path, strict=True)
     monitor = train(path, rounds=2, detectors=[quiet])
     monitor.flush()

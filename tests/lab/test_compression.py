@@ -22,6 +22,7 @@ from fedvitals.lab.compression import (
     PayloadError,
     Plain,
     Pruning,
+    Sign,
     TopK,
     send_update,
     update_bytes,
@@ -29,7 +30,19 @@ from fedvitals.lab.compression import (
 
 pytestmark = pytest.mark.thorough  # CI runs it; `scripts/test --fast` does not
 
-ALL = [Plain(), FP16(), TopK(0.1), TopK(0.01), TopK(1.0), Int8(), Int8(block=3), Pruning(0.5), Pruning(0.0)]
+ALL = [
+    Plain(),
+    FP16(),
+    TopK(0.1),
+    TopK(0.01),
+    TopK(1.0),
+    Int8(),
+    Int8(block=3),
+    Sign(),
+    Sign(block=3),
+    Pruning(0.5),
+    Pruning(0.0),
+]
 HEAD, SPARSE_HEAD = 5, 10
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -120,6 +133,59 @@ def test_int8_by_hand():
     np.testing.assert_array_equal(passed(Int8(), values), [127, -127, 0, 1, math.nan, math.nan])
 
 
+@pytest.mark.parametrize("block", [1, 7, 1024])
+@given(values=vectors(finite))
+def test_sign_keeps_signs_and_the_mean_magnitude_of_each_block(block, values):
+    got = passed(Sign(block), values)
+    for begin in range(0, len(values), block):
+        here, there = values[begin : begin + block].astype(np.float64), got[begin : begin + block]
+        mean = np.float32(math.fsum(np.abs(here)) / len(here))
+        np.testing.assert_allclose(there, np.where(here < 0, -mean, mean), rtol=1e-6)
+    assert len(Sign(block).encode(values)) == HEAD + 4 * math.ceil(len(values) / block) + math.ceil(len(values) / 8)
+
+
+def test_sign_by_hand():
+    values = np.array([3, -1, 0, 4, -2, -6, math.nan, 1], np.float32)
+    np.testing.assert_array_equal(passed(Sign(block=4), values), [2, -2, 2, 2, *[math.nan] * 4])
+    np.testing.assert_array_equal(passed(Sign(block=4), values[:6]), [2, -2, 2, 2, -4, -4])  # a last block of two
+    assert Sign(block=4).encode(values[:4])[HEAD:] == np.float32(2).tobytes() + bytes([0b01000000])
+
+
+@pytest.mark.parametrize("kind", [FP16, lambda **k: TopK(0.1, **k), Int8, Sign])
+def test_with_error_feedback_what_arrived_and_the_residual_are_what_was_trained(kind):
+    """Over 30 rounds, in float64 beside it: sum of decoded changes + residual = sum of true changes."""
+    compression, stream = kind(error_feedback=True), torch.Generator().manual_seed(5)
+    true, arrived, residual = torch.zeros(300).double(), torch.zeros(300).double(), None
+    for _ in range(30):
+        start = torch.zeros(301)
+        state = torch.randn(301, generator=stream)
+        message = send_update(compression, state, start, 300, residual=residual)
+        residual = message.residual
+        assert message.state[300] == state[300]  # a buffer
+        true, arrived = true + state[:300].double(), arrived + message.state[:300].double()
+    torch.testing.assert_close(arrived + residual.double(), true, atol=2e-5, rtol=0)
+    without = send_update(kind(), state, start, 300)
+    assert without.residual is None
+    assert without.bytes == message.bytes
+
+
+def test_error_feedback_by_hand():
+    """TopK of one in two: what was left out in one round is sent in the next, before what is smaller."""
+    compression, start = TopK(0.5, error_feedback=True), torch.tensor([1.0, 1.0])
+    first = send_update(compression, torch.tensor([4.0, 3.0]), start, 2)
+    assert first.state.tolist() == [4.0, 1.0]
+    assert first.residual.tolist() == [0.0, 2.0]
+    second = send_update(compression, torch.tensor([4.0, 3.0]), start, 2, residual=first.residual)
+    assert second.state.tolist() == [1.0, 5.0]
+    assert second.residual.tolist() == [3.0, 0.0]
+
+
+def test_what_is_not_finite_does_not_stay_in_the_residual():
+    state = torch.tensor([math.nan, math.inf, -2.0, 1.0])
+    message = send_update(TopK(0.25, error_feedback=True), state, torch.zeros(4), 4)
+    assert message.residual.tolist() == [0.0, 0.0, -2.0, 1.0]
+
+
 def test_pruning_takes_small_weights_out_of_the_state_not_of_the_difference():
     start = torch.tensor([5.0, 0.1, -3.0, 0.2, 7.0])
     state = torch.tensor([5.1, 0.9, -3.1, 0.3, 8.0])
@@ -145,12 +211,17 @@ def test_a_state_that_does_not_fit_goes_as_it_is(compression):
 def test_what_each_kind_takes_of_a_real_model():
     state = torch.randn(118_507, generator=torch.Generator().manual_seed(3))
     shares = {
-        repr(one): send_update(one, state, torch.zeros_like(state), len(state)).bytes / (4 * len(state)) for one in ALL
+        repr(one).replace(", error_feedback=False", "").replace("error_feedback=False", ""): send_update(
+            one, state, torch.zeros_like(state), len(state)
+        ).bytes
+        / (4 * len(state))
+        for one in ALL
     }
     assert shares["TopK(share=0.01)"] == pytest.approx(0.02, rel=1e-3)  # 4 + 4 bytes for each hundredth value
     assert shares["TopK(share=0.1)"] == pytest.approx(0.1 + 1 / 32, rel=1e-3)  # a bitmap is less
     assert shares["FP16()"] == pytest.approx(0.5, rel=1e-3)
     assert shares["Int8(block=256)"] == pytest.approx(0.25 + 1 / 256, rel=1e-3)
+    assert shares["Sign(block=1024)"] == pytest.approx((1 + 32 / 1024) / 32, rel=1e-3)
     assert shares["Pruning(share=0.5)"] == pytest.approx(0.5 + 1 / 32, rel=1e-3)
 
 
@@ -175,7 +246,15 @@ def test_a_payload_of_another_kind_is_named():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: TopK(0), lambda: TopK(1.1), lambda: Pruning(1), lambda: Pruning(-0.1), lambda: Int8(block=0)]
+    "make",
+    [
+        lambda: TopK(0),
+        lambda: TopK(1.1),
+        lambda: Pruning(1),
+        lambda: Pruning(-0.1),
+        lambda: Int8(block=0),
+        lambda: Sign(block=0),
+    ],
 )
 def test_impossible_settings_are_refused(make):
     with pytest.raises(ConfigError, match="cannot be"):
@@ -189,4 +268,4 @@ def test_a_description_survives_being_written_down(compression):
 
 def test_the_kinds_are_called_as_in_the_documents():
     kinds = [msgspec.json.decode(msgspec.json.encode(one()))["kind"] for one in COMPRESSIONS]
-    assert kinds == ["plain", "fp16", "top_k", "int8", "pruning"]
+    assert kinds == ["plain", "fp16", "top_k", "int8", "sign", "pruning"]

@@ -14,6 +14,7 @@ from fedvitals.errors import ConfigError
 from fedvitals.lab.engines.engine import Engine
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.engines.tasks import Task
+from fedvitals.lab.topologies.exchanges import average, pass_to_next
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.protocols import NullObserver
 from fedvitals.testing import MemorySink
@@ -28,6 +29,11 @@ SETTINGS = {
     "clipped as a whole": lab.Local(iterations=4, batch=8, clip=lab.Clip(0.1, "whole")),
     "clipped by value": lab.Local(iterations=4, batch=8, clip=lab.Clip(0.01, "value")),
     "proximal": lab.Local(iterations=4, batch=8, proximal=0.5),
+    "weight decay": lab.Local(iterations=4, batch=8, optimizer=lab.sgd(0.05, 0.9, weight_decay=0.1)),
+    "adam, weight decay": lab.Local(iterations=4, batch=8, optimizer=lab.adam(weight_decay=0.1)),
+    "plain_sgd": lab.Local(iterations=4, batch=8, optimizer=lab.plain_sgd()),
+    "accumulated, scheduled": lab.Local(iterations=4, batch=4, accumulate=3, schedule=lab.warmup(1)),
+    "three epochs": lab.Local(epochs=3, batch=8),
     "epochs": lab.Local(epochs=1, batch=8),  # clients of different sizes take different numbers of steps
 }
 
@@ -48,6 +54,23 @@ def test_engines_agree(name, topology):
     assert (states[0] - start.layout.flat(start.module)).abs().max() > 1e-3  # it did learn
     for other in states[1:]:
         torch.testing.assert_close(other, states[0], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("exchange", [average, pass_to_next])
+def test_a_group_that_is_done_exchanges_no_more_while_others_train(exchange):
+    """Every client's own state, not only their mean, is that of the twin."""
+    e = experiment(local=lab.Local(epochs=2, batch=8), partition=lab.quantity_skew())
+    site = Site.of(e)
+    start = site.layout.flat(site.module)
+    tasks = [Task(0, nodes, start, exchange=exchange) for nodes in (("c0", "c4", "c1"), ("c5", "c3", "c2"))]
+
+    def states(name):
+        with Engine(site, name, workers=1) as engine:
+            return {u.node: u.state.clone() for batch in engine.train(tasks, NullObserver()) for u in batch}
+
+    steps = [max(e.local.steps(site.samples(node)) for node in task.nodes) for task in tasks]
+    assert steps[0] != steps[1]
+    torch.testing.assert_close(states("stacked"), states("sequential"), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("model", ["cnn", "paper_cnn", "logistic", "lstm"])

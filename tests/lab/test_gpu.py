@@ -18,9 +18,12 @@ from support.device_cases import CASES, TOPOLOGIES, Doctor, experiment
 pytestmark = pytest.mark.gpu
 
 # What is only there after some rounds; of all others one round is compared.
-LATER = {"clustered", "one cluster", "asynchronous", "fault stale_update", "fault free_rider"}
+LATER = {"clustered", "one cluster", "asynchronous", "population", "fault stale_update", "fault free_rider"}
+LATER |= {"aggregator scaffold", "aggregator feddyn", "scaffold, half of the clients", "feddyn, momentum, clipped"}
+ONE_BIT = {"compression sign", "aggregator majority_vote"}  # where rounding near 0 turns a whole step round
 TWICE = [*TOPOLOGIES, "adam", "epochs", "images", "images, edges", "aggregator median", "aggregator multi_krum"]
-TWICE += ["aggregator fedadam", "fault gaussian", "fault label_noise", "compression top_k"]
+TWICE += ["population", "aggregator scaffold", "weight decay", "aggregator fedadam", "fault gaussian"]
+TWICE += ["fault label_noise", "compression top_k", "error feedback", "client_dp", "central_dp", "secure aggregation"]
 
 
 def on_gpu(e, observer=None, **more):
@@ -39,7 +42,10 @@ def test_it_gives_what_the_cpu_gives(name):
     e = experiment(name, rounds=3 if name in LATER else 1)
     found = on_gpu(e)
     expected = lab.run(e, engine="sequential")
-    alike(found.state, expected.state)
+    if name in ONE_BIT:
+        assert float(((found.state - expected.state).abs() > 2e-5).double().mean()) < 0.01
+    else:
+        alike(found.state, expected.state)
     assert {*found.rounds[-1].losses} == {*expected.rounds[-1].losses}
     for node, losses in found.rounds[-1].losses.items():
         alike(losses, expected.rounds[-1].losses[node], rtol=1e-3)

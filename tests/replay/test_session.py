@@ -365,3 +365,24 @@ def test_a_live_run_is_held_looked_at_and_let_go(tmp_path):
     finally:
         running.kill()
         running.wait()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", ["stacked", "sequential"])
+def test_steps_are_exact_where_clients_remember_and_accumulate(tmp_path, engine):
+    """A step's samples are those of all its mini-batches, and its gradients the shifted ones."""
+    local = lab.Local(iterations=3, batch=4, accumulate=2, optimizer=lab.SGD(0.1))
+    store = record(tmp_path, engine=engine, rounds=3, faults=(), aggregator="scaffold", local=local)
+    with fv.open_replay("rewound", store) as session:
+        found = session.states.trace(2, "c1")
+        assert found.exact
+        assert [len(found.batch(step.number)[1]) for step in found.steps] == [8, 8, 8]
+        for step, after in zip(found.steps, found.steps[1:], strict=False):
+            for name, weight in step.weights.items():
+                torch.testing.assert_close(weight - 0.1 * step.gradients[name], after.weights[name])
+
+
+def test_steps_without_an_optimiser_cannot_be_watched(tmp_path):
+    store = record(tmp_path, engine="sequential", rounds=2, faults=(), local=lab.Local(optimizer=lab.plain_sgd()))
+    with fv.open_replay("rewound", store) as session, pytest.raises(ConfigError, match="without an optimiser"):
+        session.states.trace(1, "c1")

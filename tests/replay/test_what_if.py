@@ -175,6 +175,15 @@ def test_clip_weight_rates_and_aggregator_change_the_model(whole: tuple[str, Pla
     assert "first order" in reaggregate(whole[1], 2, 2, parse("learning_rate / 2")).note
 
 
+@pytest.mark.parametrize("aggregator", ["scaffold", "feddyn", "fednova"])
+def test_rules_that_need_training_are_forked(aggregator: str, tmp_path: Path) -> None:
+    """A what-if of recorded updates is refused; a fork that changes nothing gives the same model."""
+    store, player = record(tmp_path, fv.Tape(), rounds=4, aggregator=aggregator)
+    with pytest.raises(ConfigError, match="needs more of clients"):
+        reaggregate(player, 1, 2, parse("drop c2"))
+    assert set(fork(player, 2, parse("nothing"), store=store).differences().values()) == {0.0}
+
+
 def test_what_cannot_be_known_without_training_is_refused(whole: tuple[str, Player], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a fork does"):
         reaggregate(whole[1], 2, 3, parse("no faults"))
@@ -182,6 +191,8 @@ def test_what_cannot_be_known_without_training_is_refused(whole: tuple[str, Play
         reaggregate(whole[1], 2, 3, parse("drop c9"))
     with pytest.raises(ConfigError, match="leave somebody in"):
         reaggregate(whole[1], 2, 3, parse("drop c0 c1 c2 c3 c4 c5"))
+    with pytest.raises(ConfigError, match="needs more of clients"):
+        reaggregate(whole[1], 2, 3, parse("aggregator fednova"))
     _, player = record(tmp_path, fv.Tape(), topology=lab.Hierarchical(edges=2), rounds=3)
     with pytest.raises(ConfigError, match="exchanged models with"):
         reaggregate(player, 1, 2, parse("drop c2"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Something else in the place of a store's lock file: it is left alone, nobody waits for it, and the loss is told."""
+"""Something else in the place of a store's lock file: it is left alone, nobody waits for it, and the records wait."""
 
 import os
 
@@ -7,6 +7,7 @@ import pytest
 
 import fedvitals as fv
 from fedvitals.store.lock import note_of, writer_of
+from fedvitals.transport.spill import waiting_runs
 
 
 @pytest.mark.thorough
@@ -33,7 +34,8 @@ def test_a_foreign_file_in_the_place_of_the_lock_is_not_written(kind, running, t
         monitor.log({"a": 1.0})
     assert not monitor.flush()
     monitor.close()
-    assert monitor.lost
+    assert not monitor.lost
+    assert waiting_runs(tmp_path / "runs.db.d") == {monitor.run.id}
     assert (lock if kind == "moved file" else foreign).read_text() == content
 
 
@@ -46,6 +48,7 @@ def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(name, tmp_path):
         monitor.log({"a": 1.0})
     assert not monitor.flush()
     monitor.close()
-    assert monitor.lost
+    assert not monitor.lost
+    assert waiting_runs(tmp_path / "runs.db.d") == {monitor.run.id}
     assert writer_of(tmp_path / "runs.db") is None
     assert note_of(tmp_path / "runs.db") is None

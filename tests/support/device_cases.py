@@ -60,6 +60,18 @@ TRAININGS = {
     "proximal, clipped": {"local": lab.Local(iterations=3, batch=4, proximal=0.5, clip=lab.Clip(0.2, "whole"))},
     "clipped by tensor": {"local": lab.Local(iterations=3, batch=4, clip=lab.Clip(0.1))},
     "epochs": {"local": lab.Local(epochs=1, batch=4), "partition": lab.QuantitySkew(sigma=0.7)},
+    "weight decay": {"local": lab.Local(iterations=3, batch=4, optimizer=lab.sgd(0.05, 0.9, weight_decay=0.1))},
+    "adam, weight decay": {"local": lab.Local(iterations=3, batch=4, optimizer=lab.adam(weight_decay=0.1))},
+    "plain_sgd, accumulated": {
+        "local": lab.Local(iterations=3, batch=2, accumulate=3, optimizer=lab.plain_sgd(), schedule=lab.steps(1))
+    },
+    "feddyn, momentum, clipped": {
+        "aggregator": lab.feddyn(alpha=0.5),
+        "local": lab.Local(epochs=1, batch=4, optimizer=lab.sgd(0.05, 0.9), clip=lab.Clip(0.2)),
+        "partition": lab.QuantitySkew(sigma=0.7),
+        "rounds": 3,
+    },
+    "scaffold, half of the clients": {"aggregator": "scaffold", "participation": 0.5, "rounds": 4},
     "half of the clients": {"participation": 0.5},
     "drop-out": {"network": lab.Network(links="4g", devices="phone", availability=0.6, spread=1.0, over_selection=1.3)},
     "images": {"dataset": images(), "model": lab.CNN(channels=(4, 6))},
@@ -80,6 +92,15 @@ ADAPTED = {
         "parameters": lab.Parameters(adapters=lab.lora(rank=4, ranks={"c0": 2}, aggregation="rank_partitioned"))
     },
     "bottleneck": {"parameters": lab.Parameters(adapters=lab.bottleneck(3))},
+}
+CHANGES = [lab.new_data(nodes=["c1", "c2"], since=1, alpha=0.2), lab.season(period=2, brightness=0.4, labels=0.9)]
+POPULATIONS = {
+    "permuted labels": {"partition": lab.PermutedLabels(groups=2)},
+    "population": {
+        "population": lab.Population(joins={"c3": 1}, leaves={"c4": 2}, changes=CHANGES),
+        "local": lab.Local(epochs=1, batch=4),
+        "rounds": 3,
+    },
 }
 FAULTY = {
     f"fault {kind_of(kind.__name__)}": {"faults": [fault(kind)], "rounds": 3}
@@ -104,10 +125,15 @@ FAULTY |= {
 CASES: dict[str, dict] = {
     **TOPOLOGIES,
     **TRAININGS,
+    **POPULATIONS,
     **ADAPTED,
     **_named(AGGREGATORS, "aggregator"),
     "aggregator norm_clipping, known": {"aggregator": lab.norm_clipping(norm=0.05)},
     **_named(COMPRESSIONS, "compression"),
+    "error feedback": {"compression": lab.int8(error_feedback=True)},
+    "client_dp": {"privacy": lab.client_dp(clip=0.1, noise=0.0)},  # no noise, no ε: the accountant is an extra
+    "central_dp": {"privacy": lab.central_dp(clip=0.1, noise=0.0)},
+    "secure aggregation": {"secure_aggregation": lab.SecureAggregation()},
     **FAULTY,
 }
 

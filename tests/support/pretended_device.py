@@ -136,9 +136,10 @@ class PretendedEngine:
         assert isinstance(state, DeviceTensor)
         return self._engine.evaluate(here(state))
 
-    def evaluate_locally(self, states: dict[str, Tensor], own: Any = None) -> tuple[Tensor, Tensor]:
+    def evaluate_locally(self, states: dict[str, Tensor], round_index: int, homes: Any = None) -> tuple[Tensor, Tensor]:
         assert all(isinstance(state, DeviceTensor) for state in states.values())
-        return self._engine.evaluate_locally({node: here(state) for node, state in states.items()}, own)
+        states = {node: here(state) for node, state in states.items()}
+        return self._engine.evaluate_locally(states, round_index, homes)
 
     def optimizers(self) -> dict[str, Tensor]:
         return {name: away(tensor) for name, tensor in self._engine.optimizers().items()}

@@ -373,8 +373,8 @@ class StoreContract(ABC):
         assert history.nodes() == [name]
         assert history.latest(name, 1) == {name: 1.0}
         assert list(history.events(name)) == [records[2]]
-        assert history.layers("gradient") == (name,)
-        assert history.matrix("gradient", "count", name)[2].tolist() == [[50.0]]
+        assert history.layers("gradient") == table.names
+        assert history.matrix("gradient", "count", table.names[0])[2].tolist() == [[50.0]]
 
     def test_what_is_no_record_is_refused_and_nothing_of_its_batch_kept(self, store):
         with pytest.raises(RecordError, match=r"takes records.*got str"):

@@ -42,7 +42,7 @@ CLAIM = {
         "memory.batch", "memory.buffers", "memory.cuda_allocated", "memory.cuda_reserved", "memory.gradients",
         "memory.growth", "memory.kept", "memory.limit", "memory.model", "memory.optimizer", "memory.peak",
         "memory.resident", "memory.telemetry", "memory.tensors", "monitor.cost", "monitor.lost", "monitor.thinned",
-        "process.cpu",
+        "privacy.epsilon", "process.cpu",
         "process.resident", "steps", "steps.skipped", "time.aggregate", "time.client", "time.client_virtual",
         "time.clock_error", "time.compute_virtual", "time.cpu", "time.critical", "time.data", "time.download",
         "time.evaluate", "time.queue", "time.reply", "time.round", "time.round_virtual", "time.start", "time.step",

@@ -14,7 +14,7 @@ import pytest
 from fedvitals.errors import FedvitalsError, RecordError
 from fedvitals.transport import queue as queue_module
 from fedvitals.transport.queue import Queue
-from fedvitals.transport.spill import drain_spill
+from fedvitals.transport.spill import drain_spill, waiting_runs
 from support.sinks import Hanging, Keeping, ending_queues, error, metric
 from support.waiting import PATIENCE, wait_until
 
@@ -104,17 +104,47 @@ def test_poisonous_records_are_left_out_and_the_others_written(make_queue, caplo
     assert len(caplog.records) == 1
 
 
-def test_at_close_important_records_are_left_for_the_next_process(make_queue, quick, tmp_path):
+def test_at_close_what_the_sink_did_not_take_is_left_for_the_next_process(make_queue, quick, tmp_path):
     queue = make_queue(Keeping(OSError("down")), spill=tmp_path)
     queue.put_many([error(1), metric(1), metric(2), error(2)])
     wait_until(lambda: queue._failures)
     queue.put_many([error(3), metric(3)])
     queue.close(timeout=PATIENCE)
     assert not queue._thread.is_alive()
-    assert queue.lost == {"sink failed": 3}
+    assert queue.lost == {}
+    assert waiting_runs(tmp_path) == {"run"}
     assert list(drain_spill(tmp_path, sink="another")) == []
     assert list(drain_spill(tmp_path, sink="keeping")) == [error(1), error(2), error(3)]
+    assert list(drain_spill(tmp_path)) == [metric(1), metric(2), metric(3)]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failing_sink_costs_no_bulk_that_the_disk_has_room_for(make_queue, quick, tmp_path):
+    sink = Keeping(OSError("down"))
+    queue = make_queue(sink, spill=tmp_path, bulk=4000)
+    for first in range(0, 20_000, 400):
+        queue.put_many(metric(i) for i in range(first, first + 400))
+        wait_until(lambda: queue._bulk_room < 1000)
+    assert queue.pending == 20_000
+    sink.trouble = None
+    assert queue.flush() is True
+    assert [record.value for record in sink.records] == list(range(20_000))
+    queue.put(metric(20_000))
+    queue.close(timeout=PATIENCE)
+    assert len(sink.records) == 20_001
+    assert (queue.lost, queue.thinned.detail, list(tmp_path.iterdir())) == ({}, 0, [])
+
+
+def test_bulk_beyond_the_bound_of_the_file_is_lost_and_counted(make_queue, quick, tmp_path, monkeypatch):
+    monkeypatch.setattr(queue_module, "BULK_BYTES", 10_000)
+    queue = make_queue(Keeping(OSError("down")), spill=tmp_path, bulk=4000)
+    for first in range(0, 40_000, 400):
+        queue.put_many(metric(i) for i in range(first, first + 400))
+        time.sleep(0.002)
+    queue.close(timeout=PATIENCE)
+    spilled = list(drain_spill(tmp_path))
+    assert 0 < len(spilled) < 40_000
+    assert len(spilled) + sum(queue.lost.values()) == 40_000
 
 
 def test_strict_flush_and_close_raise_what_the_worker_met(make_queue):

@@ -390,3 +390,22 @@ def test_failures_are_found_in_the_events(tmp_path):
         store.write([RUN, *told])
         with open_reader(tmp_path / "runs.db") as reader:
             assert failures_by_client(reader, "r-1") == {"c3": [("client.failed", 2)], "c1": [("update.lost", 4)]}
+
+
+def test_a_metric_that_nobody_asks_for_takes_no_memory_with_each_round(tmp_path, monkeypatch):
+    """Read once, or ahead, it must not grow while the run is watched; whoever asks for it later gets all of it."""
+    monkeypatch.setattr("fedvitals.views.matrix.WAITING", 50)
+    clients, matrices = [f"c{i}" for i in range(4)], Matrices()
+    with SqliteStore(tmp_path / "runs.db") as store:
+        for number in range(60):
+            at = [Where("r-1", number, client) for client in clients]
+            store.write([Metric(where, 0.0, name, float(number)) for where in at for name in ("loss", "steps")])
+            with open_reader(tmp_path / "runs.db") as reader:
+                if number == 0:
+                    matrices.matrix(reader, "r-1", "steps")
+                assert matrices.matrix(reader, "r-1", "loss").rounds == tuple(range(number + 1))
+            waiting = matrices._runs["r-1"].waiting.values()
+            assert sum(len(news) for parts in waiting for news in parts) <= 50
+        with open_reader(tmp_path / "runs.db") as reader:
+            assert not matrices.holds(reader, "r-1", "steps")
+            assert matrices.matrix(reader, "r-1", "steps").rounds == tuple(range(60))

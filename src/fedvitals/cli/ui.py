@@ -25,27 +25,44 @@ from fedvitals.errors import MissingExtraError
     show_default=True,
     help="Address to listen on; with another than this machine's own, reading needs the printed token, too.",
 )
+@click.option("--root-path", default="", metavar="PATH", help="Path that a reverse proxy has for it, like /fedvitals.")
+@click.option(
+    "--allow-host",
+    multiple=True,
+    metavar="NAME",
+    help="Name that a reverse proxy shows it by; reading then needs the printed token, too. May be given often.",
+)
 @click.option("--demo", is_flag=True, help="Show a stored example; nothing is trained.")
 @click.option("--no-open", is_flag=True, help="Do not open a browser.")
 @store_option
-def command(run: str | None, port: int | None, host: str, demo: bool, no_open: bool, store: str | None) -> None:
+def command(
+    run: str | None,
+    port: int | None,
+    host: str,
+    root_path: str,
+    allow_host: tuple[str, ...],
+    demo: bool,
+    no_open: bool,
+    store: str | None,
+) -> None:
     """Open the dashboard on a store: which run is ill, who, since when, why, and where the time went.
 
     RUN opens that run at once. Runs that are training move by themselves. Ctrl-C ends it; trainings do not notice.
     """
+    where: dict[str, Any] = {"host": host, "port": port, "root": root_path, "proxy_hosts": allow_host}
     if not demo:
-        show(store, run=run, host=host, port=port, open_browser=not no_open)
+        show(store, run=run, open_browser=not no_open, **where)
         return
     if store is not None:
         raise click.UsageError("--demo shows its own store; leave out --store.")
     from fedvitals.dashboard.example import unpack
 
     with tempfile.TemporaryDirectory(prefix="fedvitals-demo-") as folder:
-        show(str(unpack(Path(folder))), run=run, host=host, port=port, open_browser=not no_open)
+        show(str(unpack(Path(folder))), run=run, open_browser=not no_open, **where)
 
 
-def show(store: str | None, *, run: str | None = None, host: str, port: int | None, open_browser: bool) -> None:
-    """Serve until Ctrl-C, and print the address."""
+def show(store: str | None, *, run: str | None = None, open_browser: bool, **where: Any) -> None:
+    """Serve until Ctrl-C, and print the address. `where`: host, port, root and names, as `dashboard.server.serve`."""
     try:
         from fedvitals.dashboard.run_address import run_page
         from fedvitals.dashboard.server import serve
@@ -60,11 +77,14 @@ def show(store: str | None, *, run: str | None = None, host: str, port: int | No
         click.echo(f"fedvitals dashboard: {address.url}")
         if address.is_private:
             click.echo("The address holds the token, shown only now. Whoever has it may read, tag and delete.")
-            click.echo("It travels unencrypted: across networks that you do not trust, use a tunnel (ssh -L).")
+            if address.is_proxied:
+                click.echo("Behind the proxy, put its scheme and name in front: https://NAME/... , the rest stays.")
+            else:
+                click.echo("It travels unencrypted: across networks that you do not trust, use a tunnel (ssh -L).")
         else:
             click.echo("The address holds the token, which tagging, muting and deleting need. Reading here needs none.")
         click.echo("Ctrl-C ends it.")
 
     can_open = open_browser and (os.name != "posix" or any(os.environ.get(n) for n in ("DISPLAY", "WAYLAND_DISPLAY")))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that temporary folders are removed
-    serve(store, host=host, port=port, open_browser=can_open, path=path, ready=ready)
+    serve(store, open_browser=can_open, path=path, ready=ready, **where)

@@ -34,9 +34,14 @@ def create_app(
     token: str | None = None,
     private: bool = False,
     hosts: tuple[str, ...] = (),
+    proxy_hosts: tuple[str, ...] = (),
+    root: str = "",
     limits: Limits = Limits(),  # noqa: B008 - frozen
 ) -> FastAPI:
     """Build the app over a store. `hosts`: names that it may be called by, besides those of this machine itself.
+
+    `proxy_hosts`: names that a reverse proxy shows it by. `root`: the path that it has there, e.g. "/fedvitals";
+    requests may come with or without it.
 
     Only who has the `token` can change anything; without one, nobody can. `private`: nor can others read anything.
     """
@@ -66,9 +71,16 @@ def create_app(
     answer_failures(app)
     for name in ROUTES:
         app.include_router(importlib.import_module(f"fedvitals.dashboard.routes.{name}").router)
-    app.router.routes[:0] = files.routes()  # before all others: these are asked for most
-    app.router.routes += files.routes(last=True)
-    app.add_middleware(Guard, token=token or secrets.token_urlsafe(24), private=private, hosts=hosts)
+    app.router.routes[:0] = files.routes(root)  # before all others: these are asked for most
+    app.router.routes += files.routes(root, last=True)
+    app.add_middleware(
+        Guard,
+        token=token or secrets.token_urlsafe(24),
+        private=private,
+        hosts=hosts,
+        proxy_hosts=proxy_hosts,
+        root=root,
+    )
     return app
 
 

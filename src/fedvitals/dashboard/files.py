@@ -52,8 +52,9 @@ class File:
 class Files:
     """All files of a folder, each read once, and again when it was changed. Nothing else can be asked for."""
 
-    def __init__(self, folder: Path = STATIC) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path = STATIC, root: str = "") -> None:
+        """`root`: the path in front of all addresses, as a proxy gives it, e.g. "/fedvitals"."""
+        self._folder, self._root = folder, root
         self._files: dict[str, File] = {}
         self._pages: dict[str, File] = {}
 
@@ -68,10 +69,14 @@ class Files:
             state = status.st_mtime_ns, status.st_size
             known = self._files.get(name)
             if known is None or known.state != state:
-                known = self._files[name] = _file(path.read_bytes(), kind, state)
+                known = self._files[name] = _file(self._addressed(path.read_bytes(), kind), kind, state)
         except OSError:
             return None
         return known
+
+    def _addressed(self, body: bytes, kind: str) -> bytes:
+        """A page with its own addresses below the root. Scripts find the root by their own address (root.js)."""
+        return body.replace(b'"/static/', f'"{self._root}/static/'.encode()) if kind == TYPES[".html"] else body
 
     def page(self, view: str) -> File:
         """The one page of the dashboard, with the modules of a view announced."""
@@ -79,7 +84,7 @@ class Files:
         assert index is not None  # noqa: S101 - it is a part of the package
         names = self.modules("app.js", f"views/{view}.js")
         known = self._pages.get(view)
-        links = "".join(f'    <link rel="modulepreload" href="/static/{name}">\n' for name in names)
+        links = "".join(f'    <link rel="modulepreload" href="{self._root}/static/{name}">\n' for name in names)
         body = index.body.replace(b"  </head>", links.encode() + b"  </head>", 1)
         if known is None or known.body != body:
             known = self._pages[view] = _file(body, index.type, (0, len(body)))
@@ -127,12 +132,12 @@ def view_of(path: str) -> str:
     return ENTRIES.get(view, view) if len(parts) > 3 else view
 
 
-def routes(*, last: bool = False) -> list[Route]:
-    """Files and pages; `last`: what no other route knows.
+def routes(root: str = "", *, last: bool = False) -> list[Route]:
+    """Files and pages, with addresses below `root`; `last`: what no other route knows.
 
     Without threads: they are in memory, and a page asks for forty of them at once.
     """
-    files = Files()
+    files = Files(root=root)
 
     def named(name: str = "") -> Callable[[Request], Awaitable[Response]]:
         """The route of a file; without a name, of the one that the address names."""

@@ -8,6 +8,7 @@ never enough for that: browsers send the cookies of a host to all its ports, so 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from urllib.parse import urlsplit
 
 import msgspec
@@ -48,12 +49,25 @@ Refusal = tuple[int, str, str | None]
 class Guard:
     """Middleware in front of all routes."""
 
-    def __init__(self, app: ASGIApp, *, token: str, private: bool = False, hosts: tuple[str, ...] = ()) -> None:
-        """`private`: reading needs the token, too. Otherwise only requests to this machine or to `hosts` are served."""
-        self._app, self._private = app, private
-        self._tokens = Tokens(token)
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        token: str,
+        private: bool = False,
+        hosts: tuple[str, ...] = (),
+        proxy_hosts: tuple[str, ...] = (),
+        root: str = "",
+    ) -> None:
+        """Only requests to this machine, to `hosts` and to `proxy_hosts` are served, as `create_app` explains.
+
+        `private`: reading needs the token, too; without `proxy_hosts`, any name will then do.
+        """
+        self._app, self._private, self._root = app, private, root
+        self._tokens = Tokens(token, root)
         # Where all needs the token the name does not matter: a page from elsewhere has no cookie of ours to use.
-        self._hosts = None if private else {*LOOPBACK, *hosts}
+        self._hosts = None if private and not proxy_hosts else {*LOOPBACK, *hosts, *proxy_hosts}
+        self._proxy_hosts = frozenset(proxy_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":  # there is none here
@@ -70,6 +84,7 @@ class Guard:
                     headers.setdefault(name, value)
             await send(message)
 
+        scope = _below(self._root, scope)
         refused = self._refused(scope, Headers(scope=scope))
         if refused is not None:
             await failure(*refused, self._more(refused, scope))(scope, receive, with_headers)
@@ -92,7 +107,7 @@ class Guard:
         return (
             self._misnamed(headers)
             or _oversized(scope, headers)
-            or _foreign(scope, headers)
+            or _foreign(scope, headers, self._proxy_hosts)
             or self._unknown(scope, headers)
         )
 
@@ -101,7 +116,11 @@ class Guard:
         host = _host(headers.get("host", ""))
         if self._hosts is None or host in self._hosts:
             return None
-        return 403, f"This dashboard is not called '{host[:100]}'.", "Open it by the address that it printed."
+        return (
+            403,
+            f"This dashboard is not called '{host[:100]}'.",
+            "Open it by the address that it printed, or start it with --allow-host and this name.",
+        )
 
     def _unknown(self, scope: Scope, headers: Headers) -> Refusal | None:
         """Refuse who has not shown the token where it is needed."""
@@ -156,16 +175,28 @@ def _oversized(scope: Scope, headers: Headers) -> Refusal | None:
     return None
 
 
-def _foreign(scope: Scope, headers: Headers) -> Refusal | None:
-    """A form of another site can set no header of its own, and a browser tells where a request comes from."""
+def _below(root: str, scope: Scope) -> Scope:
+    """The request without the root in its path, which some proxies leave there and others take away."""
+    path = scope["path"]
+    if not root or not (path == root or path.startswith(f"{root}/")):
+        return scope
+    raw = scope.get("raw_path") or b""
+    return {**scope, "path": path[len(root) :] or "/", "raw_path": raw.removeprefix(root.encode()) or b"/"}
+
+
+def _foreign(scope: Scope, headers: Headers, proxy_hosts: Collection[str]) -> Refusal | None:
+    """A form of another site can set no header of its own, and a browser tells where a request comes from.
+
+    `proxy_hosts`: the page's host may be one of these where the proxy has put another into the Host header.
+    """
     # «same-site» is another port of this host: perhaps another user's server.
     if scope["path"].startswith("/api/") and headers.get("sec-fetch-site") in ("cross-site", "same-site"):
         return 403, "Another site's page asked; only our own page may.", None
     if scope["method"] not in METHODS:
         return 405, "This address cannot be asked in that way.", None
     origin = headers.get("origin")
-    ours = headers.get("x-fedvitals") == "1" and (origin is None or _netloc(origin) == headers.get("host"))
-    if scope["method"] not in READING and not ours:
+    own = origin is None or _netloc(origin) == headers.get("host") or _host(_netloc(origin)) in proxy_hosts
+    if scope["method"] not in READING and not (own and headers.get("x-fedvitals") == "1"):
         return 403, "A change must come from the dashboard's own page.", "Scripts: send the header X-Fedvitals: 1."
     return None
 

@@ -10,13 +10,14 @@ import html
 import ipaddress
 import math
 import os
+import re
 import secrets
 import socket
 import tempfile
 import threading
 import time
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -31,6 +32,7 @@ from fedvitals.resources.memory import use_one_heap
 
 PORT = 8321
 NEXT = 20  # ports that are tried after the usual one
+OWN_PATHS = (["api"], ["compare"], ["login"], ["runs"], ["static"])  # of the dashboard itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class Address:
     port: int
     token: str
     path: str = "/"  # of the page to open
+    root: str = ""  # in front of all paths, as a proxy has it
+    is_proxied: bool = False  # whether a proxy shows it to other machines
 
     @property
     def url(self) -> str:
@@ -50,13 +54,34 @@ class Address:
             name = socket.gethostname()
         elif ":" in name:
             name = f"[{name}]"
-        back = "" if self.path == "/" else f"&back={quote(self.path, safe='')}"
-        return f"http://{name}:{self.port}/login#token={self.token}{back}"
+        back = "" if self.path == "/" else f"&back={quote(self.root + self.path, safe='')}"
+        return f"http://{name}:{self.port}{self.root}/login#token={self.token}{back}"
 
     @property
     def is_private(self) -> bool:
         """Whether reading needs the token, too: other machines can reach this address."""
-        return not is_loopback(self.host)
+        return self.is_proxied or not is_loopback(self.host)
+
+
+def checked_root(root: str) -> str:
+    """Return a path in front of all addresses as "/a/b", or "" for none; ConfigError if it cannot be one."""
+    plain = "/" + root.strip("/") if root.strip("/") else ""
+    if not re.fullmatch(r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)*", plain) or plain.split("/")[1:2] in OWN_PATHS:
+        raise ConfigError(
+            f"--root-path is the path that the proxy has for the dashboard, like /fedvitals, got {root[:80]!r}. Its "
+            f"parts are of letters, digits and . _ ~ -, and the first is none of {', '.join(p for (p,) in OWN_PATHS)}."
+        )
+    return plain
+
+
+def checked_host(name: str) -> str:
+    """Return a host name that the dashboard may be called by; ConfigError for what is none, like an address with //."""
+    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?|[0-9A-Fa-f:]{2,45}", name):
+        raise ConfigError(
+            f"--allow-host is the name that browsers open the proxy by, without scheme and port, like lab.example.org; "
+            f"got {name[:80]!r}."
+        )
+    return name.lower()
 
 
 def is_loopback(host: str) -> bool:
@@ -113,13 +138,28 @@ def serve(
     port: int | None = None,
     open_browser: bool = False,
     path: str = "/",
+    root: str = "",
+    proxy_hosts: Sequence[str] = (),
     limits: Limits = Limits(),  # noqa: B008 - frozen
     ready: Callable[[Address], None] = lambda _: None,
 ) -> None:
-    """Until Ctrl-C. Changes need the token that is made here and told to `ready` once; elsewhere reading does, too."""
+    """Until Ctrl-C. Changes need the token that is made here and told to `ready` once; elsewhere reading does, too.
+
+    `root`: the path that a proxy has for the dashboard. `proxy_hosts`: names that it is called by there; with one,
+    reading needs the token, since a proxy on this machine makes requests of all others look like its own.
+    """
+    root, names = checked_root(root), tuple(map(checked_host, proxy_hosts))
     listener = bind(host, port)
-    address = Address(host, listener.getsockname()[1], secrets.token_urlsafe(24), path)
-    app = create_app(store, token=address.token, private=address.is_private, hosts=(host.lower(),), limits=limits)
+    address = Address(host, listener.getsockname()[1], secrets.token_urlsafe(24), path, root, bool(names))
+    app = create_app(
+        store,
+        token=address.token,
+        private=address.is_private,
+        hosts=(host.lower(),),
+        proxy_hosts=names,
+        root=root,
+        limits=limits,
+    )
     server = server_of(app, limits)
 
     def tell() -> None:

@@ -22,8 +22,9 @@ class Tokens:
     answered at full speed.
     """
 
-    def __init__(self, token: str) -> None:
-        self._token = token.encode()
+    def __init__(self, token: str, root: str = "") -> None:
+        """`root`: the path below which browsers are to send the cookie of a session."""
+        self._token, self._root = token.encode(), root
         self._sessions: OrderedDict[str, None] = OrderedDict()
         self._tries: OrderedDict[str, deque[float]] = OrderedDict()
 
@@ -64,7 +65,8 @@ class Tokens:
         self._sessions[session] = None
         while len(self._sessions) > SESSIONS:
             self._sessions.popitem(last=False)
-        return f"{_cookie_name(port)}={session}; Path=/; HttpOnly; SameSite=Strict{'; Secure' if secure else ''}"
+        path = self._root or "/"
+        return f"{_cookie_name(port)}={session}; Path={path}; HttpOnly; SameSite=Strict{'; Secure' if secure else ''}"
 
 
 def _cookie_name(port: int) -> str:

@@ -26,6 +26,7 @@ from fedvitals.lab.experiment import Experiment as Experiment
 from fedvitals.lab.experiment import kinds_of as _kinds_of
 from fedvitals.lab.experiment import read as read
 from fedvitals.lab.faults.table import FAULTS as _FAULTS
+from fedvitals.lab.learning_rates import SCHEDULES as _SCHEDULES
 from fedvitals.lab.local import OPTIMIZERS as _OPTIMIZERS
 from fedvitals.lab.local import Clip as Clip
 from fedvitals.lab.local import Local as Local
@@ -34,13 +35,17 @@ from fedvitals.lab.network.profiles import Device as Device
 from fedvitals.lab.network.profiles import Link as Link
 from fedvitals.lab.network.virtual_clock import Network as Network
 from fedvitals.lab.parameters import Parameters as Parameters
+from fedvitals.lab.population import CHANGES as _CHANGES
+from fedvitals.lab.population import Population as Population
 from fedvitals.lab.run import Result as Result
 from fedvitals.lab.run import Round as Round
 from fedvitals.lab.run import rounds as rounds
 from fedvitals.lab.run import run as run
+from fedvitals.lab.secure_aggregation import SecureAggregation as SecureAggregation
 
 KINDS: dict[str, type] = {name: kind for kinds in _CHOICES.values() for name, kind in kinds.items()}
-KINDS |= _kinds_of(_FAULTS) | _kinds_of(_OPTIMIZERS) | _kinds_of(_ADAPTERS)
+KINDS |= _kinds_of(_FAULTS) | _kinds_of(_OPTIMIZERS) | _kinds_of(_SCHEDULES) | _kinds_of(_CHANGES)
+KINDS |= _kinds_of(_ADAPTERS)
 _CLASSES = {kind.__name__: kind for kind in KINDS.values()}
 
 

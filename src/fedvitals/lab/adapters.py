@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.description import Description, kind_of, require
-from fedvitals.lab.models.base import seeded_globally
+from fedvitals.lab.models.description import seeded_globally
 
 if TYPE_CHECKING:
     from fedvitals.lab.engines.tasks import Node
@@ -68,6 +68,14 @@ class Lora(Description, frozen=True):
             raise ConfigError(
                 f"With the topology {topology} clients continue each other's models, so that they need one rank. Leave "
                 "ranks out of lora, or take the topology centralized."
+            )
+        if self.ranks and hasattr(experiment.aggregator, "sends_vectors"):
+            raise ConfigError("The aggregators scaffold and feddyn shift all gradients, so that clients need one rank.")
+        unseen = experiment.privacy is not None or experiment.secure_aggregation is not None
+        if unseen and (self.ranks or self.aggregation != "zero_padded"):
+            raise ConfigError(
+                "With privacy or secure_aggregation the server has no single client's adapters: leave ranks out of "
+                "lora, and take its aggregation zero_padded."
             )
         aggregator = kind_of(type(experiment.aggregator).__name__)
         plain = aggregator == "fedavg" and experiment.aggregator.server_learning_rate == 1

@@ -5,6 +5,9 @@ An update is sent as the difference from the model that the client started with,
 pruning, which is about the weights themselves, and no compression send the state. Models are sent to clients plain, or
 in half precision. Buffers, such as running means, are few and always sent as float32.
 
+With error feedback (EF-SGD, Karimireddy et al. 2019) a client adds what its last encodings lost to its next update, so
+that the sum of what arrives and the residual is the sum of what was trained.
+
 A payload is a header (kind, number of values), then the arrays named in each class, little-endian.
 """
 
@@ -42,6 +45,7 @@ class ReceivedState:
     state: Tensor  # [size]
     bytes: int  # on the wire
     raw_bytes: int  # as plain float32
+    residual: Tensor | None = None  # [weights]: what the encoding lost, where the client keeps it
 
 
 class Compression(Description, frozen=True):
@@ -65,6 +69,12 @@ class Compression(Description, frozen=True):
         return torch.from_numpy(self.decode(payload)).to(values.device), len(payload)
 
 
+class LossyDifference(Compression, frozen=True, kw_only=True):
+    """Base class of encodings that lose a part of the difference; with `error_feedback` the client sends it later."""
+
+    error_feedback: bool = False
+
+
 class Plain(Compression, frozen=True):
     """float32 unchanged and lossless, 4 bytes a value."""
 
@@ -79,7 +89,7 @@ class Plain(Compression, frozen=True):
         return decode_array(body, "<f4", count).astype(np.float32)
 
 
-class FP16(Compression, frozen=True):
+class FP16(LossyDifference, frozen=True):
     """Half precision, 2 bytes a value: 11 significant bits down to 6e-5, steps of 6e-8 below.
 
     NaN and Inf survive; finite values beyond 65504 are clamped, so that the encoding never creates an Inf.
@@ -96,7 +106,7 @@ class FP16(Compression, frozen=True):
         return decode_array(body, "<f2", count).astype(np.float32)
 
 
-class TopK(Compression, frozen=True):
+class TopK(LossyDifference, frozen=True):
     """The `share` of values with the largest magnitude, exact; the others arrive as 0 (Aji and Heafield 2017).
 
     4 bytes per kept value, plus its position: 4 bytes each, or one bit per value, whichever is smaller. Of equal
@@ -116,7 +126,7 @@ class TopK(Compression, frozen=True):
         return decode_sparse(self, payload)
 
 
-class Int8(Compression, frozen=True):
+class Int8(LossyDifference, frozen=True):
     """Integers from −127 to 127 with a float32 scale per `block` of values: about 1 byte a value.
 
     The error is at most half a scale, which is the block's largest finite magnitude / 127. A non-finite value arrives
@@ -153,6 +163,37 @@ class Int8(Compression, frozen=True):
         return values
 
 
+class Sign(LossyDifference, frozen=True):
+    """One bit a value, and for each `block` of values their mean magnitude as float32 (scaled signSGD, Bernstein 2018).
+
+    The mean magnitude is the scale with the least squared error. It is taken per block, as in `int8`, since layers
+    differ by orders of magnitude, and since an encoding need not know the layers: 1.03 bits a value. 0 counts as
+    positive. A block with a value that is not finite arrives as NaN, because a bit cannot say which one it was.
+    """
+
+    block: int = 1024
+    code: ClassVar[int] = 5
+
+    def __post_init__(self) -> None:
+        require(self.block >= 1, "block of sign", self.block, "a number of values, 1 or more")
+
+    def encode(self, values: Values) -> bytes:
+        starts = np.arange(0, len(values), self.block)
+        lengths = np.minimum(self.block, len(values) - starts)
+        magnitudes = np.where(np.isfinite(values), np.abs(values.astype(np.float64)), np.nan)
+        sums = np.add.reduceat(magnitudes, starts) if len(values) else magnitudes
+        scales: bytes = (sums / lengths).astype("<f4").tobytes()
+        return HEADER.pack(self.code, len(values)) + scales + np.packbits(values < 0).tobytes()
+
+    def decode(self, payload: bytes) -> Values:
+        body, count = split_header(self, payload)
+        blocks = -(-count // self.block)
+        scales = decode_array(body[: 4 * blocks], "<f4", blocks).astype(np.float32)
+        negative = np.unpackbits(decode_array(body[4 * blocks :], "u1", -(-count // 8)), count=count)
+        values: Values = np.repeat(scales, self.block)[:count]
+        return np.where(negative, -values, values)
+
+
 class Pruning(Compression, frozen=True):
     """The state without the `share` of weights of the smallest magnitude, which arrive as 0 (Han et al. 2015).
 
@@ -173,20 +214,31 @@ class Pruning(Compression, frozen=True):
         return decode_sparse(self, payload)
 
 
-COMPRESSIONS = (Plain, FP16, TopK, Int8, Pruning)
+COMPRESSIONS = (Plain, FP16, TopK, Int8, Sign, Pruning)
 
 
 def send_update(
-    compression: Compression, state: Tensor, start: Tensor, weights: int, stream: torch.Generator | None = None
+    compression: Compression,
+    state: Tensor,
+    start: Tensor,
+    weights: int,
+    stream: torch.Generator | None = None,
+    residual: Tensor | None = None,
 ) -> ReceivedState:
     """Return a client's state as the server, which knows `start`, receives it. Values from `weights` on are buffers.
 
-    A state whose shape does not match its start is sent unchanged, so that the aggregator can report it.
+    `residual` is what the client's last encodings lost, with error feedback: it is added before encoding. A state whose
+    shape does not match its start is sent unchanged, so that the aggregator can report it.
     """
     if state.shape != start.shape or state.dtype != start.dtype:
         length = state.numel() * state.element_size()
         return ReceivedState(state, length, length)
     trained = state[:weights]
+    if getattr(compression, "error_feedback", False):
+        change = trained - start[:weights] if residual is None else trained - start[:weights] + residual
+        received, sent = compression.compress(change, stream)
+        lost = torch.nan_to_num(change - received, 0.0, 0.0, 0.0)  # what is not finite must not stay for ever
+        return received_state(start[:weights] + received, state[weights:], sent, lost)
     if compression.differences:
         received, sent = compression.compress(trained - start[:weights], stream)
         received = start[:weights] + received
@@ -200,9 +252,9 @@ def update_bytes(compression: Compression, size: int, weights: int) -> int:
     return len(compression.encode(np.zeros(weights, np.float32))) + 4 * (size - weights)
 
 
-def received_state(trained: Tensor, buffers: Tensor, sent: int) -> ReceivedState:
+def received_state(trained: Tensor, buffers: Tensor, sent: int, residual: Tensor | None = None) -> ReceivedState:
     state = torch.cat([trained, buffers])
-    return ReceivedState(state, sent + 4 * len(buffers), 4 * len(state))
+    return ReceivedState(state, sent + 4 * len(buffers), 4 * len(state), residual)
 
 
 def encode_sparse(code: int, values: Values, keep: int) -> bytes:

@@ -21,9 +21,11 @@ from fedvitals.diagnosis.corrections.catalog import positive_argument, target_of
 from fedvitals.errors import ConfigError
 from fedvitals.lab import toml
 from fedvitals.lab.aggregators.averages import scaled_step
+from fedvitals.lab.aggregators.drift import DriftCorrection
 from fedvitals.lab.engines.tasks import Node, Task, Update
 from fedvitals.lab.experiment import AGGREGATORS, Experiment, kinds_of
 from fedvitals.lab.local import Clip, Local
+from fedvitals.lab.privacy import NOTE as SPENT_NOTE
 from fedvitals.lab.topologies.asynchronous import NOTE as PENDING_NOTE
 from fedvitals.lab.topologies.asynchronous import version_key
 from fedvitals.lab.topologies.clustered import Clustered
@@ -32,6 +34,8 @@ from fedvitals.records import Action
 
 if TYPE_CHECKING:
     from fedvitals.lab.federation import ServerState
+
+KEPT_NOTES = (PENDING_NOTE, SPENT_NOTE)  # that going back to a checkpoint does not undo
 
 
 @dataclass
@@ -108,7 +112,9 @@ def reweight(corrections: ActiveCorrections, action: Action, _: Experiment) -> N
         corrections.factors[node] = corrections.factors.get(node, 1.0) * positive_argument(action, "factor")
 
 
-def clip_updates(corrections: ActiveCorrections, action: Action, _: Experiment) -> None:
+def clip_updates(corrections: ActiveCorrections, action: Action, experiment: Experiment) -> None:
+    if experiment.secure_aggregation is not None:
+        raise ConfigError("Updates are aggregated securely: a server that sees their sum alone cannot clip them.")
     corrections.max_update_norm = positive_argument(action, "norm")
 
 
@@ -148,6 +154,8 @@ def server_rate(corrections: ActiveCorrections, action: Action, experiment: Expe
 
 def robust_aggregator(corrections: ActiveCorrections, action: Action, experiment: Experiment) -> None:
     _require_single_model(experiment)
+    if isinstance(experiment.aggregator, DriftCorrection):
+        raise ConfigError("Clients train with what this experiment's aggregator remembers: it cannot be replaced.")
     rule = robust_rule(action)
     msgspec.structs.replace(experiment, aggregator=rule)  # refuses it where too few updates come together
     corrections.aggregator = rule
@@ -234,16 +242,16 @@ class CorrectionApplier:
         self._checkpoints = {held: state for held, state in self._checkpoints.items() if held in keep}
 
     def _restore(self, round_index: int, server: ServerState) -> None:
-        """Restore a checkpoint, except for the virtual clock and the clients in progress."""
+        """Restore a checkpoint, except for the virtual clock, the clients in progress, and the privacy spent."""
         if round_index not in self._checkpoints:
             held = ", ".join(map(str, sorted(self._checkpoints))) or "none"
             raise ConfigError(f"There is no checkpoint of round {round_index} any more. Kept: {held}.")
         saved = self._checkpoints[round_index]
         flying = {key: tensor for key, tensor in server.memory.items() if key.startswith(version_key(""))}
-        under_way = {key: note for key, note in server.notes.items() if key == PENDING_NOTE}
+        under_way = {key: note for key, note in server.notes.items() if key in KEPT_NOTES}
         server.model, server.past = saved.model.clone(), list(saved.past)
         server.memory = {k: t for k, t in saved.memory.items() if not k.startswith(version_key(""))} | flying
-        server.notes = {k: n for k, n in copy.deepcopy(saved.notes).items() if k != PENDING_NOTE} | under_way
+        server.notes = {k: n for k, n in copy.deepcopy(saved.notes).items() if k not in KEPT_NOTES} | under_way
 
 
 def _local_settings(corrections: ActiveCorrections, experiment: Experiment) -> Local:

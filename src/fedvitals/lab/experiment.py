@@ -7,8 +7,9 @@ Experiment(dataset="digits", model="cnn", clients=20, rounds=15, seed=7, topolog
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -16,7 +17,10 @@ from fedvitals.errors import ConfigError, unknown
 from fedvitals.lab import toml
 from fedvitals.lab.adapters import ADAPTERS
 from fedvitals.lab.aggregators.averages import AVERAGING, FedAvg
+from fedvitals.lab.aggregators.drift import DRIFT
+from fedvitals.lab.aggregators.fednova import FedNova
 from fedvitals.lab.aggregators.robust import ROBUST
+from fedvitals.lab.aggregators.votes import MajorityVote
 from fedvitals.lab.compression import COMPRESSIONS
 from fedvitals.lab.data import datasets
 from fedvitals.lab.data.arrays import Arrays
@@ -25,19 +29,23 @@ from fedvitals.lab.data.small import Digits
 from fedvitals.lab.description import Part, kind_of, require
 from fedvitals.lab.faults.fault import Fault
 from fedvitals.lab.faults.table import FAULTS
+from fedvitals.lab.learning_rates import SCHEDULES
 from fedvitals.lab.local import OPTIMIZERS, Clip, Local
 from fedvitals.lab.losses import LOSSES
 from fedvitals.lab.models.catalog import MODELS
 from fedvitals.lab.models.images import CNN
 from fedvitals.lab.network.virtual_clock import Network
 from fedvitals.lab.parameters import Parameters
+from fedvitals.lab.population import CHANGES, Population
+from fedvitals.lab.privacy import PRIVACY
+from fedvitals.lab.secure_aggregation import SecureAggregation
 from fedvitals.lab.topologies.asynchronous import Asynchronous
 from fedvitals.lab.topologies.centralized import Centralized
 from fedvitals.lab.topologies.clustered import Clustered
 from fedvitals.lab.topologies.hierarchical import Hierarchical
 from fedvitals.lab.topologies.rings import Rings
 
-AGGREGATORS = (*AVERAGING, *ROBUST)
+AGGREGATORS = (*AVERAGING, FedNova, *DRIFT, *ROBUST, MajorityVote)
 TOPOLOGIES = (Centralized, Clustered, Hierarchical, Rings, Asynchronous)
 
 
@@ -45,7 +53,7 @@ class Evaluation(Part, frozen=True):
     """When the global model is evaluated on the test set and the clients' own: every so many rounds, and at the end."""
 
     every: int = 1
-    local: bool = True  # also on the clients' local tests
+    local: bool | Literal["cohort"] = True  # also on the clients' local tests: of all, or of those that trained
 
     def __post_init__(self) -> None:
         require(self.every >= 1, "number of rounds between evaluations", self.every, "at least 1")
@@ -68,8 +76,11 @@ class Experiment(Part, frozen=True, kw_only=True):
     topology: Any = Centralized()
     aggregator: Any = FedAvg()
     compression: Any = None
+    privacy: Any = None
+    secure_aggregation: SecureAggregation | None = None
     faults: tuple[Any, ...] = ()
     network: Network | None = None
+    population: Population | None = None
     evaluation: Evaluation = Evaluation()
     seed: int = 0
     repeats: int = 1
@@ -92,14 +103,23 @@ class Experiment(Part, frozen=True, kw_only=True):
         require(self.repeats >= 1, "number of repeats", self.repeats, "at least 1")
         require(0 < self.participation <= 1, "participation", self.participation, "above 0, up to 1")
         require(0 <= self.test_share < 1, "test share", self.test_share, "from 0, below 1")
+        if self.population is not None:
+            self.population.check(self)
         self.topology.check(self)
         if self.parameters is not None:
             self.parameters.check(self)
         self._check_aggregator()
+        for transformation in (self.privacy, self.secure_aggregation):
+            if transformation is not None:
+                transformation.check(self)
 
     def _check_aggregator(self) -> None:
-        """Check that enough updates come together for the aggregator: from clients, edges or a buffer."""
-        asked = max(1, round(self.clients * self.participation))
+        """Check that the aggregator fits, and that enough updates come together for it: from clients, edges or a
+        buffer.
+        """
+        if hasattr(self.aggregator, "check"):
+            self.aggregator.check(self)
+        asked = max(1, round(self.fewest_members * self.participation))
         count = getattr(self.topology, "edges", None) or getattr(self.topology, "buffer", None) or asked
         least = getattr(self.aggregator, "min_updates", 1)
         if count < least:
@@ -111,7 +131,30 @@ class Experiment(Part, frozen=True, kw_only=True):
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        return tuple(f"c{index}" for index in range(self.clients))
+        return _node_names(self.clients)
+
+    def members(self, round_index: int) -> tuple[str, ...]:
+        """Return the clients that are in the federation in a round."""
+        return self.nodes if self.population is None else self.population.present(self.nodes, round_index)
+
+    @property
+    def fewest_members(self) -> int:
+        """The number of clients in the round in which they are fewest."""
+        return self.clients if self.population is None else self.population.fewest(self.nodes)
+
+    def needed(self, round_index: int) -> int:
+        """Return the number of clients whose updates a round needs."""
+        return max(1, round(len(self.members(round_index)) * self.participation))
+
+    def asked(self, round_index: int) -> int:
+        """Return the number of clients that are asked in a round."""
+        needed = self.needed(round_index)
+        return needed if self.network is None else self.network.selected(needed, len(self.members(round_index)))
+
+    @property
+    def distinct_rounds(self) -> range:
+        """The rounds that may differ in who takes part: all, or the first alone if nobody joins or leaves."""
+        return range(1 if self.population is None else self.rounds)
 
     def to_toml(self) -> str:
         return toml.write(self)
@@ -123,6 +166,11 @@ class Experiment(Part, frozen=True, kw_only=True):
         except ConfigError:  # objects of the user's own: by what they say of themselves
             text = repr(self)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+@functools.lru_cache(maxsize=8)
+def _node_names(clients: int) -> tuple[str, ...]:
+    return tuple(f"c{index}" for index in range(clients))
 
 
 def kinds_of(classes: tuple[type, ...]) -> dict[str, type]:
@@ -137,10 +185,12 @@ CHOICES: dict[str, dict[str, type]] = {
     "topology": kinds_of(TOPOLOGIES),
     "aggregator": kinds_of(AGGREGATORS),
     "compression": kinds_of(COMPRESSIONS),
+    "privacy": kinds_of(PRIVACY),
 }
 
 
-PARTS: dict[str, type] = {"local": Local, "evaluation": Evaluation, "network": Network, "parameters": Parameters}
+PARTS: dict[str, type] = {"local": Local, "evaluation": Evaluation, "network": Network, "population": Population}
+PARTS |= {"secure_aggregation": SecureAggregation, "parameters": Parameters}
 SCALARS: dict[str, type] = {"name": str, "test_share": float, "participation": float}
 SCALARS |= dict.fromkeys(("clients", "rounds", "seed", "repeats"), int)
 
@@ -157,7 +207,7 @@ METHODS = {
 
 def _resolve_kind(field: str, value: Any, kinds: dict[str, type]) -> Any:
     """Return the description for a kind's name, a table or a description; a user's own object is returned unchanged."""
-    if value is None and field in ("compression", "loss"):
+    if value is None and field in ("compression", "loss", "privacy"):
         return None
     if isinstance(value, str):
         value = {"kind": value}
@@ -176,6 +226,8 @@ def _check_object(field: str, value: Any, kinds: dict[str, type]) -> None:
         )
     if field == "dataset" and not isinstance(value, (Arrays, *kinds.values())):
         raise ConfigError(f"The experiment's dataset is {type(value).__name__}. Known: {known}; or lab.Arrays(x, y).")
+    if field == "privacy" and not isinstance(value, tuple(kinds.values())):
+        raise ConfigError(f"The experiment's privacy is {type(value).__name__}. Known: {known}.")
     if field == "faults" and not isinstance(value, Fault):
         raise ConfigError(f"A fault of the experiment is {type(value).__name__}. Known: {known}.")
     method, meant = METHODS.get(field, ("", ""))
@@ -184,10 +236,10 @@ def _check_object(field: str, value: Any, kinds: dict[str, type]) -> None:
 
 
 def _resolve_part(field: str, value: Any, part: type) -> Any:
-    if value is None and field in ("network", "parameters"):
+    if value is None and field in ("network", "population", "secure_aggregation", "parameters"):
         return None
     if isinstance(value, dict):
-        checks = {Local: _check_local_table, Parameters: _check_parameters_table}
+        checks = {Local: _check_local_table, Population: _check_population_table, Parameters: _check_parameters_table}
         return toml.decode(part, checks[part](value) if part in checks else value, field)
     if not isinstance(value, part):
         raise ConfigError(f"The experiment's {field} is a lab.{part.__name__}(...) or a table; got {value!r}.")
@@ -195,7 +247,7 @@ def _resolve_part(field: str, value: Any, part: type) -> Any:
         return toml.check_types(value, field)
     except TypeError as error:  # something inside that no description holds, such as torch.optim.Adam
         raise ConfigError(
-            f"The experiment's {field} cannot be read: {error}. Optimizers: lab.adam(), lab.sgd()."
+            f"The experiment's {field} cannot be read: {error}. Optimizers: lab.adam(), lab.sgd(), lab.plain_sgd()."
         ) from None
 
 
@@ -209,6 +261,10 @@ def _check_local_table(table: dict[str, Any]) -> dict[str, Any]:
         usual = kind_of(type(Local().optimizer).__name__)
         described = {"kind": optimizer} if isinstance(optimizer, str) else {"kind": usual, **optimizer}
         table["optimizer"] = msgspec.to_builtins(toml.decode_kind("optimizer", described, kinds_of(OPTIMIZERS)))
+    schedule = table.get("schedule")
+    if isinstance(schedule, str | dict):
+        described = {"kind": schedule} if isinstance(schedule, str) else schedule
+        table["schedule"] = msgspec.to_builtins(toml.decode_kind("schedule", described, kinds_of(SCHEDULES)))
     if isinstance(table.get("clip"), dict):
         table["clip"] = msgspec.to_builtins(toml.decode(Clip, table["clip"], "clip"))
     return table
@@ -221,6 +277,16 @@ def _check_parameters_table(table: dict[str, Any]) -> dict[str, Any]:
         return table
     described = {"kind": adapters} if isinstance(adapters, str) else adapters
     return {**table, "adapters": msgspec.to_builtins(toml.decode_kind("adapters", described, kinds_of(ADAPTERS)))}
+
+
+def _check_population_table(table: dict[str, Any]) -> dict[str, Any]:
+    """Return the table of a population with the kinds of its changes checked."""
+    changes = table.get("changes")
+    if not isinstance(changes, list | tuple) or not all(isinstance(change, dict) for change in changes):
+        return table
+    kinds = kinds_of(CHANGES)
+    decoded = [msgspec.to_builtins(toml.decode_kind("changes", change, kinds)) for change in changes]
+    return {**table, "changes": decoded}
 
 
 def read(text: str, changes: dict[str, Any] | None = None) -> Experiment:

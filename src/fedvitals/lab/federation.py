@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,22 +21,27 @@ from torch import Tensor
 from fedvitals.errors import ConfigError
 from fedvitals.lab import streams, tape_recording
 from fedvitals.lab.aggregators.averages import AggregationError, WeightError, check_update
+from fedvitals.lab.aggregators.drift import DriftCorrection, DriftMemory
 from fedvitals.lab.compression import send_update
 from fedvitals.lab.corrections import ActiveCorrections
 from fedvitals.lab.description import kind_of
-from fedvitals.lab.engines.engine import AnyEngine, OwnPart
+from fedvitals.lab.engines.engine import AnyEngine
 from fedvitals.lab.engines.site import Site
-from fedvitals.lab.engines.tasks import Node, Task, Update
+from fedvitals.lab.engines.tasks import Home, Node, Task, Update
 from fedvitals.lab.experiment import Experiment
 from fedvitals.lab.faults import table as fault_table
+from fedvitals.lab.local import Local
 from fedvitals.lab.network.journey_planner import JourneyPlanner, drop_unused
 from fedvitals.lab.network.spans import record_round_spans
+from fedvitals.lab.privacy import accountant_of, protect_at_server, protect_on_client
+from fedvitals.lab.secure_aggregation import MaskedRound
 from fedvitals.lab.state import SplitVector, StateCopies
 from fedvitals.protocols import Observer
 
 HOME = "home/"  # in the server's memory, which is saved: what each client keeps at home; no part of what it sends
 SMALL_MODEL = 1 << 14  # weights, up to which all clients' changes are computed together
 
+Groups = dict[str, tuple[Node, ...]]  # the members of each
 Message = tuple[Node, Node, int, int, float | None, str]  # sender, receiver, bytes, bytes uncompressed, seconds, kind
 
 
@@ -82,7 +87,7 @@ class Federation:
         self.experiment: Experiment = site.experiment
         server.move(torch.device(getattr(engine, "device", "cpu")))  # it may come from a file
         self.round = 0
-        self.bytes = site.layout.size * 4  # of a model as it is
+        self.bytes = site.layout.size * 4 + site.vector_bytes  # of a model as it is
         self.journey_planner = JourneyPlanner(site)
         self._sizes = [math.prod(shape) for shape in site.layout.shapes[: site.layout.trained]]
         self.losses: dict[Node, Tensor] = {}  # of this round's local batches, by client
@@ -102,6 +107,11 @@ class Federation:
             part is None or type(part).__module__.startswith("fedvitals.lab.") for part in parts
         )
         self._fell_back = False
+        self._computed: dict[str, Groups] = {}
+        self.drift: DriftMemory | None = None
+        if isinstance(rule := self.experiment.aggregator, DriftCorrection):
+            self.drift = DriftMemory(rule, server, self.experiment.clients, site.layout.weights)
+        self.accountant = accountant_of(self.experiment)
 
     def model_on_cpu(self) -> Tensor:
         """Return the server's model on the CPU, copied once per model."""
@@ -115,28 +125,28 @@ class Federation:
     def cohort(self) -> list[Node]:
         """Return the clients selected for this round, in the order of their names."""
         e = self.experiment
-        wanted = max(1, round(e.clients * e.participation))
-        count = wanted if e.network is None else e.network.selected(wanted, e.clients)
+        members, count = e.members(self.round), e.asked(self.round)
         again = ("again",) if self.corrections.resample_cohort else ()
         stream = streams.stream(e.seed, "cohort", self.round, *again)
-        chosen = torch.randperm(e.clients, generator=stream)[:count]
-        return [f"c{index}" for index in sorted(chosen.tolist())]
+        chosen = torch.randperm(len(members), generator=stream)[:count]
+        return [members[index] for index in sorted(chosen.tolist())]
 
     def train(self, tasks: Iterable[Task], *, timed: bool = True) -> Iterator[Update]:
         """Train the tasks and yield the updates that arrive at their parents, after faults, network and compression.
 
         Updates come in the order of the tasks; failed ones are left out. A state is valid until the next update is
-        taken. With `timed`, this is a synchronous round on the virtual clock, if the experiment has one; a topology
-        that manages the clock itself passes False.
+        taken. With secure aggregation there is one update, of the whole cohort. With `timed`, this is a synchronous
+        round on the virtual clock, if the experiment has one; a topology that manages the clock itself passes False.
         """
         corrections, recorder = self.corrections, self.observer.recorder
         tasks = [task for task in map(corrections.adjust_task, tasks) if task.nodes]
+        asked = [node for task in tasks for node in task.nodes]
+        unmasked: list[Update] = []  # with secure aggregation: what clients hold, and the server never sees
         if timed and self.journey_planner.network is not None:
             timing = self.journey_planner.plan_round(self.round, tasks, self.server.clock)
             tasks = drop_unused(tasks, timing, self.observer)
             self.server.clock = timing.ends
-        if self.site.clients_differ:
-            tasks = self._personal_tasks(tasks)
+        tasks = self._personal_tasks(tasks)
         self.observer.expect(*(node for task in tasks for node in task.nodes))
         task_of = {node: task for task in tasks for node in task.nodes}
         self.watch.lap("aggregate")  # who calls us: the topology's own work
@@ -147,14 +157,22 @@ class Federation:
             messages: list[Message] = []
             arrived = [update for update in batch if self._receive(update, task_of[update.node], messages)]
             self.observer.transfer_each(messages)
+            if self.experiment.secure_aggregation is not None:
+                unmasked += self._hold_unmasked(batch, arrived, task_of)
+                continue
             excluded = self._report_updates(arrived, task_of)
             tape_recording.messages(self, recorder, batch, arrived, excluded, task_of)
             for update in arrived:
                 if update.node not in excluded and not corrections.is_quarantined(update.node, update.group):
                     taken = corrections.adjust_update(update, task_of[update.node].start, self.site.layout.weights)
+                    if self.drift is not None:
+                        self.drift.received(update.node)
                     self.watch.lap("receive")
                     yield taken
                     self.watch.lap("aggregate")
+
+        if self.experiment.secure_aggregation is not None:
+            yield from self._aggregate_securely(asked, unmasked)
 
     def aggregate(self, updates: Iterable[Update], model: Tensor | None = None, memory: str = "aggregator/") -> Tensor:
         """Return the new model: the experiment's aggregator applied to the server's model (or `model`) and the updates.
@@ -166,9 +184,11 @@ class Federation:
         own = {key.removeprefix(memory): t for key, t in self.server.memory.items() if key.startswith(memory)}
         rule = self.corrections.aggregator or self.site.adapter_mean or self.experiment.aggregator
         total = rule.begin(before, own, self.site.layout.weights)
-        for update in updates:
+        counts_steps = getattr(rule, "counts_steps", False)
+        for update in protect_at_server(self, updates, before):
+            counted = {"steps": self._settings(update.node).gradient_weight(update.steps)} if counts_steps else {}
             try:
-                total.add(update.state, float(update.samples), update.node)
+                total.add(update.state, float(update.samples), update.node, **counted)
             except AggregationError as error:
                 self.refused(update.node, error)
         try:
@@ -177,6 +197,8 @@ class Federation:
             self.observer.event("error", "aggregation.failed", f"{error} The model stays as it was.")
             return before.clone()
         self.server.memory |= {memory + key: tensor for key, tensor in own.items()}
+        if self.drift is not None:
+            after = self.drift.correct(after)
         weights = self.site.layout.weights
         after = fault_table.apply_server(self.experiment.faults, self.round, before, after, weights)
         return self.corrections.adjust_model(before, after, weights)
@@ -196,7 +218,8 @@ class Federation:
 
     def groups(self, members: Mapping[str, Sequence[Node]]) -> None:
         """Report the groups of this round if they have changed."""
-        groups = {group: list(nodes) for group, nodes in members.items()}
+        here = set(self.experiment.members(self.round))
+        groups = {group: [node for node in nodes if node in here] for group, nodes in members.items()}
         if self.server.notes.get("groups") != groups:
             self.server.notes["groups"] = groups
             self.observer.event("info", "groups", f"{len(groups)} groups.", data=groups)
@@ -206,12 +229,16 @@ class Federation:
         cohort = set(self.cohort())
         return {group: tuple(node for node in members if node in cohort) for group, members in groups.items()}
 
-    def client_models(self, states: Mapping[Node, Tensor]) -> tuple[dict[Node, Tensor], dict[Node, OwnPart]]:
-        """Return these clients' states as they would receive them, and what their models have of their own."""
-        if not self.site.clients_differ:
-            return dict(states), {}
-        own: dict[Node, OwnPart] = {node: (self._home(node), self.site.scale(node, self.round)) for node in states}
-        return {node: self._held_part(node, state) for node, state in states.items()}, own
+    def client_models(self, states: Mapping[Node, Tensor]) -> tuple[dict[Node, Tensor], dict[Node, Home]]:
+        """Return these clients' states as they would receive them, and what they have at home."""
+        homes = {} if self.site.home is None else {node: self._home(node) for node in states}
+        return {node: self._held_part(node, state) for node, state in states.items()}, homes
+
+    def once(self, name: str, compute: Callable[[], Groups]) -> Groups:
+        """Return the groups that `compute` gives, computed once in a run: for groups that the experiment determines."""
+        if name not in self._computed:
+            self._computed[name] = compute()
+        return self._computed[name]
 
     def close_clock(self, *, evaluated: bool) -> None:
         """End the round on the virtual clock, and report its timing."""
@@ -223,7 +250,11 @@ class Federation:
     # -- on the way ---------------------------------------------------------------------------------------------------
 
     def _personal_tasks(self, tasks: Sequence[Task]) -> list[Task]:
-        """Return the tasks with what each client can hold of the model, and what it has at home."""
+        """Return the tasks with what each client has of its own: a shift, a rank, a part at home."""
+        if self.drift is not None:
+            tasks = self.drift.prepare(tasks, self.experiment.local)
+        if not self.site.clients_differ:
+            return [*tasks]
         personal, states = [], dict[tuple[int, int | None], Tensor]()
         for task in tasks:
             start, lora = task.start, self.site.lora
@@ -241,10 +272,9 @@ class Federation:
         held = self.site.held(node)
         return state if held is None else torch.where(held.to(state.device), state, 0.0)
 
-    def _home(self, node: Node) -> Any:
-        """Return what a client has at home, at first as initialised; None if nothing stays at home."""
-        if self.site.home is None:
-            return None
+    def _home(self, node: Node) -> Home:
+        """Return what a client has at home, at first as initialised."""
+        assert self.site.home is not None  # noqa: S101 - asked by the caller
         kept = self.server.memory.get(HOME + node)
         return (self.site.home.flat(self.site.module) if kept is None else kept).numpy()
 
@@ -261,8 +291,16 @@ class Federation:
             for update in batch:
                 if update.home is not None:
                     self.server.memory[HOME + update.node] = torch.from_numpy(update.home)
+                if self.drift is not None and update.error is None:
+                    rate = self._settings(update.node).optimizer.learning_rate
+                    self.drift.trained(update, rate * update.steps)
             yield batch
             self.watch.lap("receive")
+
+    def _settings(self, node: Node) -> Local:
+        """Return the settings with which a client trains in this round."""
+        settings = self.corrections.local or self.experiment.local
+        return fault_table.apply_local(self.experiment.faults, self.round, node, settings)
 
     def _apply_collusion(self, batches: Iterator[list[Update]]) -> list[Update]:
         """Collect all updates of the round and apply the attacks that need every client's update."""
@@ -270,33 +308,39 @@ class Federation:
         for update in itertools.chain.from_iterable(batches):
             update.state = update.state.clone()
             if update.error is None and not update.sent:
-                fault_table.apply_update(self.experiment.faults, self.round, update, self._past, self.experiment.seed)
+                self._apply_sending(update)
                 update.sent = True
             held.append(update)
         working = [update for update in held if update.error is None]
         fault_table.apply_collusion(self.experiment.faults, self.round, working, self._past, self.experiment.seed)
         return held
 
+    def _apply_sending(self, update: Update) -> None:
+        """Apply what a client does to its update: it protects it, unless a fault sends something else."""
+        protect_on_client(self, update)
+        fault_table.apply_update(self.experiment.faults, self.round, update, self._past, self.experiment.seed)
+
     def _receive(self, update: Update, task: Task, messages: list[Message]) -> bool:
         """Apply faults and compression to an update, and add its transfers to the messages; returns whether it is
         usable.
         """
-        e, observer = self.experiment, self.observer
+        observer = self.observer
         if update.error is not None:
             if update.error_type in ("WorkerDied", "WorkerKilled"):  # who raised has told of it already
                 exception = {"exception": update.error_type}
                 observer.event("error", "client.failed", update.error, node=update.node, data=exception)
             return False
         if not update.sent:
-            fault_table.apply_update(e.faults, self.round, update, self._past, e.seed)
+            self._apply_sending(update)
         size = self._compress(update, task.start)
         journey = self.journey_planner.journeys.get(update.node)
         # Where a group exchanges at each iteration, the journey holds all those messages; this is one of them.
         times = 1 if task.exchange is None else max(1, update.steps)
         down, up = (None, None) if journey is None else (journey.download / times, journey.upload / times)
-        plain = self.site.model_bytes(update.node)
+        plain = self.bytes - self.site.lacking_bytes(update.node)
         messages.append((task.parent, update.node, plain, plain, down, "model"))
-        messages.append((update.node, task.parent, size, plain - self.site.residual_bytes, up, "update"))
+        size, plain = size + self.site.vector_bytes, plain - self.site.residual_bytes
+        messages.append((update.node, task.parent, size, plain, up, "update"))
         try:
             check_update(update.state, float(update.samples), update.node, task.start)
         except AggregationError as error:  # here, so that no topology has to know
@@ -332,19 +376,59 @@ class Federation:
             torch.sub(state[:weights], start[:weights], out=change)
         return changes
 
+    def _hold_unmasked(
+        self, batch: Sequence[Update], arrived: Sequence[Update], task_of: Mapping[Node, Task]
+    ) -> Iterator[Update]:
+        """Yield copies of the updates that clients will mask, but for the clients that the server leaves out."""
+        self.observer.log_each("update.samples", {update.node: float(update.samples) for update in arrived})
+        tape_recording.messages(self, self.observer.recorder, batch, (), set(), task_of)
+        for update in arrived:
+            if not self.corrections.is_quarantined(update.node, update.group):
+                held = self.corrections.adjust_update(update, update.start, self.site.layout.weights)
+                held.state = held.state.clone()
+                yield held
+
+    def _aggregate_securely(self, asked: Sequence[Node], unmasked: Sequence[Update]) -> Iterator[Update]:
+        """Yield the mean of all updates as one update, by the protocol; nothing if too few clients are left."""
+        e = self.experiment
+        assert e.secure_aggregation is not None  # noqa: S101 - asked by the caller
+        for update in unmasked[:1]:
+            self._report_fallback("secure_aggregation", update.state)
+        masked = MaskedRound(e.secure_aggregation, asked, e.seed, self.round)
+        changes = {update.node: (update.state - update.start).cpu() for update in unmasked}
+        try:
+            mean = masked.mean(changes, {update.node: update.samples for update in unmasked})
+        except AggregationError as error:
+            self.observer.event("error", "secure_aggregation.failed", str(error))
+            return
+        start = unmasked[0].start
+        state = (start.double() + mean.to(start.device)).to(start.dtype)
+        yield Update("cohort", state, start, sum(update.samples for update in unmasked))
+
     def _compress(self, update: Update, start: Tensor) -> int:
         """Compress an update in place, and return its bytes on the wire."""
+        if self.experiment.secure_aggregation is not None:
+            return self.experiment.secure_aggregation.message_bytes(update.state.numel())
         if self.experiment.compression is None:
-            missing = self.bytes - self.site.model_bytes(update.node) + self.site.residual_bytes
-            return update.state.numel() * update.state.element_size() - missing
-        if not update.state.is_cpu and not self._fell_back:
-            self._fell_back = True
-            kind, device = kind_of(type(self.experiment.compression).__name__), update.state.device.type
-            text = f"The compression {kind} runs on the CPU: each update goes there from {device}, and back."
-            self.observer.event("info", "device.fallback", text, data={"part": kind, "from": device, "to": "cpu"})
-        message = send_update(self.experiment.compression, update.state, start, self.site.layout.weights)
+            unsent = self.site.lacking_bytes(update.node) + self.site.residual_bytes
+            return update.state.numel() * update.state.element_size() - unsent
+        self._report_fallback("compression " + kind_of(type(self.experiment.compression).__name__), update.state)
+        residual = f"residual/{update.node}"
+        kept = self.server.memory.get(residual)
+        weights = self.site.layout.weights
+        message = send_update(self.experiment.compression, update.state, start, weights, residual=kept)
         update.state = message.state
+        if message.residual is not None:
+            self.server.memory[residual] = message.residual
         return message.bytes - self.site.residual_bytes
+
+    def _report_fallback(self, part: str, state: Tensor) -> None:
+        """Report once that a part of the way is computed on the CPU, if states are elsewhere."""
+        if not state.is_cpu and not self._fell_back:
+            self._fell_back = True
+            device, kind = state.device.type, part.removeprefix("compression ")
+            text = f"The {part} runs on the CPU: each update goes there from {device}, and back."
+            self.observer.event("info", "device.fallback", text, data={"part": kind, "from": device, "to": "cpu"})
 
 
 # The server's real time in a round, attributed completely to parts.

@@ -8,19 +8,23 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab import tape_recording
 from fedvitals.lab.checkpoint import Checkpoint
+from fedvitals.lab.compression import Plain
 from fedvitals.lab.corrections import CorrectionApplier
 from fedvitals.lab.engines.engine import AnyEngine, Engine, single_threaded
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.experiment import Experiment
 from fedvitals.lab.faults import table as fault_table
 from fedvitals.lab.federation import Federation, ServerState
+from fedvitals.lab.privacy import privacy_metrics, require_no_buffers
 from fedvitals.protocols import Observed, Observer, observer_of
 
 ROUNDS_WITH_LOSSES = 100  # newest rounds of a result; a long run must not exhaust memory
@@ -152,11 +156,31 @@ def _announce(federation: Federation, data: object, *, begins: bool) -> None:
     experiment, watching, engine = federation.experiment, federation.observer, federation.engine
     for fault in experiment.faults if begins else ():
         watching.truth(fault.truth(experiment.nodes))
+    transformations = transformations_of(experiment)
+    if transformations and begins:
+        names = ", ".join(part.get("kind", name) for name, part in transformations.items())
+        text = f"Updates are changed between training and aggregation: {names}."
+        if experiment.secure_aggregation is not None:
+            text += " Single updates are not visible."
+        watching.event("info", "updates.transformed", text, data=transformations)
     fallback: str | None = getattr(engine, "fallback", None)
     if fallback is not None:
         watching.event("info", "device.fallback", fallback)
     if watching.recorder is not None:
         watching.recorder.describe(tape_recording.rerun_settings(experiment, engine, data))
+
+
+def transformations_of(experiment: Experiment) -> dict[str, Any]:
+    """Return what changes updates between training and aggregation, with its settings, by the part of the experiment.
+
+    With `secure_aggregation` among them, the observer is never shown single updates.
+    """
+    parts = {name: getattr(experiment, name) for name in ("compression", "privacy", "secure_aggregation")}
+    return {
+        name: msgspec.to_builtins(part) if isinstance(part, msgspec.Struct) else {"kind": type(part).__name__}
+        for name, part in parts.items()
+        if part is not None and not isinstance(part, Plain)
+    }
 
 
 def prepare_site(experiment: Experiment, data: str | os.PathLike[str] | None = None) -> Site:
@@ -165,6 +189,7 @@ def prepare_site(experiment: Experiment, data: str | os.PathLike[str] | None = N
     """
     site = Site.of(fault_table.apply_experiment(experiment), data)
     _check_faults(site)
+    require_no_buffers(site)
     return site
 
 
@@ -188,11 +213,13 @@ def _check_call(
 def _check_faults(site: Site) -> None:
     """Raise ConfigError if a fault names something that does not exist."""
     e = site.experiment
+    changes = () if e.population is None else e.population.rounds_of_change(e.rounds)
     for fault in e.faults:
         fault_table.check_fault(fault, e.nodes, site.layout, e.local.iterations, e.rounds, site.dataset.classes)
         for node in e.nodes:
             if fault_table.any_active("data", (fault,), fault.since, node):
-                site.tensors(node, fault.since)  # a client that it would leave without samples is told now
+                for number in {fault.since, *changes}:
+                    site.tensors(node, number)  # a client that it would leave without samples is told now
 
 
 def run_round(
@@ -212,6 +239,8 @@ def run_round(
     tape_recording.begin(federation, actions)
     site.layout.load(model, federation.model_on_cpu())
     observer.round_begin(round_index, model)
+    if federation.experiment.population is not None:
+        federation.experiment.population.announce(federation.experiment, round_index, observer)
     watch.start()
     after = federation.experiment.topology.round(federation)
     if not isinstance(after, Tensor) or after.shape != server.model.shape or after.dtype != server.model.dtype:
@@ -228,7 +257,7 @@ def run_round(
     due = (round_index + 1) % e.evaluation.every == 0 or round_index + 1 >= e.rounds
     federation.close_clock(evaluated=due)
     watch.lap("measure")
-    metrics = _evaluate(federation) if due and evaluate else {}
+    metrics = (_evaluate(federation) if due and evaluate else {}) | privacy_metrics(federation)
     watch.lap("evaluate")
     tape_recording.end(federation, metrics)
     watch.report(observer)
@@ -247,19 +276,23 @@ def _evaluate(federation: Federation) -> dict[str, float]:
 
 
 def _evaluate_locally(federation: Federation) -> dict[str, float]:
-    """Evaluate every client's local test, each with the model that it would receive now, and report the metrics."""
-    shards, server = federation.site.shards, federation.server
-    topology = federation.experiment.topology
+    """Evaluate the clients' local tests, each with the model that the client would receive now, and report the
+    metrics.
+    """
+    site, server, e, number = federation.site, federation.server, federation.experiment, federation.round
+    topology = e.topology
     client_models = topology.models(federation) if hasattr(topology, "models") else {}
-    states = {node: client_models.get(node, server.model) for node in shards if len(shards[node].test)}
+    cohort = federation.losses if e.evaluation.local == "cohort" else None
+    tests = {node: len(site.shard(node, number).test) for node in e.members(number) if cohort is None or node in cohort}
+    states = {node: client_models.get(node, server.model) for node, samples in tests.items() if samples}
     if not states:
         return {}
-    states, own = federation.client_models(states)
-    losses, scores = (outcome.cpu() for outcome in federation.engine.evaluate_locally(states, own))
-    name = federation.site.loss.score_name
+    states, homes = federation.client_models(states)
+    losses, scores = (outcome.cpu() for outcome in federation.engine.evaluate_locally(states, number, homes))
+    name = site.loss.score_name
     first = 0
     for node in states:
-        last = first + len(shards[node].test)
+        last = first + tests[node]
         federation.observer.log(mean_metrics(losses[first:last], scores[first:last], name, "local."), node=node)
         first = last
     return mean_metrics(losses, scores, name, "local.")

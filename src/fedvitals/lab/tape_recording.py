@@ -76,6 +76,7 @@ def messages(
     if recorder is None:
         return
     corrections, states = federation.corrections, _kept_states(federation, arrived)
+    absent = "refused" if federation.experiment.secure_aggregation is None else "masked: only the sum is visible"
     messages = []
     for update in batch:
         tensors = states.get(update.node)
@@ -89,7 +90,7 @@ def messages(
                 update.group,
                 _origin(federation.server, task_of[update.node].start),
                 update.losses,
-                update.error if update.error is not None or tensors is not None else "refused",
+                update.error if update.error is not None or tensors is not None else absent,
             )
         )
     recorder.messages(federation.round, messages)

@@ -43,9 +43,11 @@ from fedvitals.transport.payload_check import (
     BROKEN_RULES,
     GAPS_OF_SENDER,
     IMPOSSIBLE,
+    MALFORMED,
     SOURCES,
     SOURCES_OF_SENDER,
     check_no_claim,
+    described_records,
     is_claim,
     is_empty,
     is_possible,
@@ -53,7 +55,7 @@ from fedvitals.transport.payload_check import (
     tables_of_payload,
 )
 from fedvitals.transport.privacy import released
-from fedvitals.transport.sender import Sender, as_seen, quoted
+from fedvitals.transport.sender import ForgedRecordError, Sender, as_seen, quoted
 from fedvitals.transport.sender_limits import LeftOut, SenderQuotas, check_sources, entry_of_sender, name_of
 from fedvitals.transport.sink_writer import SENDER as OF_SENDER
 from fedvitals.transport.wire.payload import LIMITS, decode
@@ -121,9 +123,9 @@ class Arrivals:
         if payload == b"":
             return
         with self._lock:  # a pool's callbacks come on a thread of their own
-            new = self._read(payload, sender)
+            left_out = LeftOut()
+            new = self._read(payload, sender, left_out)
             if sender is not None:
-                left_out = LeftOut()
                 new = self._of_sender(of_one_training(new, left_out), sender, left_out)
                 new = [r for r in new if not self._is_late_claim(r)]
             now = time.time()
@@ -212,8 +214,11 @@ class Arrivals:
         self._emission.admit(r for r in records if not (isinstance(r, LayerStats) or is_claim(r)))
         return [record for record in records if not is_claim(record)]
 
-    def _read(self, payload: bytes, sender: Sender | None) -> list[Any]:
-        """The records of a payload that have not come before, in their round; its layer tables are then known."""
+    def _read(self, payload: bytes, sender: Sender | None, left_out: LeftOut) -> list[Any]:
+        """The records of a payload that have not come before, in their round; its layer tables are then known.
+
+        Of a sender, records that are malformed are added to `left_out`, and the others are taken.
+        """
         records: Sequence[Telemetry] = ()
         node, limits = None if sender is None else sender.node, LIMITS
         try:
@@ -222,8 +227,10 @@ class Arrivals:
             records = decode(payload, limits)
             if sender is not None:  # each number of one that may lie is looked at by itself
                 check_sources(sender.node, records)
-                records = [sender.own(record, self._context.run.id) for record in single_records(records)]
-            tables = tables_of_payload(records, self._context.run.id, self._context.tables)
+                own = self._own_records(sender, single_records(records), left_out)
+                records, tables = described_records(own, self._context.tables, left_out)
+            else:
+                tables = tables_of_payload(records, self._context.run.id, self._context.tables)
             self._quotas.charge_tables(node, tables, self._context.tables, self._context.own_tables)
         except RecordError as error:
             nodes = dict.fromkeys(place.node for r in records for place in places_of(r) if place.node is not None)
@@ -243,6 +250,18 @@ class Arrivals:
         ]
         self._forget_sources(sender)
         return new
+
+    def _own_records(self, sender: Sender, records: Iterable[Record], left_out: LeftOut) -> list[Record]:
+        """The records that a client can have measured of itself; a ForgedRecordError if one is not of itself."""
+        own: list[Record] = []
+        for record in records:
+            try:
+                own.append(sender.own(record, self._context.run.id))
+            except ForgedRecordError:
+                raise
+            except RecordError:
+                left_out.add(MALFORMED, record, name_of(record))
+        return own
 
     def _of_sender(self, records: Sequence[Any], sender: Sender, left_out: LeftOut) -> list[Any]:
         """At times that the server saw, and no more of them than one sender may bring.

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from fedvitals.diagnosis.gaps import gaps
@@ -16,10 +17,56 @@ from fedvitals.protocols import Detector, History
 from fedvitals.records import Finding
 from fedvitals.store import MemoryStore
 
+FINDINGS_KEPT = 20_000  # of one run in memory
+
+
+class KeptFindings:
+    """The findings of a run, in bounded memory: as bytes, about 1 KB each, a fifth of what the objects take.
+
+    An ill client has a finding in every round. When there are too many, every second one of the longest series (one
+    issue of one client) goes, but for its first and its newest: what happened once is not forgotten because of it.
+    """
+
+    def __init__(self, most: int = FINDINGS_KEPT) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._series: dict[tuple[str, str | None], list[tuple[int, bytes]]] = {}
+        self._kept = self._added = 0
+
+    def add(self, finding: Finding) -> None:
+        """Keep a finding."""
+        content = pickle.dumps(finding)
+        with self._lock:
+            self._series.setdefault((finding.issue, finding.where.node), []).append((self._added, content))
+            self._added += 1
+            self._kept += 1
+            if self._kept > self._most:
+                self._thin()
+
+    def _thin(self) -> None:
+        longest = max(self._series.values(), key=len)
+        if len(longest) > 2:  # its first and its newest stay
+            before = len(longest)
+            del longest[1:-1:2]
+            self._kept -= before - len(longest)
+        else:
+            self._kept -= len(self._series.pop(next(iter(self._series))))
+
+    @property
+    def dropped(self) -> int:
+        """How many findings are no longer kept."""
+        with self._lock:
+            return self._added - self._kept
+
+    def __iter__(self) -> Iterator[Finding]:
+        """The kept findings in the order in which they came."""
+        with self._lock:
+            contents = sorted(entry for series in self._series.values() for entry in series)
+        return map(pickle.loads, [content for _, content in contents])  # our own bytes
+
 
 class RunFindings:
-    """The detectors of one run and what they have found. `memory` keeps what they look back on. All findings of the run
-    are kept, as bytes: about 1 KB each, a fifth of what the objects take. An ill client has one in every round.
+    """The detectors of one run and what they have found. `memory` keeps what they look back on.
 
     `on_finding` is called with each finding, on the detectors' thread.
     """
@@ -35,7 +82,7 @@ class RunFindings:
         self._run, self._memory, self._detectors = spine.context.run.id, memory, detectors
         self._emission, self._guard, self._lost, self._on_finding = spine.emission, spine.guard, lost, on_finding
         self._live: LiveDetectors | None = None
-        self._findings: list[bytes] = []
+        self._findings = KeptFindings()
 
     def open(self) -> LiveDetectors | None:
         """The detectors as a sink; None where there are none. Called once, when the run opens."""
@@ -53,12 +100,13 @@ class RunFindings:
         missing = gaps(self._guard.failures, self._lost.unjudged, self._lost.thinned)
         if not complete and not self._lost.unjudged:
             missing = (*missing, "some records still wait for the store or the detectors")
-        findings = map(pickle.loads, tuple(self._findings))  # our own bytes
-        return FindingList(findings, installed=len(self._detectors), attendance=attendance, gaps=missing)
+        if self._findings.dropped:
+            missing = (*missing, f"{self._findings.dropped} earlier findings are no longer in memory")
+        return FindingList(self._findings, installed=len(self._detectors), attendance=attendance, gaps=missing)
 
     def _take(self, finding: Finding) -> None:
         # A copy: what is emitted gets an identity. A detector knows no run, and may leave the time to us.
         finding = replace(finding, where=replace(finding.where, run=self._run), at=finding.at or time.time())
-        self._guard("keeping a finding", lambda: self._findings.append(pickle.dumps(finding)))
+        self._guard("keeping a finding", lambda: self._findings.add(finding))
         self._emission.emit(finding)
         self._guard("answering a finding", lambda: self._on_finding(replace(finding)))

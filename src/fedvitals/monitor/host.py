@@ -17,7 +17,7 @@ from fedvitals.monitor.workers import WorkerObserver
 from fedvitals.probes.backends import flatten_and_sum_each
 from fedvitals.probes.results import Key, Results, metric_of_nodes
 from fedvitals.protocols import Node, Stack, TapeRecorder
-from fedvitals.records import Action, AnyName, Record, Truth, Where, as_round_index, node_name
+from fedvitals.records import Action, AnyName, Record, Truth, Where, as_round_index, node_name, printable
 from fedvitals.resources.clocks import why_impossible
 from fedvitals.resources.time_ledger import Exchange
 from fedvitals.stats import Array
@@ -374,7 +374,10 @@ class HostObserver:
         That is empty where nothing was. `loss`, `accuracy` and `local.*` keep their names. What else has a meaning here
         is the server's to log.
         """
-        named = {name if name in OF_SENDERS else f"user.{name.removeprefix('user.')}": v for name, v in values.items()}
+        named = {
+            name if name in OF_SENDERS else f"user.{printable(name).removeprefix('user.')}": value
+            for name, value in values.items()
+        }
         kept, left_out = self._arrivals.within_names(node_name(node), named)
         if kept:
             self.log(kept, node=node)

@@ -11,6 +11,8 @@ from fedvitals.records import Run
 from fedvitals.store.dialect import Database
 from fedvitals.store.symbols import Symbols
 
+SOURCES_REMEMBERED = 10_000  # without asking the table; a run with any number of senders must fit into memory
+
 
 class Intervals:
     """A set of integers that are mostly consecutive, and what changed in it since it was last saved."""
@@ -142,6 +144,8 @@ class Delivered:
                         (*place, first, last),
                     )
             intervals.changed = {}
+        for key in [*self._intervals][: max(0, len(self._intervals) - SOURCES_REMEMBERED)]:
+            del self._intervals[key]  # read from the table again if more comes from there
 
     def forget(self) -> None:
         """Forget what is known of all sources: the transaction failed, or somebody else has written."""

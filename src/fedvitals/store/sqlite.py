@@ -40,6 +40,7 @@ from fedvitals.store.writer import Writer
 logger = logging.getLogger("fedvitals.store")
 
 APPLICATION = 0x66656476  # «fedv» in the file's header, so that no other program's database is taken for ours
+BUSY_SECONDS = 10.0  # that a statement waits for another program; the queue before the store then tries it again
 PAGE = 8192  # bytes; blobs of some ten kilobytes are the bulk of a store
 
 
@@ -106,7 +107,9 @@ def _connect(path: Path) -> Database:
     if path.exists():
         check_file(path)
     try:
-        connection = sqlite3.connect(path.absolute(), timeout=10, isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(
+            path.absolute(), timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
+        )
     except sqlite3.Error as error:
         raise StoreError(f"The store '{path}' cannot be opened: {error}.") from error
     database = Database(connection, SQLITE, str(path))

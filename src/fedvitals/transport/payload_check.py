@@ -94,31 +94,63 @@ def _check_described(
 
 def check_table(table: LayerTable) -> None:
     """Raise a RecordError unless this could be the layer table of a model: its kind, number of layers and shapes."""
+    if (fault := fault_of_table(table)) is not None:
+        name, why = fault
+        raise RecordError(f"The layer {quoted(name)} {why}." if name else f"A layer table {why}.")
+
+
+def fault_of_table(table: LayerTable) -> tuple[str, str] | None:
+    """Return why this cannot be the layer table of a model, behind the name of the layer (or "") that it is about."""
     if table.rows not in ROW_KINDS:
-        raise RecordError(f"A layer table has rows of the kind {quoted(table.rows)}. Known: {', '.join(ROW_KINDS)}.")
+        return "", f"has rows of the kind {quoted(table.rows)}. Known: {', '.join(ROW_KINDS)}"
     if len(table.layers) > LAYERS:
-        raise RecordError(f"A layer table has {len(table.layers)} layers; {LAYERS} are the limit.")
+        return "", f"has {len(table.layers)} layers; {LAYERS} are the limit"
     total = 0
     for layer in table.layers:
         if len(layer.shape) > DIMENSIONS:
-            raise RecordError(
-                f"The layer {quoted(layer.name)} has {len(layer.shape)} dimensions; {DIMENSIONS} are the limit."
-            )
+            return layer.name, f"has {len(layer.shape)} dimensions; {DIMENSIONS} are the limit"
         if len(layer.name) > LAYER_NAME_CHARACTERS or len(layer.dtype) > DTYPE_CHARACTERS:
-            raise RecordError(f"The layer {quoted(layer.name)} has a name or type of more characters than any model's.")
-        if not (layer.name.isprintable() and layer.dtype.isprintable()):
-            raise RecordError(f"The layer {quoted(layer.name)} has a name or type with characters that no model's has.")
+            return layer.name, "has a name or type of more characters than any model's"
         values = math.prod(layer.shape)
         total += values
         if min((0, *layer.shape)) < 0 or max((values, *layer.shape)) > LAYER_VALUES or total > TABLE_VALUES:
             shape = " × ".join(map(str, layer.shape))[:120]
-            raise RecordError(f"The layer {quoted(layer.name)} has the shape {shape}, which no model's layer can have.")
+            return layer.name, f"has the shape {shape}, which no model's layer can have"
+    return None
 
 
 TOLD_TWICE = "with numbers that a training measures once, told again in the same message"
 IMPOSSIBLE = "with counts or times that cannot be"
-BROKEN_RULES = (TOLD_TWICE, IMPOSSIBLE)
+MALFORMED = "that no client measures"
+IMPOSSIBLE_TABLE = "with layers that no model has"
+UNDESCRIBED = "of layers that no layer table describes"
+BROKEN_RULES = (TOLD_TWICE, IMPOSSIBLE, MALFORMED, IMPOSSIBLE_TABLE, UNDESCRIBED)
 """Reasons for leaving out records that are no limit on an amount."""
+
+
+def described_records(
+    records: Sequence[Record], known: Mapping[str, LayerTable], left_out: LeftOut
+) -> tuple[list[Record], dict[str, LayerTable]]:
+    """Return a sender's records, and the layer tables that they bring, by digest.
+
+    Tables that no model has, and statistics of layers that no table describes, are added to `left_out` instead.
+    """
+    kept: list[Record] = []
+    tables: dict[str, LayerTable] = {}
+    for record in records:
+        if isinstance(record, Run):
+            for table in record.tables:
+                if (fault := fault_of_table(table)) is None:
+                    tables[table.digest] = table
+                else:
+                    left_out.add(IMPOSSIBLE_TABLE, record, fault[0] or table.rows)
+        elif isinstance(record, LayerStats):
+            described_by = tables.get(record.table) or known.get(record.table)
+            if described_by is None or len(described_by.layers) != len(record.matrix):
+                left_out.add(UNDESCRIBED, record, record.family)
+                continue
+        kept.append(record)
+    return kept, tables
 
 
 def is_possible(record: Record) -> bool:

@@ -77,9 +77,9 @@ LEFT_OF_SPANS = (
 )  # fmt: skip
 WRITTEN_BY_TIMED = (*LEFT_OF_SPANS, "message")
 OUR_WORDS = (  # events that quote nobody
-    "budget", "client.answered_late", "client.busy", "client.clock", "client.partition", "client.unserved",
-    "round.unclosed", "telemetry.lost", "telemetry.refused", "telemetry.thinned", "update.late", "update.left_out",
-    "updates.approximate", "worker.lost", "worker.thinned",
+    "budget", "client.answered_late", "client.busy", "client.clock", "client.joined", "client.left", "client.partition",
+    "client.unserved", "data.new", "round.unclosed", "season", "telemetry.lost", "telemetry.refused",
+    "telemetry.thinned", "update.late", "update.left_out", "updates.approximate", "worker.lost", "worker.thinned",
 )  # fmt: skip
 PASSING_ON = ("exception", "edge.failed", "round.failed")  # what the server catches may have been raised by a client
 TROUBLE = ("warning", "error", "critical")

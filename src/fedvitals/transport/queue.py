@@ -10,23 +10,16 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fedvitals.errors import FedvitalsError, RecordError, StoreLostError
-from fedvitals.measurements import (
-    Emitted,
-    Measurements,
-    Transfers,
-    is_important,
-    record_count,
-    round_of,
-    single_records,
-)
+from fedvitals.measurements import Emitted, Measurements, Telemetry, Transfers, is_important, record_count, round_of
 from fedvitals.protocols import RecordWriter
 from fedvitals.records import LayerStats, Metric, Record, Sketch, Span, Transfer
-from fedvitals.transport.sink_adapter import as_sink
-from fedvitals.transport.spill import Spill
+from fedvitals.transport.sink_adapter import as_sink, form_for
+from fedvitals.transport.spill import BULK, BULK_BYTES, BulkLine, Spill, bulk_lines, bulk_parts
 from fedvitals.transport.thinning import ThinnedClientRounds, levels, room_of, thinned
 
 logger = logging.getLogger("fedvitals.telemetry")
@@ -34,6 +27,7 @@ logger = logging.getLogger("fedvitals.telemetry")
 BATCH = 2000  # records in one call of the sink, or a little more: measurements stay together
 POLL_SECONDS = 0.5  # a worker that wakes more often would contend with training for the interpreter, and commit more
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0  # seconds between attempts at a failing sink, doubling
+SPILLED_FROM = 8  # bulk goes to the disk while the sink fails, from one part in so many of what may wait in memory
 PATIENCE = 5  # failures in a row after which a flush stops waiting: training must not stand still at each round's end
 CAUSES_REPORTED = 100  # a sink whose messages all differ must not fill the user's log
 
@@ -50,7 +44,8 @@ class Queue:
     `put` neither waits nor raises. A queue that fills up thins what it takes in (`transport.thinning`); one that is
     full loses the oldest bulk, and counts it.
     One exception to «only appends»: an important record that finds more than `important` others waiting is written to
-    the folder `spill` by its own thread, about 20 µs.
+    the folder `spill` by its own thread, about 20 µs. While the sink fails, the worker moves waiting bulk into a second
+    file there, up to 1 GiB; what the sink has not taken when the queue closes lies in these files for the next process.
     With `strict`, `flush` and `close` raise what is otherwise only counted and logged.
     A sink with a `close` method is closed by the worker, on the thread that wrote to it.
     """
@@ -69,6 +64,7 @@ class Queue:
         self.strict = strict
         self._bulk_limit, self._important_limit = bulk, important
         self._spill = Spill(Path(spill), self.name) if spill is not None else None
+        self._bulk_spill = Spill(Path(spill), f"{BULK}-{self.name}") if spill is not None else None
         self._empty()
         reference = weakref.ref(self)
 
@@ -88,6 +84,8 @@ class Queue:
         self._important: deque[Record] = deque()
         self._bulk_room = 0  # that the waiting bulk takes, see `room_of`
         self._bulk_records = 0  # that it stands for
+        self._bulk_lines: deque[BulkLine] = deque()  # in the file of bulk, their content left out
+        self._moving: list[Emitted] = []  # bulk on its way into it
         # How many records of each class have left the waiting line: bulk, important.
         self._heads = [0, 0]
         # The heads before the batch that the worker holds, and the batch: None when it holds none.
@@ -122,7 +120,8 @@ class Queue:
 
     @property
     def _ready(self) -> int:
-        return self._bulk_records + len(self._important) + self._spilled
+        spilled_bulk = sum(map(record_count, self._moving)) + sum(line.records for line in self._bulk_lines)
+        return self._bulk_records + len(self._important) + self._spilled + spilled_bulk
 
     def put(self, record: Emitted) -> None:
         """Take a record or measurements, without waiting or raising."""
@@ -274,7 +273,8 @@ class Queue:
 
     def _wait(self, deadline: float | None) -> bool:
         with self._lock:
-            target = [self._heads[0] + len(self._bulk), self._heads[1] + len(self._important) + self._spilled]
+            on_disk = len(self._moving) + sum(line.elements for line in self._bulk_lines)
+            target = [self._heads[0] + on_disk + len(self._bulk), self._heads[1] + len(self._important) + self._spilled]
             failed_before = self._attempts_failed
             patience = 1 if self.strict else PATIENCE
             self._flushing += 1
@@ -298,18 +298,27 @@ class Queue:
     def _abandon(self) -> None:
         """At the end: what is left is spilled if important, else lost."""
         with self._lock:
-            left = [*self._held, *self._important, *self._bulk]
-            self._held, self._held_from = [], None
+            left = [*self._held, *self._important, *self._moving, *self._bulk]
+            self._held, self._moving, self._held_from = [], [], None
             self._important.clear()
             self._bulk.clear()
             self._bulk_records = self._bulk_room = 0
+            bulk = [record for record in left if not is_important(record)]
             lost = sum(map(record_count, left))
-            if self._spill is not None:
+            if self._spill is not None and self._bulk_spill is not None:
                 for record in left:
                     if is_important(record):
                         self._spill_over(self._spill, record)
                         lost -= 1
+                for part in bulk_parts(bulk, BATCH):
+                    lost -= sum(map(record_count, part[: self._spill_bulk(self._bulk_spill, part)]))
                 self._spill.close(keep=self._spilled > 0)
+                self._bulk_spill.close(keep=bool(self._bulk_lines))
+                if self._ready:
+                    self._news.append(
+                        f"Sink '{self.name}' has not taken {self._ready} records. They wait in '{self._spill.folder}': "
+                        "the next training with this store brings them in, and so does `fedvitals doctor --mend`."
+                    )
             if lost:
                 self._lose("sink failed", self._outage, lost)
 
@@ -317,9 +326,10 @@ class Queue:
         """In a forked child: nothing inherited is ours to write, nor is the parent's sink."""
         self._empty()
         self._refused = "forked"
-        if self._spill is not None:
+        if self._spill is not None and self._bulk_spill is not None:
             self._spill.detach()
             self._spill.waiting = 0
+            self._bulk_spill.detach()
 
     # --- the worker's side -----------------------------------------------------------------------------------------
 
@@ -347,34 +357,74 @@ class Queue:
             important = [self._important.popleft() for _ in range(min(len(self._important), BATCH))]
             room = BATCH - len(important) - spilled
             bulk: list[Emitted] = []
-            while self._bulk and room > 0:
+            line = self._bulk_lines.popleft() if self._bulk_lines and room > 0 else None
+            while self._bulk and room > 0 and line is None:
                 bulk.append(self._pop_bulk())
                 room -= record_count(bulk[-1])
-            self._heads[0] += len(bulk)
+            self._heads[0] += len(bulk) if line is None else line.elements
             self._heads[1] += len(important) + spilled
             self._held, self._held_from = [*important, *bulk], before
-            if not spilled or self._spill is None:
-                return True
-            self._spill.waiting -= spilled
-        self._read_back(self._spill, spilled)
+            if self._spill is not None:
+                self._spill.waiting -= spilled
+        if line is not None and self._bulk_spill is not None:
+            self._read_back(self._bulk_spill, 1, line.records)
+        if spilled and self._spill is not None:
+            self._read_back(self._spill, spilled, spilled)
         return True
 
-    def _read_back(self, spill: Spill, count: int) -> None:
-        """Put spilled records in front of the batch. Without the lock: no put may wait for a disk."""
-        records: list[Record] = []
+    def _read_back(self, spill: Spill, lines: int, count: int) -> None:
+        """Put the records of spilled lines in front of the batch. Without the lock: no put may wait for a disk."""
+        records: list[Telemetry] = []
         error: BaseException | None = None
         try:
-            records = spill.read(count)
+            records = spill.read(lines)
         except Exception as problem:  # noqa: BLE001 - whatever the disk says, the rest is to be written
             error = problem
+        missing = count - sum(map(record_count, records))
         with self._lock:
             self._held = [*records, *self._held]
-            if len(records) < count:
-                self._lose("spill failed", error, count - len(records))
+            if missing > 0:
+                self._lose("spill failed", error, missing)
+
+    def _move_bulk_to_disk(self, spill: Spill) -> None:
+        """Make room in memory while the sink fails. The worker does so, without the lock."""
+        while True:
+            with self._lock:
+                if self._stopping or SPILLED_FROM * self._bulk_room < self._bulk_limit or spill.size > BULK_BYTES:
+                    return
+                part, count = list[Emitted](), 0
+                while self._bulk and count < BATCH:
+                    part.append(self._pop_bulk())
+                    count += record_count(part[-1])
+                self._moving = [*part]
+            self._spill_bulk(spill, part)
+            with self._lock:
+                left, self._moving = self._moving, []
+                for record in reversed(left):  # the disk is full
+                    self._bulk.appendleft(record)
+                    self._bulk_records += record_count(record)
+                    self._bulk_room += room_of(record)
+                if left:
+                    return
+
+    def _spill_bulk(self, spill: Spill, part: Sequence[Emitted]) -> int:
+        """Append bulk to its file. Returns how much of it that was: less if the file or the disk is full."""
+        elements = 0
+        try:
+            for line in bulk_lines(part) if spill.size <= BULK_BYTES else ():
+                spill.append_line(line.content)
+                elements += line.elements
+                with self._lock:
+                    self._bulk_lines.append(replace(line, content=b""))
+                    del self._moving[: line.elements]
+        except OSError as error:
+            with self._lock:
+                self._report(error, "spill failed")
+        return elements
 
     def _deliver(self) -> None:
         """Write the held batch; retry while the sink fails, and leave out single records that it refuses."""
-        parts = [self._for_sink()]
+        parts = [form_for(self._sink, self._held)]
         delay = FIRST_DELAY
         while parts:
             part = parts[0]
@@ -407,20 +457,6 @@ class Queue:
             self._succeeded()
         self._acknowledge()
 
-    def _for_sink(self) -> list[Emitted]:
-        """The held batch in the form that the sink takes; as single records, without those that it ignores."""
-        if self._sink.takes_transfers:
-            return self._held
-        if not self._sink.takes_measurements:
-            return [record for record in single_records(self._held) if not isinstance(record, self._sink.ignores)]
-        records: list[Emitted] = []
-        for telemetry in self._held:
-            if isinstance(telemetry, Transfers):
-                records += telemetry.records()
-            else:
-                records.append(telemetry)
-        return records
-
     def _failed(self, error: BaseException, delay: float) -> None:
         with self._lock:
             self._failures += 1
@@ -429,6 +465,8 @@ class Queue:
             self._report(error, "cannot be written to, will be tried again")
             self._changed.notify_all()
         self._say()
+        if self._bulk_spill is not None:
+            self._move_bulk_to_disk(self._bulk_spill)
         with self._lock:
             self._changed.wait_for(lambda: self._hurry or self._stopping, delay)
 
@@ -443,9 +481,10 @@ class Queue:
     def _acknowledge(self) -> None:
         with self._lock:
             self._held, self._held_from = [], None
-            if self._spill is not None and not self._spilled and not self._stopping:
-                with contextlib.suppress(OSError):
-                    self._spill.clear()
+            for spill, waiting in ((self._spill, self._spilled), (self._bulk_spill, len(self._bulk_lines))):
+                if spill is not None and not waiting and not self._stopping:
+                    with contextlib.suppress(OSError):
+                        spill.clear()
             self._changed.notify_all()
 
     def _close_sink(self) -> None:

@@ -17,7 +17,7 @@ from fedvitals.catalog import CATALOG
 from fedvitals.errors import RecordError
 from fedvitals.measurements import run_of
 from fedvitals.protocols import Node
-from fedvitals.records import Event, LayerStats, Metric, Record, Run, Sketch, Span, Where, node_name
+from fedvitals.records import Event, LayerStats, Metric, Record, Run, Sketch, Span, Where, node_name, printable
 from fedvitals.stats import LABEL_CLASSES
 from fedvitals.time_parts import of_the_whole
 from fedvitals.transport.logs import bounded
@@ -48,10 +48,10 @@ CLIENT_EVENTS = frozenset((
 # Events that tell of all, or in our own words of what the server saw of a client. A sender that reports one is refused.
 SERVER_EVENTS = frozenset((
     "aggregation.failed", "client.answered_late", "client.busy", "client.clock", "client.dropped_out",
-    "client.unserved", "cohort", "edge.failed", "groups", "initialisation", "initialisation.zero", "round.failed",
-    "round.unclosed", "sink.lost",
+    "client.joined", "client.left", "client.unserved", "cohort", "data.new", "edge.failed", "groups", "initialisation",
+    "initialisation.zero", "round.failed", "round.unclosed", "season", "secure_aggregation.failed", "sink.lost",
     "telemetry.lost", "telemetry.refused", "telemetry.thinned", "update.late", "update.left_out", "update.lost",
-    "update.refused", "updates.approximate",
+    "update.refused", "updates.approximate", "updates.transformed",
 ))  # fmt: skip
 LEVELS = ("debug", "info", "warning", "error", "critical")
 ID_CHARACTERS = 64  # of a Span's or sketch's ids: a payload holds a repeated text once, a store with each record
@@ -59,6 +59,10 @@ STEPS = 1 << 40
 SKETCH_NUMBERS = 256  # as in `kernels.sketch_hash`, which needs torch
 NO_ROUND = -1  # as the newest round of a Sender: its records may name none
 _LABEL, _EXCEPTION = re.compile(r"-?\d{1,18}"), re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,99}")
+
+
+class ForgedRecordError(RecordError):
+    """A record that speaks for another node, another run, the server or a round to come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +89,12 @@ class Sender:
         return self if self.newest_round is not None else replace(self, newest_round=newest_round)
 
     def own(self, record: Record, run: str) -> Record:
-        """The record as one of the run here; an error if it is another's, or the server's."""
+        """The record as one of the run here, with names that can be shown.
+
+        Raises a ForgedRecordError if it is another's, or the server's, and a RecordError if no client measures such.
+        """
         if run_of(record) != self.run:
-            raise RecordError(
+            raise ForgedRecordError(
                 f"Telemetry of '{self.node}' is of the run {quoted(run_of(record))}, not of '{self.run}'."
             )
         # Its sources are its own: nobody can use up another's sequence numbers.
@@ -97,7 +104,11 @@ class Sender:
         if not isinstance(record, OF_CLIENTS):
             raise self._not_its_own(type(record).__name__)
         self._check_place(record.where)
-        own = replace(record, where=replace(record.where, run=run, node=self.node, group=self.group), source=source)
+        layer = None if record.where.layer is None else printable(record.where.layer)
+        where = replace(record.where, run=run, node=self.node, group=self.group, layer=layer)
+        own = replace(record, where=where, source=source)
+        if isinstance(own, Metric | Span | Event) and not own.name.isprintable():
+            own = replace(own, name=printable(own.name))
         if isinstance(own, Event):
             return self._event(own)
         self._check_content(own)
@@ -105,11 +116,11 @@ class Sender:
 
     def _check_place(self, where: Where) -> None:
         if where.node not in (None, self.node):
-            raise RecordError(f"Telemetry of '{self.node}' tells of another node, {quoted(where.node)}.")
+            raise ForgedRecordError(f"Telemetry of '{self.node}' tells of another node, {quoted(where.node)}.")
         newest = NO_ROUND if self.newest_round is None else self.newest_round
         # A round that is far ahead would push all others out of the detectors' memory.
         if where.round is not None and not 0 <= where.round <= newest:
-            raise RecordError(f"Telemetry of '{self.node}' is of round {where.round}; only the server counts.")
+            raise ForgedRecordError(f"Telemetry of '{self.node}' is of round {where.round}; only the server counts.")
         if where.step is not None and not 0 <= where.step < STEPS:
             raise RecordError(f"Telemetry of '{self.node}' is of step {where.step}, which no training has.")
 
@@ -123,8 +134,8 @@ class Sender:
         if max(map(len, _ids(own)), default=0) > ID_CHARACTERS:
             raise RecordError(f"Telemetry of '{self.node}' holds an id of more than {ID_CHARACTERS} characters.")
 
-    def _not_its_own(self, what: str) -> RecordError:
-        return RecordError(f"Telemetry of '{self.node}' holds {quoted(what)}, which is the server's to tell.")
+    def _not_its_own(self, what: str) -> ForgedRecordError:
+        return ForgedRecordError(f"Telemetry of '{self.node}' holds {quoted(what)}, which is the server's to tell.")
 
     def _event(self, event: Event) -> Event:
         """The event with a name that it may have, a bounded message, and no words where findings quote them."""
@@ -173,8 +184,7 @@ def _thinning(event: Event) -> Event:
 
 def quoted(text: Any, characters: int = 80) -> str:
     """Return a sender's own words for a sentence of ours: in quotation marks, short, on one line, printable."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text)[:characters])
-    return "'" + shown.replace("'", "\\'") + "'"
+    return "'" + printable(str(text)[:characters]).replace("'", "\\'") + "'"
 
 
 def _ids(record: Record) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from fedvitals.measurements import Emitted, Transfers, single_records
 from fedvitals.protocols import RecordWriter, Sink
 from fedvitals.records import Record
 
@@ -56,3 +57,18 @@ class SinkAdapter(Sink):
 def as_sink(writer: RecordWriter) -> Sink:
     """The object itself if it is a whole sink; otherwise one that writes to it."""
     return writer if isinstance(writer, Sink) else SinkAdapter(writer)
+
+
+def form_for(sink: Sink, batch: Sequence[Emitted]) -> list[Emitted]:
+    """Return a batch in the form that the sink takes; as single records, without those that it ignores."""
+    if sink.takes_transfers:
+        return [*batch]
+    if not sink.takes_measurements:
+        return [record for record in single_records(batch) if not isinstance(record, sink.ignores)]
+    records: list[Emitted] = []
+    for telemetry in batch:
+        if isinstance(telemetry, Transfers):
+            records += telemetry.records()
+        else:
+            records.append(telemetry)
+    return records

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -16,10 +16,37 @@ from fedvitals.protocols import RecordWriter, Sink
 from fedvitals.records import LayerStats, Metric, Record, Sketch, Transfer
 from fedvitals.transport.privacy import PrivacyPolicy, released
 from fedvitals.transport.queue import Queue
+from fedvitals.transport.sender_limits import SENDERS
 from fedvitals.transport.sink_adapter import as_sink
 
 SOURCE = "monitor"  # one process writes a run; what comes from others keeps their own source
 SENDER = "sender/"  # the beginning of the source of what machines report that may lie
+
+
+class SenderSources:
+    """Numbers what senders report without gaps, each sender by itself; of many, those longest silent are forgotten.
+
+    A sender that was forgotten gets another source when it comes back, so that no identity is given twice.
+    """
+
+    def __init__(self, most: int = SENDERS) -> None:
+        self._most = most
+        self._process = os.urandom(4).hex()  # another one when the run is continued
+        self._forgotten = 0
+        self._sources: OrderedDict[str, tuple[str, itertools.count[int]]] = OrderedDict()
+
+    def next_identity(self, sender: str) -> tuple[str, int]:
+        """Return the source and the sequence number of a sender's next record."""
+        known = self._sources.pop(sender, None)
+        if known is None:
+            again = f"-{self._forgotten}" if self._forgotten else ""
+            known = f"{sender}/{self._process}{again}", itertools.count()
+        self._sources[sender] = known
+        if len(self._sources) > self._most:
+            self._sources.popitem(last=False)
+            self._forgotten += 1
+        source, sequence = known
+        return source, next(sequence)
 
 
 class SinkWriter:
@@ -41,8 +68,7 @@ class SinkWriter:
         self._policy, self._source, self._own = policy, source, own
         whole = [as_sink(sink) for sink in sinks]
         self._sequence = itertools.count()
-        self._process = os.urandom(4).hex()
-        self._sequences_of_senders: dict[str, itertools.count[int]] = {}
+        self._senders = SenderSources()
         # What a sink makes itself need not come back to it, least of all while it closes and takes nothing more.
         self._ignored: list[tuple[type, ...]] = [_with_blocks(sink.ignores) for sink in whole]
         self._queues = [
@@ -92,8 +118,7 @@ class SinkWriter:
             # What is left as an array would have other numbers.
             return [left for single in record.records() for left in self._admitted(single)]
         if passed is not None and record.source.startswith(SENDER):
-            source = f"{record.source}/{self._process}"  # another one when the run is continued
-            passed = stamped(passed, source, next(self._sequences_of_senders.setdefault(source, itertools.count())))
+            passed = stamped(passed, *self._senders.next_identity(record.source))
         return () if passed is None else (passed,)
 
     def _put(self, record: Emitted) -> None:

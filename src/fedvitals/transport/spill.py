@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Important records that found no room in memory, or no sink at the end: kept in a file, one JSON line each, with its
-checksum in front.
+"""Records that found no room in memory, or no sink at the end: kept in files, JSON lines with a checksum in front.
+
+An important record is a line of its own. Of bulk, a line holds a payload of the wire format, and the runs that it is
+about.
 
 A file is locked as long as its queue lives, so that `drain_spill` takes over only what a dead process left behind.
 JSON and not pickle: whoever can write into the folder must not be able to run code in the next process.
@@ -8,20 +10,24 @@ JSON and not pickle: whoever can write into the folder must not be able to run c
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import functools
 import json
 import logging
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
 from fedvitals.errors import RecordError
-from fedvitals.measurements import run_of
+from fedvitals.measurements import Emitted, Measurements, Telemetry, Transfers, record_count, run_of, single_records
 from fedvitals.plain_json import as_builtin
 from fedvitals.protocols import RecordWriter
 from fedvitals.records import Action, Event, Finding, Layer, LayerTable, Record, Run, Snapshot, Suspect, Truth, Where
+from fedvitals.transport.wire.payload import decode, encode
 
 try:
     import fcntl
@@ -33,6 +39,8 @@ logger = logging.getLogger("fedvitals.telemetry")
 KINDS: dict[str, type[Run | Event | Finding | Action | Snapshot | Truth]] = {
     kind.__name__: kind for kind in (Run, Event, Finding, Action, Snapshot, Truth)
 }
+BULK = "bulk"  # kind of a line, and name of the files that hold such lines
+BULK_BYTES = 1 << 30  # that a file of bulk may take on the disk
 
 
 def to_json(record: Record) -> str:
@@ -45,18 +53,73 @@ def to_json(record: Record) -> str:
 
 def to_line(record: Record) -> bytes:
     """Return the record as a line of a spill file: a CRC-32 in eight hexadecimal digits, then JSON."""
-    content = to_json(record).encode()
+    return _with_checksum(to_json(record).encode())
+
+
+def _with_checksum(content: bytes) -> bytes:
     return b"%08x %b\n" % (zlib.crc32(content), content)
 
 
-def from_line(line: bytes) -> Record:
-    """Return the record of a line. Raises RecordError if it is damaged; lines of older files have no checksum."""
+@dataclass(frozen=True, slots=True)
+class BulkLine:
+    """A line of a file of bulk: how many elements of a queue it ends, and for how many records it stands."""
+
+    content: bytes
+    elements: int
+    records: int
+
+
+def bulk_lines(telemetry: Sequence[Emitted]) -> Iterator[BulkLine]:
+    """Yield lines that hold these: one, unless a payload would be too large. A record too large for any is left out."""
+    batch: list[Telemetry] = []
+    for item in telemetry:
+        batch += item.records() if isinstance(item, Transfers) else (item,)
+    try:
+        payload = base64.b85encode(encode(batch)).decode()
+    except RecordError:
+        middle = len(telemetry) // 2
+        if middle:
+            yield from bulk_lines(telemetry[:middle])
+            yield from bulk_lines(telemetry[middle:])
+        elif isinstance(telemetry[0], Measurements | Transfers):
+            lines = [*bulk_lines([*telemetry[0].records()])]
+            yield from (replace(line, elements=int(line is lines[-1])) for line in lines)
+        return
+    content = json.dumps({"kind": BULK, "runs": sorted({*map(run_of, batch)}), "payload": payload}).encode()
+    yield BulkLine(_with_checksum(content), len(telemetry), sum(map(record_count, batch)))
+
+
+def bulk_parts(bulk: Sequence[Emitted], size: int) -> Iterator[list[Emitted]]:
+    """Cut bulk into parts of about `size` records each."""
+    part, count = list[Emitted](), 0
+    for record in bulk:
+        part.append(record)
+        count += record_count(record)
+        if count >= size:
+            yield part
+            part, count = [], 0
+    if part:
+        yield part
+
+
+def from_line(line: bytes) -> list[Telemetry]:
+    """Return what a line holds. Raises RecordError if it is damaged; lines of older files have no checksum."""
+    content = _content_of(line)
+    if not content.startswith(b'{"kind": "%b"' % BULK.encode()):
+        return [from_json(content)]
+    try:
+        return decode(base64.b85decode(json.loads(content)["payload"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"A spilled line cannot be read ({type(error).__name__}: {error}): {line[:80]!r}") from error
+
+
+def _content_of(line: bytes) -> bytes:
     if line.startswith(b"{"):
-        return from_json(line)
+        return line
     checksum, _, content = line.rstrip(b"\n").partition(b" ")
     if checksum != b"%08x" % zlib.crc32(content):
         raise RecordError(f"A spilled line is damaged, its checksum is not that of its content: {line[:80]!r}")
-    return from_json(content)
+    return content
 
 
 def from_json(line: str | bytes) -> Record:
@@ -98,20 +161,26 @@ class Spill:
 
     def __init__(self, folder: Path, sink: str) -> None:
         self.waiting = 0  # records that were appended and not yet read; whoever appends and reads keeps the count
-        self._folder = folder
+        self.folder = folder
         self._name = f"spill-{sink}-{os.getpid()}-{os.urandom(4).hex()}.jsonl"
         self._end = 0
+        self._closed = False
         self._writer: IO[bytes] | None = None
         self._reader: IO[bytes] | None = None
 
     @property
     def path(self) -> Path:
         """The file."""
-        return self._folder / self._name
+        return self.folder / self._name
 
     def append(self, record: Record) -> None:
         """Write one record through to the operating system, so that a killed process loses none."""
-        line = to_line(record)
+        self.append_line(to_line(record))
+
+    def append_line(self, line: bytes) -> None:
+        """Write one line through to the operating system. Raises OSError, and leaves no part of it, if that fails."""
+        if self._closed:  # a new file would take the place of the one that waits for the next process
+            raise OSError(f"The file is closed: {self.path}")
         writer = self._writer or self._open()
         written = 0
         try:
@@ -125,11 +194,16 @@ class Spill:
             raise OSError(f"The disk took only a part of a record: {self.path}")
         self._end += len(line)
 
-    def read(self, count: int) -> list[Record]:
-        """The next records in order, at most `count` lines; a line that cannot be read is left out and logged."""
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return self._end
+
+    def read(self, count: int) -> list[Telemetry]:
+        """The records of the next `count` lines in order; a line that cannot be read is left out and logged."""
         if self._reader is None:
             self._reader = self.path.open("rb")
-        return list(_records(self._reader, count))
+        return [record for batch in _batches(self._reader, count) for record in batch]
 
     def clear(self) -> None:
         """Forget what was read: everything has reached the sink."""
@@ -142,6 +216,7 @@ class Spill:
 
     def close(self, *, keep: bool) -> None:
         """Let go of the file, for the next process to find if `keep`."""
+        self._closed = True
         if self._writer is not None and not keep:
             with contextlib.suppress(OSError):
                 self.path.unlink()
@@ -155,7 +230,7 @@ class Spill:
         self._writer = self._reader = None
 
     def _open(self) -> IO[bytes]:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         # Locked under another name first: a drainer must never see it unlocked.
         newborn = self.path.with_suffix(".new")
         writer = newborn.open("ab", buffering=0)
@@ -169,14 +244,20 @@ class Spill:
         return writer
 
 
-def drain_spill(folder: Path, sink: str | None = None) -> Iterator[Record]:
-    """Every record that dead processes left in a folder (of one sink, or of all), oldest file first.
+def drain_spill(folder: Path, sink: str | None = None) -> Iterator[Telemetry]:
+    """Every record that dead processes left in a folder (of one sink, or of all), oldest file first, bulk last.
 
     A file is removed when the caller comes back for more after its last record. Whoever stops before that, or dies,
     leaves it for the next time: delivered twice, a record is stored once.
     """
-    pattern = f"spill-{sink or '*'}-*.jsonl"
-    for path in sorted(Path(folder).glob(pattern), key=lambda path: (path.stat().st_mtime_ns, path.name)):
+    for batch in _drained(folder, sink):
+        yield from batch
+
+
+def _drained(folder: Path, sink: str | None = None) -> Iterator[list[Telemetry]]:
+    """The same, line by line."""
+    paths = Path(folder).glob(f"spill-{sink or '*'}-*.jsonl")
+    for path in sorted(paths, key=lambda path: (_is_bulk(path), path.stat().st_mtime_ns, path.name)):
         try:
             file = path.open("r+b")
         except OSError:  # another process drained it meanwhile, or it is no file
@@ -186,9 +267,13 @@ def drain_spill(folder: Path, sink: str | None = None) -> Iterator[Record]:
                 _lock(file)
             except OSError:  # its queue is alive
                 continue
-            yield from _records(file)
+            yield from _batches(file)
             with contextlib.suppress(FileNotFoundError, PermissionError):
                 path.unlink()
+
+
+def _is_bulk(path: Path) -> bool:
+    return path.name.startswith(f"spill-{BULK}-")
 
 
 def leftover(folder: Path) -> list[Path]:
@@ -203,11 +288,23 @@ def leftover(folder: Path) -> list[Path]:
 
 def waiting_runs(folder: Path) -> set[str]:
     """The ids of the runs of which dead processes left records in a folder."""
-    runs = set()
+    runs = set[str]()
     for path in leftover(folder):
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            runs |= {run_of(record) for record in _records(file)}
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            runs |= _runs_in(path, status.st_size, status.st_mtime_ns)
     return runs
+
+
+@functools.lru_cache(maxsize=64)
+def _runs_in(path: Path, _size: int, _changed: int) -> frozenset[str]:
+    """The runs that a file is about, which is read again only when it has changed."""
+    runs = set[str]()
+    with path.open("rb") as file:
+        for line in file:
+            with contextlib.suppress(RecordError, ValueError, KeyError, TypeError):
+                runs |= {*json.loads(_content_of(line))["runs"]} if _is_bulk(path) else {*map(run_of, from_line(line))}
+    return frozenset(runs)
 
 
 def damaged_lines(folder: Path) -> int:
@@ -225,11 +322,18 @@ def damaged_lines(folder: Path) -> int:
 
 def readmit(folder: Path, sink: RecordWriter) -> None:
     """Give a sink what earlier processes could not; a file goes once its last record is written."""
-    for record in drain_spill(folder):
-        try:
-            sink.write([record])
-        except RecordError as error:  # it would keep all behind it from coming back
-            logger.warning("Left out of what had waited beside the store: %s", error)
+    takes = getattr(sink, "takes_measurements", False)
+    for batch in _drained(folder):
+        parts = [batch if takes else [*single_records(batch)]]
+        while parts:
+            part = parts.pop()
+            try:
+                sink.write(part)  # type: ignore[arg-type]  # no measurements, unless it takes them
+            except RecordError as error:  # it would keep all behind it from coming back
+                if len(part) > 1:
+                    parts += [part[len(part) // 2 :], part[: len(part) // 2]]
+                else:
+                    logger.warning("Left out of what had waited beside the store: %s", error)
 
 
 def _lock(file: IO[bytes]) -> None:
@@ -238,7 +342,8 @@ def _lock(file: IO[bytes]) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _records(file: IO[bytes], count: int | None = None) -> Iterator[Record]:
+def _batches(file: IO[bytes], count: int | None = None) -> Iterator[list[Telemetry]]:
+    """What each of the next `count` lines holds."""
     while count is None or count > 0:
         line = file.readline()
         if not line:

@@ -145,7 +145,7 @@ class Matrix:
     @remembered
     def _ordered(self) -> tuple[Floats, Whole]:
         """The finite values of each round, sorted along the rows, and how many there are."""
-        earlier = self._known.get(EARLIER, {}).get(ORDERED)
+        earlier = self._known.get(EARLIER, {}).pop(ORDERED, None)  # what comes out holds it, too
         later = self.values[:, 0 if earlier is None else len(earlier[1]) :]
         parts = _sorted(np.where(np.isfinite(later), later, np.nan).T)
         return parts if earlier is None else (np.concatenate((earlier[0], parts[0])), np.append(earlier[1], parts[1]))
@@ -158,7 +158,7 @@ class Matrix:
         without the floor that robust deviations have. NaN where there is no finite value. In a round where most are
         equal, the mean distance stands for the median one; where all are equal, nobody deviates.
         """
-        earlier = self._known.get(EARLIER, {}).get(DEVIATIONS)
+        earlier = self._known.get(EARLIER, {}).pop(DEVIATIONS, None)
         first = 0 if earlier is None else earlier.shape[1]
         ordered, counts = self._ordered()
         ordered, counts = ordered[first:], counts[first:]

@@ -23,6 +23,7 @@ __all__ = ["Matrices", "Matrix", "metric_matrix", "round_sums", "share"]
 
 BYTES = 256_000_000  # of matrices that are remembered
 NEWS = 200_000  # rows that have come since; of more, a walk over all is quicker, and takes less memory
+WAITING = 2000  # rows that may wait for somebody to ask for a metric, or a quarter of what it holds, if that is more
 SEEKS = 2000  # of single cells; beyond that a walk over all is quicker
 
 
@@ -189,10 +190,13 @@ class _Run:
             return held, newest
 
     def _wait(self, name: int, news: Reals) -> None:
-        """Until somebody asks for the metric; what nobody has asked for in long is read anew then."""
+        """Until somebody asks for the metric; what nobody has asked for in long is forgotten, and read anew then.
+
+        Else all that was ever read, or read ahead, would grow with each round of a run that somebody watches.
+        """
         waiting = self.waiting.setdefault(name, [])
         waiting.append(news)
-        if sum(map(len, waiting)) > NEWS:
+        if sum(map(len, waiting)) > max(WAITING, self.metrics[name].matrix.values.size // 4):
             del self.waiting[name], self.metrics[name]
 
 

@@ -333,6 +333,8 @@ def test_what_cannot_go_to_other_machines_is_refused_before_anything_runs():
         through(experiment(model=own), grid)
     with pytest.raises(ConfigError, match="keep_optimizer"):
         through(experiment(local=lab.Local(iterations=2, keep_optimizer=True)), grid)
+    with pytest.raises(ConfigError, match="use another engine"):
+        through(experiment(aggregator="feddyn"), grid)
     with (
         Monitor(None, probes=["standard", lambda view: {"user.x": 1.0}]) as monitor,
         pytest.raises(ConfigError, match="Probes of your own"),

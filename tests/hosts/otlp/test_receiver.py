@@ -388,7 +388,6 @@ WRONG_SPANS = {
     "a time in the far future": lambda s: setattr(s, "start_time_unix_nano", 2**63),
     "ten years": lambda s: setattr(s, "end_time_unix_nano", s.start_time_unix_nano + 10**18),
     "no name": lambda s: setattr(s, "name", ""),
-    "a name with a line break": lambda s: setattr(s, "name", "a\nb"),
     "a name that is too long": lambda s: setattr(s, "name", "x" * 201),
     "a round that is a text": lambda s: setattr(s.attributes[0].value, "string_value", "3"),
     "a round below 0": lambda s: setattr(s.attributes[0].value, "int_value", -1),
@@ -408,6 +407,18 @@ def test_a_span_that_cannot_be_is_left_out_alone(opened, what):
     status, answer = post(receiver, body=request.SerializeToString())
     assert (status, rejected(answer)[0]) == (200, 1)
     assert [record.id for record in found] == ["b" * 16]
+
+
+def test_names_are_escaped_and_as_long_as_in_a_payload(opened):
+    receiver, found = opened
+    found.clear()
+    where = [dataclasses.replace(span().where, layer="l" * size) for size in (512, 513)]
+    sent = span(name="a\nb\u200dc"), span(where=where[0], id="b" * 16), span(where=where[1], id="c" * 16)
+    status, answer = post(receiver, body=request_of(*sent))
+    assert status == 200
+    assert rejected(answer)[0] == 1
+    assert "a layer is a text of 1 to 512 characters" in rejected(answer)[1]
+    assert [(record.name, record.where.layer) for record in found] == [("a\\nb\\u200dc", None), ("client", "l" * 512)]
 
 
 def test_what_is_too_much_is_cut(opened):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Partitions: every sample once, nobody without, groups whole, and a picture that leaves nobody out."""
 
+import hashlib
 import math
 
 import pytest
@@ -17,6 +18,13 @@ from fedvitals.lab.data.small import Synthetic
 from fedvitals.lab.streams import stream
 from support.conditions import holds_for_each
 
+DIGESTS = {
+    "IID": "4e9a394f1124",
+    "Dirichlet": "5c1f92a9e247",
+    "QuantitySkew": "27793c6358e8",
+    "FeatureShift": "83703c55cc8d",
+}
+
 
 def dataset(labels, groups=None, shape=(1, 2, 2)):
     y = torch.as_tensor(labels)
@@ -27,9 +35,11 @@ def dataset(labels, groups=None, shape=(1, 2, 2)):
 PARTS = st.one_of(
     st.just(p.IID()),
     st.builds(p.Dirichlet, st.floats(1e-4, 100)),
+    st.builds(p.Dirichlet, st.floats(1e-4, 100), st.floats(0, 10)),
     st.builds(p.ClassesPerClient, st.integers(1, 4)),
     st.builds(p.QuantitySkew, st.floats(0, 10)),
     st.builds(p.FeatureShift, st.floats(0, 1), st.floats(0, 180)),
+    st.builds(p.PermutedLabels, st.integers(2, 3)),
     st.just(p.Natural()),
 )
 LEAVING_OUT = (p.GroupPerClient,)  # whose rule is not to use every sample
@@ -37,7 +47,7 @@ LEAVING_OUT = (p.GroupPerClient,)  # whose rule is not to use every sample
 
 def test_the_property_covers_every_partition():
     assert {type(partition) for partition in (p.IID(), p.Dirichlet(), p.ClassesPerClient(), p.QuantitySkew(),
-            p.FeatureShift(), p.Natural())} == set(p.PARTITIONS) - set(LEAVING_OUT)  # fmt: skip
+            p.FeatureShift(), p.PermutedLabels(), p.Natural())} == set(p.PARTITIONS) - set(LEAVING_OUT)  # fmt: skip
 
 
 @given(
@@ -60,7 +70,7 @@ def test_every_sample_is_used_exactly_once(partition, labels, clients, share, le
     try:
         shards = p.deal(partition, data, clients, stream(seed, "p"), share, least)
     except ConfigError:  # their own bounds are tested below
-        assert isinstance(partition, p.ClassesPerClient | p.Natural)  # the others have none
+        assert isinstance(partition, p.ClassesPerClient | p.PermutedLabels | p.Natural)  # the others have none
         return
     assert len(shards) == clients
     everything = torch.cat([torch.cat([shard.train, shard.test]) for shard in shards])
@@ -85,6 +95,18 @@ def test_classes_per_client_are_exactly_so_many(classes, clients, seed):
     data = dataset([label for label in range(5) for _ in range(40 + 10 * label)])
     counts = p.label_counts(p.deal(p.ClassesPerClient(classes), data, clients, stream(seed, "p")), data.y, 5)
     assert ((counts > 0).sum(1) == classes).all()
+
+
+@given(counts=st.lists(st.integers(1, 30), min_size=1, max_size=6), clients=st.integers(1, 40), seed=st.integers(0, 5))
+def test_one_class_per_client_is_possible_whenever_each_class_has_a_holder(counts, clients, seed):
+    data = dataset([label for label, count in enumerate(counts) for _ in range(count)])
+    if not len(counts) <= clients <= sum(min(count, clients) for count in counts):
+        with pytest.raises(ConfigError):
+            p.deal(p.ClassesPerClient(1), data, clients, stream(seed, "p"))
+        return
+    held = p.label_counts(p.deal(p.ClassesPerClient(1), data, clients, stream(seed, "p")), data.y, len(counts))
+    assert ((held > 0).sum(1) == 1).all()
+    assert ((held > 0).sum(0) >= 1).all()
 
 
 def test_classes_per_client_says_what_is_impossible():
@@ -147,6 +169,60 @@ def test_sigma_skews_sizes_not_labels():
     assert 3 < sizes(1.0)[-1] / sizes(1.0)[0] < sizes(2.0)[-1] / sizes(2.0)[0]
 
 
+def test_dirichlet_with_sigma_skews_sizes_as_drawn_and_labels_as_before():
+    data, clients = dataset(list(range(10)) * 400), 20
+    factors = torch.randn(clients, generator=stream(3, "p"), dtype=torch.float64).exp()  # the stream's first numbers
+    counts = p.label_counts(p.deal(p.Dirichlet(1e9, 1.0), data, clients, stream(3, "p")), data.y, 10)
+    assert (counts - 400 * factors[:, None] / factors.sum()).abs().max() <= 1  # α so large: no label skew
+    assert skew(p.Dirichlet(0.1, 1.0)) > 0.6
+
+    def spread(sigma):
+        shards = p.deal(p.Dirichlet(1.0, sigma), data, clients, stream(3, "p"))
+        return float(torch.tensor([float(len(s.train)) for s in shards]).log().std())
+
+    assert spread(0.0) < spread(1.0) < spread(2.0)
+
+
+@given(groups=st.integers(2, 6), clients=st.integers(6, 12), seed=st.integers(0, 20))
+def test_groups_permute_labels_consistently_and_the_inverse_gives_them_back(groups, clients, seed):
+    data = dataset(list(range(5)) * 20)
+    shards = p.deal(p.PermutedLabels(groups), data, clients, stream(seed, "p"))
+    plain = p.deal(p.IID(), data, clients, stream(seed, "p"))
+    names = [tuple(range(5)) if s.relabel is None else tuple(s.relabel.tolist()) for s in shards]
+    assert names[0] == tuple(range(5))
+    assert len(set(names[:groups])) == groups
+    assert names == [names[place % groups] for place in range(clients)]
+    for shard, as_dealt, name in zip(shards, plain, names, strict=True):
+        assert sorted(name) == list(range(5))
+        inverse = torch.tensor(name).argsort()
+        for part in ("train", "test"):
+            (x, y), (x_plain, y_plain) = (p.shard_tensors(data, s, part) for s in (shard, as_dealt))
+            assert torch.equal(x, x_plain)
+            assert [name[label] for label in y_plain.tolist()] == y.tolist()
+            assert torch.equal(inverse[y], y_plain)
+        counts, before = (p.label_counts([s], data.y, 5)[0] for s in (shard, as_dealt))
+        assert torch.equal(counts[list(name)], before)
+
+
+def test_more_groups_than_clients_or_orders():
+    with pytest.raises(ConfigError, match="number of clients, 4"):
+        p.deal(p.PermutedLabels(5), dataset(list(range(10)) * 3), 4, stream(0, "p"))
+    with pytest.raises(ConfigError, match="at most 2"):
+        p.deal(p.PermutedLabels(3), dataset([0, 1] * 10), 4, stream(0, "p"))
+
+
+def test_dealing_gives_the_shards_that_it_always_gave():
+    """Digests of the shards of 2026-11; a change here is a change of every stored experiment."""
+    digests = {}
+    for partition in (p.IID(), p.Dirichlet(0.3), p.QuantitySkew(1.0), p.FeatureShift(0.5, 30)):
+        digest = hashlib.blake2b(digest_size=6)
+        for shard in p.deal(partition, load("digits"), 10, stream(7, "partition")):
+            digest.update(shard.train.numpy().tobytes() + shard.test.numpy().tobytes())
+            digest.update(repr((shard.brightness, shard.rotation)).encode())
+        digests[type(partition).__name__] = digest.hexdigest()
+    assert digests == DIGESTS
+
+
 def test_more_clients_than_samples():
     with pytest.raises(ConfigError, match=r"too few for 11 clients.*at most 10 clients"):
         p.deal(p.IID(), dataset([0] * 10), 11, stream(0, "p"))
@@ -160,6 +236,7 @@ def test_more_clients_than_samples():
     "wrong",
     [
         lambda: p.Dirichlet(0), lambda: p.Dirichlet(math.inf), lambda: p.ClassesPerClient(0),
+        lambda: p.Dirichlet(1, -1), lambda: p.PermutedLabels(1),
         lambda: p.QuantitySkew(-1), lambda: p.FeatureShift(brightness=2), lambda: p.FeatureShift(rotation=181),
     ],
 )  # fmt: skip

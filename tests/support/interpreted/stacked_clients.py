@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run by tests/kernels/cuda/test_stacked.py in a process with TRITON_INTERPRET=1."""
 
+import itertools
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
@@ -55,14 +57,14 @@ def convolution():
 def optimizer():
     torch.manual_seed(0)
     clients, weights, steps = 3, 150, 4
-    for kind, count in (("sgd", 0), ("momentum", 1), ("adam", 2)):
+    for (kind, count), decay in itertools.product((("sgd", 0), ("momentum", 1), ("adam", 2)), (0.0, 0.1)):
         began = torch.randn(clients, weights + 7)
         states, moments = began.clone(), [torch.zeros(clients, weights) for _ in range(count)]
         twins = [began[c, :weights].clone().requires_grad_() for c in range(clients)]
         theirs = [
-            torch.optim.Adam([t], lr=0.01, eps=1e-7)
+            torch.optim.Adam([t], lr=0.01, eps=1e-7, weight_decay=decay)
             if kind == "adam"
-            else torch.optim.SGD([t], 0.01, 0.9 * (count > 0))
+            else torch.optim.SGD([t], 0.01, 0.9 * (count > 0), weight_decay=decay)
             for t in twins
         ]
         table = torch.zeros(steps, clients, 3)
@@ -73,7 +75,7 @@ def optimizer():
         counter = torch.zeros(1, dtype=torch.int64)
         for step in range(steps):
             gradients = torch.randn(clients, weights)
-            stacked_optimizer.step(kind, states, gradients, moments, table, counter, (0.9, 0.999), 1e-7)
+            stacked_optimizer.step(kind, states, gradients, moments, table, counter, (0.9, 0.999), 1e-7, decay)
             counter += 1
             for client in range(clients):
                 if client != 1 or step < 2:
@@ -146,14 +148,27 @@ def stacked_round():
     loading.load_kernels = lambda: loading.LoadedKernels(None, "the test asks for it")
     cnn = lab.paper_cnn(channels=(2, 4))
     unequal = lab.Local(epochs=1, batch=4, optimizer=lab.SGD(0.1, momentum=0.9), proximal=0.1, keep_optimizer=True)
+    uneven = lab.Local(epochs=2, batch=4)
     kept = lab.Local(iterations=3, batch=4, optimizer=lab.Adam(), clip=lab.Clip(0.5), keep_optimizer=True)
     faults = (lab.frozen_layer(nodes=("c1",), layer="head.weight"), lab.crash(nodes=("c3",), at_step=1))
+    decayed = lab.Local(
+        iterations=3,
+        batch=2,
+        accumulate=2,
+        optimizer=lab.SGD(0.1, weight_decay=0.3),
+        schedule=lab.steps(1),
+        clip=lab.Clip(),
+    )
+    shifted = {"aggregator": "scaffold", "faults": faults, "local": decayed}
     cases = (
         (experiment(cnn), None),
+        (experiment(lab.MLP(hidden=(6,)), **shifted), None),
         (experiment(lab.MLP(hidden=(6,)), local=unequal, partition=lab.dirichlet(0.5)), None),
         (experiment(lab.MLP(hidden=(6,)), local=kept, faults=faults), None),
         (experiment(lab.MLP(hidden=(6,))), average),
         (experiment(lab.MLP(hidden=(6,))), pass_to_next),
+        (experiment(lab.MLP(hidden=(6,)), local=uneven, partition=lab.dirichlet(0.5)), pass_to_next),
+        (experiment(lab.MLP(hidden=(6,)), local=uneven, partition=lab.dirichlet(0.5)), average),
     )
     for e, exchange in cases:
         site = Site.of(e)
@@ -165,12 +180,16 @@ def stacked_round():
             executor = engine._executor
             executor.buffer_pool = cuda_round.CudaBufferPool(executor) if buffered else None
             watcher = Watcher()
-            everybody = [Task(0, nodes, start, exchange=exchange) for nodes in groups]
+            shifts = 0.1 * torch.randn(2, len(start), generator=torch.Generator().manual_seed(1))
+            if not isinstance(e.aggregator, lab.Scaffold):
+                shifts = [None, None]
+            pairs = zip(groups, shifts, strict=True)
+            everybody = [Task(0, nodes, start, exchange=exchange, shift=shift) for nodes, shift in pairs]
             updates = [
                 (u.node, u.state.clone(), u.losses.clone())
                 for u in executor.train(everybody, watcher, torch.empty(5, len(start)))
             ]
-            fewer = [Task(1, groups[0], start, exchange=exchange)]
+            fewer = [Task(1, groups[0], start, exchange=exchange, shift=shifts[1])]
             updates += [
                 (u.node, u.state.clone(), u.losses.clone())
                 for u in executor.train(fewer, watcher, torch.empty(3, len(start)))

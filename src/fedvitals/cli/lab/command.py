@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fedvitals.cli.lab.progress import Alarms, EndedRun, Progress, remember
+from fedvitals.cli.lab.progress import Alarms, EndedRun, Progress, quality_of, remember
 from fedvitals.cli.options import print_json, store_options
 from fedvitals.cli.screen import size
 from fedvitals.errors import ConfigError, MissingExtraError
@@ -274,13 +274,13 @@ def _tidy(folder: Path, *, over: bool) -> None:
 
 def _closing(summary: dict[str, Any], store: str, alarms: Alarms) -> None:
     metrics = summary["metrics"]
-    accuracy = f"accuracy {metrics['accuracy']:.1%}, " if "accuracy" in metrics else ""
+    quality = f"{text}, " if (text := quality_of(metrics)) else ""
     click.echo(
-        f"{summary['experiment']}: {summary['rounds']} rounds, {accuracy}{summary['seconds']:.0f} s, "
+        f"{summary['experiment']}: {summary['rounds']} rounds, {quality}{summary['seconds']:.0f} s, "
         f"engine {summary['engine']}"
     )
     if not math.isfinite(metrics.get("loss", 0.0)):
-        click.echo("The global model's loss is not a finite number: the accuracy above means nothing.")
+        click.echo("The global model's loss is not a finite number: what is said above of its quality means nothing.")
     if alarms.count:
         click.echo(f"{alarms.count} warnings and errors; the first: {alarms.first}")
     if summary["run"] is not None:

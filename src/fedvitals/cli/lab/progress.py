@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -44,19 +44,26 @@ class Alarms:
                 self.first = self.first or record.message
 
 
+def quality_of(metrics: Mapping[str, float], accuracy: str = ".1%") -> str:
+    """Return how good a round's model is, in words: its accuracy in this format, or its loss for a task without one."""
+    if "accuracy" in metrics:
+        return f"accuracy {metrics['accuracy']:{accuracy}}"
+    return f"loss {metrics['loss']:.4g}" if "loss" in metrics else ""
+
+
 class Progress:
-    """Rounds, accuracy and time left: a bar on a terminal, a line a round elsewhere."""
+    """Rounds, the model's quality and time left: a bar on a terminal, a line a round elsewhere."""
 
     def __init__(self, experiment: Experiment, *, plain: bool) -> None:
         self._rounds, self._name = experiment.rounds, experiment.name
-        self._bar = None if plain or not sys.stderr.isatty() else new_progress("{task.fields[accuracy]}")
+        self._bar = None if plain or not sys.stderr.isatty() else new_progress("{task.fields[quality]}")
         self._task: Any = None
         self.done = 0  # rounds
 
     def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
-            self._task = self._bar.add_task(self._name, total=self._rounds, accuracy="")
+            self._task = self._bar.add_task(self._name, total=self._rounds, quality="")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -65,11 +72,11 @@ class Progress:
 
     def show(self, done: Round) -> None:
         self.done = done.number + 1
-        accuracy = f"accuracy {done.metrics['accuracy']:.3f}" if "accuracy" in done.metrics else ""
+        quality = quality_of(done.metrics, ".3f")
         if self._bar is None:
-            click.echo(f"round {self.done}/{self._rounds}: {accuracy} ({done.seconds:.2f} s)", err=True)
+            click.echo(f"round {self.done}/{self._rounds}: {quality} ({done.seconds:.2f} s)", err=True)
         else:
-            self._bar.update(self._task, completed=self.done, accuracy=accuracy)
+            self._bar.update(self._task, completed=self.done, quality=quality)
 
     def say(self, text: str) -> None:
         """Print a remark beside the rounds, such as what is waited for."""

@@ -2,7 +2,9 @@
 // Whether this page may change the store. The token of the printed address is kept for this origin, which is one port
 // of one host: unlike a cookie, no other server on this machine is ever sent it.
 
-const KEY = "fedvitals-token";
+import { addressOf } from "./root.js";
+
+const KEY = `fedvitals-token${addressOf("")}`; // two dashboards behind one proxy have the same origin
 export const READ_ONLY = "This page can only read. To tag, mute or delete, open the address that `fedvitals ui` printed when it started";
 
 export const access = { changes: false };

@@ -3,6 +3,7 @@
 
 import { access, authorization } from "./access.js";
 import { runPart } from "./params.js";
+import { addressOf } from "./root.js";
 
 const KEPT = 60; // answers that wait to be asked for again
 
@@ -69,7 +70,7 @@ export const api = {
     const headers = authorization();
     if (!headers.Authorization) access.changes = false;
     else {
-      const response = await reach("/api/login", { headers });
+      const response = await reach(addressOf("/api/login"), { headers });
       access.changes = response.ok && (await response.json()).changes;
     }
     return access.changes !== before;
@@ -86,7 +87,7 @@ export const api = {
 
 /** The way to a run's answers: `of(run, "clients", node)`, with every name escaped. */
 export function of(run, ...parts) {
-  return ["/api/runs", runPart(run), ...parts.map((part) => encodeURIComponent(part))].join("/");
+  return [addressOf("/api/runs"), runPart(run), ...parts.map((part) => encodeURIComponent(part))].join("/");
 }
 
 function bytesOf(text) {

@@ -10,6 +10,7 @@ import { fromPart, go, onNavigate, params } from "./params.js";
 import { footer } from "./parts/footer.js";
 import { header } from "./parts/header.js";
 import { broken, nothing, skeleton } from "./parts/states.js";
+import { addressOf, pathHere } from "./root.js";
 
 const PAUSE = 300; // ms between two looks at a run that changes
 const VIEWS = {
@@ -36,7 +37,7 @@ const foot = footer(document.getElementById("footer"));
 let page = null; // what is shown: {name, run, path, address, view, ctx, …}
 
 function route() {
-  const parts = location.pathname.split("/").filter(Boolean).map(decodeURIComponent);
+  const parts = pathHere().split("/").filter(Boolean).map(decodeURIComponent);
   if (parts.length === 0 || (parts.length === 1 && parts[0] === "runs")) return { view: "runs", run: null, path: {} };
   if (parts[0] === "compare") return { view: "compare", run: null, path: {} };
   if (parts[0] !== "runs") return { view: "", run: null, path: {} };
@@ -60,7 +61,7 @@ async function show() {
   head.show(mine, null);
   fill(main, skeleton());
   if (!VIEWS[mine.name]) {
-    fill(main, nothing("There is no such page.", "The address leads nowhere here.", { href: "/", text: "All runs" }));
+    fill(main, nothing("There is no such page.", "The address leads nowhere here.", { href: addressOf("/"), text: "All runs" }));
     return;
   }
   try {
@@ -126,7 +127,7 @@ async function refresh(mine, kind = "again") {
 function fail(mine, error) {
   if (error.name === "AbortError" || page !== mine) return;
   if (error.code === "token_needed") {
-    location.assign(`/login#back=${encodeURIComponent(location.pathname + location.search)}`);
+    location.assign(addressOf(`/login#back=${encodeURIComponent(location.pathname + location.search)}`));
     return;
   }
   if (error.status === undefined) console.error(error); // ours, not the server's

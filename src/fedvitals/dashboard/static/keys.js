@@ -4,6 +4,7 @@
 import { h } from "./dom.js";
 import { runLink } from "./params.js";
 import { compareLink } from "./parts/chosen.js";
+import { addressOf } from "./root.js";
 import { changeTheme } from "./theme.js";
 
 const PAGES = { o: "overview", c: "clients", m: "map", l: "layers", r: "rounds", t: "topology", f: "findings", p: "replay" };
@@ -39,9 +40,9 @@ export function keyboard(page, go) {
     const now = page();
     const own = now?.view?.keys ?? {};
     const key = event.key;
-    if (before === "g" && key === "x") go(now?.run ? compareLink([now.run]) : "/compare");
+    if (before === "g" && key === "x") go(now?.run ? compareLink([now.run]) : addressOf("/compare"));
     else if (before === "g" && (key === "h" || (PAGES[key] && now?.run))) {
-      go(key === "h" ? "/" : key === "o" ? runLink(now.run) : runLink(now.run, PAGES[key]));
+      go(key === "h" ? addressOf("/") : key === "o" ? runLink(now.run) : runLink(now.run, PAGES[key]));
     } else if (own[key]) own[key](event);
     else if (key === "?") help(own);
     else if (key === "t" && before !== "g") changeTheme();

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the server tells by itself: which runs have changed. A lost connection says so, and heals.
 
+import { addressOf } from "./root.js";
+
 const SILENCE = 25_000; // ms; the server says something every ten seconds
 
 /** listener(kind, data): «change» {runs}, «lost», «back», «trouble» {message}, «healed». */
@@ -23,7 +25,7 @@ export function listen(listener) {
 
   function open() {
     heard = Date.now();
-    source = new EventSource("/api/live");
+    source = new EventSource(addressOf("/api/live"));
     source.addEventListener("hello", () => {
       heard = Date.now();
       wait = 500;

@@ -5,8 +5,9 @@
 import "./theme.js";
 import { keepToken } from "./access.js";
 import { api } from "./api.js";
+import { addressOf } from "./root.js";
 
-let back = "/"; // where the person wanted to go
+let back = addressOf("/"); // where the person wanted to go
 
 /** Whether an address stays here: a browser reads «/⇥/evil.example» as another site's. */
 function inside(address) {
@@ -19,9 +20,9 @@ function inside(address) {
 
 async function enter(token) {
   try {
-    await api.send("POST", "/api/login", { token });
+    await api.send("POST", addressOf("/api/login"), { token });
     keepToken(token);
-    location.replace(inside(back) ? back : "/");
+    location.replace(inside(back) ? back : addressOf("/"));
   } catch (error) {
     document.getElementById("said").textContent = error.message;
     document.getElementById("token").focus();

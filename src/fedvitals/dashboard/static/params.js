@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The address is the state: what a person sees can be sent to another, and the back button goes back.
 
+import { addressOf } from "./root.js";
+
 const heard = new Set();
 
 export function onNavigate(listener) {
@@ -11,7 +13,7 @@ function tell(kind) {
   for (const listener of heard) listener(kind);
 }
 
-/** A link inside the page: link("/runs/x/clients", {sort: "name"}); null leaves a parameter out. */
+/** A link inside the page: link(runLink("x", "clients"), {sort: "name"}); null leaves a parameter out. */
 export function link(path, params) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(params ?? {})) {
@@ -38,7 +40,7 @@ export function fromPart(part) {
 
 /** The page of a run: runLink("id", "clients", "c7"), with every name escaped. */
 export function runLink(run, ...parts) {
-  return ["/runs", runPart(run), ...parts.map((part) => escaped(part, /^~|^\.\.?$/))].join("/");
+  return [addressOf("/runs"), runPart(run), ...parts.map((part) => escaped(part, /^~|^\.\.?$/))].join("/");
 }
 
 export function go(href) {
@@ -78,7 +80,7 @@ document.addEventListener("click", (event) => {
   const anchor = event.target instanceof Element ? event.target.closest("a[href]") : null;
   if (!anchor || event.defaultPrevented || event.button || event.metaKey || event.ctrlKey || event.shiftKey) return;
   const href = anchor.getAttribute("href") ?? anchor.getAttributeNS(null, "href");
-  if (!href || !href.startsWith("/") || href.startsWith("/api/") || href.startsWith("/static/")) return;
+  if (!href || !href.startsWith("/") || href.startsWith(addressOf("/api/")) || href.startsWith(addressOf("/static/"))) return;
   if (anchor.hasAttribute("download") || anchor.getAttribute("target")) return;
   event.preventDefault();
   go(href);

@@ -19,13 +19,14 @@ from typing import Any
 from fedvitals.catalog import CATALOG
 from fedvitals.errors import RecordError
 from fedvitals.protocols import Node
-from fedvitals.records import Event, Metric, Record, Span, Where
+from fedvitals.records import Event, Metric, Record, Span, Where, printable
 from fedvitals.time_parts import of_the_whole
 from fedvitals.transport import otel_names as names
 from fedvitals.transport.logs import bounded
+from fedvitals.transport.sender_limits import LAYER_NAME_CHARACTERS, NAME_CHARACTERS
 from fedvitals.transport.sink_writer import SOURCE as MONITOR
 
-NAME, TEXT = 200, 4096  # characters of a name; bytes of a text
+TEXT = 4096  # bytes of a text
 ATTRIBUTES, DEPTH, ITEMS = 64, 6, 1000
 LONGEST = 366 * 86_400  # seconds of a span
 EARLIEST, LATEST = 0.0, 4.1e9  # seconds since the epoch: until the year 2099
@@ -220,8 +221,10 @@ def _metric(name: str) -> str:
 
 
 def _name(name: Any, what: str = "name") -> str:
-    if not isinstance(name, str) or not name.strip() or len(name) > NAME or not name.isprintable():
-        raise RecordError(f"a {what} is a text of 1 to {NAME} letters on one line, got {_shown(name)}")
+    """Return a name with escapes for what cannot be shown; its limit is that of payloads."""
+    most = LAYER_NAME_CHARACTERS if what == "layer" else NAME_CHARACTERS
+    if not isinstance(name, str) or not name.strip() or len(name := printable(name)) > most:
+        raise RecordError(f"a {what} is a text of 1 to {most} characters, got {_shown(name)}")
     return name
 
 

@@ -17,8 +17,8 @@ SIZE, WARPS = 4096, 8
 
 @triton.jit
 def _step(
-    states, gradients, first, second, table, counter, clients, weights, row, beta1, beta2, rest1, rest2, epsilon,
-    KIND: tl.constexpr, SIZE: tl.constexpr,
+    states, gradients, first, second, table, counter, clients, weights, row, beta1, beta2, rest1, rest2, epsilon, decay,
+    KIND: tl.constexpr, DECAYS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     client = tl.program_id(1).to(tl.int64)
     line = table + (tl.load(counter) * clients + client) * 3
@@ -31,6 +31,8 @@ def _step(
     at = states + client * row + i
     gradient = tl.load(gradients + own, mask=there)
     state = tl.load(at, mask=there)
+    if DECAYS:
+        gradient += decay * state
     if KIND == "adam":
         m = tl.load(first + own, mask=there)
         v = tl.load(second + own, mask=there)
@@ -74,8 +76,11 @@ def step(
     counter: Tensor,
     betas: tuple[float, float] = (0.0, 0.0),
     epsilon: float = 0.0,
+    decay: float = 0.0,
 ) -> None:
     """Apply «sgd», «momentum» or «adam» to [clients, weights] in place; `states` may have longer rows.
+
+    `decay` times the weights is added to the gradients that are applied.
 
     The table's columns: the rate, divided by Adam's first correction; one over the root of its second; whether the
     client takes this step at all.
@@ -84,6 +89,6 @@ def step(
     first, second = (*moments, gradients, gradients)[:2]
     _step[(triton.cdiv(weights, SIZE), clients)](
         states, gradients, first, second, table, counter, clients, weights, states.stride(0),
-        *betas, 1 - betas[0], 1 - betas[1], epsilon,  # 1 − β here: in float32 it would lose its last digits
-        kind, SIZE, num_warps=WARPS,
+        *betas, 1 - betas[0], 1 - betas[1], epsilon, decay,  # 1 − β here: in float32 it would lose its last digits
+        kind, decay != 0, SIZE, num_warps=WARPS,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from torch import Tensor
 from fedvitals.errors import FedvitalsError
 from fedvitals.lab.description import Description, require
 from fedvitals.lab.engines.tasks import Node
+
+if TYPE_CHECKING:
+    from fedvitals.lab.experiment import Experiment
 
 Memory = dict[str, Tensor]
 
@@ -57,6 +60,14 @@ class Aggregator(Description, frozen=True):
     def min_updates(self) -> int:
         """The smallest number of updates that the rule can aggregate."""
         return 1
+
+    @property
+    def needs_training(self) -> bool:
+        """Whether the rule needs more of clients than their updates: these alone cannot be aggregated again."""
+        return False
+
+    def check(self, experiment: Experiment) -> None:
+        """Raise ConfigError if the rule does not fit the experiment."""
 
     def begin(self, server: Tensor, memory: Memory, weights: int) -> Accumulator:
         raise NotImplementedError

@@ -28,6 +28,7 @@ class Shard:
     test: Tensor  # int64; the client's own test, which may be empty
     brightness: float = 1.0  # the pixels are multiplied by it
     rotation: float = 0.0  # degrees, against the clock
+    relabel: Tensor | None = None  # [classes]: what the client calls each class; None: as the data set does
 
 
 class Partition(Protocol):
@@ -45,29 +46,38 @@ class IID(Description, frozen=True):
 class Dirichlet(Description, frozen=True):
     """Label skew: each class is divided in shares drawn from a Dirichlet distribution; a smaller α means more skew.
 
-    Clients with too few samples receive some from the largest ones.
+    With `sigma` there is quantity skew as well: a client's shares of all classes are multiplied by a log-normal factor
+    of its own. Clients with too few samples receive some from the largest ones.
     """
 
     alpha: float = 0.3
+    sigma: float = 0.0
 
     def __post_init__(self) -> None:
         require(0 < self.alpha < math.inf, "alpha of dirichlet", self.alpha, "above 0 and finite")
+        require(0 <= self.sigma <= 10, "sigma of dirichlet", self.sigma, "from 0 to 10")
 
     def parts(self, dataset: Dataset, clients: int, need: int, generator: torch.Generator) -> list[Tensor]:
         shares: list[list[Tensor]] = [[] for _ in range(clients)]
+        sizes = self.sigma * torch.randn(clients, generator=generator, dtype=torch.float64) if self.sigma else 0.0
         for label in dataset.labels.unique():
             members = _shuffled(torch.nonzero(dataset.labels == label).flatten(), generator)
-            cuts = (self._weights(clients, generator).cumsum(0) * len(members)).round().long()
+            weights = torch.softmax(log_gammas(self.alpha, clients, generator) + sizes, 0)
+            cuts = (weights.cumsum(0) * len(members)).round().long()
             for share, part in zip(shares, torch.tensor_split(members, cuts[:-1]), strict=True):
                 share.append(part)
         return _with_minimum([_shuffled(torch.cat(share), generator) for share in shares], need)
 
-    def _weights(self, clients: int, generator: torch.Generator) -> Tensor:
-        """Gamma variates in logarithms, Γ(α) = Γ(α + 1) · U^(1/α): a small α would make them all 0 otherwise."""
-        alphas = torch.full((clients,), self.alpha, dtype=torch.float64)
-        logs = torch._standard_gamma(alphas + 1, generator=generator).log()  # noqa: SLF001 - the one with a generator
-        logs += torch.rand(clients, generator=generator, dtype=torch.float64).clamp_min(1e-300).log() / self.alpha
-        return torch.softmax(logs, 0)
+
+def log_gammas(alpha: float, count: int, generator: torch.Generator) -> Tensor:
+    """Return the logarithms of Gamma(α) variates, [count]; their softmax is one draw of the Dirichlet distribution.
+
+    As Γ(α) = Γ(α + 1) · U^(1/α): a small α would make them all 0 otherwise.
+    """
+    alphas = torch.full((count,), alpha, dtype=torch.float64)
+    logs = torch._standard_gamma(alphas + 1, generator=generator).log()  # noqa: SLF001 - the one with a generator
+    logs += torch.rand(count, generator=generator, dtype=torch.float64).clamp_min(1e-300).log() / alpha
+    return logs
 
 
 class ClassesPerClient(Description, frozen=True):
@@ -162,6 +172,36 @@ class FeatureShift(Description, frozen=True):
         return IID().parts(dataset, clients, need, generator)
 
 
+class PermutedLabels(Description, frozen=True):
+    """Equal shares, but groups of clients call the classes differently: client i is in group i modulo `groups`.
+
+    Group 0 keeps the data set's labels; every other group has a random permutation of its own, for training and local
+    tests alike. No single model fits all groups.
+    """
+
+    groups: int = 2
+
+    def __post_init__(self) -> None:
+        require(self.groups >= 2, "number of groups of permuted_labels", self.groups, "at least 2")
+
+    def parts(self, dataset: Dataset, clients: int, need: int, generator: torch.Generator) -> list[Tensor]:
+        allowed = f"at most the number of clients, {clients}"
+        require(self.groups <= clients, "number of groups of permuted_labels", self.groups, allowed)
+        orders = math.factorial(min(dataset.classes, 20))
+        allowed = f"at most {orders}: {dataset.classes} classes have no more orders"
+        require(self.groups <= orders, "number of groups of permuted_labels", self.groups, allowed)
+        if dataset.targets != "classes":
+            raise ConfigError(f"The targets of {dataset.name} are no classes: they cannot be permuted.")
+        return IID().parts(dataset, clients, need, generator)
+
+    def permutations(self, classes: int, generator: torch.Generator) -> list[Tensor | None]:
+        """Return each group's names of the classes, [classes], all different; None for group 0."""
+        drawn = {tuple(range(classes)): None}
+        while len(drawn) < self.groups:
+            drawn[tuple(torch.randperm(classes, generator=generator).tolist())] = None
+        return [None, *(torch.tensor(order) for order in [*drawn][1:])]
+
+
 class Natural(Description, frozen=True):
     """Partition by group: a group stays with one client, and there entirely in training or in test.
 
@@ -198,7 +238,7 @@ class GroupPerClient(Description, frozen=True):
         return [_shuffled(piece, generator) for piece in pieces]
 
 
-PARTITIONS = (IID, Dirichlet, ClassesPerClient, QuantitySkew, FeatureShift, Natural, GroupPerClient)
+PARTITIONS = (IID, Dirichlet, ClassesPerClient, QuantitySkew, FeatureShift, PermutedLabels, Natural, GroupPerClient)
 
 
 def deal(
@@ -225,8 +265,11 @@ def deal(
             f"({least} of them for training). Take at most {max(1, len(dataset.y) // need)} clients."
         )
     parts = partition.parts(dataset, clients, need, generator)
-    groups = dataset.groups if isinstance(partition, Natural) else None
-    split = [_split(part, test_share, least, groups, generator) for part in parts]
+    whole = dataset.groups if isinstance(partition, Natural) else None
+    split = [_split(part, test_share, least, whole, generator) for part in parts]
+    if isinstance(partition, PermutedLabels):
+        groups = partition.permutations(dataset.classes, generator)
+        return [Shard(*pair, relabel=groups[place % len(groups)]) for place, pair in enumerate(split)]
     if not isinstance(partition, FeatureShift):
         return [Shard(train, test) for train, test in split]
     drawn = 2 * torch.rand(clients, 2, generator=generator, dtype=torch.float64) - 1
@@ -236,11 +279,11 @@ def deal(
 
 
 def shard_tensors(dataset: Dataset, shard: Shard, part: Literal["train", "test"] = "train") -> tuple[Tensor, Tensor]:
-    """Return a client's samples as model inputs, with its camera's brightness and rotation applied, and their
-    labels.
+    """Return a client's samples as model inputs, with its camera's brightness and rotation applied, and the labels that
+    it gives them.
     """
     index = shard.train if part == "train" else shard.test
-    x, y = dataset.pairs(dataset.x[index], dataset.y[index])
+    x, y = dataset.pairs(dataset.x[index], own_labels(shard, dataset.y[index]))
     if shard.brightness != 1:
         bounded = dataset.x.dtype == torch.uint8 or (x.numel() > 0 and float(x.min()) >= 0 and float(x.max()) <= 1)
         x = x * shard.brightness
@@ -248,6 +291,11 @@ def shard_tensors(dataset: Dataset, shard: Shard, part: Literal["train", "test"]
     if shard.rotation and len(x):
         x = _rotate(x, shard.rotation)
     return x, x if dataset.targets == "inputs" else y
+
+
+def own_labels(shard: Shard, y: Tensor) -> Tensor:
+    """Return what a client calls samples of these labels."""
+    return y if shard.relabel is None else shard.relabel[y]
 
 
 def label_counts(
@@ -259,7 +307,7 @@ def label_counts(
         "test": lambda shard: shard.test,
         "all": lambda shard: torch.cat([shard.train, shard.test]),
     }[part]
-    return torch.stack([torch.bincount(y[choose(shard)], minlength=classes) for shard in shards])
+    return torch.stack([torch.bincount(own_labels(shard, y[choose(shard)]), minlength=classes) for shard in shards])
 
 
 def _test_count(held: int, share: float) -> int:

@@ -24,13 +24,15 @@ import torch
 from torch import Tensor, nn
 
 from fedvitals.errors import ConfigError, unknown
+from fedvitals.lab.aggregators.drift import DriftCorrection
 from fedvitals.lab.engines.devices import check_precision, resolve_device
 from fedvitals.lab.engines.executor import ClientByClientExecutor, EvaluationJob, Executor
 from fedvitals.lab.engines.pool import WorkerPool
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.engines.slots import StateLease, StateSlots
 from fedvitals.lab.engines.tasks import Home, Task, Update
-from fedvitals.lab.stacked.executor import StackedExecutor, stack_size, stacking_obstacle
+from fedvitals.lab.experiment import Experiment
+from fedvitals.lab.stacked.executor import STACK, StackedExecutor, stack_size, stacking_obstacle
 from fedvitals.protocols import NullObserver, Observer
 
 ENGINES = ("sequential", "reuse", "stacked")
@@ -39,10 +41,6 @@ TEST_ROWS = 2048  # of one job: fixed, so that sums do not depend on the number 
 LOCAL_TESTS = 8  # clients in one job
 MEASURED_SECONDS = 0.2  # of trying each engine
 SMALL, LARGE = 5e6, 20e6  # operations of a client's step: below, stacked is quicker for certain; above, reuse
-
-
-OwnPart = tuple[Home | None, float | None]
-"""What a client's model has of its own: the part at home, and its adapters' α/r."""
 
 
 class AnyEngine(Protocol):
@@ -58,7 +56,7 @@ class AnyEngine(Protocol):
     def evaluate(self, state: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def evaluate_locally(
-        self, states: dict[str, Tensor], own: Mapping[str, OwnPart] | None = None
+        self, states: dict[str, Tensor], round_index: int, homes: Mapping[str, Home] | None = None
     ) -> tuple[Tensor, Tensor]: ...
 
     def __enter__(self) -> Self: ...
@@ -115,7 +113,9 @@ class Engine:
         self._pool: WorkerPool | None = None
         self._executor: Executor | None = None
         if self.workers > 1:
-            self._pool = WorkerPool(executor, site.layout.size, site.experiment.clients, self.workers)
+            shifted = isinstance(site.experiment.aggregator, DriftCorrection)
+            cohort = _largest_cohort(site.experiment)
+            self._pool = WorkerPool(executor, site.layout.size, cohort, self.workers, shifted=shifted)
         else:
             self._executor = executor()
 
@@ -151,28 +151,29 @@ class Engine:
 
     @functools.cached_property
     def _slots(self) -> StateSlots:
-        return StateSlots(0, self.site.experiment.clients, self.site.layout.size)
+        return StateSlots(0, _largest_cohort(self.site.experiment), self.site.layout.size)
 
     def evaluate(self, state: Tensor) -> tuple[Tensor, Tensor]:
         """Return each test sample's loss and score under a state (see `Loss.score`)."""
         total = len(self.site.dataset.test_y)
         size = TEST_ROWS if self.device.type == "cpu" else total  # each job waits for the device once
         cuts = range(0, total, max(1, size))
-        scale = None if self.site.lora is None else self.site.lora.scale_of()
-        return self._evaluate([EvaluationJob(state, (first, min(total, first + size)), scale=scale) for first in cuts])
+        return self._evaluate([EvaluationJob(state, (first, min(total, first + size))) for first in cuts])
 
     def evaluate_locally(
-        self, states: dict[str, Tensor], own: Mapping[str, OwnPart] | None = None
+        self, states: dict[str, Tensor], round_index: int, homes: Mapping[str, Home] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the same for the clients' local tests, each client with its own state, and its own part if it has
-        one.
+        """Return the same for the clients' local tests in a round, each client with its own state, and what it has at
+        home.
         """
-        if own:
-            return self._evaluate([EvaluationJob(states[node], None, (node,), *own[node]) for node in states])
+        if self.site.clients_differ:
+            kept = homes or {}
+            own = [EvaluationJob(state, None, (node,), round_index, kept.get(node)) for node, state in states.items()]
+            return self._evaluate(own)
         jobs: list[EvaluationJob] = []
         for _, members in itertools.groupby(states, key=lambda node: id(states[node])):
             size = LOCAL_TESTS if self.device.type == "cpu" else len(states)
-            jobs += [EvaluationJob(states[part[0]], None, part) for part in _batched(members, size)]
+            jobs += [EvaluationJob(states[part[0]], None, part, round_index) for part in _batched(members, size)]
         return self._evaluate(jobs)
 
     def _evaluate(self, jobs: list[EvaluationJob]) -> tuple[Tensor, Tensor]:
@@ -267,6 +268,16 @@ def _worker_count(name: str, wanted: int | None, device: str) -> int:
     return wanted if hasattr(os, "fork") else 1
 
 
+def _largest_cohort(experiment: Experiment) -> int:
+    """Return a number of clients that no batch of tasks exceeds; a topology of the user's own may train all clients."""
+    if not type(experiment.topology).__module__.startswith("fedvitals.lab."):
+        return experiment.clients
+    needed = max(1, round(experiment.clients * experiment.participation))
+    network = experiment.network
+    cohort = needed if network is None else network.selected(needed, experiment.clients)
+    return min(experiment.clients, max(STACK, cohort))
+
+
 def _fastest_engine(site: Site) -> str:
     """Return the engine that trains more client-steps per second here.
 
@@ -275,7 +286,7 @@ def _fastest_engine(site: Site) -> str:
     """
     if stacking_obstacle(site) is not None:
         return "reuse"
-    operations = _estimate_operations(site) * site.experiment.local.batch
+    operations = _estimate_operations(site) * site.experiment.local.step_samples
     if operations < SMALL:
         return "stacked"
     if operations > LARGE:

@@ -27,8 +27,8 @@ class EvaluationJob:
     state: Tensor  # [size]
     rows: tuple[int, int] | None = None
     nodes: tuple[Node, ...] = ()
+    round: int = 0  # of the local tests, which may change
     home: Home | None = None  # of the one client whose local test it is
-    scale: float | None = None  # of its adapters
 
 
 class Executor(Protocol):
@@ -64,7 +64,7 @@ class ClientByClientExecutor:
     def evaluate(self, job: EvaluationJob) -> tuple[Tensor, Tensor]:
         replica = self._evaluation_replica
         replica.load(job.state)
-        replica.personalise(job.home, job.scale)
+        replica.personalise(job.home, self.site.scale(job.nodes[0] if job.nodes else None, job.round))
         replica.module.eval()
         losses, scores = [], []
         for x, y in zip(*(part.split(TEST_BATCH) for part in evaluation_samples(self.site, job)), strict=True):
@@ -80,5 +80,5 @@ def evaluation_samples(site: Site, job: EvaluationJob) -> tuple[Tensor, Tensor]:
     if job.rows is not None:
         chosen = slice(*job.rows)
         return site.dataset.pairs(site.dataset.test_x[chosen], site.dataset.test_y[chosen])
-    parts = [shard_tensors(site.dataset, site.shards[node], "test") for node in job.nodes]
+    parts = [shard_tensors(site.dataset, site.shard(node, job.round), "test") for node in job.nodes]
     return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])

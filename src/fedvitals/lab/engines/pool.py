@@ -54,11 +54,23 @@ class _Worker:
 
 
 class WorkerPool:
-    """Runs batches of tasks and evaluation jobs on workers; `clients` is the largest number of states in one batch."""
+    """Runs batches of tasks and evaluation jobs on workers; `clients` is the largest number of states in one batch.
 
-    def __init__(self, make_executor: Callable[[], Executor], size: int, clients: int, workers: int) -> None:
-        self._executor, self._rows, self._count = make_executor, clients, 2 * workers
-        self._slots = StateSlots(self._count, clients, size)
+    With `shifted`, a slot also has rows for the tasks' shifts, after those of the states.
+    """
+
+    def __init__(
+        self,
+        make_executor: Callable[[], Executor],
+        size: int,
+        clients: int,
+        workers: int,
+        *,
+        shifted: bool = False,
+    ) -> None:
+        self._executor, self._clients, self._count = make_executor, clients, 2 * workers
+        self._rows = 2 * clients if shifted else clients
+        self._slots = StateSlots(self._count, self._rows, size)
         self._workers: list[_Worker] = []
         for _ in range(workers):
             self._workers.append(self._start())
@@ -130,7 +142,11 @@ class WorkerPool:
             row, work = 0, []
             for task in job.work:
                 rows[row].copy_(task.start)
-                work.append(dataclasses.replace(task, start=_NO_STATE))
+                shift: Any = None
+                if task.shift is not None:
+                    shift = self._clients + row
+                    rows[shift, : len(task.shift)] = task.shift
+                work.append(dataclasses.replace(task, start=_NO_STATE, shift=shift))
                 row += len(task.nodes)
         watcher = b"" if job.watcher is worker.watcher else job.watcher  # the same for all batches of a round
         worker.watcher = job.watcher
@@ -234,7 +250,8 @@ def _run_job(
             return number, tuple(tensor.numpy() for tensor in outcome), b""
         tasks, row = [], 0
         for task in work:
-            tasks.append(dataclasses.replace(task, start=starts[row].clone()))
+            shift = None if task.shift is None else starts[task.shift, : executor.layout.weights].clone()
+            tasks.append(dataclasses.replace(task, start=starts[row].clone(), shift=shift))
             row += len(task.nodes)
         updates = [_without_states(update) for update in executor.train(tasks, watcher, out[:row])]
         return number, updates, watcher.payload()

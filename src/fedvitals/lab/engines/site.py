@@ -7,7 +7,7 @@ import copy
 import functools
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from fedvitals.lab.experiment import Experiment
 from fedvitals.lab.faults import table as fault_table
 from fedvitals.lab.losses import Loss, usual_loss
 from fedvitals.lab.models.catalog import build, flops
+from fedvitals.lab.population import Pool
 from fedvitals.lab.state import StateLayout
 
 
@@ -31,11 +32,12 @@ class Site:
 
     experiment: Experiment
     dataset: Dataset
-    shards: dict[Node, Shard]
+    shards: dict[Node, Shard]  # as dealt; `shard` is what a client has in a round
     module: nn.Module  # as initialised; nobody trains it
     layout: StateLayout
     loss: Loss
     home: StateLayout | None = None  # of what clients keep at home
+    _changed: dict[Node, tuple[object, Shard]] = field(default_factory=dict, init=False, repr=False)  # newest ones
 
     @classmethod
     def of(cls, experiment: Experiment, data: str | os.PathLike[str] | None = None) -> Site:
@@ -43,6 +45,8 @@ class Site:
         dataset = load(experiment.dataset, data)
         loss = (experiment.loss or usual_loss(dataset.targets)).prepared(dataset)
         dealing, drawing = (streams.stream(experiment.seed, purpose) for purpose in ("partition", "model"))
+        if experiment.population is not None:
+            experiment.population.check_data(dataset)
         dealt = deal(experiment.partition, dataset, experiment.clients, dealing, experiment.test_share)
         module = build(experiment.model, dataset, drawing)
         layout, home = StateLayout.of(module), None
@@ -54,8 +58,36 @@ class Site:
         shards = dict(zip(experiment.nodes, dealt, strict=True))
         return cls(experiment, dataset, shards, module, layout, loss, home)
 
-    def samples(self, node: Node) -> int:
-        return len(self.shards[node].train)
+    def shard(self, node: Node, round_index: int) -> Shard:
+        """Return the data that a client has in a round, after what the population has gone through until then."""
+        population, seed = self.experiment.population, self.experiment.seed
+        if population is None:
+            return self.shards[node]
+        phases = tuple(
+            phase if node in affected else None
+            for phase, affected in zip(population.phases(round_index), self._affected, strict=True)
+        )
+        if node not in self._changed or self._changed[node][0] != phases:
+            self._changed[node] = phases, population.shard(self.shards[node], node, phases, self._pool, seed)
+        return self._changed[node][1]
+
+    @functools.cached_property
+    def _affected(self) -> list[frozenset[Node]]:
+        """The clients that each change of the population affects."""
+        changes = () if self.experiment.population is None else self.experiment.population.changes
+        return [frozenset(self.shards if change.nodes == "all" else change.nodes) for change in changes]
+
+    @functools.cached_property
+    def _pool(self) -> Pool:
+        return Pool(self.dataset, [*self.shards.values()])
+
+    def samples(self, node: Node, round_index: int = 0) -> int:
+        return len(self.shard(node, round_index).train)
+
+    @property
+    def vector_bytes(self) -> int:
+        """The bytes that the aggregator sends with each model, both ways, beside the model itself."""
+        return 4 * self.layout.weights if getattr(self.experiment.aggregator, "sends_vectors", False) else 0
 
     @functools.cached_property
     def flops(self) -> int:
@@ -73,7 +105,7 @@ class Site:
 
     @functools.cached_property
     def labels(self) -> dict[Node, Tensor]:
-        """Each client's numbers of training samples per class."""
+        """Each client's numbers of training samples per class, as dealt."""
         counts = label_counts([*self.shards.values()], self.dataset.labels, self.dataset.classes, "train")
         return dict(zip(self.shards, counts, strict=True))
 
@@ -126,10 +158,10 @@ class Site:
             {} if lora is None else {rank: lora.held(self.layout, rank) for rank in {lora.rank, *lora.ranks.values()}}
         )
 
-    def scale(self, node: Node, round_index: int) -> float | None:
-        """Return a client's α/r, with faults applied; None without low-rank adapters."""
-        if self.lora is None:
-            return None
+    def scale(self, node: Node | None, round_index: int) -> float | None:
+        """Return a client's α/r, with faults applied, or the server's; None without low-rank adapters."""
+        if self.lora is None or node is None:
+            return None if self.lora is None else self.lora.scale_of()
         return fault_table.apply_scale(self.experiment.faults, round_index, node, self.lora.scale_of(node))
 
     @functools.cached_property
@@ -138,16 +170,16 @@ class Site:
         layers = zip(self.layout.names, self.layout.shapes, strict=True)
         return 4 * sum(math.prod(shape) for name, shape in layers if name.endswith(f".{RESIDUAL}"))
 
-    def model_bytes(self, node: Node) -> int:
-        """Return the bytes of the model that a client receives."""
+    def lacking_bytes(self, node: Node) -> int:
+        """Return the bytes of a model that a client of a lower rank neither receives nor sends."""
         held = self.held(node)
-        return 4 * (self.layout.size if held is None else int(held.sum()))
+        return 0 if held is None else 4 * int((~held).sum())
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
     def tensors(self, node: Node, round_index: int) -> tuple[Tensor, Tensor]:
         """Return the samples and labels that a client trains on in a round, with faults of its data applied."""
-        x, y = shard_tensors(self.dataset, self.shards[node])
+        x, y = shard_tensors(self.dataset, self.shard(node, round_index))
         e = self.experiment
         return fault_table.apply_data(e.faults, round_index, node, x, y, self.dataset.classes, e.seed)
 

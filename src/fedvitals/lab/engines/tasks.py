@@ -40,6 +40,7 @@ class Task:
     local: Local | None = None  # settings instead of the experiment's: a correction
     stop_at_nonfinite: bool = False  # whether a loss that is not finite ends a client's training: a correction
     homes: Mapping[Node, Home] | None = None  # what each member has at home, flat; arrays, since they go through pipes
+    shift: Tensor | None = None  # [weights], added to every gradient (`aggregators/drift.py`)
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,8 @@ from fedvitals.lab.adapters import set_scale
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.engines.tasks import Home, Node, Task, Update
 from fedvitals.lab.faults import table as fault_table
-from fedvitals.lab.local import SGD, Adam, Clip, Local
+from fedvitals.lab.local import Adam, Clip, Local, Optimizer, PlainSGD
+from fedvitals.lab.losses import Model
 from fedvitals.protocols import WorkerObserver
 
 GradientFault = Callable[[Mapping[str, Tensor], int], None]
@@ -38,21 +40,32 @@ class Replica:
         self.state = site.layout.tensors(self.module)
         # The model as it came from the server, for losses that compare with it.
         self.received = copy.deepcopy(self.module).eval() if site.loss.needs_received_model else None
-        self.optimizer: torch.optim.Optimizer | None = None
-        self._made_for: Adam | SGD | None = None
+        self.optimizer: torch.optim.Optimizer | None = None  # none with plain_sgd
+        self._made_for: Optimizer | None = None
 
-    def begin(self, start: Tensor, settings: Local, home: Home | None = None, scale: float | None = None) -> None:
-        """Load the state that the client received and what it has at home, and create a fresh optimiser."""
+    def begin(
+        self,
+        start: Tensor,
+        settings: Local,
+        shift: Tensor | None = None,
+        home: Home | None = None,
+        scale: float | None = None,
+    ) -> None:
+        """Load the state that the client received and what it has at home, and create a fresh optimiser. `shift` is
+        added to all gradients.
+        """
         self.load(start)
         self.personalise(home, scale)
         self.settings = settings
         if self.received is not None:
             self.site.layout.load(self.received, start)
+        self.shift = None if shift is None else [*self.site.layout.views(shift).values()]
         self.start = [p.detach().clone() for p in self.parameters] if settings.proximal else None
-        if self.optimizer is None or self._made_for != settings.optimizer:
+        if self._made_for != settings.optimizer:
             self.optimizer = make_optimizer(settings.optimizer, self.parameters, fast=self.fast)
             self._made_for = settings.optimizer
-        self.optimizer.state.clear()
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
 
     def personalise(self, home: Home | None, scale: float | None) -> None:
         """Make the model a client's own: with what it has at home, and its adapters' α/r."""
@@ -72,12 +85,16 @@ class Replica:
                 target.copy_(source)
 
     def step(self, x: Tensor, y: Tensor, step: int = 0, gradient_fault: GradientFault | None = None) -> Tensor:
-        """Train on one mini-batch and return its loss. `gradient_fault` may alter the gradients first."""
-        assert self.optimizer is not None  # noqa: S101 - `begin` made it
-        self.optimizer.zero_grad()
-        loss = self.site.loss.of_batch(self.module, x, y, self.received)
-        loss.backward()
+        """Train on the samples of one iteration and return their loss. `gradient_fault` may alter the gradients
+        first.
+        """
+        (self.module if self.optimizer is None else self.optimizer).zero_grad()
+        loss = self._backward(x, y)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if self.shift is not None:
+            for p, shift in zip(self.state, self.shift, strict=False):  # of the weights, which come first
+                if p.grad is not None:
+                    p.grad.add_(shift)
         if gradient_fault is not None:
             gradient_fault({name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}, step)
         if self.start is not None:
@@ -87,15 +104,56 @@ class Replica:
                         p.grad.add_(p - before, alpha=self.settings.proximal)
         if self.settings.clip is not None:
             clip_gradients(gradients, self.settings.clip)
-        self.optimizer.step()
-        return loss.detach()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        else:
+            descend(self.parameters, self.settings.optimizer.learning_rate)
+        return loss
+
+    def _backward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Compute the gradients of the mean loss over all accumulated mini-batches, and return it."""
+        count = self.settings.accumulate
+        if count == 1:
+            loss = self._loss(x, y)
+            loss.backward()
+            return loss.detach()
+        mean = torch.zeros(())
+        for micro_x, micro_y in zip(x.chunk(count), y.chunk(count), strict=True):
+            share = self._loss(micro_x, micro_y) / count
+            share.backward()
+            mean += share.detach()
+        return mean
+
+    def _loss(self, x: Tensor, y: Tensor) -> Tensor:
+        model: Model = self.module if self.settings.precision == "float32" else self._in_bfloat16
+        return self.site.loss.of_batch(model, x, y, self.received)
+
+    def _in_bfloat16(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = self.module(x)
+        return tuple(part.float() for part in outputs) if isinstance(outputs, tuple) else outputs.float()
 
 
-def make_optimizer(settings: Adam | SGD, parameters: Sequence[nn.Parameter], *, fast: bool) -> torch.optim.Optimizer:
-    if isinstance(settings, SGD):
-        return torch.optim.SGD(parameters, settings.learning_rate, settings.momentum, fused=fast)
-    betas = (settings.beta1, settings.beta2)
-    return torch.optim.Adam(parameters, settings.learning_rate, betas, settings.epsilon, fused=fast)
+def make_optimizer(
+    settings: Optimizer, parameters: Sequence[nn.Parameter], *, fast: bool
+) -> torch.optim.Optimizer | None:
+    """Return PyTorch's optimiser for the settings; None for plain_sgd."""
+    if isinstance(settings, PlainSGD):
+        return None
+    decay = settings.weight_decay
+    if isinstance(settings, Adam):
+        betas = (settings.beta1, settings.beta2)
+        return torch.optim.Adam(parameters, settings.learning_rate, betas, settings.epsilon, decay, fused=fast)
+    rate, momentum = settings.learning_rate, settings.momentum
+    return torch.optim.SGD(parameters, rate, momentum, weight_decay=decay, fused=fast)
+
+
+@torch.no_grad()
+def descend(parameters: Sequence[nn.Parameter], rate: float) -> None:
+    """Take one step of plain gradient descent."""
+    for p in parameters:
+        if p.grad is not None:
+            p.sub_(p.grad, alpha=rate)
 
 
 def clip_gradients(gradients: list[Tensor], settings: Clip) -> None:
@@ -128,12 +186,12 @@ class _Member:
         if replica.fast and self.x.dim() == 4:
             self.x = self.x.contiguous(memory_format=torch.channels_last)
         self.steps = task.iterations or self.settings.steps(len(self.y))
-        self.order = site.order(node, task.round, self.steps, self.settings.batch, len(self.y))
+        self.order = site.order(node, task.round, self.steps, self.settings.step_samples, len(self.y))
         self.losses = torch.zeros(self.steps)
         self.error: BaseException | None = None
         self.seconds = 0.0
         home = None if task.homes is None else task.homes[node]
-        replica.begin(task.start, self.settings, home, site.scale(node, task.round))
+        replica.begin(task.start, self.settings, task.shift, home, site.scale(node, task.round))
         self.gradient_fault = fault_table.gradient_fault(e.faults, task.round, node, e.seed)
         if fault_table.any_active("state", e.faults, task.round, node):
             state = task.start.clone()

@@ -107,7 +107,8 @@ def apply_data(
 
 
 def apply_local(faults: Faults, round_index: int, node: Node, settings: Local) -> Local:
-    """Return the settings that the client trains with."""
+    """Return the settings that the client trains with in a round."""
+    settings = settings.at(round_index)
     for _, fault in active_faults("local", faults, round_index, node):
         settings = fault.local(settings)
     return settings

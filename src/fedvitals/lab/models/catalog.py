@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from fedvitals.errors import ConfigError
 from fedvitals.lab.data.datasets import Dataset
 from fedvitals.lab.description import kind_of
-from fedvitals.lab.models.base import ModelDescription, Shape, seeded_globally
 from fedvitals.lab.models.blocks import Heads
+from fedvitals.lab.models.description import ModelDescription, Shape, seeded_globally
 from fedvitals.lab.models.gpt import GPT, pretrain
 from fedvitals.lab.models.images import CNN, PaperCNN, Resnet18
 from fedvitals.lab.models.sequences import GRU, LSTM, VIT, Transformer

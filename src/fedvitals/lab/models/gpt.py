@@ -16,8 +16,8 @@ from fedvitals.lab.data.datasets import Dataset
 from fedvitals.lab.data.sources import user_cache
 from fedvitals.lab.description import Description, Part, require
 from fedvitals.lab.losses import CrossEntropy
-from fedvitals.lab.models.base import Shape, seeded_globally
 from fedvitals.lab.models.blocks import Encoder, PositionEmbedding
+from fedvitals.lab.models.description import Shape, seeded_globally
 from fedvitals.lab.state import StateLayout
 from fedvitals.lab.streams import stream
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.description import Description, require
-from fedvitals.lab.models.base import Shape, image_shape, seeded_globally
 from fedvitals.lab.models.blocks import Residual
+from fedvitals.lab.models.description import Shape, image_shape, seeded_globally
 
 POOLS: dict[str, tuple[Callable[[], nn.Module], ...]] = {
     "max": (lambda: nn.MaxPool2d(2),),

@@ -10,7 +10,6 @@ from torch import nn
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.description import Description, kind_of, require
-from fedvitals.lab.models.base import Shape, image_shape, seeded_globally
 from fedvitals.lab.models.blocks import (
     ClassToken,
     Encoder,
@@ -22,6 +21,7 @@ from fedvitals.lab.models.blocks import (
     PositionEmbedding,
     Recurrent,
 )
+from fedvitals.lab.models.description import Shape, image_shape, seeded_globally
 
 
 class Transformer(Description, frozen=True):

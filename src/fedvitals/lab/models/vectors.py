@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fedvitals.lab.description import Description, require
-from fedvitals.lab.models.base import Shape, refuse_tokens, seeded_globally
+from fedvitals.lab.models.description import Shape, refuse_tokens, seeded_globally
 
 
 class MLP(Description, frozen=True):

@@ -45,7 +45,7 @@ class JourneyPlanner:
         self.edge_transfers: dict[Node, EdgeTransfer] = {}  # of its edge nodes
         self.timings: list[RoundTiming] = []  # of this round; one, unless a topology trains several times in it
         if self.network is not None:
-            self.bytes = site.layout.size * 4  # of a model
+            self.bytes = site.layout.size * 4 + site.vector_bytes  # of a model
             self.flops = site.flops  # counted now: that takes a second, which is no round's
 
     def journey_of(self, round_index: int, task: Task, node: Node, began: float = 0.0, queue: float = 0.0) -> Journey:
@@ -53,19 +53,20 @@ class JourneyPlanner:
         assert self.network is not None  # noqa: S101 - asked by the caller
         e, site = self._site.experiment, self._site
         settings = fault_table.apply_local(e.faults, round_index, node, task.local or e.local)
-        steps = task.iterations or settings.steps(site.samples(node))
+        steps = task.iterations or settings.steps(site.samples(node, round_index))
         messages = 1 if task.exchange is None else steps  # who exchanges, sends after each iteration
+        lacking = site.lacking_bytes(node)
         journey = virtual_clock.plan_journey(
             self.network,
             node,
             round_index,
-            messages * site.model_bytes(node),
-            messages * (self.upload_bytes() - self.bytes + site.model_bytes(node)),
-            self.flops * steps * settings.batch,
+            messages * (self.bytes - lacking),
+            messages * (self.upload_bytes() - lacking),
+            self.flops * steps * settings.step_samples,
             e.seed,
             began=began,
             messages=messages,
-            samples=steps * settings.batch,
+            samples=steps * settings.step_samples,
             queue=queue,
             line=self.network.server_bits_per_second if task.parent == "server" else None,
             group=task.group,
@@ -88,7 +89,7 @@ class JourneyPlanner:
                 if task.parent == "server" and journey.available:
                     sent += 1
                     queue = self.sending_seconds(sent)
-        needed = None if self.network.over_selection == 1 else max(1, round(e.clients * e.participation))
+        needed = None if self.network.over_selection == 1 else e.needed(round_index)
         averaging = virtual_clock.aggregation_seconds(self.network, len(self.journeys), self._site.layout.size)
         timing = time_synchronous_round(
             [*self.journeys.values()],
@@ -117,8 +118,12 @@ class JourneyPlanner:
 
     def upload_bytes(self) -> int:
         """Return the bytes of an encoded update."""
-        compression, layout = self._site.experiment.compression, self._site.layout
-        whole = self.bytes if compression is None else update_bytes(compression, layout.size, layout.weights)
+        e, layout = self._site.experiment, self._site.layout
+        if e.secure_aggregation is not None:
+            return e.secure_aggregation.message_bytes(layout.size)
+        if e.compression is None:
+            return self.bytes - self._site.residual_bytes
+        whole = update_bytes(e.compression, layout.size, layout.weights) + self._site.vector_bytes
         return whole - self._site.residual_bytes
 
     def edge_seconds(self, sender: Node, receiver: Node) -> float | None:

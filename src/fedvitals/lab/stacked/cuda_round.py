@@ -26,7 +26,7 @@ from fedvitals.kernels.cuda import stacked_optimizer as kernel
 from fedvitals.kernels.cuda.graphs import captured
 from fedvitals.kernels.cuda.sums import DeviceRing
 from fedvitals.lab.engines.tasks import Task
-from fedvitals.lab.local import SGD, Adam
+from fedvitals.lab.local import Adam
 from fedvitals.lab.stacked.plans import StackPlan, available_plans
 from fedvitals.lab.stacked.round import StackedRound, clip_rows, moment_count
 from fedvitals.lab.topologies.exchanges import StackExchange, exchange_for_stack
@@ -73,10 +73,11 @@ class CudaBuffers:
         self.executor, self.clients, self.steps = executor, clients, steps
         self.states = torch.zeros(clients, layout.size, device=device)
         self.starts: Tensor | None = None  # where there is a pull towards them
+        self.shifts: Tensor | None = None  # where something is added to the gradients
         self.gradients = torch.zeros(clients, layout.weights, device=device)
         self.weights, self.layers = layout.views(self.states), layout.views(self.gradients)
         self.moments = [torch.zeros_like(self.gradients) for _ in range(moment_count(local.optimizer))]
-        self.rows = torch.zeros(steps + 1, clients, local.batch, dtype=torch.int64, device=device)
+        self.rows = torch.zeros(steps + 1, clients, local.step_samples, dtype=torch.int64, device=device)
         self.table = torch.zeros(steps + 1, clients, 3, device=device)
         self.proximal = torch.zeros(clients, 1, device=device)
         self.losses = torch.zeros(steps + 1, clients, device=device)
@@ -186,7 +187,8 @@ class CudaBufferPool:
     def key(self) -> tuple[Hashable, ...]:
         """What the speed and memory of a step depend on, except for the number of clients."""
         executor = self.executor
-        return (repr(executor.module), executor.site.experiment.local.batch, executor.precision, str(executor.device))
+        samples = executor.site.experiment.local.step_samples
+        return (repr(executor.module), samples, executor.precision, str(executor.device))
 
 
 class CudaStackedRound(StackedRound):
@@ -200,18 +202,20 @@ class CudaStackedRound(StackedRound):
         watcher: WorkerObserver | None,
     ) -> None:
         self._buffer_pool, self._watched = buffer_pool, watcher is not None
-        self._taken, self._pulled = 0, False
+        self._taken, self._pulled, self._shifted = 0, False, False
         super().__init__(executor, tasks)
         self._fill_table()
         self.executor.plan = plan = self._fastest_plan()
         # What a captured graph depends on, besides its data.
-        self._graph_key = (plan.name, self.local.clip, self._optimizer_settings(), self._watched, self._pulled)
+        switches = (self._watched, self._pulled, self._shifted)
+        self._graph_key = (plan.name, self.local.clip, self._optimizer_settings(), *switches)
         has_gradient_faults = bool(self.gradient_faults) or self.stop_at_nonfinite
         parts = [[self._compute_gradients, self._measure], [self._optimise]]
         if has_gradient_faults:  # which act between the two
             parts = [[self._compute_gradients], [self._measure], [self._optimise]]
         self._graphs = [self._graph(f"{number}{has_gradient_faults}", work) for number, work in enumerate(parts)]
-        self._stack_exchange = self._find_stack_exchange()
+        self._ends = [int(self.steps[members].max()) for members in self.members()]  # the steps of each group
+        self._stack_exchanges: dict[int, StackExchange | None] = {}  # by the number of groups that train on
         self.buffers.counter.zero_()
 
     def allocate(self) -> None:
@@ -224,6 +228,11 @@ class CudaStackedRound(StackedRound):
             buffers.starts[:clients] = buffers.states[:clients]
             pulls = [[local.proximal] for local in self.settings]
             buffers.proximal[:clients] = torch.tensor(pulls, device=buffers.states.device)
+        shifts = self._shifts()
+        self._shifted = shifts is not None
+        if shifts is not None:
+            buffers.shifts = torch.zeros_like(buffers.gradients) if buffers.shifts is None else buffers.shifts
+            buffers.shifts[:clients] = shifts
         self.states, self.gradients = buffers.states[:clients], buffers.gradients[:clients]
         self.losses = buffers.losses[:steps, :clients]
         self.moments = [moment[:clients].zero_() for moment in buffers.moments]
@@ -244,7 +253,12 @@ class CudaStackedRound(StackedRound):
 
     def _batches_key(self, round_index: int) -> Any:
         """Return everything that the batches depend on."""
-        return round_index, self.local.batch, self.nodes, *(t.tolist() for t in (self.steps, self.samples, self.firsts))
+        return (
+            round_index,
+            self.local.step_samples,
+            self.nodes,
+            *(t.tolist() for t in (self.steps, self.samples, self.firsts)),
+        )
 
     def _starts(self) -> Tensor:
         """Return the members' start states, as one expanded copy where they are equal, as in most topologies."""
@@ -267,11 +281,12 @@ class CudaStackedRound(StackedRound):
         self.buffers.table.zero_()
         self.buffers.table[:steps, :clients] = table.float().to(self.buffers.table.device, non_blocking=True)
 
-    def _optimizer_settings(self) -> tuple[str, tuple[float, float], float]:
+    def _optimizer_settings(self) -> tuple[str, tuple[float, float], float, float]:
         optimizer = self.local.optimizer
-        if isinstance(optimizer, SGD):
-            return ("momentum" if optimizer.momentum else "sgd", (optimizer.momentum, 0.0), 0.0)
-        return ("adam", (optimizer.beta1, optimizer.beta2), optimizer.epsilon)
+        decay = optimizer.weight_decay
+        if isinstance(optimizer, Adam):
+            return ("adam", (optimizer.beta1, optimizer.beta2), optimizer.epsilon, decay)
+        return ("momentum" if optimizer.momentum else "sgd", (optimizer.momentum, 0.0), 0.0, decay)
 
     def _graph(self, name: str, work: Sequence[Callable[[], None]]) -> Replayed:
         def all_of_it() -> None:
@@ -289,6 +304,8 @@ class CudaStackedRound(StackedRound):
         y = self.y.index_select(0, rows.view(-1)).unflatten(0, rows.shape)
         losses = self.executor.plan.gradients(buffers.weights, buffers.layers, x, y)
         buffers.losses.index_copy_(0, buffers.counter, losses[None])
+        if self._shifted and buffers.shifts is not None:
+            buffers.gradients.add_(buffers.shifts)
 
     def _measure(self) -> None:
         buffers = self.buffers
@@ -318,10 +335,9 @@ class CudaStackedRound(StackedRound):
         kernel.scale(buffers.gradients, factors, buffers.layer_of)
 
     def _optimise(self) -> None:
-        buffers, (kind, betas, epsilon) = self.buffers, self._optimizer_settings()
-        kernel.step(
-            kind, buffers.states, buffers.gradients, buffers.moments, buffers.table, buffers.counter, betas, epsilon
-        )
+        buffers, (kind, betas, epsilon, decay) = self.buffers, self._optimizer_settings()
+        matrices = (buffers.states, buffers.gradients, buffers.moments, buffers.table, buffers.counter)
+        kernel.step(kind, *matrices, betas, epsilon, decay)
         buffers.counter.add_(1)
 
     # -- a step -------------------------------------------------------------------------------------------------------
@@ -354,19 +370,24 @@ class CudaStackedRound(StackedRound):
             sums=lambda: ring[: self._taken, : len(self.nodes)],
         )
 
-    def _find_stack_exchange(self) -> StackExchange | None:
+    def _find_stack_exchange(self, step: int) -> StackExchange | None:
         kinds = {task.exchange for task in self.tasks}
         if kinds == {None} or len(kinds) > 1:
             return None
         (exchange,) = kinds
         assert exchange is not None  # noqa: S101 - asked above
-        return exchange_for_stack(exchange, self.members(), self.samples, self.executor.device)
+        groups = [members for members, end in zip(self.members(), self._ends, strict=True) if step < end - 1]
+        return exchange_for_stack(exchange, groups, self.samples, self.executor.device)
 
-    def exchange(self) -> None:
-        if self._stack_exchange is not None:
-            self._stack_exchange(self.states)
+    def exchange(self, step: int) -> None:
+        training = sum(step < end - 1 for end in self._ends)
+        if training not in self._stack_exchanges:
+            self._stack_exchanges[training] = self._find_stack_exchange(step)
+        stack_exchange = self._stack_exchanges[training]
+        if stack_exchange is not None:
+            stack_exchange(self.states)
         elif any(task.exchange is not None for task in self.tasks):
-            super().exchange()
+            super().exchange(step)
 
     # -- the quickest plan --------------------------------------------------------------------------------------------
 

@@ -35,19 +35,33 @@ TEST_BATCH = {"cpu": 256, "cuda": 4096}
 
 
 def stacking_obstacle(site: Site) -> str | None:
-    """Return why clients cannot be stacked, or None: no state but weights, and nothing that vmap refuses."""
-    model = f"The model '{type(site.experiment.model).__name__}' cannot be stacked"
-    if site.home is not None:
-        return f"{model} where parts of it stay at home"
-    if site.lora is not None and site.lora.aggregation == EXACT:
-        return f"{model} with the residuals of exact aggregation"
-    if site.scales_differ:
-        return f"{model} with an α/r for each client"
-    if not getattr(site.experiment.model, "stackable", False) or site.layout.weights != site.layout.size:
-        return f"{model} (batch norm, a recurrent layer, or a model of your own that does not say `stackable = True`)"
-    if not site.loss.stackable or bool(getattr(site.loss, "mixup", False)):
-        return f"{model} with the loss {kind_of(type(site.loss).__name__)}"
+    """Return why the clients cannot be stacked, as the beginning of a sentence; None if they can."""
+    e, loss = site.experiment, site.loss
+    model, kind = type(e.model).__name__, kind_of(type(loss).__name__)
+    if (reason := _own_part(site)) is not None:
+        return f"The model '{model}' cannot be stacked {reason}"
+    if not getattr(e.model, "stackable", False) or site.layout.weights != site.layout.size:
+        return (
+            f"The model '{model}' cannot be stacked (batch norm, a recurrent layer, or a model of your own that does "
+            "not say `stackable = True`)"
+        )
+    if not loss.stackable:
+        return f"The loss '{kind}' cannot be stacked (it compares samples or models, or the model answers a tuple)"
+    if getattr(loss, "mixup", 0):
+        return "Mixup cannot be stacked (it draws random numbers for each client)"
+    weighted = getattr(loss, "class_weights", None) is not None or site.dataset.targets == "tokens"
+    if e.local.accumulate > 1 and weighted:
+        return "Accumulated batches of tokens or with class weights cannot be stacked (each has a mean of its own)"
     return None
+
+
+def _own_part(site: Site) -> str | None:
+    """Return what clients have of their own that stands against stacking, or None."""
+    if site.home is not None:
+        return "where parts of it stay at home"
+    if site.lora is not None and site.lora.aggregation == EXACT:
+        return "with the residuals of exact aggregation"
+    return "with an α/r for each client" if site.scales_differ else None
 
 
 def stack_size(members: int) -> int:
@@ -72,11 +86,12 @@ class StackedExecutor:
     """The executor of the stacked engine, on any device."""
 
     def __init__(self, site: Site, device: str = "cpu", precision: str = "float32") -> None:
-        obstacle = stacking_obstacle(site)
-        if obstacle is not None:
+        if (obstacle := stacking_obstacle(site)) is not None:
             raise ConfigError(f"{obstacle}. Use the engine 'reuse'.")
         if precision not in PRECISIONS:
             raise ConfigError(unknown("precision", precision, PRECISIONS))
+        if site.experiment.local.precision == "bfloat16":
+            precision = "bfloat16"
         self.site, self.layout = site, site.layout
         self.device, self.precision = torch.device(device), precision
         self.module = copy.deepcopy(site.module).to(self.device)
@@ -101,7 +116,7 @@ class StackedExecutor:
         for step in range(steps):
             stacked_round.step(step, observer)
             if step < steps - 1:
-                stacked_round.exchange()
+                stacked_round.exchange(step)
         out.copy_(stacked_round.states)
         if self.site.experiment.local.keep_optimizer:
             stacked_round.keep()

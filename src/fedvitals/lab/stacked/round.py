@@ -15,7 +15,7 @@ from torch import Tensor
 from fedvitals.lab.engines.tasks import Node, Task, Update
 from fedvitals.lab.engines.training import stop_if_not_finite
 from fedvitals.lab.faults import table as fault_table
-from fedvitals.lab.local import SGD, Adam, Clip
+from fedvitals.lab.local import Adam, Clip, Optimizer
 from fedvitals.protocols import Stack, WorkerObserver
 
 if TYPE_CHECKING:
@@ -73,6 +73,14 @@ class StackedRound:
         self.proximal = None
         if any(local.proximal for local in self.settings):
             self.proximal = torch.tensor([[local.proximal] for local in self.settings], device=device)
+        self.shifts = self._shifts()
+
+    def _shifts(self) -> Tensor | None:
+        """Return what is added to each client's gradients, [clients, weights]; None if nothing is."""
+        if self.tasks[0].shift is None:
+            return None
+        shifts = [task.shift for task in self.tasks for _ in task.nodes if task.shift is not None]
+        return torch.stack(shifts).to(self.executor.device)
 
     def _starts(self) -> Tensor:
         return torch.stack([task.start for task in self.tasks for _ in task.nodes]).to(self.executor.device)
@@ -88,7 +96,7 @@ class StackedRound:
         """Return the rows of each mini-batch, [steps, clients, batch]; a client that finishes early repeats its last
         one.
         """
-        batch = self.local.batch
+        batch = self.local.step_samples
         rows = torch.empty(int(self.steps.max()), len(self.nodes), batch, dtype=torch.int64)
         own = zip(self.nodes, self.steps.tolist(), self.samples.tolist(), self.firsts.tolist(), strict=True)
         for column, (node, steps, samples, first) in enumerate(own):
@@ -122,6 +130,8 @@ class StackedRound:
         self.losses[step] = losses
         if self.stop_at_nonfinite:
             self.stop_where_not_finite(losses, step)
+        if self.shifts is not None:
+            self.gradients.add_(self.shifts)
         resting = self.before_step(step)
         if self.proximal is not None:
             self.gradients.addcmul_(self.states - self.starts, self.proximal)
@@ -160,13 +170,15 @@ class StackedRound:
         changed = [self.states, *self.moments]
         before = [matrix[resting] for matrix in changed] if len(resting) else []
         optimizer = self.local.optimizer
-        if isinstance(optimizer, SGD):
+        if optimizer.weight_decay:
+            self.gradients.add_(self.states, alpha=optimizer.weight_decay)
+        if isinstance(optimizer, Adam):
+            self._adam(optimizer, step + 1)
+        else:
             direction = self.gradients
             if optimizer.momentum:
                 direction = self.moments[0].mul_(optimizer.momentum).add_(self.gradients)
             self.states.sub_(self.rates * direction)
-        else:
-            self._adam(optimizer, step + 1)
         for matrix, rows in zip(changed, before, strict=False):
             matrix[resting] = rows
 
@@ -184,10 +196,10 @@ class StackedRound:
             moments = [moment[row].clone() for moment in self.moments]
             self.executor.kept[node] = (moments, self.before[row] + float(self.taken[row]))
 
-    def exchange(self) -> None:
-        """Exchange models within the groups that do so between two iterations."""
+    def exchange(self, step: int) -> None:
+        """Exchange models after an iteration within the groups that do so, and of which somebody trains on."""
         for task, members in zip(self.tasks, self.members(), strict=True):
-            if task.exchange is not None:
+            if task.exchange is not None and step < int(self.steps[members].max()) - 1:
                 samples = self.samples[members].to(self.states)
                 self.states[members] = task.exchange(self.states[members], samples)
 
@@ -231,8 +243,8 @@ def clip_rows(flat: Tensor, layers: Any, settings: Clip) -> None:
         rows.mul_((settings.limit / torch.linalg.vector_norm(rows, dim=1, keepdim=True)).clamp(max=1.0))
 
 
-def moment_count(optimizer: Adam | SGD) -> int:
+def moment_count(optimizer: Optimizer) -> int:
     """Return the number of moment matrices that the optimiser keeps."""
-    if isinstance(optimizer, SGD):
-        return 1 if optimizer.momentum else 0
-    return 2
+    if isinstance(optimizer, Adam):
+        return 2
+    return 1 if optimizer.momentum else 0

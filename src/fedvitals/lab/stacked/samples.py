@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fedvitals.lab.data.cache import resident
+from fedvitals.lab.data.partition import Shard
 from fedvitals.lab.engines.executor import EvaluationJob, evaluation_samples
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.engines.tasks import Node
@@ -38,7 +39,8 @@ class StackSamples:
         ailing = [
             (fault, n) for fault in e.faults for n in held if fault_table.any_active("data", (fault,), round_index, n)
         ]
-        key = (tuple(held), tuple(fault for fault, _ in ailing))
+        phases = None if e.population is None else e.population.phases(round_index)
+        key = (tuple(held), tuple(fault for fault, _ in ailing), phases)
         if self._kept is None or self._kept[0] != key:
             parts = self._parts(held, round_index, {node for _, node in ailing})
             counts = torch.tensor([0, *(len(y) for _, y in parts)]).cumsum(0)
@@ -56,17 +58,13 @@ class StackSamples:
             return [self._site.tensors(node, round_index) for node in nodes]
         parts = []
         for node in nodes:
-            if node in faulty or not self._plain(node):
+            shard = self._site.shard(node, round_index)
+            if node in faulty or not _is_plain(shard):
                 x, y = self._site.tensors(node, round_index)
                 parts.append((x.to(self._device), y.to(self._device)))
             else:
-                parts.append(self._of(self._site.shards[node].train))
+                parts.append(self._of(shard.train))
         return parts
-
-    def _plain(self, node: Node) -> bool:
-        """Return whether the client sees the data set's samples unchanged."""
-        shard = self._site.shards[node]
-        return shard.brightness == 1 and not shard.rotation
 
     def _of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         there = resident(self._site.dataset, self._device)
@@ -80,7 +78,13 @@ class StackSamples:
         if job.rows is not None:
             there, chosen = resident(self._site.dataset, self._device), slice(*job.rows)
             return self._site.dataset.pairs(there.test_x[chosen], there.test_y[chosen])
-        if all(self._plain(node) for node in job.nodes):
-            return self._of(torch.cat([self._site.shards[node].test for node in job.nodes]))
+        shards = [self._site.shard(node, job.round) for node in job.nodes]
+        if all(map(_is_plain, shards)):
+            return self._of(torch.cat([shard.test for shard in shards]))
         x, y = evaluation_samples(self._site, job)
         return x.to(self._device), y.to(self._device)
+
+
+def _is_plain(shard: Shard) -> bool:
+    """Return whether the client sees the data set's samples and labels unchanged."""
+    return shard.brightness == 1 and not shard.rotation and shard.relabel is None

@@ -56,16 +56,17 @@ class Asynchronous(Description, frozen=True):
                 "The topology 'asynchronous' needs a network, since who arrives first depends on links and devices. "
                 'Give one, such as network = {links = "4g", devices = "phone"}.'
             )
-        allowed = f"at most the number of clients, {experiment.clients}"
-        require(self.buffer <= experiment.clients, "buffer of asynchronous", self.buffer, allowed)
+        clients = experiment.fewest_members
+        allowed = f"at most the number of clients, {clients}"
+        require(self.buffer <= clients, "buffer of asynchronous", self.buffer, allowed)
         at_once = self.concurrency or 1
-        require(at_once <= experiment.clients, "concurrency of asynchronous", at_once, allowed)
+        require(at_once <= clients, "concurrency of asynchronous", at_once, allowed)
 
     def round(self, federation: Federation) -> Tensor:
         server, number = federation.server, federation.round
         server.memory[version_key(number)] = server.model
         e = federation.experiment
-        pending = PendingUpdates(federation, self.concurrency or max(1, round(e.clients * e.participation)))
+        pending = PendingUpdates(federation, self.concurrency or e.needed(number))
         arrived = pending.collect(self.buffer)
         federation.journey_planner.journeys = {update.node: update.journey for update in arrived}
 
@@ -133,8 +134,11 @@ class PendingUpdates:
         self.given_up: list[PendingUpdate] = []
         self.absent: list[Journey] = []
         e, number = federation.experiment, federation.round
-        order = torch.randperm(e.clients, generator=streams.stream(e.seed, "flights", number)).tolist()
-        self._queue = [e.nodes[place] for place in order]  # each is asked once in a round
+        members = e.members(number)
+        if e.population is not None:  # who has left takes along what it was training
+            self.in_progress = [pending for pending in self.in_progress if pending.node in members]
+        order = torch.randperm(len(members), generator=streams.stream(e.seed, "flights", number)).tolist()
+        self._queue = [members[place] for place in order]  # each is asked once in a round
 
     def collect(self, count: int) -> list[PendingUpdate]:
         """Return the next `count` usable updates, sorted by client; other clients start in the free places."""
@@ -155,7 +159,8 @@ class PendingUpdates:
                 self.federation.observer.event("warning", name, message, node=update.node)
             if len(collected) < count:
                 self._start_clients(collected)
-        return sorted(collected, key=lambda pending: self.federation.experiment.nodes.index(pending.node))
+        places = {node: place for place, node in enumerate(self.federation.experiment.nodes)}
+        return sorted(collected, key=lambda pending: places[pending.node])
 
     def _start_clients(self, collected: list[PendingUpdate]) -> None:
         """Fill the free places with clients that are neither training nor in the buffer."""

@@ -131,14 +131,15 @@ def train_cohort(federation: Federation, clusters: Clusters) -> States:
     """Return the trained state of each participant, from the model of its cluster, or the global one without a
     cluster.
     """
-    server, number, cohort = federation.server, federation.round, federation.cohort()
+    server, number, cohort = federation.server, federation.round, dict.fromkeys(federation.cohort())
+    placed = clusters.cluster_of
     tasks = [
         Task(number, (node,), clusters.models[cluster], group=cluster)
         for cluster, members in clusters.members.items()
         for node in members
         if node in cohort
     ]
-    tasks += [Task(number, (node,), server.model) for node in cohort if node not in clusters.cluster_of]
+    tasks += [Task(number, (node,), server.model) for node in cohort if node not in placed]
     own: States = {}
     for update in federation.train(tasks):
         try:
@@ -162,7 +163,9 @@ class Clusters:
     @classmethod
     def of(cls, federation: Federation) -> Clusters:
         server = federation.server
-        members = {cluster: [*nodes] for cluster, nodes in server.notes.get(NOTE, {}).items()}
+        here = set(federation.experiment.members(federation.round))
+        left = {cluster: [n for n in nodes if n in here] for cluster, nodes in server.notes.get(NOTE, {}).items()}
+        members = {cluster: nodes for cluster, nodes in left.items() if nodes}
         return cls(federation, members, {cluster: server.memory[cluster] for cluster in members})
 
     def keep(self) -> None:
@@ -201,13 +204,14 @@ class Clusters:
         for cluster in others:
             self.members[first] += self.members.pop(cluster)
             del self.models[cluster]
-        self.members[first].sort(key=self.federation.experiment.nodes.index)
+        places = {node: place for place, node in enumerate(self.federation.experiment.nodes)}
+        self.members[first].sort(key=places.__getitem__)
 
     def mean(self, clusters: Sequence[str]) -> Tensor:
         """Return the mean of the clusters' models, weighted by their members' samples."""
         total = MeanAccumulator(self.models[clusters[0]], lambda mean: mean)
         for cluster in clusters:
-            samples = sum(self.federation.site.samples(node) for node in self.members[cluster])
+            samples = sum(self.federation.site.samples(node, self.federation.round) for node in self.members[cluster])
             total.add(self.models[cluster], float(samples), cluster)
         return total.finish()
 

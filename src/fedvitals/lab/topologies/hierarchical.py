@@ -33,7 +33,7 @@ class Hierarchical(Description, frozen=True):
         require(1 <= self.edges <= experiment.clients, "number of edges", self.edges, allowed)
 
     def round(self, federation: Federation) -> Tensor:
-        edges = assign_to_edges(federation.site.labels, self.edges)
+        edges = federation.once("edges", lambda: assign_to_edges(federation.site.labels, self.edges))
         present = federation.present_members(edges)
         federation.groups(edges)
 

@@ -38,7 +38,8 @@ class Rings(Description, frozen=True):
 
     def round(self, federation: Federation) -> Tensor:
         e = federation.experiment
-        rings = build_rings(federation.site.labels, self._count(e), streams.stream(e.seed, "rings"))
+        labels, count = federation.site.labels, self._count(e)
+        rings = federation.once("rings", lambda: build_rings(labels, count, streams.stream(e.seed, "rings")))
         present = federation.present_members(rings)
         federation.groups(rings)
 
@@ -61,13 +62,12 @@ def build_rings(labels: Mapping[Node, Tensor], rings: int, stream: torch.Generat
     """Return rings of different lengths: a path from each client to the most similar one left, cut at random places."""
     nodes = [*labels]
     shares = torch.stack([labels[node] / labels[node].sum().clamp(min=1) for node in nodes]).double()
-    left = set(range(1, len(nodes)))
+    taken = torch.zeros(len(nodes), dtype=torch.bool)
     path = [0]
-    while left:
-        rest = sorted(left)
-        nearest = rest[int((shares[rest] - shares[path[-1]]).abs().sum(1).argmin())]
-        path.append(nearest)
-        left.remove(nearest)
+    while len(path) < len(nodes):
+        taken[path[-1]] = True
+        apart = (shares - shares[path[-1]]).abs().sum(1).masked_fill(taken, torch.inf)
+        path.append(int(apart.argmin()))
     cuts = sorted((torch.randperm(len(nodes) - 1, generator=stream)[: rings - 1] + 1).tolist())
     bounds = [0, *cuts, len(nodes)]
     return {

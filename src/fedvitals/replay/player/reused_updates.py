@@ -108,6 +108,11 @@ class ReusingFederation(Federation):
     """
 
     def __init__(self, site: Site, engine: AnyEngine, observer: NullObserver, server: ServerState) -> None:
+        if getattr(site.experiment.aggregator, "needs_training", False):
+            raise ConfigError(
+                f"The aggregator {type(site.experiment.aggregator).__name__} needs more of clients than the updates "
+                "on the tape: train again, by fork(player, round, change, store=...)."
+            )
         super().__init__(site, engine, observer, server)
         self.recorded_updates: RecordedUpdates = {}
         self.factor = 1.0

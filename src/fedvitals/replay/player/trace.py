@@ -169,7 +169,7 @@ class _StepWatcher(NullObserver):
 
     def __init__(self, site: Site, node: str, wanted: range, on_step: Callable[[int], None] | None) -> None:
         self.site, self.node, self.wanted, self._on_step = site, node, wanted, on_step
-        self.round, self.count, self.batch, self.seen = -1, 0, site.experiment.local.batch, False
+        self.round, self.count, self.batch, self.seen = -1, 0, site.experiment.local.step_samples, False
         self.start: Tensors | None = None
         self.kept: dict[int, tuple[Tensors, Tensors]] = {}
         self._hooks: list[Any] = []
@@ -181,13 +181,15 @@ class _StepWatcher(NullObserver):
         self.seen, self.start = True, _copies(dict(model.named_parameters()) | dict(model.named_buffers()))
 
         def forward(_module: Any, inputs: tuple[Any, ...]) -> None:
-            self.batch = len(inputs[0])
+            self.batch = len(inputs[0]) * self.site.experiment.local.accumulate
 
         def stepping(*_: Any) -> None:
             held = dict(model.named_parameters())
             gradients = {name: p.grad for name, p in held.items() if p.grad is not None}
             self._note(held | dict(model.named_buffers()), gradients)
 
+        if optimizer is None:
+            raise ConfigError(f"{node} trains without an optimiser object, so its steps cannot be watched.")
         self._hooks = [model.register_forward_pre_hook(forward), optimizer.register_step_pre_hook(stepping)]
 
     def client_end(self, node: str, *_: Any) -> None:

@@ -74,6 +74,36 @@ def check_text(what: str, text: object) -> str:
     return text
 
 
+def check_ca(channel: str, path: str | None) -> None:
+    """Raise a ConfigError unless `ca` of a channel is None or a file with certificates."""
+    if path is None:
+        return
+    try:
+        ssl.create_default_context(cafile=path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"`ca` of alert channel '{channel}' is no file with certificates: '{harmless(path, WHY)}' "
+            f"({_trouble_with(error)}). Write the path of a PEM file (it begins with -----BEGIN CERTIFICATE-----), or "
+            "leave out `ca` to trust the system's certificates."
+        ) from error
+
+
+def tls_context(path: str | None) -> ssl.SSLContext:
+    """Return settings of a connection that trust the certificates of a file, or the system's.
+
+    Raises a DeliveryError if the file can no longer be read: it may come back, as when certificates are renewed.
+    """
+    try:
+        return ssl.create_default_context(cafile=path)
+    except (OSError, ValueError) as error:
+        why = f"the certificates of `ca` cannot be read ({_trouble_with(error)}): '{harmless(path or '', WHY)}'."
+        raise DeliveryError(LATER, why) from None
+
+
+def _trouble_with(error: Exception) -> str:
+    return "it holds no certificate" if isinstance(error, ssl.SSLError | ValueError) else reason_of(error)
+
+
 def without_secrets(words: str, secrets: Iterable[str]) -> str:
     """Return another program's words, or a remark in their place if they repeat a part of one of the secrets.
 

@@ -9,7 +9,6 @@ import email.policy
 import re
 import smtplib
 import socket
-import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from email.message import EmailMessage
@@ -46,6 +45,7 @@ class Email:
         object.__setattr__(self, "to", tuple(self.to))
         whose = f"of alert channel '{self.name}'"
         channels.check_text(f"The host {whose}", self.host)
+        channels.check_ca(self.name, self.ca)
         if not self.to:
             raise ConfigError(f"The e-mail {whose} goes to nobody. Write to = ['you@example.org'].")
         for address in (self.sender, *self.to):
@@ -89,7 +89,7 @@ class Email:
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[smtplib.SMTP]:
-        context = ssl.create_default_context(cafile=self.ca)
+        context = channels.tls_context(self.ca)
         port = self.port or PORTS[self.security]
         if self.security == "ssl":
             server: smtplib.SMTP = smtplib.SMTP_SSL(timeout=self.seconds, context=context)

@@ -12,7 +12,6 @@ import http.client
 import json
 import re
 import socket
-import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urljoin, urlsplit
@@ -47,6 +46,7 @@ class Webhook:
 
     def __post_init__(self) -> None:
         _split(self.url)
+        channels.check_ca(self.name, self.ca)
         for name, value in self.headers.items():
             channels.check_text(f"The name of a header of alert channel '{self.name}'", name)
             channels.check_text(f"The header '{name}' of alert channel '{self.name}'", value)
@@ -81,7 +81,7 @@ class Webhook:
         whole, host = False, url.hostname or ""
         connection = http.client.HTTPConnection(host, url.port, timeout=self.seconds)
         if url.scheme == "https":
-            context = ssl.create_default_context(cafile=self.ca)
+            context = channels.tls_context(self.ca)
             connection = http.client.HTTPSConnection(host, url.port, timeout=self.seconds, context=context)
 
         def cut() -> None:

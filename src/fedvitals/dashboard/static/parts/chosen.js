@@ -2,6 +2,7 @@
 // Several runs in one parameter of the address. Ids are people's own: each is escaped before a comma joins them.
 
 import { link } from "../params.js";
+import { addressOf } from "../root.js";
 
 export const MOST = 6; // side by side
 
@@ -22,5 +23,5 @@ export function joined(runs) {
 }
 
 export function compareLink(runs, more) {
-  return link("/compare", { runs: joined(runs), ...more });
+  return link(addressOf("/compare"), { runs: joined(runs), ...more });
 }

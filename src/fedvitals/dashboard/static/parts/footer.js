@@ -5,6 +5,7 @@ import { access, READ_ONLY } from "../access.js";
 import { api } from "../api.js";
 import { fill, h, words } from "../dom.js";
 import { number, percent } from "../format.js";
+import { addressOf } from "../root.js";
 
 export function footer(node) {
   const store = h("span", { class: "store" });
@@ -12,7 +13,7 @@ export function footer(node) {
   const keys = h("span", { class: "muted" }, "keys ", h("kbd", { text: "?" }));
   const enter = h("button", {
     class: "link-button", type: "button", text: "enter the token",
-    on: { click: () => location.assign(`/login#back=${encodeURIComponent(location.pathname + location.search)}`) },
+    on: { click: () => location.assign(addressOf(`/login#back=${encodeURIComponent(location.pathname + location.search)}`)) },
   });
   const readOnly = h("span", { class: "read-only", hidden: true }, words(READ_ONLY), ", or ", enter, ".");
   fill(node, facts, readOnly, store, keys);
@@ -20,7 +21,7 @@ export function footer(node) {
   function ask() {
     if (asked) return;
     asked = true;
-    api.get("/api/store").then((found) => (store.textContent = `${found.store} · fedvitals ${found.fedvitals}`),
+    api.get(addressOf("/api/store")).then((found) => (store.textContent = `${found.store} · fedvitals ${found.fedvitals}`),
       () => (asked = false)); // it is only a footer; what is wrong is told above
   }
 

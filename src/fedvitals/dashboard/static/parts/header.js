@@ -5,6 +5,7 @@ import { fill, h } from "../dom.js";
 import { bytes, number, seconds } from "../format.js";
 import { runLink } from "../params.js";
 import { place } from "../place.js";
+import { addressOf } from "../root.js";
 import { compareLink } from "./chosen.js";
 import { changeTheme } from "../theme.js";
 
@@ -56,12 +57,12 @@ export function header(node) {
     show(page, status) {
       const at = page.name;
       const name = status?.name ?? page.run;
-      fill(crumbs, h("a", { class: "brand", href: "/", text: "fedvitals" }),
+      fill(crumbs, h("a", { class: "brand", href: addressOf("/"), text: "fedvitals" }),
         page.run !== null && [h("span", { class: "muted", "aria-hidden": "true", text: "▸" }), h("a", { class: "run-name", href: runLink(page.run), text: name, title: page.run })]);
       const now = PARENT[at] ?? at;
       Object.assign(place, { run: page.run === null ? "" : name, page: now });
       const found = status?.findings ?? 0;
-      linksTo(page.run === null ? [["/", "runs", now === "runs"], ["/compare", "compare", now === "compare"]] : [
+      linksTo(page.run === null ? [[addressOf("/"), "runs", now === "runs"], [addressOf("/compare"), "compare", now === "compare"]] : [
         ...PAGES.map(([key, text]) => [key === "overview" ? runLink(page.run) : runLink(page.run, key), key === "findings" && found ? `${text} (${found})` : text, key === now]),
         [compareLink([page.run]), "compare", false],
       ]);

@@ -3,6 +3,7 @@
 
 import { fill, h } from "../dom.js";
 import { ago, number } from "../format.js";
+import { addressOf } from "../root.js";
 import { healthMark } from "./health.js";
 
 const SHOWN = 8;
@@ -21,7 +22,7 @@ export function runPicker(ctx, add) {
   async function look() {
     const mine = (asked += 1);
     try {
-      const page = await ctx.api.get("/api/runs", { search: search.value.trim(), limit: SHOWN + without.length }, ctx.signal);
+      const page = await ctx.api.get(addressOf("/api/runs"), { search: search.value.trim(), limit: SHOWN + without.length }, ctx.signal);
       if (mine !== asked) return;
       const others = page.runs.filter((run) => !without.includes(run.id)).slice(0, SHOWN);
       fill(found, others.map(entry));

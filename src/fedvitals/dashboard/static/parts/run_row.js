@@ -6,6 +6,7 @@ import { sparkline } from "../charts/sparkline.js";
 import { fill, h } from "../dom.js";
 import { ago, bytes, exact, number, seconds, when } from "../format.js";
 import { link, runLink } from "../params.js";
+import { addressOf } from "../root.js";
 import { findingCounts, healthMark, stateNow } from "./health.js";
 
 export function runRow(run, acts) {
@@ -51,7 +52,7 @@ export function runRow(run, acts) {
   function words(now) {
     name.textContent = now.name;
     name.title = now.id;
-    fill(tags, now.tags.map((tag) => h("a", { class: "tag", href: link("/", { tag }), title: `Runs tagged ${tag}`, text: tag })));
+    fill(tags, now.tags.map((tag) => h("a", { class: "tag", href: link(addressOf("/"), { tag }), title: `Runs tagged ${tag}`, text: tag })));
     fill(health, healthMark(now.health, now.findings));
     headline.textContent = now.headline;
     headline.title = now.headline;

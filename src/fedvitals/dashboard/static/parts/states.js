@@ -2,6 +2,7 @@
 // What stands where data will be, where there is none, and where something broke.
 
 import { h, words } from "../dom.js";
+import { addressOf } from "../root.js";
 
 const LINES = `import fedvitals as fv
 
@@ -41,7 +42,7 @@ export function broken(error, retry) {
     h("p", {}, words(here ? `The page itself failed: ${error.message}` : error.message)),
     error.hint && h("p", { class: "muted" }, words(error.hint)),
     h("p", { class: "muted", text: `At ${new Date().toLocaleTimeString()}. Training is never touched by this page; the command line reads the same store.` }),
-    h("p", {}, h("button", { class: "button", text: "Try again", on: { click: retry } }), " ", h("a", { class: "link-button", href: "/", text: "All runs" })));
+    h("p", {}, h("button", { class: "button", text: "Try again", on: { click: retry } }), " ", h("a", { class: "link-button", href: addressOf("/"), text: "All runs" })));
 }
 
 /** A small note inside a panel that has nothing to show. */

@@ -10,6 +10,7 @@ import { runLink } from "../params.js";
 import { chosenRuns, joined, MOST } from "../parts/chosen.js";
 import { figureTable, settingTable, troubleTable } from "../parts/compare_tables.js";
 import { runPicker } from "../parts/run_picker.js";
+import { addressOf } from "../root.js";
 
 export const title = "Compare";
 const HEIGHT = { gsc: 240 };
@@ -47,7 +48,7 @@ export function view(root, ctx) {
       const query = new URLSearchParams(runs.map((run) => ["runs", run]));
       if (params.get("baseline")) query.set("baseline", params.get("baseline"));
       if (params.get("repeats")) query.set("repeats", "true");
-      const data = await ctx.api.get(`/api/compare?${query}`, {}, signal);
+      const data = await ctx.api.get(addressOf(`/api/compare?${query}`), {}, signal);
       return { runs, data, names: {} };
     },
 

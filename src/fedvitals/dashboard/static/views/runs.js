@@ -8,6 +8,7 @@ import { HEALTH } from "../parts/health.js";
 import { deleteDialog, tagDialog } from "../parts/run_dialogs.js";
 import { runRow } from "../parts/run_row.js";
 import { nothing } from "../parts/states.js";
+import { addressOf } from "../root.js";
 
 export const title = "Runs";
 const PAGE = 50;
@@ -81,7 +82,7 @@ export function view(root, ctx) {
     load(signal) {
       const asked = Object.fromEntries(["search", "state", "health", "tag", "sort", "order"].map((name) => [name, params.get(name)]));
       const page = Math.max(1, params.number("page", 1));
-      return Promise.all([ctx.api.get("/api/runs", { ...asked, limit: PAGE, offset: (page - 1) * PAGE }, signal), ctx.api.get("/api/store", {}, signal)]);
+      return Promise.all([ctx.api.get(addressOf("/api/runs"), { ...asked, limit: PAGE, offset: (page - 1) * PAGE }, signal), ctx.api.get(addressOf("/api/store"), {}, signal)]);
     },
 
     show([found, store]) {
@@ -94,7 +95,7 @@ export function view(root, ctx) {
       keyed(body, found.runs, (run) => run.id, (run) => runRow(run, acts), (row, run) => row.show(run, selected.includes(run.id)));
       table.hidden = found.runs.length === 0;
       fill(none, found.runs.length === 0 && h("p", { class: "empty" }, "No run is like that. ",
-        h("a", { href: "/", text: "Show all runs" })));
+        h("a", { href: addressOf("/"), text: "Show all runs" })));
       selection();
       paging();
     },

@@ -18,6 +18,7 @@ from flwr.app import Message, MessageType
 
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.hosts.flower.lab.messages import arrays_by_state, read_reply, write_request
+from fedvitals.lab.aggregators.drift import DriftCorrection
 from fedvitals.lab.engines.engine import FLOWER, Engine
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.engines.tasks import Task, Update
@@ -179,6 +180,11 @@ def experiment_text(experiment: Experiment) -> str:
         )
     if experiment.parameters is not None and experiment.parameters.at_home:
         raise ConfigError("What clients keep at home would be lost with Flower's processes: use another engine.")
+    if isinstance(experiment.aggregator, DriftCorrection):
+        raise ConfigError(
+            "The aggregators scaffold and feddyn shift the gradients of each client, which Flower's messages do not "
+            "carry: use another engine."
+        )
     text = experiment.to_toml()
     if read(text) != experiment:
         raise ConfigError("The experiment is not the same once it is written as TOML: use another engine for it.")
