@@ -247,6 +247,11 @@ def test_what_makes_no_sense_is_refused():
         experiment(lab.lora(aggregation="exact"), aggregator="median")
     with pytest.raises(ConfigError, match="rule of its own"):
         experiment(lab.lora(aggregation="rank_partitioned"), aggregator=lab.fedavg(0.5))
+    with pytest.raises(ConfigError, match="shift all gradients"):
+        experiment(lab.lora(ranks={"c0": 2}), aggregator="scaffold")
+    for adapters in (lab.lora(ranks={"c0": 2}), lab.lora(aggregation="exact")):
+        with pytest.raises(ConfigError, match="no single client's adapters"):
+            experiment(adapters, secure_aggregation=lab.SecureAggregation())
     with pytest.raises(ConfigError, match="c0 to c3"):
         experiment(lab.lora(ranks={"c9": 2}))
     with pytest.raises(ConfigError, match="at least 1"):

@@ -96,6 +96,12 @@ def test_homes_are_the_same_for_any_number_of_workers_and_after_a_resumption(top
         assert [r.metrics for r in other.rounds] == [r.metrics for r in whole.rounds]
 
 
+def test_shifted_gradients_leave_the_home_alone():
+    e = experiment(lab.Parameters(at_home=(f"{LAST}.*",)), aggregator="scaffold")
+    one = lab.run(e, engine="sequential")
+    torch.testing.assert_close(lab.run(e, engine="reuse", workers=2).state, one.state, rtol=1e-4, atol=1e-5)
+
+
 def test_a_failed_client_keeps_the_home_that_it_had():
     faults = [lab.crash(nodes=["c1"], since=1, at_step=2)]
     e = experiment(lab.Parameters(at_home=(f"{LAST}.*",)), faults=faults)
