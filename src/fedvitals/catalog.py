@@ -60,6 +60,7 @@ MEASURES: tuple[Measure, ...] = (
         "mean cross-entropy",
         needs="the lab, clients that evaluate on Flower, or `monitor.log`",
     ),
+    Measure("attack.success", "share", "Test samples with a backdoor's trigger taken for its target.", needs="the lab"),
     Measure("samples", "samples", "Size of the client's own data set.", needs="`data`"),
     Measure("steps", "steps", "Optimiser steps of the client in this round.", level=0),
     Measure(
@@ -367,12 +368,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure("memory.telemetry", "bytes", "What fedvitals holds: copies of weights, updates to compare.", **_SHARES),
     Measure("memory.tensors", "bytes", "The sum of these: a step's peak, as predicted.", **_SHARES),
     Measure("memory.limit", "bytes", "What there is: of the GPU, the container or the machine.", **_SHARES),
-    Measure(
-        "memory.cuda_allocated",
-        "bytes",
-        "Peak of tensors on CUDA (its statistic is reset as a client begins).",
-        **_SHARES,
-    ),
+    Measure("memory.cuda_allocated", "bytes", "Peak of tensors on CUDA, reset as a client begins.", **_SHARES),
     Measure("memory.cuda_reserved", "bytes", "Peak that torch took there, in use or not.", **_SHARES),
     Measure("machine.cpu", "percent", "Work of all processors together, of the server's machine.", **_MACHINE),
     Measure("machine.memory", "bytes", "Memory that is not available there.", **_MACHINE),
@@ -395,6 +391,7 @@ MEASURES: tuple[Measure, ...] = (
 
 HOSTS = (
     "accuracy",
+    "attack.success",
     "loss",
     "local.accuracy",
     "local.loss",

@@ -32,6 +32,7 @@ from fedvitals.lab.network.spans import record_round_spans
 from fedvitals.lab.state import SplitVector, StateCopies
 from fedvitals.protocols import Observer
 
+RULE = "aggregator/"  # before the names of what the aggregation rule keeps in the server's memory
 SMALL_MODEL = 1 << 14  # weights, up to which all clients' changes are computed together
 
 Message = tuple[Node, Node, int, int, float | None, str]  # sender, receiver, bytes, bytes uncompressed, seconds, kind
@@ -56,10 +57,25 @@ class ServerState:
 
 @dataclass(slots=True)
 class ServerModelHistory:
-    """The server's recent models, for the faults that need them."""
+    """The server's recent models and its aggregation rule, for the faults that need them."""
 
     server: ServerState
     weights: int
+    rule: Any
+
+    @property
+    def server_learning_rate(self) -> float:
+        return float(getattr(self.rule, "server_learning_rate", 1.0))
+
+    def aggregate(self, updates: Sequence[Update]) -> Tensor:
+        memory = {name.removeprefix(RULE): t.clone() for name, t in self.server.memory.items() if name.startswith(RULE)}
+        total = self.rule.begin(self.server.model, memory, self.weights)
+        try:
+            for update in updates:
+                total.add(update.state, float(update.samples), update.node)
+            return total.finish()  # type: ignore[no-any-return]
+        except AggregationError:
+            return self.server.model
 
     def model(self, rounds_ago: int) -> Tensor | None:
         if rounds_ago == 0:
@@ -85,7 +101,7 @@ class Federation:
         self.losses: dict[Node, Tensor] = {}  # of this round's local batches, by client
         self.corrections = ActiveCorrections()  # corrections in force in this round
         self.watch = Stopwatch()  # of this round
-        self._past = ServerModelHistory(server, site.layout.weights)
+        self._past = ServerModelHistory(server, site.layout.weights, self.experiment.aggregator)
         self._cpu_model: tuple[Tensor, Tensor] | None = None  # the server's model, and the same on the CPU
         self.tape_copies = StateCopies(site.layout)
         parts = (
@@ -151,7 +167,7 @@ class Federation:
                     yield taken
                     self.watch.lap("aggregate")
 
-    def aggregate(self, updates: Iterable[Update], model: Tensor | None = None, memory: str = "aggregator/") -> Tensor:
+    def aggregate(self, updates: Iterable[Update], model: Tensor | None = None, memory: str = RULE) -> Tensor:
         """Return the new model: the experiment's aggregator applied to the server's model (or `model`) and the updates.
 
         Unusable updates are left out and reported; if none is left, the model is returned unchanged. `memory` is the

@@ -35,12 +35,11 @@ class StackSamples:
         """
         e = self._site.experiment
         held = nodes if self._device.type == "cpu" else e.nodes
-        ailing = [
-            (fault, n) for fault in e.faults for n in held if fault_table.any_active("data", (fault,), round_index, n)
-        ]
-        key = (tuple(held), tuple(fault for fault, _ in ailing))
+        struck = {node: fault_table.active_faults("data", e.faults, round_index, node) for node in held}
+        faulty = {node: faults for node, faults in struck.items() if faults}
+        key = (tuple(held), faulty)
         if self._kept is None or self._kept[0] != key:
-            parts = self._parts(held, round_index, {node for _, node in ailing})
+            parts = self._parts(held, round_index, {*faulty})
             counts = torch.tensor([0, *(len(y) for _, y in parts)]).cumsum(0)
             self._kept = (key, torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]), counts)
         _, x, y, offsets = self._kept
@@ -77,10 +76,10 @@ class StackSamples:
         """Return the samples and labels of an evaluation job."""
         if self._device.type == "cpu":
             return evaluation_samples(self._site, job)
-        if job.rows is not None:
+        if job.rows is not None and job.attack is None:
             there, chosen = resident(self._site.dataset, self._device), slice(*job.rows)
             return self._site.dataset.inputs(there.test_x[chosen]), there.test_y[chosen]
-        if all(self._plain(node) for node in job.nodes):
+        if job.attack is None and all(self._plain(node) for node in job.nodes):
             return self._of(torch.cat([self._site.shards[node].test for node in job.nodes]))
         x, y = evaluation_samples(self._site, job)
         return x.to(self._device), y.to(self._device)
