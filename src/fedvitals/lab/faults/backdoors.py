@@ -88,6 +88,7 @@ class DistributedBackdoor(Backdoor, frozen=True):
     """
 
     part: int | None = None
+    issue: ClassVar[str] = "byzantine"
     needs_others: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -177,6 +178,7 @@ class Neurotoxin(Backdoor, frozen=True):
     """
 
     top: Share = 0.1
+    issue: ClassVar[str] = "byzantine"
 
     @property
     def history_rounds(self) -> int:
@@ -200,6 +202,7 @@ class ModelReplacement(Backdoor, frozen=True):
     """
 
     factor: float | None = None
+    issue: ClassVar[str] = "byzantine"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -37,7 +37,6 @@ class _OptimalAttack(Fault, frozen=True):
     """
 
     evaluations: Count = 20
-    issue: ClassVar[str] = "byzantine"
     needs_others: ClassVar[bool] = True
 
     def sent(self, honest: Tensor, factor: float) -> Tensor:
@@ -81,6 +80,8 @@ def search_maximum(objective: Callable[[float], float], evaluations: int, step: 
 class OptimalLittleIsEnough(_OptimalAttack, frozen=True):
     """Colluding attackers who know the server's rule: all send mean + τ · deviation, with the worst τ for that rule."""
 
+    issue: ClassVar[str] = "byzantine"
+
     def sent(self, honest: Tensor, factor: float) -> Tensor:
         deviation = honest.std(0) if len(honest) > 1 else torch.zeros_like(honest[0])
         return honest.mean(0) + factor * deviation
@@ -88,6 +89,8 @@ class OptimalLittleIsEnough(_OptimalAttack, frozen=True):
 
 class OptimalInnerProduct(_OptimalAttack, frozen=True):
     """Colluding attackers who know the server's rule: all send −τ · mean, with the worst τ for that rule."""
+
+    issue: ClassVar[str] = "byzantine"
 
     def sent(self, honest: Tensor, factor: float) -> Tensor:
         return -factor * honest.mean(0)
