@@ -18,7 +18,8 @@ from support.device_cases import CASES, TOPOLOGIES, Doctor, experiment
 pytestmark = pytest.mark.gpu
 
 # What is only there after some rounds; of all others one round is compared.
-LATER = {"clustered", "one cluster", "asynchronous", "fault stale_update", "fault free_rider"}
+LATER = {"clustered", "one cluster", "asynchronous", "fault stale_update", "fault free_rider", "fault neurotoxin"}
+LATER |= {"fault backdoor, growing"}
 TWICE = [*TOPOLOGIES, "adam", "epochs", "images", "images, edges", "aggregator median", "aggregator multi_krum"]
 TWICE += ["aggregator fedadam", "fault gaussian", "fault label_noise", "compression top_k"]
 

@@ -275,6 +275,7 @@ def _tidy(folder: Path, *, over: bool) -> None:
 def _closing(summary: dict[str, Any], store: str, alarms: Alarms) -> None:
     metrics = summary["metrics"]
     accuracy = f"accuracy {metrics['accuracy']:.1%}, " if "accuracy" in metrics else ""
+    accuracy += f"attack's success {metrics['attack.success']:.1%}, " if "attack.success" in metrics else ""
     click.echo(
         f"{summary['experiment']}: {summary['rounds']} rounds, {accuracy}{summary['seconds']:.0f} s, "
         f"engine {summary['engine']}"

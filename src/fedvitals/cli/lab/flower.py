@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 WORD = "fedvitals lab: "  # as of `hosts.flower.lab.app`, which needs seconds to load
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 LAST_LINES = 25  # of Flower's log, told when it fails
-METRICS = ("loss", "accuracy", "local.loss", "local.accuracy")
+METRICS = ("loss", "accuracy", "local.loss", "local.accuracy", "attack.success")
 
 
 def check(

@@ -66,6 +66,7 @@ class Progress:
     def show(self, done: Round) -> None:
         self.done = done.number + 1
         accuracy = f"accuracy {done.metrics['accuracy']:.3f}" if "accuracy" in done.metrics else ""
+        accuracy += f", attack {done.metrics['attack.success']:.3f}" if "attack.success" in done.metrics else ""
         if self._bar is None:
             click.echo(f"round {self.done}/{self._rounds}: {accuracy} ({done.seconds:.2f} s)", err=True)
         else:
