@@ -65,7 +65,7 @@ class ServerModelHistory:
 
     @property
     def server_learning_rate(self) -> float:
-        return float(getattr(self.rule, "server_learning_rate", 1.0))
+        return float(getattr(self.rule, "server_learning_rate", getattr(self.rule, "learning_rate", 1.0)))
 
     def aggregate(self, updates: Sequence[Update]) -> Tensor:
         memory = {name.removeprefix(RULE): t.clone() for name, t in self.server.memory.items() if name.startswith(RULE)}

@@ -104,7 +104,8 @@ def test_the_servers_memory_stays_as_it_is_while_attackers_try():
     assert torch.equal(server.memory["aggregator/momentum"], torch.ones(4, dtype=torch.float64))
     assert past.aggregate([]) is server.model
     assert ServerModelHistory(server, 4, lab.fedavg(0.5)).server_learning_rate == 0.5
-    assert past.server_learning_rate == 1.0
+    assert ServerModelHistory(server, 4, lab.fedavgm(learning_rate=0.3)).server_learning_rate == 0.3
+    assert ServerModelHistory(server, 4, lab.median()).server_learning_rate == 1.0
 
 
 def test_an_optimal_attack_does_more_harm_than_its_plain_form():
