@@ -60,6 +60,9 @@ MEASURES: tuple[Measure, ...] = (
         "mean cross-entropy",
         needs="the lab, clients that evaluate on Flower, or `monitor.log`",
     ),
+    Measure("absolute_error", "units of the target", "Mean absolute error of the global model.", needs="the lab"),
+    Measure("local.absolute_error", "units of the target", "The same on the clients' local tests.", needs="the lab"),
+    Measure("attack.success", "share", "Test samples with a backdoor's trigger taken for its target.", needs="the lab"),
     Measure("samples", "samples", "Size of the client's own data set.", needs="`data`"),
     Measure("steps", "steps", "Optimiser steps of the client in this round.", level=0),
     Measure(
@@ -366,12 +369,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure("memory.telemetry", "bytes", "What fedvitals holds: copies of weights, updates to compare.", **_SHARES),
     Measure("memory.tensors", "bytes", "The sum of these: a step's peak, as predicted.", **_SHARES),
     Measure("memory.limit", "bytes", "What there is: of the GPU, the container or the machine.", **_SHARES),
-    Measure(
-        "memory.cuda_allocated",
-        "bytes",
-        "Peak of tensors on CUDA (its statistic is reset as a client begins).",
-        **_SHARES,
-    ),
+    Measure("memory.cuda_allocated", "bytes", "Peak of tensors on CUDA, reset as a client begins.", **_SHARES),
     Measure("memory.cuda_reserved", "bytes", "Peak that torch took there, in use or not.", **_SHARES),
     Measure("machine.cpu", "percent", "Work of all processors together, of the server's machine.", **_MACHINE),
     Measure("machine.memory", "bytes", "Memory that is not available there.", **_MACHINE),
@@ -393,25 +391,11 @@ MEASURES: tuple[Measure, ...] = (
 )
 
 HOSTS = (
-    "accuracy",
-    "loss",
-    "local.accuracy",
-    "local.loss",
-    "privacy.epsilon",
-    "time.client_virtual",
-    "time.clock_error",
-    "time.compute_virtual",
-    "time.cpu",
-    "time.data",
-    "time.download",
-    "time.queue",
-    "time.round_virtual",
-    "time.upload",
-    "time.wait",
-    "time.worked",
-    "update.samples",
+    "absolute_error", "accuracy", "attack.success", "loss", "local.absolute_error", "local.accuracy", "local.loss",
+    "privacy.epsilon", "time.client_virtual", "time.clock_error", "time.compute_virtual", "time.cpu", "time.data",
+    "time.download", "time.queue", "time.round_virtual", "time.upload", "time.wait", "time.worked", "update.samples",
     "update.staleness",
-)
+)  # fmt: skip
 """What only the host knows, and tells by `log`."""
 
 CATALOG = {measure.name: measure for measure in MEASURES}

@@ -7,11 +7,8 @@ Tolerances: averages are summed in float64, so the order of clients moves a floa
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
-import sys
-import types
 from typing import Union
 
 import msgspec
@@ -35,6 +32,7 @@ from fedvitals.lab.aggregators.averages import (
     weighted_mean,
 )
 from fedvitals.lab.aggregators.robust import ROBUST, GeometricMedian, Krum, Median, MultiKrum, NormClipping, TrimmedMean
+from support.lab.byzfl_parts import byzfl_modules
 
 RULES: list[Aggregator] = [
     FedAvg(),
@@ -362,22 +360,10 @@ def test_a_saved_memory_goes_on_bit_for_bit(rule, tmp_path):
     assert torch.equal(aggregate(rule, states[3:], memory=through), aggregate(rule, states[3:], memory=resumed))
 
 
-# ByzFL, an independent implementation. Its package imports torchvision and seaborn on the way to its benchmark, which
-# aggregation does not need: only the parts that it does need are loaded.
-
-
 @pytest.fixture(scope="module")
 def byzfl():
-    found = importlib.util.find_spec("byzfl")
-    pytest.importorskip("scipy.spatial")
-    if found is None or found.submodule_search_locations is None:
-        pytest.skip("ByzFL is not installed")
-    package = types.ModuleType("byzfl")
-    package.__path__ = list(found.submodule_search_locations)
-    sys.modules["byzfl"] = package
-    yield importlib.import_module("byzfl.aggregators.aggregators")
-    for module in [name for name in sys.modules if name.split(".")[0] == "byzfl"]:
-        del sys.modules[module]
+    with byzfl_modules("aggregators.aggregators") as (aggregators,):
+        yield aggregators
 
 
 @pytest.mark.thorough

@@ -40,6 +40,12 @@ def test_first_snippet_runs_as_shown(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "runs.db").exists()
 
 
+def test_backdoor_snippet_plants_one():
+    snippets = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    (fault,) = lab.read(next(text for text in snippets if "backdoor" in text)).faults
+    assert (type(fault), fault.nodes, fault.ramp) == (lab.DistributedBackdoor, ("c1", "c4", "c7"), 4)
+
+
 def test_network_snippet_makes_a_network():
     snippet = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[2]
     scope = {"lab": lab}

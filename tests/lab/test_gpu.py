@@ -20,6 +20,7 @@ pytestmark = pytest.mark.gpu
 # What is only there after some rounds; of all others one round is compared.
 LATER = {"clustered", "one cluster", "asynchronous", "population", "fault stale_update", "fault free_rider"}
 LATER |= {"aggregator scaffold", "aggregator feddyn", "scaffold, half of the clients", "feddyn, momentum, clipped"}
+LATER |= {"fault neurotoxin", "fault backdoor, growing"}
 ONE_BIT = {"compression sign", "aggregator majority_vote"}  # where rounding near 0 turns a whole step round
 TWICE = [*TOPOLOGIES, "adam", "epochs", "images", "images, edges", "aggregator median", "aggregator multi_krum"]
 TWICE += ["population", "aggregator scaffold", "weight decay", "aggregator fedadam", "fault gaussian"]

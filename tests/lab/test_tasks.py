@@ -82,3 +82,25 @@ def test_partitions_deal_numbers_by_their_size():
     ranges = sorted((float(span.min()), float(span.max())) for span in spans)
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(ranges))
     assert len(ranges) == 10
+
+
+def test_wrong_labels_of_every_kind_of_targets():
+    """The share that is asked for is wrong, the rest as it was, and nothing appears that was not there."""
+    fault = lab.label_noise(nodes=["c0"], rate=0.5)
+    for task in ("regression", "several labels", "several tasks", "tags", "reconstruction"):
+        healthy, faulty = (lab.Site.of(experiment(task, faults=faults)) for faults in ((), (fault,)))
+        (x, y), (same_x, wrong) = (site.tensors("c0", 0) for site in (healthy, faulty))
+        assert torch.equal(x, same_x)
+        if task == "tags":
+            assert 0.3 < float((wrong != y).double().mean()) < 0.7
+            assert int(wrong.max()) < healthy.dataset.outputs[0]
+        else:
+            assert 0.3 < float((wrong != y).flatten(1).any(1).double().mean()) < 0.7
+            assert torch.equal(wrong.flatten(1).unique(dim=0), y.flatten(1).unique(dim=0))
+
+
+def test_faults_of_classes_and_of_numbers_are_refused_where_there_are_none():
+    with pytest.raises(ConfigError, match="label_flip is about classes, but the targets are numbers"):
+        lab.run(experiment("regression", faults=[lab.label_flip(nodes=["c0"])]))
+    with pytest.raises(ConfigError, match="the samples are tokens"):
+        lab.run(experiment("tags", faults=[lab.input_noise(nodes=["c0"])]))

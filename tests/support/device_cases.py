@@ -19,7 +19,8 @@ CLIENTS = 8
 LOCAL = lab.Local(iterations=3, batch=4)
 PHONES = lab.Network(links="4g", devices={"phone": 0.5, "laptop": 0.5}, spread=0.5, jitter=0.3)
 NEEDS = {"krum": {"faulty": 1}, "multi_krum": {"faulty": 1}, "memory_hog": {"megabytes": 1}}
-MANY = {"little_is_enough", "inner_product", "group_left_behind"}
+NEEDS |= {"optimal_little_is_enough": {"evaluations": 2}, "optimal_inner_product": {"evaluations": 2}}
+MANY = {"little_is_enough", "inner_product", "group_left_behind", "distributed_backdoor", "sybils"}
 
 
 def images() -> lab.Arrays:
@@ -116,6 +117,7 @@ FAULTY |= {
 FAULTY |= {
     "fault corrupted_message, silent": {"faults": [lab.corrupted_message(nodes=["c1"], silent=True, share=0.05)]},
     "fault duplicate, noisy": {"faults": [lab.duplicate(nodes=["c1"], noise=0.1)], "topology": lab.Hierarchical(2)},
+    "fault backdoor, growing": {"faults": [lab.backdoor(nodes=["c1"], ramp=3), lab.scaling(nodes=["c2"], every=2)]},
     "fault gaussian, on top": {"faults": [lab.gaussian(nodes=["c1"], add=True)]},
     "fault not_finite, trimmed": {"faults": [lab.not_finite(nodes=["c1"])], "aggregator": lab.median()},
     "fault not_finite, krum": {"faults": [lab.not_finite(nodes=["c1"])], "aggregator": lab.krum(1)},

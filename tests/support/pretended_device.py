@@ -132,9 +132,9 @@ class PretendedEngine:
                 update.state, update.start = away(update.state), away(update.start)
             yield batch
 
-    def evaluate(self, state: Tensor) -> tuple[Tensor, Tensor]:
+    def evaluate(self, state: Tensor, attack: int | None = None) -> tuple[Tensor, Tensor]:
         assert isinstance(state, DeviceTensor)
-        return self._engine.evaluate(here(state))
+        return self._engine.evaluate(here(state), attack)
 
     def evaluate_locally(self, states: dict[str, Tensor], round_index: int, homes: Any = None) -> tuple[Tensor, Tensor]:
         assert all(isinstance(state, DeviceTensor) for state in states.values())

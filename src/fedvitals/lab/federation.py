@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,9 +39,9 @@ from fedvitals.lab.state import SplitVector, StateCopies
 from fedvitals.protocols import Observer
 
 HOME = "home/"  # in the server's memory, which is saved: what each client keeps at home; no part of what it sends
+RULE = "aggregator/"  # before the names of what the aggregation rule keeps in the server's memory
 SMALL_MODEL = 1 << 14  # weights, up to which all clients' changes are computed together
 
-Groups = dict[str, tuple[Node, ...]]  # the members of each
 Message = tuple[Node, Node, int, int, float | None, str]  # sender, receiver, bytes, bytes uncompressed, seconds, kind
 
 
@@ -64,10 +64,25 @@ class ServerState:
 
 @dataclass(slots=True)
 class ServerModelHistory:
-    """The server's recent models, for the faults that need them."""
+    """The server's recent models and its aggregation rule, for the faults that need them."""
 
     server: ServerState
     weights: int
+    rule: Any
+
+    @property
+    def server_learning_rate(self) -> float:
+        return float(getattr(self.rule, "server_learning_rate", getattr(self.rule, "learning_rate", 1.0)))
+
+    def aggregate(self, updates: Sequence[Update]) -> Tensor:
+        memory = {name.removeprefix(RULE): t.clone() for name, t in self.server.memory.items() if name.startswith(RULE)}
+        total = self.rule.begin(self.server.model, memory, self.weights)
+        try:
+            for update in updates:
+                total.add(update.state, float(update.samples), update.node)
+            return total.finish()  # type: ignore[no-any-return]
+        except AggregationError:
+            return self.server.model
 
     def model(self, rounds_ago: int) -> Tensor | None:
         if rounds_ago == 0:
@@ -93,7 +108,7 @@ class Federation:
         self.losses: dict[Node, Tensor] = {}  # of this round's local batches, by client
         self.corrections = ActiveCorrections()  # corrections in force in this round
         self.watch = Stopwatch()  # of this round
-        self._past = ServerModelHistory(server, site.layout.weights)
+        self._past = ServerModelHistory(server, site.layout.weights, self.experiment.aggregator)
         self._cpu_model: tuple[Tensor, Tensor] | None = None  # the server's model, and the same on the CPU
         self.tape_copies = StateCopies(site.layout)
         parts = (
@@ -107,7 +122,6 @@ class Federation:
             part is None or type(part).__module__.startswith("fedvitals.lab.") for part in parts
         )
         self._fell_back = False
-        self._computed: dict[str, Groups] = {}
         self.drift: DriftMemory | None = None
         if isinstance(rule := self.experiment.aggregator, DriftCorrection):
             self.drift = DriftMemory(rule, server, self.experiment.clients, site.layout.weights)
@@ -174,7 +188,7 @@ class Federation:
         if self.experiment.secure_aggregation is not None:
             yield from self._aggregate_securely(asked, unmasked)
 
-    def aggregate(self, updates: Iterable[Update], model: Tensor | None = None, memory: str = "aggregator/") -> Tensor:
+    def aggregate(self, updates: Iterable[Update], model: Tensor | None = None, memory: str = RULE) -> Tensor:
         """Return the new model: the experiment's aggregator applied to the server's model (or `model`) and the updates.
 
         Unusable updates are left out and reported; if none is left, the model is returned unchanged. `memory` is the
@@ -233,12 +247,6 @@ class Federation:
         """Return these clients' states as they would receive them, and what they have at home."""
         homes = {} if self.site.home is None else {node: self._home(node) for node in states}
         return {node: self._held_part(node, state) for node, state in states.items()}, homes
-
-    def once(self, name: str, compute: Callable[[], Groups]) -> Groups:
-        """Return the groups that `compute` gives, computed once in a run: for groups that the experiment determines."""
-        if name not in self._computed:
-            self._computed[name] = compute()
-        return self._computed[name]
 
     def close_clock(self, *, evaluated: bool) -> None:
         """End the round on the virtual clock, and report its timing."""

@@ -23,6 +23,7 @@ from fedvitals.lab.engines.engine import AnyEngine, Engine, single_threaded
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.experiment import Experiment
 from fedvitals.lab.faults import table as fault_table
+from fedvitals.lab.faults.fault import SampleForm
 from fedvitals.lab.federation import Federation, ServerState
 from fedvitals.lab.privacy import privacy_metrics, require_no_buffers
 from fedvitals.protocols import Observed, Observer, observer_of
@@ -212,10 +213,12 @@ def _check_call(
 
 def _check_faults(site: Site) -> None:
     """Raise ConfigError if a fault names something that does not exist."""
-    e = site.experiment
+    e, dataset = site.experiment, site.dataset
     changes = () if e.population is None else e.population.rounds_of_change(e.rounds)
+    samples = SampleForm(dataset.shape, dataset.vocabulary is not None, dataset.targets)
     for fault in e.faults:
-        fault_table.check_fault(fault, e.nodes, site.layout, e.local.iterations, e.rounds, site.dataset.classes)
+        nodes = e.nodes if fault_table.names_nodes_only(fault, e.nodes) else (*e.nodes, *site.groups)
+        fault_table.check_fault(fault, nodes, site.layout, e.local.iterations, e.rounds, dataset.classes, samples)
         for node in e.nodes:
             if fault_table.any_active("data", (fault,), fault.since, node):
                 for number in {fault.since, *changes}:
@@ -272,6 +275,9 @@ def _evaluate(federation: Federation) -> dict[str, float]:
         metrics = mean_metrics(*engine.evaluate(federation.server.model), federation.site.loss.score_name)
     if e.evaluation.local and e.test_share:
         metrics |= _evaluate_locally(federation)
+    successes = [engine.evaluate(federation.server.model, attack)[1] for attack in federation.site.attacks]
+    if successes:
+        metrics["attack.success"] = max(float(hits.double().mean()) for hits in successes)
     return metrics
 
 

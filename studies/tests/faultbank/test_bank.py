@@ -22,6 +22,7 @@ from fedvitals_studies.faultbank.cases import read_bank
 from fedvitals_studies.faultbank.lying import lying
 from fedvitals_studies.faultbank.outcome import alarm_of, outcome_of, planted, stated, suspects_of
 from fedvitals_studies.faultbank.recording import ABSENT, KEPT, Recording
+from fedvitals_studies.faultbank.report import summarise
 from fedvitals_studies.faultbank.run import About
 from fedvitals_studies.faultbank.score import Alarm, Planted
 from support.conditions import holds_for_each
@@ -108,6 +109,64 @@ def test_cases_that_are_drawn_from_a_file(tmp_path):
     assert len(bank.faulty) == 6
     assert {case.experiment.faults[0].strength for case in bank.faulty[:4]} == {1.0, 0.5}
     assert read_bank(in_file(tmp_path, DRAWN.replace("seed = 3", "seed = 4"))).digest != bank.digest
+
+
+CREEPING = """
+name = "creeping"
+seed = 3
+
+[settings]
+clients = [6]
+partitions = ["iid"]
+participations = [1.0]
+topologies = ["centralized"]
+rounds = [8]
+rounds_partial = [8]
+
+[[domains]]
+name = "digits-mlp"
+dataset = "digits"
+model = {kind = "mlp", hidden = [16]}
+local = [{iterations = 8}]
+
+[[faults]]
+kind = "backdoor"
+cases = 1
+vary = [{share = 0.8, target = 3, ramp = 2, every = 2}]
+strength = "share"
+lasts = 5
+also = [{kind = "scaling", factor = 4.0, every = 2}]
+"""
+
+
+def test_drawn_faults_may_grow_stop_and_come_together(tmp_path):
+    (case,) = read_bank(in_file(tmp_path, CREEPING)).faulty
+    door, longer = case.experiment.faults
+    assert (door.share, door.ramp, door.every, door.until) == (0.8, 2, 2, door.since + 4)
+    assert (longer.nodes, longer.since, longer.until, longer.every) == (door.nodes, door.since, door.until, 2)
+    plain = read_bank(in_file(tmp_path, CREEPING.replace("lasts = 5", "").replace(", ramp = 2, every = 2", "")))
+    (before,) = plain.faulty
+    assert (before.experiment.seed, before.experiment.faults[0].nodes) == (case.experiment.seed, door.nodes)
+
+
+def test_an_outcome_tells_how_far_a_backdoor_came(tmp_path):
+    bank = read_bank(in_file(tmp_path, CREEPING))
+    told = []
+    pool.watch_all(bank.cases, tmp_path, None, 1, lambda *each: told.append(each))
+    assert {error for _, error in told} == {None}
+    (recording, about), twin = (pool.load(tmp_path, case) for case in bank.cases)
+    found = outcome_of(bank.cases[0], recording, about, twin)
+    assert len(about.attack) == 8
+    assert found.attack == pytest.approx(np.mean(about.attack[-3:]))
+    assert found.damage is not None
+    door, longer = found.faults
+    assert (door.kind, door.every, door.ramp, door.strength, longer.kind) == ("backdoor", 2, 2, 0.8, "scaling")
+    assert outcome_of(bank.cases[1], *twin).attack is None
+    summary = summarise([found, outcome_of(bank.cases[1], *twin)])
+    (row,) = summary.attacks
+    assert row.name == "backdoor and scaling"
+    assert row.figures["attack"].value == pytest.approx(found.attack)
+    assert row.figures["damage"].value == pytest.approx(found.damage / 100)
 
 
 def test_a_case_of_ones_own_without_a_fault_is_a_control_and_needs_no_twin(tmp_path):

@@ -92,6 +92,14 @@ def test_participations_count_not_rounds():
     assert (target.delay, target.hit) == (2, True)  # 6 is the first in which it was struck
 
 
+def test_of_an_intermittent_fault_the_strikes_count():
+    """It strikes in the rounds 4, 7, 10, ..., of which c1 took part in 4, 10 and 13."""
+    fault = Planted("label_noise", "label_noise", "client", "clients", ["c1"], 4, every=3)
+    present = {**{node: list(range(ROUNDS)) for node in NODES}, "c1": [0, 4, 5, 6, 8, 9, 10, 11, 13, 14]}
+    delays = [judged(alarm(at), faults=[fault], present=present).targets[0].delay for at in (4, 9, 10, 14)]
+    assert delays == [0, 0, 1, 2]
+
+
 def test_a_client_that_never_comes_again_is_waited_for_in_rounds():
     gone = Planted("drop_out", "drop_out", "system", "clients", ["c1"], 4)
     present = {**{node: list(range(ROUNDS)) for node in NODES}, "c1": [0, 1, 2, 3]}

@@ -24,6 +24,7 @@ from fedvitals.lab.local import SGD, Adam, Local
 from support.conditions import holds_for_each
 from support.lab.faulty_training import (
     CLASSES,
+    GRADIENT,
     KINDS,
     LAYOUT,
     NODES,
@@ -42,15 +43,18 @@ ACTS_ON = {
     kind: places
     for places, kinds in {
         ("y",): "label_noise label_flip",
-        ("x",): "input_noise input_scale group_left_behind",
-        ("x", "y"): "missing_classes dominant_client",
+        ("x",): "input_noise input_scale group_left_behind channels_swapped",
+        ("x", "y"): "missing_classes dominant_client backdoor distributed_backdoor edge_case_backdoor",
+        ("x", "y", "sent"): "neurotoxin model_replacement",
+        ("y", "sent"): "sybils",
+        ("order",): "same_batch",
         ("local",): "wrong_learning_rate",
-        ("gradients",): "frozen_layer not_finite",
+        ("gradients",): "frozen_layer not_finite float16_underflow",
         ("state",): "broken_batch_norm",
         ("raised",): "crash memory_hog disk_full",
         ("samples",): "wrong_sample_count zero_weight",
         ("sent",): "stale_update free_rider duplicate sign_flip scaling gaussian little_is_enough inner_product "
-        "shape_mismatch dtype_mismatch",
+        "shape_mismatch dtype_mismatch optimal_little_is_enough optimal_inner_product mimic",
         ("journey",): "drop_out straggler timeout lost_message corrupted_message clock_skew",
         ("silenced",): "telemetry_lost",
         ("server",): "server_rate_too_high server_rate_too_low",
@@ -60,7 +64,10 @@ ACTS_ON = {
     }.items()
     for kind in kinds.split()
 }
-AGAINST_OTHERS = ("little_is_enough", "inner_product", "duplicate", "group_left_behind", "dominant_client")
+AGAINST_OTHERS = (
+    *("little_is_enough", "inner_product", "optimal_little_is_enough", "optimal_inner_product", "mimic", "sybils"),
+    *("duplicate", "group_left_behind", "dominant_client", "distributed_backdoor"),
+)
 HEALTHY = outcome((), 2, "c1")
 
 
@@ -69,7 +76,7 @@ HEALTHY = outcome((), 2, "c1")
 
 def test_the_whole_taxonomy_is_there():
     assert set(ACTS_ON) == set(KINDS)
-    assert len(KINDS) == len(FAULTS) - len(language.FAULTS) == 41
+    assert len(KINDS) == len(FAULTS) - len(language.FAULTS) == 53
 
 
 @pytest.mark.thorough
@@ -114,8 +121,8 @@ def test_its_truth_says_what_a_detector_should(kind):
     assert told["kind"] == kind
     assert told["family"] in ("convergence", "client", "aggregation", "gradient", "system")
     assert re.fullmatch("[a-z_]+", told["issue"])
-    everywhere = list(NODES) if issubclass(KINDS[kind], RunFault) else ["server"] if "server" in kind else ["c1"]
-    assert told["nodes"] == everywhere
+    everywhere = list(NODES) if issubclass(KINDS[kind], RunFault) else ["server"] if "server" in kind else None
+    assert told["nodes"] == (everywhere or list(fault_of(kind).nodes))
     assert (told["since"], told["until"]) == (0, None)
     assert set(KINDS[kind].__struct_fields__) <= set(told)
     assert len(KINDS[kind].__doc__.split("\n")[0]) > 20  # one line of what happens in real life
@@ -243,7 +250,7 @@ def test_wrong_learning_rate(optimizer):
 def test_layers_are_found_by_name_and_by_place(layer, name):
     frozen = LAYOUT.views(outcome([fault_of("frozen_layer", layer=layer)], 0, "c1")["gradients"][1])
     assert {key for key, gradient in frozen.items() if not gradient.any()} == {name}
-    assert holds_for_each((gradient == 1).all() for key, gradient in frozen.items() if key != name)
+    assert holds_for_each((gradient == GRADIENT).all() for key, gradient in frozen.items() if key != name)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])

@@ -171,42 +171,47 @@ def stacked_round():
         (experiment(lab.MLP(hidden=(6,)), local=uneven, partition=lab.dirichlet(0.5)), average),
     )
     for e, exchange in cases:
-        site = Site.of(e)
-        start = site.layout.flat(site.module)
-        groups = [("c0", "c1", "c2"), ("c3", "c4")]
-        found = []
-        for buffered in (False, True):
-            engine = Engine(site, "stacked", workers=1)
-            executor = engine._executor
-            executor.buffer_pool = cuda_round.CudaBufferPool(executor) if buffered else None
-            watcher = Watcher()
-            shifts = 0.1 * torch.randn(2, len(start), generator=torch.Generator().manual_seed(1))
-            if not isinstance(e.aggregator, lab.Scaffold):
-                shifts = [None, None]
-            pairs = zip(groups, shifts, strict=True)
-            everybody = [Task(0, nodes, start, exchange=exchange, shift=shift) for nodes, shift in pairs]
-            updates = [
-                (u.node, u.state.clone(), u.losses.clone())
-                for u in executor.train(everybody, watcher, torch.empty(5, len(start)))
-            ]
-            fewer = [Task(1, groups[0], start, exchange=exchange, shift=shifts[1])]
-            updates += [
-                (u.node, u.state.clone(), u.losses.clone())
-                for u in executor.train(fewer, watcher, torch.empty(3, len(start)))
-            ]
-            found.append((updates, watcher, executor.kept))
-        (plain, _, remembered), (ours, watcher, kept_there) = found
-        for (node, state, losses), (other, wanted, expected) in zip(ours, plain, strict=True):
-            assert node == other
-            torch.testing.assert_close(state, wanted, atol=2e-6, rtol=1e-4)
-            torch.testing.assert_close(losses, expected, atol=1e-5, rtol=1e-4)
-        assert kept_there.keys() == remembered.keys()
-        for node, (moments, steps) in kept_there.items():
-            assert steps == remembered[node][1]
-            torch.testing.assert_close(moments, remembered[node][0], atol=2e-6, rtol=1e-4)
-        gradients = torch.stack(watcher.seen).double()
-        norms = torch.stack([part.square().sum(2) for part in gradients.split([*_sizes(site)], 2)], 2)
-        torch.testing.assert_close(watcher.sums[..., 2], norms, atol=1e-12, rtol=1e-5)
+        check_buffers(e, exchange)
+
+
+def check_buffers(e, exchange):
+    """Assert that a round in buffers is the round without them: states, losses, kept moments, statistics."""
+    site = Site.of(e)
+    start = site.layout.flat(site.module)
+    groups = [("c0", "c1", "c2"), ("c3", "c4")]
+    found = []
+    for buffered in (False, True):
+        engine = Engine(site, "stacked", workers=1)
+        executor = engine._executor
+        executor.buffer_pool = cuda_round.CudaBufferPool(executor) if buffered else None
+        watcher = Watcher()
+        shifts = 0.1 * torch.randn(2, len(start), generator=torch.Generator().manual_seed(1))
+        if not isinstance(e.aggregator, lab.Scaffold):
+            shifts = [None, None]
+        pairs = zip(groups, shifts, strict=True)
+        everybody = [Task(0, nodes, start, exchange=exchange, shift=shift) for nodes, shift in pairs]
+        updates = [
+            (u.node, u.state.clone(), u.losses.clone())
+            for u in executor.train(everybody, watcher, torch.empty(5, len(start)))
+        ]
+        fewer = [Task(1, groups[0], start, exchange=exchange, shift=shifts[1])]
+        updates += [
+            (u.node, u.state.clone(), u.losses.clone())
+            for u in executor.train(fewer, watcher, torch.empty(3, len(start)))
+        ]
+        found.append((updates, watcher, executor.kept))
+    (plain, _, remembered), (ours, watcher, kept_there) = found
+    for (node, state, losses), (other, wanted, expected) in zip(ours, plain, strict=True):
+        assert node == other
+        torch.testing.assert_close(state, wanted, atol=2e-6, rtol=1e-4)
+        torch.testing.assert_close(losses, expected, atol=1e-5, rtol=1e-4)
+    assert kept_there.keys() == remembered.keys()
+    for node, (moments, steps) in kept_there.items():
+        assert steps == remembered[node][1]
+        torch.testing.assert_close(moments, remembered[node][0], atol=2e-6, rtol=1e-4)
+    gradients = torch.stack(watcher.seen).double()
+    norms = torch.stack([part.square().sum(2) for part in gradients.split([*_sizes(site)], 2)], 2)
+    torch.testing.assert_close(watcher.sums[..., 2], norms, atol=1e-12, rtol=1e-5)
 
 
 def buffer_pool():

@@ -18,6 +18,7 @@ from fedvitals.lab.state import StateLayout
 
 NODES = tuple(f"c{index}" for index in range(6))
 CLASSES, STEPS = 5, 3
+GRADIENT = 1.001  # which float16 rounds
 
 
 def model() -> nn.Module:
@@ -29,9 +30,10 @@ LAYOUT = StateLayout.of(model())
 
 
 class Past:
-    """A server that has come `rounds` rounds far, each model a little further on."""
+    """A server that has come `rounds` rounds far, each model a little further on; it averages."""
 
     weights = LAYOUT.weights
+    server_learning_rate = 1.0
 
     def __init__(self, rounds: int = 10) -> None:
         stream = torch.Generator().manual_seed(1)
@@ -40,6 +42,9 @@ class Past:
 
     def model(self, rounds_ago: int):
         return self.models[-1 - rounds_ago] if rounds_ago < len(self.models) else None
+
+    def aggregate(self, updates):
+        return torch.stack([update.state for update in updates]).mean(0)
 
 
 def data():
@@ -67,13 +72,18 @@ class Settings(msgspec.Struct, frozen=True):
 
 # Those of language models need tokens and adapters: test_language.py.
 KINDS = {kind_of(kind.__name__): kind for kind in ill.FAULTS if kind not in language.FAULTS}
-MORE = {"memory_hog": {"fatal": True, "megabytes": 1}}  # settings with which it shows in `outcome`
+MORE = {
+    "memory_hog": {"fatal": True, "megabytes": 1},
+    "distributed_backdoor": {"nodes": ["c1", "c3"]},
+    "optimal_little_is_enough": {"evaluations": 2},
+    "optimal_inner_product": {"evaluations": 2},
+}  # settings with which it shows in `outcome`
 
 
 def fault_of(kind, **settings):
     cls = KINDS[kind]
     own = {} if issubclass(cls, RunFault) or kind.startswith("server") else {"nodes": ["c1"]}
-    return cls(**own, **MORE.get(kind, {}), **settings)
+    return cls(**{**own, **MORE.get(kind, {}), **settings})
 
 
 def first_model(fault):
@@ -103,11 +113,12 @@ def _raised(faults, number, node):
 def outcome(faults, number: int, node: str, seed: int = 7) -> dict:
     """Everything that a client, its update, its journey and its server come to in a round."""
     x, y = ill.apply_data(faults, number, node, *data(), CLASSES, seed)
-    found = {"x": x, "y": y, "local": ill.apply_local(faults, number, node, Local(iterations=STEPS))}
+    order = ill.apply_order(faults, number, node, torch.arange(12).view(STEPS, 4), len(y), seed)
+    found = {"x": x, "y": y, "order": order, "local": ill.apply_local(faults, number, node, Local(iterations=STEPS))}
     state = LAYOUT.flat(model())
     ill.apply_state(faults, number, node, LAYOUT.views(state), seed)
     spoil = ill.gradient_fault(faults, number, node, seed)
-    gradients = torch.ones(STEPS, LAYOUT.weights)
+    gradients = torch.full((STEPS, LAYOUT.weights), GRADIENT)
     for step in range(STEPS if spoil else 0):
         spoil(LAYOUT.views(gradients[step]), step)
     found |= {"state": state, "gradients": gradients, "raised": _raised(faults, number, node)}

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 WORD = "fedvitals lab: "  # as of `hosts.flower.lab.app`, which needs seconds to load
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 LAST_LINES = 25  # of Flower's log, told when it fails
-METRICS = ("loss", "accuracy", "absolute_error", "local.loss", "local.accuracy", "local.absolute_error")
+SCORES = ("accuracy", "absolute_error", "attack.success")
+METRICS = ("loss", "local.loss", *SCORES, *(f"local.{name}" for name in SCORES))
 
 
 def check(

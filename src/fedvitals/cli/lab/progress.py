@@ -46,9 +46,11 @@ class Alarms:
 
 def quality_of(metrics: Mapping[str, float], accuracy: str = ".1%") -> str:
     """Return how good a round's model is, in words: its accuracy in this format, or its loss for a task without one."""
+    quality = f"loss {metrics['loss']:.4g}" if "loss" in metrics else ""
     if "accuracy" in metrics:
-        return f"accuracy {metrics['accuracy']:{accuracy}}"
-    return f"loss {metrics['loss']:.4g}" if "loss" in metrics else ""
+        quality = f"accuracy {metrics['accuracy']:{accuracy}}"
+    attack = f", attack's success {metrics['attack.success']:{accuracy}}" if "attack.success" in metrics else ""
+    return quality + attack
 
 
 class Progress:

@@ -53,7 +53,7 @@ class AnyEngine(Protocol):
         self, tasks: Sequence[Task], observer: Observer, absorb: Callable[[bytes], None] | None = None
     ) -> Iterator[list[Update]]: ...
 
-    def evaluate(self, state: Tensor) -> tuple[Tensor, Tensor]: ...
+    def evaluate(self, state: Tensor, attack: int | None = None) -> tuple[Tensor, Tensor]: ...
 
     def evaluate_locally(
         self, states: dict[str, Tensor], round_index: int, homes: Mapping[str, Home] | None = None
@@ -153,12 +153,15 @@ class Engine:
     def _slots(self) -> StateSlots:
         return StateSlots(0, _largest_cohort(self.site.experiment), self.site.layout.size)
 
-    def evaluate(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each test sample's loss and score under a state (see `Loss.score`)."""
-        total = len(self.site.dataset.test_y)
+    def evaluate(self, state: Tensor, attack: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return each test sample's loss and score under a state (see `Loss.score`).
+
+        With `attack`, the same for the test samples of that attack (`Site.attacks`) and the labels that it wants.
+        """
+        total = len(self.site.dataset.test_y if attack is None else self.site.attacks[attack][1])
         size = TEST_ROWS if self.device.type == "cpu" else total  # each job waits for the device once
-        cuts = range(0, total, max(1, size))
-        return self._evaluate([EvaluationJob(state, (first, min(total, first + size))) for first in cuts])
+        ranges = [(first, min(total, first + size)) for first in range(0, total, max(1, size))]
+        return self._evaluate([EvaluationJob(state, rows, attack=attack) for rows in ranges])
 
     def evaluate_locally(
         self, states: dict[str, Tensor], round_index: int, homes: Mapping[str, Home] | None = None
@@ -168,7 +171,9 @@ class Engine:
         """
         if self.site.clients_differ:
             kept = homes or {}
-            own = [EvaluationJob(state, None, (node,), round_index, kept.get(node)) for node, state in states.items()]
+            own = [
+                EvaluationJob(state, None, (node,), round_index, home=kept.get(node)) for node, state in states.items()
+            ]
             return self._evaluate(own)
         jobs: list[EvaluationJob] = []
         for _, members in itertools.groupby(states, key=lambda node: id(states[node])):

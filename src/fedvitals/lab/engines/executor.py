@@ -22,12 +22,16 @@ TEST_BATCH = 256
 
 @dataclass(frozen=True, slots=True)
 class EvaluationJob:
-    """A state and the samples to evaluate it on: a range of the test set, or clients' local tests."""
+    """A state and the samples to evaluate it on: a range of the test set, or clients' local tests.
+
+    With `attack`, it is a range of the test samples on which the attack at this place among the faults is tried.
+    """
 
     state: Tensor  # [size]
     rows: tuple[int, int] | None = None
     nodes: tuple[Node, ...] = ()
     round: int = 0  # of the local tests, which may change
+    attack: int | None = None
     home: Home | None = None  # of the one client whose local test it is
 
 
@@ -77,6 +81,9 @@ class ClientByClientExecutor:
 
 def evaluation_samples(site: Site, job: EvaluationJob) -> tuple[Tensor, Tensor]:
     """Return the samples of an evaluation job as model inputs, and their labels."""
+    if job.attack is not None and job.rows is not None:
+        x, y = site.attacks[job.attack]
+        return x[slice(*job.rows)], y[slice(*job.rows)]
     if job.rows is not None:
         chosen = slice(*job.rows)
         return site.dataset.pairs(site.dataset.test_x[chosen], site.dataset.test_y[chosen])

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 import os
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -56,7 +58,11 @@ class Site:
         fault_table.apply_initial(experiment.faults, layout.views(state), experiment.seed)
         layout.load(module, state)
         shards = dict(zip(experiment.nodes, dealt, strict=True))
-        return cls(experiment, dataset, shards, module, layout, loss, home)
+        site = cls(experiment, dataset, shards, module, layout, loss, home)
+        if all(fault_table.names_nodes_only(fault, experiment.nodes) for fault in experiment.faults):
+            return site
+        faults = tuple(fault_table.name_members(fault, site.groups) for fault in experiment.faults)
+        return dataclasses.replace(site, experiment=msgspec.structs.replace(experiment, faults=faults))
 
     def shard(self, node: Node, round_index: int) -> Shard:
         """Return the data that a client has in a round, after what the population has gone through until then."""
@@ -104,10 +110,29 @@ class Site:
         return flops(self.module, self.dataset.shape, dtype, backward=backward)
 
     @functools.cached_property
+    def groups(self) -> dict[str, tuple[Node, ...]]:
+        """The members of each edge or ring; empty for topologies without groups that stay the same."""
+        topology = self.experiment.topology
+        return topology.fixed_groups(self.experiment, self.labels) if hasattr(topology, "fixed_groups") else {}
+
+    @functools.cached_property
     def labels(self) -> dict[Node, Tensor]:
         """Each client's numbers of training samples per class, as dealt."""
         counts = label_counts([*self.shards.values()], self.dataset.labels, self.dataset.classes, "train")
         return dict(zip(self.shards, counts, strict=True))
+
+    @functools.cached_property
+    def attacks(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """The test samples on which attacks with a target are tried, and the labels that they want, by the fault's
+        place in the list.
+        """
+        faults = [*enumerate(self.experiment.faults)]
+        whole = self.home is None  # else there is no model of the server's to try them on
+        if not whole or not any(fault_table.has_target(fault) for _, fault in faults):
+            return {}
+        x, y = self.dataset.inputs(self.dataset.test_x), self.dataset.test_y
+        tried = {place: fault.triggered(x, y) for place, fault in faults if fault_table.has_target(fault)}
+        return {place: samples for place, samples in tried.items() if samples is not None and len(samples[1])}
 
     # -- adapters and homes -------------------------------------------------------------------------------------------
 
@@ -190,4 +215,5 @@ class Site:
         stream = streams.stream(self.experiment.seed, "batches", round_index, node)
         passes = math.ceil(steps * batch / samples)
         order = torch.cat([torch.randperm(samples, generator=stream) for _ in range(passes)])
-        return order[: steps * batch].view(steps, batch)
+        order = order[: steps * batch].view(steps, batch)
+        return fault_table.apply_order(self.experiment.faults, round_index, node, order, samples, self.experiment.seed)

@@ -10,30 +10,46 @@ import torch
 from torch import Tensor
 
 from fedvitals.errors import ConfigError
-from fedvitals.lab.description import require
-from fedvitals.lab.faults.fault import Fault, Index, Positive, Several, Share
+from fedvitals.lab.description import kind_of, require
+from fedvitals.lab.faults.fault import Fault, Index, Positive, SampleForm, Several, Share
 
 
-def _chance(count: int, rate: float, stream: torch.Generator) -> Tensor:
+def draw_affected(count: int, rate: float, stream: torch.Generator) -> Tensor:
     """Return a mask of the affected samples among `count`."""
     return torch.rand(count, generator=stream) < rate
 
 
-def _check_labels(labels: tuple[int, ...], classes: int, kind: str) -> None:
+def check_labels(labels: tuple[int, ...], classes: int, kind: str) -> None:
+    """Raise ConfigError if one of the labels is no class of the data set."""
     wrong = [label for label in labels if label >= classes]
     if wrong:
         raise ConfigError(f"There is no class {wrong[0]} for {kind}: the data set has the classes 0 to {classes - 1}.")
 
 
+def refuse_tokens(fault: Fault, form: SampleForm) -> None:
+    """Raise ConfigError if the samples consist of tokens, which cannot be added to or multiplied."""
+    if form.tokens:
+        raise ConfigError(f"The fault {kind_of(type(fault).__name__)} changes numbers, and the samples are tokens.")
+
+
 class LabelNoise(Fault, frozen=True):
-    """An annotator who guesses: a share of the labels is replaced, each by a random other class."""
+    """An annotator who guesses: a share of the labels is replaced, each by a random other class.
+
+    Of targets per step, a share of the steps is replaced; targets that are no classes are exchanged between samples.
+    """
 
     rate: Share = 0.8
+    strength_field: ClassVar[str | None] = "rate"
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:
-        struck = _chance(len(y), self.rate, stream)
-        away = torch.randint(1, max(classes, 2), (len(y),), generator=stream)
-        return x, torch.where(struck, (y + away.to(y.dtype)) % classes, y)
+        if y.is_floating_point():
+            rows = draw_affected(len(y), self.rate, stream).nonzero().flatten()
+            wrong = y.clone()
+            wrong[rows] = y[rows.roll(1)]
+            return x, wrong
+        struck = draw_affected(y.numel(), self.rate, stream).view(y.shape)
+        away = torch.randint(1, max(classes, 2), y.shape, generator=stream)
+        return x, torch.where(struck & (y >= 0), (y + away.to(y.dtype)) % classes, y)
 
 
 class LabelFlip(Fault, frozen=True):
@@ -42,17 +58,19 @@ class LabelFlip(Fault, frozen=True):
     source: Index = 0
     target: Index = 1
     rate: Share = 1.0
+    strength_field: ClassVar[str | None] = "rate"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.source != self.target, "target of label_flip", self.target, "another class than its source")
+        what = f"target of {kind_of(type(self).__name__)}"
+        require(self.source != self.target, what, self.target, "another class than its source")
 
     def check_classes(self, classes: int) -> None:
-        _check_labels((self.source, self.target), classes, "label_flip")
+        check_labels((self.source, self.target), classes, kind_of(type(self).__name__))
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:
         self.check_classes(classes)
-        struck = _chance(len(y), self.rate, stream) & (y == self.source)
+        struck = draw_affected(len(y), self.rate, stream) & (y == self.source)
         return x, torch.where(struck, torch.full_like(y, self.target), y)
 
 
@@ -68,7 +86,7 @@ class MissingClasses(Fault, frozen=True):
         require(fits, "missing of missing_classes", self.missing, "a list of classes, such as [0, 3]")
 
     def check_classes(self, classes: int) -> None:
-        _check_labels(self.missing, classes, "missing_classes")
+        check_labels(self.missing, classes, "missing_classes")
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         self.check_classes(classes)
@@ -85,6 +103,10 @@ class InputNoise(Fault, frozen=True):
     """A bad sensor: noise on every input, `deviation` times the standard deviation of the client's data."""
 
     deviation: Positive = 1.0
+    strength_field: ClassVar[str | None] = "deviation"
+
+    def check_samples(self, form: SampleForm) -> None:
+        refuse_tokens(self, form)
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         noise = torch.randn(x.shape, generator=stream, dtype=x.dtype)
@@ -95,10 +117,15 @@ class InputScale(Fault, frozen=True):
     """Unnormalised inputs, such as pixels from 0 to 255 instead of 0 to 1: every input is multiplied by a factor."""
 
     factor: Positive = 255.0
+    strength_field: ClassVar[str | None] = "factor"
+    harmless: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.factor != 1, "factor of input_scale", self.factor, "another number than 1, which changes nothing")
+
+    def check_samples(self, form: SampleForm) -> None:
+        refuse_tokens(self, form)
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         return x * self.factor, y
@@ -112,10 +139,11 @@ class GroupLeftBehind(Fault, frozen=True):
 
     share: Share = 1.0
     needs_others: ClassVar[bool] = True
+    strength_field: ClassVar[str | None] = "share"
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         turned = x.flip(-1) if x.dim() <= 2 else x.flip((-2, -1))
-        struck = _chance(len(y), self.share, stream).view(-1, *[1] * (x.dim() - 1))
+        struck = draw_affected(len(y), self.share, stream).view(-1, *[1] * (x.dim() - 1))
         return torch.where(struck, turned, x), y
 
 
@@ -132,4 +160,40 @@ class DominantClient(Fault, frozen=True):
         return x.repeat(self.factor, *[1] * (x.dim() - 1)), y.repeat(self.factor)
 
 
-FAULTS = (LabelNoise, LabelFlip, MissingClasses, InputNoise, InputScale, GroupLeftBehind, DominantClient)
+class ChannelsSwapped(Fault, frozen=True):
+    """Another order of the channels, such as BGR for RGB: the first and the last channel change places.
+
+    Of vectors and sequences, the first and the last feature do.
+    """
+
+    issue: ClassVar[str] = "input_scale"
+
+    def check_samples(self, form: SampleForm) -> None:
+        channels = form.shape[0] if len(form.shape) == 3 else form.shape[-1]
+        if form.tokens or channels < 2:
+            raise ConfigError(
+                f"There is nothing to swap for channels_swapped: a sample is {list(form.shape)}"
+                f"{', of tokens' if form.tokens else ''}. Take samples of two channels or features at least."
+            )
+
+    def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        axis = 1 if x.dim() == 4 else -1
+        order = torch.arange(x.shape[axis])
+        order[[0, -1]] = order[[-1, 0]]
+        return x.index_select(axis, order), y
+
+
+class SameBatch(Fault, frozen=True):
+    """A data loader that does not move on: every step, in every round, trains on the same mini-batch."""
+
+    issue: ClassVar[str] = "unusual_client"
+
+    def order(self, order: Tensor, samples: int, stream: torch.Generator) -> Tensor:
+        batch = torch.randperm(samples, generator=stream)[torch.arange(order.shape[1]) % samples]
+        return batch.expand_as(order)
+
+
+FAULTS = (
+    *(LabelNoise, LabelFlip, MissingClasses, InputNoise, InputScale, GroupLeftBehind, DominantClient),
+    *(ChannelsSwapped, SameBatch),
+)

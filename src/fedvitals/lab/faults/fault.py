@@ -11,7 +11,8 @@ import difflib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, cast, get_type_hints
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self, cast, get_type_hints
 
 import msgspec
 import torch
@@ -32,22 +33,48 @@ Layer = int | str
 """A tensor by the model's own name («0.weight»), or by its place among the weight tensors: 0 the first, -1 the last."""
 
 
+@dataclass(frozen=True, slots=True)
+class SampleForm:
+    """The form of a data set's samples: the shape of one, whether it consists of tokens, and the kind of its targets
+    (see `Dataset.targets`).
+    """
+
+    shape: tuple[int, ...]
+    tokens: bool = False
+    targets: str = "classes"
+
+
 class ModelHistory(Protocol):
-    """The server's recent models, which every client has received."""
+    """The server's recent models, which every client has received, and its aggregation rule."""
 
     weights: int  # how much of a state is trained; the rest are buffers, which a fault in an update leaves alone
+
+    @property
+    def server_learning_rate(self) -> float:
+        """The factor by which the rule multiplies the mean change; 1 where it has no such setting."""
+        ...
 
     def model(self, rounds_ago: int) -> Tensor | None:
         """Return the server's model at the start of this round (0) or of an earlier one, or None before the first."""
         ...
 
+    def aggregate(self, updates: Sequence[Update]) -> Tensor:
+        """Return what the server's rule would make of these updates; its own state stays as it is."""
+        ...
+
 
 class Fault(Description, frozen=True, kw_only=True):
-    """A fault that affects `nodes` (names, or "all") from round `since` to `until`, both included."""
+    """A fault that affects `nodes` (names, or "all") from round `since` to `until`, both included.
+
+    With `every` it acts in one of so many rounds, the first of them `since`. With `ramp` its strength grows linearly
+    over so many rounds: in round `since` it is 1/ramp of the whole, and whole from round `since` + `ramp` − 1 on.
+    """
 
     nodes: tuple[str, ...] | str
     since: int = 0
     until: int | None = None
+    every: int | None = None
+    ramp: int | None = None
 
     family: ClassVar[Family]  # that of its issue unless the class says another
     issue: ClassVar[str]  # the code in `diagnosis.issues.table`, in lower case, that a detector should name; its own
@@ -56,6 +83,8 @@ class Fault(Description, frozen=True, kw_only=True):
     drops_telemetry: ClassVar[bool] = False  # whether what the monitor measures on the client gets lost
     applied_last: ClassVar[bool] = False  # whether it must come after all other faults of the same update
     needs_others: ClassVar[bool] = False  # whether some clients must stay unaffected
+    strength_field: ClassVar[str | None] = None  # the setting that a ramp lets grow, if there is one
+    harmless: ClassVar[float] = 0.0  # the value of that setting from which a ramp begins
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**settings)
@@ -81,8 +110,22 @@ class Fault(Description, frozen=True, kw_only=True):
         require(good, f"last round (until) of {name}", self.until, f"{self.since} (since) or more, or left out")
         fits = self.nodes != "all" or not self.needs_others
         require(fits, f"nodes of {name}", self.nodes, "a list of some of the clients")
+        self._check_course(name)
         for field, check in _limit_checks(type(self)):
             check(self, field)
+
+    def _check_course(self, name: str) -> None:
+        for field in ("every", "ramp"):
+            value = getattr(self, field)
+            good = value is None or (_is_whole_number(value) and value >= 1)
+            require(good, f"number of rounds ({field}) of {name}", value, "1 or more, or left out")
+        if self.ramp is not None:
+            grows = self.strength_field
+            require(grows is not None, f"ramp of {name}", self.ramp, "left out: it has no strength that could grow")
+            given = grows is not None and getattr(self, grows) is not None
+            require(
+                given, f"ramp of {name}", self.ramp, f"left out, or go with a number of {grows}: that is what grows"
+            )
 
     def active(self, round_index: int, node: Node) -> bool:
         """Return whether it affects this node in this round."""
@@ -90,7 +133,22 @@ class Fault(Description, frozen=True, kw_only=True):
 
     def active_in_round(self, round_index: int) -> bool:
         """Return whether it affects any node in this round."""
-        return self.since <= round_index and (self.until is None or round_index <= self.until)
+        if round_index < self.since or (self.until is not None and round_index > self.until):
+            return False
+        return self.every is None or (round_index - self.since) % self.every == 0
+
+    def in_round(self, round_index: int) -> Self:
+        """Return the fault as it acts in this round: with the strength that its ramp has reached."""
+        reached = round_index - self.since + 1
+        if self.ramp is None or self.strength_field is None or reached >= self.ramp:
+            return self
+        whole = getattr(self, self.strength_field)
+        strength = self.harmless + (whole - self.harmless) * reached / self.ramp
+        return msgspec.structs.replace(self, ramp=None, **{self.strength_field: strength})
+
+    def on_node(self, node: Node) -> Self:  # noqa: ARG002
+        """Return the fault as it acts on this node, for faults that give each node another part."""
+        return self
 
     def truth(self, nodes: Sequence[Node] = ()) -> dict[str, Any]:
         """Return the ground truth against which detectors are scored; "all" becomes the names of the federation's
@@ -120,6 +178,10 @@ class Fault(Description, frozen=True, kw_only=True):
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """Return the samples and labels that the client trains on instead of its own."""
         return x, y
+
+    def order(self, order: Tensor, samples: int, stream: torch.Generator) -> Tensor:  # noqa: ARG002
+        """Return the indices of the samples in each mini-batch, [steps, batch], instead of `order`."""
+        return order
 
     def local(self, settings: Local) -> Local:
         """Return the settings that the client trains with instead of the experiment's."""
@@ -154,6 +216,10 @@ class Fault(Description, frozen=True, kw_only=True):
         """Return the client's journey through the network with the fault applied."""
         return journey
 
+    def triggered(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:  # noqa: ARG002
+        """Return the test samples on which an attack is tried, and the labels that it wants; None: it has no target."""
+        return None
+
     def server(self, before: Tensor, after: Tensor, weights: int) -> Tensor:  # noqa: ARG002
         """Return the server's new model instead of `after`; the first `weights` numbers are trained."""
         return after
@@ -171,6 +237,7 @@ class RunFault(Fault, frozen=True, kw_only=True):
         require(self.nodes == "all", f"nodes of {name}", self.nodes, '"all": it is a setting of the whole run')
         require(self.since == 0, f"first round (since) of {name}", self.since, "0: it is a setting of the whole run")
         require(self.until is None, f"last round (until) of {name}", self.until, "left out: it lasts the whole run")
+        require(self.every is None, f"every of {name}", self.every, "left out: it lasts the whole run")
 
 
 def _is_whole_number(value: object) -> bool:

@@ -53,6 +53,8 @@ class _ServerRate(Fault, frozen=True, kw_only=True):
     nodes: tuple[str, ...] | str = ("server",)
     factor: Positive = 1.0
     strikes: ClassVar[Literal["clients", "server", "run"]] = "server"
+    strength_field: ClassVar[str | None] = "factor"
+    harmless: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -24,6 +24,7 @@ class DropOut(Fault, frozen=True):
     """A client that is unavailable, in each round with this probability."""
 
     rate: Share = 1.0
+    strength_field: ClassVar[str | None] = "rate"
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:
         return dataclasses.replace(journey, available=journey.available and not _happens(self.rate, stream))
@@ -33,6 +34,8 @@ class Straggler(Fault, frozen=True):
     """A slow or busy machine: the client computes `factor` times as long."""
 
     factor: AboveOne = 10.0
+    strength_field: ClassVar[str | None] = "factor"
+    harmless: ClassVar[float] = 1.0
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:  # noqa: ARG002
         return dataclasses.replace(journey, compute=journey.compute * self.factor)
@@ -45,6 +48,7 @@ class Timeout(Fault, frozen=True):
     """
 
     seconds: Positive = 3600.0
+    strength_field: ClassVar[str | None] = "seconds"
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:  # noqa: ARG002
         return dataclasses.replace(journey, upload=journey.upload + self.seconds)
@@ -55,6 +59,7 @@ class LostMessage(Fault, frozen=True):
 
     rate: Share = 1.0
     issue: ClassVar[str] = "communication_failure"
+    strength_field: ClassVar[str | None] = "rate"
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:
         return dataclasses.replace(journey, lost=journey.lost or _happens(self.rate, stream))
@@ -70,6 +75,7 @@ class CorruptedMessage(Fault, frozen=True):
     silent: bool = False
     share: Share = 0.001  # of the numbers, when it is silent
     issue: ClassVar[str] = "communication_failure"
+    strength_field: ClassVar[str | None] = "rate"
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:
         if self.silent:
@@ -91,6 +97,7 @@ class ClockSkew(Fault, frozen=True):
     """A wrong clock: the client's timestamps are this many seconds late (or early, if negative)."""
 
     seconds: Annotated[float, functools.partial(require_within, low=-1e9, high=1e9)] = 3600.0
+    strength_field: ClassVar[str | None] = "seconds"
 
     def journey(self, journey: Journey, stream: torch.Generator) -> Journey:  # noqa: ARG002
         return dataclasses.replace(journey, clock_offset=journey.clock_offset + self.seconds)

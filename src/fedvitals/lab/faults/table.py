@@ -13,14 +13,16 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 from torch import Tensor
 
 from fedvitals.errors import ConfigError
 from fedvitals.lab.description import kind_of
 from fedvitals.lab.engines.tasks import Node, Update
-from fedvitals.lab.faults import data, federation, language, links, training, updates
-from fedvitals.lab.faults.fault import Fault, ModelHistory, layer_name, missing_layer_message
+from fedvitals.lab.faults import backdoors, colluding, data, federation, language, links, training, updates
+from fedvitals.lab.faults.fault import Fault, ModelHistory, SampleForm, layer_name, missing_layer_message
+from fedvitals.lab.losses import TARGETS
 from fedvitals.lab.state import StateLayout
 from fedvitals.lab.streams import stream
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from fedvitals.lab.local import Local
     from fedvitals.lab.network.virtual_clock import Journey
 
-MODULES = (data, training, updates, links, federation, language)
+MODULES = (data, training, updates, colluding, backdoors, links, federation, language)
 FAULTS: tuple[type[Fault], ...] = tuple(fault for module in MODULES for fault in module.FAULTS)
 Faults = Sequence[Fault]
 NAMED = 12  # nodes that a message lists before it gives only the first and the last
@@ -47,9 +49,11 @@ def any_overrides(hook: str, faults: Faults) -> bool:
 
 
 def active_faults(hook: str, faults: Faults, round_index: int, node: Node) -> list[tuple[int, Fault]]:
-    """Return the faults that act at this hook on a node in a round, with their positions in the list."""
+    """Return the faults that act at this hook on a node in a round, as they act there, with their positions in the
+    list.
+    """
     return [
-        (place, fault)
+        (place, fault.in_round(round_index).on_node(node))
         for place, fault in enumerate(faults)
         if _overrides(type(fault), hook) and fault.active(round_index, node)
     ]
@@ -57,7 +61,7 @@ def active_faults(hook: str, faults: Faults, round_index: int, node: Node) -> li
 
 def any_active(hook: str, faults: Faults, round_index: int, node: Node) -> bool:
     """Return whether a fault acts at this hook on this node in this round."""
-    return bool(faults) and bool(active_faults(hook, faults, round_index, node))
+    return any(_overrides(type(fault), hook) and fault.active(round_index, node) for fault in faults)
 
 
 def _stream(seed: int, place: int, fault: Fault, *coordinates: object) -> torch.Generator:
@@ -79,6 +83,24 @@ def apply_initial(faults: Faults, tensors: Mapping[str, Tensor], seed: int) -> N
     for place, fault in enumerate(faults):
         if _overrides(type(fault), "initial"):
             fault.initial(tensors, _stream(seed, place, fault))
+
+
+def names_nodes_only(fault: Fault, nodes: Sequence[Node]) -> bool:
+    """Return whether a fault names clients or the server, and no group of clients."""
+    return fault.nodes == "all" or {*fault.nodes} <= {*nodes, SERVER}
+
+
+def name_members(fault: Fault, groups: Mapping[str, Sequence[Node]]) -> Fault:
+    """Return the fault with the members of a group, such as an edge, in place of the group's name."""
+    if fault.nodes == "all":
+        return fault
+    nodes = (member for node in fault.nodes for member in groups.get(node, (node,)))
+    return msgspec.structs.replace(fault, nodes=tuple(dict.fromkeys(nodes)))
+
+
+def has_target(fault: Fault) -> bool:
+    """Return whether it is an attack whose success can be measured."""
+    return _overrides(type(fault), "triggered")
 
 
 def history_length(faults: Faults) -> int:
@@ -104,6 +126,13 @@ def apply_data(
     for place, fault in active_faults("data", faults, round_index, node):
         x, y = fault.data(x, y, classes, _stream(seed, place, fault, node))
     return x, y
+
+
+def apply_order(faults: Faults, round_index: int, node: Node, order: Tensor, samples: int, seed: int) -> Tensor:
+    """Return the indices of a client's mini-batches, [steps, batch], with faults of its data loading applied."""
+    for place, fault in active_faults("order", faults, round_index, node):
+        order = fault.order(order, samples, _stream(seed, place, fault, node))
+    return order
 
 
 def apply_local(faults: Faults, round_index: int, node: Node, settings: Local) -> Local:
@@ -181,7 +210,7 @@ def apply_collusion(faults: Faults, round_index: int, updates: Sequence[Update],
         if _overrides(type(fault), "collude"):
             affected = [update.node for update in updates if fault.active(round_index, update.node)]
             if affected:
-                fault.collude(updates, affected, past, _stream(seed, place, fault, round_index))
+                fault.in_round(round_index).collude(updates, affected, past, _stream(seed, place, fault, round_index))
 
 
 def apply_journey(faults: Faults, round_index: int, journey: Journey, seed: int) -> Journey:
@@ -208,10 +237,12 @@ def check_fault(
     iterations: int | None,
     rounds: int,
     classes: int | None = None,
+    samples: SampleForm | None = None,
 ) -> None:
     """Raise ConfigError, with the valid choices, if a fault names something that this run does not have.
 
-    `nodes` are the clients, `layout` is the model's, `iterations` those of a client-round, where known.
+    `nodes` are the clients and the names of their groups, `layout` is the model's, `iterations` those of a
+    client-round, where known.
     """
     kind = kind_of(type(fault).__name__)
     trained = layout.names[: layout.trained]
@@ -232,7 +263,11 @@ def check_fault(
     if hasattr(fault, "check_tensors"):
         fault.check_tensors(layout.names)
     if classes is not None and hasattr(fault, "check_classes"):
+        if samples is not None and samples.targets != "classes":
+            raise ConfigError(f"The fault {kind} is about classes, but the targets are {TARGETS[samples.targets]}.")
         fault.check_classes(classes)
+    if samples is not None and hasattr(fault, "check_samples"):
+        fault.check_samples(samples)
 
 
 def _check_node(node: Node, known: Sequence[Node], kind: str) -> None:

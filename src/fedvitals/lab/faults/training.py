@@ -39,6 +39,8 @@ class WrongLearningRate(Fault, frozen=True):
     """A client with its own configuration: its learning rate is `factor` times that of the others."""
 
     factor: Positive = 10.0
+    strength_field: ClassVar[str | None] = "factor"
+    harmless: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,6 +83,20 @@ class NotFinite(Fault, frozen=True):
             gradient[(0,) * gradient.dim()] = float(self.value)
 
 
+class Float16Underflow(Fault, frozen=True):
+    """Mixed precision without loss scaling: gradients go through float16, and the small ones become 0.
+
+    Below 2⁻¹⁴ ≈ 6.1e-5, float16's smallest normal number, they are flushed; above 65,504 they become infinite.
+    """
+
+    issue: ClassVar[str] = "vanishing_gradient"
+
+    def gradient(self, gradients: Mapping[str, Tensor], step: int, stream: torch.Generator) -> None:  # noqa: ARG002
+        for gradient in gradients.values():
+            half = gradient.half()
+            gradient.copy_(half.masked_fill(half.abs() < torch.finfo(torch.float16).tiny, 0.0))
+
+
 class BrokenBatchNorm(Fault, frozen=True):
     """Wrong batch norm statistics: the running mean is shifted and the running variance too large, by `factor`.
 
@@ -89,6 +105,8 @@ class BrokenBatchNorm(Fault, frozen=True):
 
     factor: AboveOne = 1000.0
     issue: ClassVar[str] = "batch_norm_statistics"
+    strength_field: ClassVar[str | None] = "factor"
+    harmless: ClassVar[float] = 1.0
 
     def check_tensors(self, names: tuple[str, ...]) -> None:
         if not any(name.endswith("running_var") for name in names):
@@ -233,6 +251,6 @@ class SaturatedUnits(_Units, frozen=True):
 
 
 FAULTS = (
-    *(WrongLearningRate, FrozenLayer, NotFinite, BrokenBatchNorm, Crash, MemoryHog, DiskFull),
+    *(WrongLearningRate, FrozenLayer, NotFinite, Float16Underflow, BrokenBatchNorm, Crash, MemoryHog, DiskFull),
     *(ExplodingInitialisation, VanishingInitialisation, DeadUnits, SaturatedUnits),
 )

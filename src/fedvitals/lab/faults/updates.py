@@ -28,18 +28,18 @@ from fedvitals.lab.faults.fault import (
 )
 
 
-def _change(update: Update, weights: int) -> Tensor:
+def change_of(update: Update, weights: int) -> Tensor:
     """Return what the client has learnt: its trained weights minus those it started from."""
     return update.state[:weights] - update.start[:weights]
 
 
-def _send(update: Update, change: Tensor) -> None:
+def send_change(update: Update, change: Tensor) -> None:
     """Make the client send this change instead of its own."""
     weights = len(change)
     update.state = torch.cat((update.start[:weights] + change, update.state[weights:]))
 
 
-def _noise(like: Tensor, norm: Tensor | float, stream: torch.Generator) -> Tensor:
+def noise_like(like: Tensor, norm: Tensor | float, stream: torch.Generator) -> Tensor:
     """Return Gaussian noise of about this norm, drawn on the CPU so that it is the same on every device."""
     drawn = torch.randn(like.shape, generator=stream, dtype=like.dtype).to(like.device)
     return drawn * (norm / math.sqrt(max(len(like), 1)))
@@ -65,7 +65,7 @@ class StaleUpdate(Fault, frozen=True):
         old = next((model for model in models if model is not None), None)
         if old is not None:
             base = old[: past.weights]
-            update.state = torch.cat((base + _change(update, past.weights), update.state[past.weights :]))
+            update.state = torch.cat((base + change_of(update, past.weights), update.state[past.weights :]))
 
 
 class FreeRider(Fault, frozen=True):
@@ -86,7 +86,7 @@ class FreeRider(Fault, frozen=True):
             update.state = update.start.clone()
             return
         step = now[: past.weights] - before[: past.weights]
-        noise = _noise(step, self.noise * step.norm(), stream)
+        noise = noise_like(step, self.noise * step.norm(), stream)
         update.state = torch.cat((update.start[: past.weights] + step + noise, update.start[past.weights :]))
 
 
@@ -95,9 +95,10 @@ class SignFlip(Fault, frozen=True):
 
     strength: Positive = 1.0
     issue: ClassVar[str] = "byzantine"
+    strength_field: ClassVar[str | None] = "strength"
 
     def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
-        _send(update, _change(update, past.weights) * -self.strength)
+        send_change(update, change_of(update, past.weights) * -self.strength)
 
 
 class Scaling(Fault, frozen=True):
@@ -105,13 +106,15 @@ class Scaling(Fault, frozen=True):
 
     factor: NotNegative = 10.0
     issue: ClassVar[str] = "byzantine"
+    strength_field: ClassVar[str | None] = "factor"
+    harmless: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.factor != 1, "factor of scaling", self.factor, "another number than 1, which changes nothing")
 
     def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:  # noqa: ARG002
-        _send(update, _change(update, past.weights) * self.factor)
+        send_change(update, change_of(update, past.weights) * self.factor)
 
 
 class Gaussian(Fault, frozen=True):
@@ -122,17 +125,20 @@ class Gaussian(Fault, frozen=True):
     strength: Positive = 2.0
     add: bool = False
     issue: ClassVar[str] = "byzantine"
+    strength_field: ClassVar[str | None] = "strength"
 
     def update(self, update: Update, past: ModelHistory, stream: torch.Generator) -> None:
-        change = _change(update, past.weights)
-        noise = _noise(change, self.strength * change.norm(), stream)
-        _send(update, change + noise if self.add else noise)
+        change = change_of(update, past.weights)
+        noise = noise_like(change, self.strength * change.norm(), stream)
+        send_change(update, change + noise if self.add else noise)
 
 
 class WrongSampleCount(Fault, frozen=True):
     """A client that counts wrongly, or wants more weight: it claims `factor` times its number of samples."""
 
     factor: NotNegative = 20.0
+    strength_field: ClassVar[str | None] = "factor"
+    harmless: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -181,18 +187,22 @@ class DtypeMismatch(Fault, frozen=True):
 # -- who knows what the others send -----------------------------------------------------------------------------------
 
 
-def _honest(updates: Sequence[Update], affected: Sequence[Node]) -> list[Update]:
+def honest_updates(updates: Sequence[Update], affected: Sequence[Node]) -> list[Update]:
     """Return the updates of unaffected clients that can be copied or averaged."""
+    return usable_updates(updates, [update.node for update in updates if update.node not in affected])
+
+
+def usable_updates(updates: Sequence[Update], nodes: Sequence[Node]) -> list[Update]:
+    """Return the updates of these nodes that can be copied or averaged."""
     return [
         update
-        for update in updates
-        if update.node not in affected
-        and update.error is None
-        and (update.state.shape, update.state.dtype) == (update.start.shape, update.start.dtype)
+        for update in struck_updates(updates, nodes)
+        if (update.state.shape, update.state.dtype) == (update.start.shape, update.start.dtype)
     ]
 
 
-def _struck(updates: Sequence[Update], affected: Sequence[Node]) -> list[Update]:
+def struck_updates(updates: Sequence[Update], affected: Sequence[Node]) -> list[Update]:
+    """Return the updates of these nodes, without those of clients that failed."""
     return [update for update in updates if update.node in affected and update.error is None]
 
 
@@ -211,16 +221,16 @@ class Duplicate(Fault, frozen=True):
     def collude(
         self, updates: Sequence[Update], affected: Sequence[Node], past: ModelHistory, stream: torch.Generator
     ) -> None:
-        honest = [update for update in _honest(updates, affected) if self.of in (None, update.node)]
-        for update in _struck(updates, affected) if honest else ():
+        honest = [update for update in honest_updates(updates, affected) if self.of in (None, update.node)]
+        for update in struck_updates(updates, affected) if honest else ():
             peer = honest[int(torch.randint(len(honest), (), generator=stream))]
             if peer.start is update.start or torch.equal(peer.start, update.start):
                 update.state = peer.state.clone()  # to the last bit, which a sum would not be
             else:
-                _send(update, _change(peer, past.weights))
+                send_change(update, change_of(peer, past.weights))
             if self.noise:
-                change = _change(update, past.weights)
-                _send(update, change + _noise(change, self.noise * change.norm(), stream))
+                change = change_of(update, past.weights)
+                send_change(update, change + noise_like(change, self.noise * change.norm(), stream))
 
 
 class LittleIsEnough(Fault, frozen=True):
@@ -234,6 +244,7 @@ class LittleIsEnough(Fault, frozen=True):
     deviations: float | None = None
     issue: ClassVar[str] = "byzantine"
     needs_others: ClassVar[bool] = True
+    strength_field: ClassVar[str | None] = "deviations"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -244,14 +255,14 @@ class LittleIsEnough(Fault, frozen=True):
         self, updates: Sequence[Update], affected: Sequence[Node], past: ModelHistory, stream: torch.Generator
     ) -> None:
         del stream  # nothing is drawn
-        honest, struck = _honest(updates, affected), _struck(updates, affected)
+        honest, struck = honest_updates(updates, affected), struck_updates(updates, affected)
         if not honest or not struck:
             return
-        changes = torch.stack([_change(update, past.weights) for update in honest])
+        changes = torch.stack([change_of(update, past.weights) for update in honest])
         deviations = self._deviations(len(honest) + len(struck), len(struck))
         sent = changes.mean(0) - deviations * changes.std(0, correction=0)
         for update in struck:
-            _send(update, sent)
+            send_change(update, sent)
 
     def _deviations(self, clients: int, attackers: int) -> float:
         if self.deviations is not None:
@@ -271,16 +282,17 @@ class InnerProduct(Fault, frozen=True):
     strength: Positive = 0.5
     issue: ClassVar[str] = "byzantine"
     needs_others: ClassVar[bool] = True
+    strength_field: ClassVar[str | None] = "strength"
 
     def collude(
         self, updates: Sequence[Update], affected: Sequence[Node], past: ModelHistory, stream: torch.Generator
     ) -> None:
         del stream  # nothing is drawn
-        honest = _honest(updates, affected)
+        honest = honest_updates(updates, affected)
         if honest:
-            mean = torch.stack([_change(update, past.weights) for update in honest]).mean(0)
-            for update in _struck(updates, affected):
-                _send(update, mean * -self.strength)
+            mean = torch.stack([change_of(update, past.weights) for update in honest]).mean(0)
+            for update in struck_updates(updates, affected):
+                send_change(update, mean * -self.strength)
 
 
 FAULTS = (

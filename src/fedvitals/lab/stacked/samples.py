@@ -36,13 +36,12 @@ class StackSamples:
         """
         e = self._site.experiment
         held = nodes if self._device.type == "cpu" else e.nodes
-        ailing = [
-            (fault, n) for fault in e.faults for n in held if fault_table.any_active("data", (fault,), round_index, n)
-        ]
+        struck = {node: fault_table.active_faults("data", e.faults, round_index, node) for node in held}
+        faulty = {node: faults for node, faults in struck.items() if faults}
         phases = None if e.population is None else e.population.phases(round_index)
-        key = (tuple(held), tuple(fault for fault, _ in ailing), phases)
+        key = (tuple(held), faulty, phases)
         if self._kept is None or self._kept[0] != key:
-            parts = self._parts(held, round_index, {node for _, node in ailing})
+            parts = self._parts(held, round_index, {*faulty})
             counts = torch.tensor([0, *(len(y) for _, y in parts)]).cumsum(0)
             self._kept = (key, torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]), counts)
         _, x, y, offsets = self._kept
@@ -75,11 +74,11 @@ class StackSamples:
         """Return the samples and labels of an evaluation job."""
         if self._device.type == "cpu":
             return evaluation_samples(self._site, job)
-        if job.rows is not None:
+        if job.rows is not None and job.attack is None:
             there, chosen = resident(self._site.dataset, self._device), slice(*job.rows)
             return self._site.dataset.pairs(there.test_x[chosen], there.test_y[chosen])
         shards = [self._site.shard(node, job.round) for node in job.nodes]
-        if all(map(_is_plain, shards)):
+        if job.attack is None and all(map(_is_plain, shards)):
             return self._of(torch.cat([shard.test for shard in shards]))
         x, y = evaluation_samples(self._site, job)
         return x.to(self._device), y.to(self._device)

@@ -32,8 +32,12 @@ class Hierarchical(Description, frozen=True):
         allowed = f"from 1 to the number of clients, {experiment.clients}"
         require(1 <= self.edges <= experiment.clients, "number of edges", self.edges, allowed)
 
+    def fixed_groups(self, experiment: Experiment, labels: Mapping[Node, Tensor]) -> dict[str, tuple[Node, ...]]:  # noqa: ARG002
+        """Return the members of each edge, from each client's numbers of samples per class."""
+        return assign_to_edges(labels, self.edges)
+
     def round(self, federation: Federation) -> Tensor:
-        edges = federation.once("edges", lambda: assign_to_edges(federation.site.labels, self.edges))
+        edges = federation.site.groups
         present = federation.present_members(edges)
         federation.groups(edges)
 

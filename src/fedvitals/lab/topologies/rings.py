@@ -36,10 +36,12 @@ class Rings(Description, frozen=True):
     def _count(self, experiment: Experiment) -> int:
         return max(1, experiment.clients // 3) if self.rings is None else self.rings
 
+    def fixed_groups(self, experiment: Experiment, labels: Mapping[Node, Tensor]) -> dict[str, tuple[Node, ...]]:
+        """Return the members of each ring, from each client's numbers of samples per class."""
+        return build_rings(labels, self._count(experiment), streams.stream(experiment.seed, "rings"))
+
     def round(self, federation: Federation) -> Tensor:
-        e = federation.experiment
-        labels, count = federation.site.labels, self._count(e)
-        rings = federation.once("rings", lambda: build_rings(labels, count, streams.stream(e.seed, "rings")))
+        rings = federation.site.groups
         present = federation.present_members(rings)
         federation.groups(rings)
 

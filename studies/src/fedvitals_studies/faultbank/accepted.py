@@ -20,7 +20,7 @@ ALSO: dict[str, str] = {
 OF_THE_WHOLE = frozenset({"group_left_behind"})
 
 # Who copied whom cannot be seen from updates: the other one of the pair is neither a hit nor a false accusation.
-PAIRED = {"duplicate": "DUPLICATE_UPDATE"}
+PAIRED = {"duplicate": "DUPLICATE_UPDATE", "mimic": "DUPLICATE_UPDATE"}
 
 # What an alarm on a client says about the client itself. The other families describe the state that the whole is in.
 ACCUSING = frozenset({"client", "system"})

@@ -53,7 +53,7 @@ class Taken:
 def listing(bank: Bank) -> dict[str, Any]:
     """What is in a bank, and the digest by which it is known."""
     faulty = [case for case in bank.cases if case.faulty]
-    kinds = Counter(kind_of(type(case.experiment.faults[0]).__name__) for case in faulty)
+    kinds = Counter(kind_of(type(fault).__name__) for case in faulty for fault in case.experiment.faults)
     return {
         "bank": bank.name,
         "digest": bank.digest,

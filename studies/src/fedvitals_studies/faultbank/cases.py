@@ -49,6 +49,8 @@ class Struck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     culprits: str = "some"  # «some»: one, or two to seven of thirty and more; «attackers»: a fifth; «all»: the run
     strength: str | None = None  # which setting tells how strong it is
     onset: bool = True  # whether it may begin later than the run
+    lasts: int | None = None  # so many rounds, from the onset on; None: to the end
+    also: list[dict[str, Any]] = msgspec.field(default_factory=list)  # other faults, of the same nodes and rounds
     flips_largest: bool = False  # of a label flip: from the class of which the client has most
     network: dict[str, Any] | None = None
     domains: list[str] | None = None  # only these
@@ -218,6 +220,9 @@ def _experiment(
     struck = {"kind": fault.kind, "since": since, **strength}
     if fault.culprits != "all":
         struck["nodes"] = _culprits(fault.culprits, clients, chance)
+    if fault.lasts is not None:
+        struck["until"] = since + fault.lasts - 1
+    where_and_when = {key: struck[key] for key in ("nodes", "since", "until") if key in struck}
     table: dict[str, Any] = {
         "name": f"{file.name}-{fault.kind}",
         "dataset": domain.dataset,
@@ -229,7 +234,7 @@ def _experiment(
         "rounds": rounds,
         "topology": topology,
         "network": fault.network,
-        "faults": [struck],
+        "faults": [struck, *({**where_and_when, **other} for other in fault.also)],
         "seed": chance.randrange(2**31),
     }
     return Experiment(**table)

@@ -97,6 +97,16 @@ def _time(judged: Judgements) -> Estimate:
     return share([e.outcome.seconds_detectors for e in judged], [e.outcome.seconds_rounds for e in judged])
 
 
+def _attack_success(judged: Judgements) -> Estimate:
+    successes = [each.outcome.attack for each in judged if each.outcome.attack is not None]
+    return share(successes, [1.0] * len(successes))
+
+
+def _damage(judged: Judgements) -> Estimate:
+    points = [each.outcome.damage for each in judged if each.outcome.damage is not None]
+    return share(points, [100.0] * len(points))
+
+
 FIGURES: dict[str, Callable[[Judgements], Estimate]] = {
     "f1": lambda j: harmonic(_hits(j), _targets(j), _raised(j, "true"), _raised(j, "false")),
     "precision": lambda j: share(_raised(j, "true"), _all_raised(j)),
@@ -114,6 +124,8 @@ FIGURES: dict[str, Callable[[Judgements], Estimate]] = {
     "accused_faulty": lambda j: _accused(_faulty(j)),
     "alarms": _alarms,
     "time": _time,
+    "attack": _attack_success,
+    "damage": _damage,
 }
 
 

@@ -36,7 +36,7 @@ from fedvitals_studies.faultbank.run import About
 from fedvitals_studies.faultbank.score import Alarm, Outcome, Planted
 
 NAMED = 100.0  # more than any sum of evidence
-LAST_ROUNDS = 3  # over whose accuracy the damage is taken: that of one round jumps
+LAST_ROUNDS = 3  # over which damage and an attack's success are taken: those of one round jump
 DIFFERENTIAL_ALARMS = 0.01  # per round: as `differential_scores` has it
 NAMES = {KRUM: "Multi-Krum", "feddebug": "FedDebug, count told", DIFFERENTIAL: "differential activations"}
 UNUSUAL = "UNUSUAL_CLIENT"  # of methods that can name no issue
@@ -79,6 +79,7 @@ def outcome_of(
         lying=lies,
         accuracy=about.accuracy,
         damage=None if twin is None or not faults else _damage(about, twin[1]),
+        attack=float(np.mean(about.attack[-LAST_ROUNDS:])) if about.attack else None,
         present=about.present,
         groups=about.groups,
         seconds_rounds=_seconds(recording, about),
@@ -110,6 +111,8 @@ def planted(case: Case, about: About, clean: Recording | None) -> list[Planted]:
                 fault["until"],
                 None if strength is None else float(strength),
                 _affected(fault, clean),
+                fault.get("every"),
+                fault.get("ramp"),
             )
         )
     return found

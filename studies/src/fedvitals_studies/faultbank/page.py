@@ -17,7 +17,14 @@ from fedvitals_studies.faultbank import plot
 from fedvitals_studies.faultbank.bars import Bar
 from fedvitals_studies.faultbank.figures import Row
 from fedvitals_studies.faultbank.intervals import DRAWS, Estimate
-from fedvitals_studies.faultbank.report import GROUP_FIGURES, KIND_FIGURES, METHOD_FIGURES, TARGET_FIGURES, Summary
+from fedvitals_studies.faultbank.report import (
+    ATTACK_FIGURES,
+    GROUP_FIGURES,
+    KIND_FIGURES,
+    METHOD_FIGURES,
+    TARGET_FIGURES,
+    Summary,
+)
 from fedvitals_studies.faultbank.score import WITHIN, Outcome
 from fedvitals_studies.reproduce.results import as_json
 
@@ -39,8 +46,10 @@ HEADS = {
     "accused_faulty": "accused, faulty runs",
     "alarms": "alarms per 100 healthy rounds",
     "share": "share",
+    "attack": "attack succeeds",
+    "damage": "accuracy lost",
 }
-PERCENT = frozenset({"top_1", "top_3", "cause", "accused_clean", "accused_faulty", "share", "time"})
+PERCENT = frozenset({"top_1", "top_3", "cause", "accused_clean", "accused_faulty", "share", "time", "attack", "damage"})
 ISSUE_FIGURES = ("f1", "precision", "recall", "alarms")
 METHODS = "Methods side by side"
 LYING_FIGURES = ("culprit_f1", "culprit_precision", "culprit_recall", "recall")
@@ -155,6 +164,7 @@ def _blocks(
         Heading(2, "By damage and strength"),
         _table("All faults by damage", "damage", summary.damage, TARGET_FIGURES),
         _table("All faults by strength", "fault", summary.strengths, TARGET_FIGURES),
+        *_attacks(summary),
         Heading(2, "Lying telemetry"),
         _table(
             "Runs with culprits",
@@ -177,6 +187,13 @@ def _blocks(
         Points(_DEFINITIONS),
         Code(tuple(f"fedvitals faultbank --bank {bank}" for bank in summary.banks)),
     ]
+
+
+def _attacks(summary: Summary) -> list[Block]:
+    if not summary.attacks:
+        return []
+    note = "Success: the share of test samples with the trigger that the global model takes for the target, at the end."
+    return [Heading(2, "Backdoors"), _table("By kind", "fault", summary.attacks, ATTACK_FIGURES, note)]
 
 
 def _beside(summary: Summary, trained: Mapping[str, int], other: Mapping[str, Any]) -> list[Block]:

@@ -34,6 +34,7 @@ METHOD_FIGURES = (
 )
 KIND_FIGURES = ("f1", "precision", "recall", "node_recall", "top_1", "top_3", "delay", "cause", "accused_faulty")
 GROUP_FIGURES = ("f1", "culprit_f1", "top_1", "delay", "accused_clean", "accused_faulty", "alarms")
+ATTACK_FIGURES = ("attack", "damage", "recall", "node_recall", "delay")
 TARGET_FIGURES = ("recall", "node_recall", "top_1", "top_3", "delay", "culprit_f1")
 
 
@@ -80,6 +81,7 @@ class Summary:
     reliability: Sequence[Bin]
     time: Estimate  # of the detectors, as a share of the bank's rounds, which are far smaller than real ones
     unjudged: int  # cases about the whole run in a run that is ill: neither right nor wrong
+    attacks: Sequence[Row] = ()  # backdoors, whose success is measured
 
     def as_facts(self) -> dict[str, Any]:
         """For JSON: the same, with the verdicts."""
@@ -131,6 +133,7 @@ def summarise(outcomes: Sequence[Outcome], ours: str = OURS) -> Summary:
         calibration=error,
         reliability=reliability,
         time=FIGURES["time"](judged),
+        attacks=_attacks(judged),
         unjudged=sum(case.verdict == "unjudged" for each in judged for case in each.raised),
     )
 
@@ -175,6 +178,13 @@ def _trained(outcomes: Sequence[Outcome], limit: Callable[[float], float]) -> Ca
 def _by_kind(judged: Judgements) -> list[Row]:
     kinds = sorted({target.fault.kind for each in judged for target in each.targets})
     return [row(kind, about(judged, lambda t, kind=kind: t.fault.kind == kind), KIND_FIGURES) for kind in kinds]  # type: ignore[misc]
+
+
+def _attacks(judged: Judgements) -> list[Row]:
+    """Runs with a backdoor, by the kinds of their faults."""
+    opened = [each for each in judged if each.outcome.attack is not None]
+    kinds = split(opened, lambda outcome: " and ".join(dict.fromkeys(fault.kind for fault in outcome.faults)))
+    return [row(kind, each, ATTACK_FIGURES) for kind, each in kinds.items()]
 
 
 def _issues(judged: Judgements) -> list[str]:

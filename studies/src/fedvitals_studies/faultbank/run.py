@@ -39,6 +39,7 @@ class About(msgspec.Struct):
     experiment: str  # as TOML
     faults: list[dict[str, Any]] = []
     accuracy: list[float] = []
+    attack: list[float] = []  # success of a backdoor, per round; empty: there is none
     present: dict[str, list[int]] = {}
     groups: dict[str, str] = {}
     seconds: float = 0.0
@@ -109,7 +110,7 @@ def _filled(case: Case, site: Site) -> lab.Experiment:
     """With what depends on the data filled in: a label flip begins at the class of which the client has most."""
     if not case.flips_largest:
         return case.experiment
-    fault = case.experiment.faults[0]
+    fault, *beside = case.experiment.faults
     flips = []
     for node in fault.nodes:
         counts = site.labels[node]
@@ -117,7 +118,7 @@ def _filled(case: Case, site: Site) -> lab.Experiment:
         others = counts.clone()
         others[source] = -1
         flips.append(msgspec.structs.replace(fault, nodes=(node,), source=source, target=int(others.argmax())))
-    return msgspec.structs.replace(case.experiment, faults=tuple(flips))
+    return msgspec.structs.replace(case.experiment, faults=(*flips, *beside))
 
 
 def engine_of(experiment: lab.Experiment) -> str:
@@ -168,13 +169,17 @@ def _watched(
         {"kind": t.kind, "nodes": list(t.nodes), "since": t.since, "until": t.until, **t.data}
         for t in store.truth_of(run)
     ]
+    accuracy, attack = (
+        [r.metrics[name] for r in result.rounds if name in r.metrics] for name in ("accuracy", "attack.success")
+    )
     about = About(
         case.name,
         case.bank,
         case.domain,
         case.experiment.to_toml(),
         truth,
-        [r.metrics["accuracy"] for r in result.rounds if "accuracy" in r.metrics],
+        accuracy,
+        attack,
         _called(experiment),
         _groups(recording.told),
         seconds,

@@ -2,7 +2,8 @@
 """What one run of the fault bank came to, and its judgement against the truth: hits, misses, false accusations.
 
 A hit is the right issue on the right node within five participations of the onset (of the whole run: five rounds).
-Delays count from 0, the first participation in which the fault strikes. Alarms of severity «note» do not count.
+Delays count from 0, the first participation in which the fault strikes; of an intermittent fault, only those in which
+it strikes count. Alarms of severity «note» do not count.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Planted:
     until: int | None = None
     strength: float | None = None
     affected: float | None = None  # share of the culprit's samples
+    every: int | None = None  # it strikes in one of so many rounds
+    ramp: int | None = None  # rounds over which it grows
 
     @property
     def whole(self) -> bool:
@@ -82,6 +85,7 @@ class Outcome:
     scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     probabilities: Sequence[tuple[float, bool]] = ()  # stated, and whether it was so
     seconds_detectors: float = 0.0
+    attack: float | None = None  # success of a backdoor at the end: share of triggered samples taken for its target
 
     @property
     def clean(self) -> bool:
@@ -209,6 +213,14 @@ def participations(outcome: Outcome, node: str | None, first: int, last: int) ->
     return max(0, bisect_right(called, last) - bisect_left(called, first))
 
 
+def _strikes(fault: Planted, node: str | None, last: int, outcome: Outcome) -> int:
+    """How often the fault has struck by this round: the participations, from its onset on, in which it acts."""
+    if fault.every is None:
+        return participations(outcome, node, fault.since, last)
+    called = outcome.present.get(node, ()) if node is not None else range(outcome.rounds)
+    return sum(fault.since <= at <= last and (at - fault.since) % fault.every == 0 for at in called)
+
+
 def _acts(fault: Planted, node: str | None, at: int, outcome: Outcome) -> bool:
     """Whether a case that begins in this round may be about this fault: it has begun, and is not long over."""
     if at < fault.since:
@@ -257,7 +269,7 @@ def _target(
         )
         if not here:
             continue
-        after = max(0, participations(outcome, node, fault.since, alarm.round) - 1)
+        after = max(0, _strikes(fault, node, alarm.round, outcome) - 1)
         if node is not None:
             located = min(located, after)
         if alarm.issue in fault.accepted and after < delay:
