@@ -186,9 +186,10 @@ class CudaBufferPool:
     @property
     def key(self) -> tuple[Hashable, ...]:
         """What the speed and memory of a step depend on, except for the number of clients."""
-        executor = self.executor
-        samples = executor.site.experiment.local.step_samples
-        return (repr(executor.module), samples, executor.precision, str(executor.device))
+        executor, site = self.executor, self.executor.site
+        plans = tuple(plan.name for plan in self.plans)  # fewer with frozen parameters, or with another loss
+        samples = site.experiment.local.step_samples
+        return (repr(executor.module), repr(site.loss), plans, samples, executor.precision, str(executor.device))
 
 
 class CudaStackedRound(StackedRound):
