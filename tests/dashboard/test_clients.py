@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from fedvitals.dashboard.app import create_app
 from fedvitals.dashboard.pages.client import deviation
-from fedvitals.dashboard.pages.layer_deviation import client_layers, medians
+from fedvitals.dashboard.pages.layer_deviation import MOST_ROUNDS, _shown, client_layers, medians
 from fedvitals.records import Event, LayerStats, Metric, Sketch, Span, Where
 from fedvitals.stats import empty_sums
 from fedvitals.store import open_reader
@@ -422,3 +422,11 @@ def test_pages_are_accessible(address, page, what):
     assert judge(page) == []
     wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert wide <= 0
+
+
+def test_of_layer_statistics_only_the_rounds_that_some_page_shows_are_remembered():
+    often, seldom = 1, 2
+    by_round = {n: ([often, seldom] if n % 10 == 0 else [often], np.zeros((1, 1))) for n in range(1000)}
+    kept = _shown(by_round)
+    assert [n for n in sorted(kept) if n % 10] == [n for n in range(1000 - MOST_ROUNDS, 1000) if n % 10]
+    assert [n for n in sorted(kept) if seldom in kept[n][0]] == list(range(0, 1000, 10))

@@ -22,7 +22,7 @@ from fedvitals.dashboard.app import create_app
 from fedvitals.dashboard.change_tracker import ChangeTracker
 from fedvitals.dashboard.connections import Limits
 from fedvitals.dashboard.live import Live
-from fedvitals.dashboard.reader_cache import ReaderCache
+from fedvitals.dashboard.reader_cache import READERS, ReaderCache
 from fedvitals.dashboard.routes import compare as routes_compare
 from fedvitals.dashboard.routes import status as routes_status
 from fedvitals.errors import StoreError
@@ -455,3 +455,16 @@ def test_the_threads_that_answer_share_one_heap(store):
         paths = [f"{url}/api/runs/b/{part}" for part in ("overview", "clients", "profile", "map", "findings")] * 8
         assert {answer.status_code for answer in pages.map(httpx2.get, paths)} == {200}
         assert heaps_of_threads(process.pid) == 0
+
+
+def test_readers_that_wait_are_few_and_hold_no_pages(tmp_path):
+    with open_store(tmp_path / "runs.db") as store:
+        store.write([Metric(Where("r", 0), 0.0, "loss", 1.0, "s", 0)])
+    cache, statements = ReaderCache(tmp_path / "runs.db"), []
+    with contextlib.ExitStack() as stack:
+        for _ in range(10):
+            reader = stack.enter_context(cache.reader())
+            reader.database.connection.set_trace_callback(statements.append)
+    assert statements == ["PRAGMA shrink_memory"] * 10
+    assert len(cache._readers) == READERS
+    cache.close()

@@ -53,3 +53,13 @@ def test_a_store_that_is_not_there_is_no_trouble(tmp_path):
     cache.warming.want("nobody")
     wait_until(lambda: not cache.warming._wanted.is_set())
     cache.close()
+
+
+def test_memory_that_answers_have_left_free_is_given_back(tmp_path, monkeypatch):
+    given_back = []
+    monkeypatch.setattr(warming, "GIVE_BACK", 0.01)
+    monkeypatch.setattr(warming, "give_back_free_memory", lambda: given_back.append(1))
+    cache = ReaderCache(tmp_path / "runs.db")
+    cache.warming.want()
+    wait_until(lambda: len(given_back) >= 3)
+    cache.close()

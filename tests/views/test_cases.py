@@ -39,7 +39,8 @@ def test_the_cases_of_a_long_run_are_read_without_holding_all_its_findings(tmp_p
             peaks.append(tracemalloc.get_traced_memory()[1])
             tracemalloc.stop()
         assert (case.first, case.last, len(case.rounds), case.since) == (0, rounds - 1, rounds, 0)
-    assert peaks[1] < 2 * peaks[0]
+    assert peaks[1] - peaks[0] < 3000 * 300  # a round and its confidence; a finding takes thousands of bytes
+    assert peaks[0] < 600_000  # each thread of a server that answers takes as much
 
 
 @given(

@@ -2,6 +2,7 @@
 """The map of updates: the plane of scikit-learn's components, the same whatever way the sketches are turned."""
 
 import base64
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,17 @@ def test_the_plane_is_that_of_the_first_two_components(clients: int) -> None:
     theirs = PCA(2).fit(units)
     np.testing.assert_allclose(distances(layout.points), distances(theirs.transform(units)), atol=1e-9)
     np.testing.assert_allclose(layout.shares, theirs.explained_variance_ratio_, rtol=1e-6)
+
+
+def test_the_plane_of_many_rounds_takes_the_memory_of_one() -> None:
+    peaks = []
+    for rounds in (2, POOLED):
+        units = [directions(cohort(10, 256, seed))[1] for seed in range(rounds)]
+        tracemalloc.start()
+        plane_of(units)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.5 * peaks[0]
 
 
 @given(st.integers(0, 10_000), st.integers(3, 40))

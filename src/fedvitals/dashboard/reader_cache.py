@@ -21,7 +21,7 @@ from fedvitals.views.clients import Rosters
 from fedvitals.views.matrix import Matrices, share
 from fedvitals.views.update_map import Layouts
 
-READERS = 8  # that wait for the next request
+READERS = 4  # that wait for the next request; to open another takes less than a millisecond
 REMEMBERED = 64_000_000  # bytes of answers
 PATIENCE = 60.0  # seconds for one statement of a request
 
@@ -76,6 +76,7 @@ class ReaderCache:
         share(reader, self.matrices)
         try:
             yield reader
+            reader.release_memory()  # of a run that trains, it is outdated by the next request
         except BaseException:
             reader.close()
             raise

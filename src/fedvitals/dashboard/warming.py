@@ -3,6 +3,8 @@
 
 A metric of a thousand clients over five hundred rounds takes a third of a second to read the first time. The pages of
 the clients show several; whoever has looked at the run for a moment does not wait for them.
+
+The same thread gives memory back that answers have left free, else the server would hold the most that it ever needed.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from fedvitals.dashboard.pages.time_costs import changes, time_costs
 from fedvitals.errors import FedvitalsError
+from fedvitals.resources.memory import give_back_free_memory
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.read.runs import newest_run
@@ -37,6 +40,7 @@ WANTED = (
 NEWEST = ""  # stands for the newest run
 REMEMBERED = 64  # runs that are not read ahead again
 QUIET = 0.25  # seconds without a request after which we may work
+GIVE_BACK = 10.0  # seconds after which free memory is given back once more: 2 ms where 20 MB are free
 
 
 class Warming:
@@ -69,9 +73,13 @@ class Warming:
         self._wanted.set()
 
     def _work(self) -> None:
+        given_back = time.monotonic()
         while not self._closed:
-            self._wanted.wait()
+            self._wanted.wait(GIVE_BACK)
             self._wanted.clear()
+            if time.monotonic() - given_back >= GIVE_BACK:
+                give_back_free_memory()
+                given_back = time.monotonic()
             while not self._closed and (run := self._next()) is not None:
                 try:
                     self._read(run)

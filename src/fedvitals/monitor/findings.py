@@ -6,6 +6,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -21,10 +22,11 @@ FINDINGS_KEPT = 20_000  # of one run in memory
 
 
 class KeptFindings:
-    """The findings of a run, in bounded memory: as bytes, about 1 KB each, a fifth of what the objects take.
+    """The findings of a run, in bounded memory: as bytes, about 0.4 KB each, a tenth of what the objects take.
 
-    An ill client has a finding in every round. When there are too many, every second one of the longest series (one
-    issue of one client) goes, but for its first and its newest: what happened once is not forgotten because of it.
+    Of a series (one issue of one client) the first is kept whole, the others as what differs from it. An ill client has
+    a finding in every round. When there are too many, every second one of the longest series goes, but for its first
+    and its newest: what happened once is not forgotten because of it.
     """
 
     def __init__(self, most: int = FINDINGS_KEPT) -> None:
@@ -37,7 +39,8 @@ class KeptFindings:
         """Keep a finding."""
         content = pickle.dumps(finding)
         with self._lock:
-            self._series.setdefault((finding.issue, finding.where.node), []).append((self._added, content))
+            series = self._series.setdefault((finding.issue, finding.where.node), [])
+            series.append((self._added, _packed(content, series[0][1]) if series else content))
             self._added += 1
             self._kept += 1
             if self._kept > self._most:
@@ -61,8 +64,23 @@ class KeptFindings:
     def __iter__(self) -> Iterator[Finding]:
         """The kept findings in the order in which they came."""
         with self._lock:
-            contents = sorted(entry for series in self._series.values() for entry in series)
-        return map(pickle.loads, [content for _, content in contents])  # our own bytes
+            entries = sorted(
+                (at, content, series[0][1] if i else b"")
+                for series in self._series.values()
+                for i, (at, content) in enumerate(series)
+            )
+        for _, content, like in entries:
+            yield pickle.loads(_unpacked(content, like) if like else content)  # noqa: S301 - our own bytes
+
+
+def _packed(content: bytes, like: bytes) -> bytes:
+    """What differs from bytes that are much the same."""
+    packer = zlib.compressobj(zdict=like)
+    return packer.compress(content) + packer.flush()
+
+
+def _unpacked(packed: bytes, like: bytes) -> bytes:
+    return zlib.decompressobj(zdict=like).decompress(packed)
 
 
 class RunFindings:

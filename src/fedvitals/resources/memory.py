@@ -86,6 +86,17 @@ def use_one_heap() -> bool:
         return False
 
 
+def give_back_free_memory() -> bool:
+    """Give the system what is free in the C library's heap (glibc); return whether anything was given back.
+
+    By itself the library gives back only what is free at the heap's end: one small object there keeps megabytes.
+    """
+    try:
+        return bool(ctypes.CDLL(None).malloc_trim(0))
+    except (AttributeError, OSError, TypeError):  # another C library
+        return False
+
+
 def peak_bytes() -> int | None:
     """The most it ever held (Unix); None elsewhere."""
     if resource is None:

@@ -20,7 +20,7 @@ from fedvitals.store.read.paging import records_of_kind
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.labels import place_of
 
-PAGE = 500  # findings that are held at once: an ill run that trains for days has one a round
+PAGE = 100  # findings that are held at once, 7 kB each: an ill run that trains for days has one a round
 TOLD_APART = ("since", "numbers")  # of the evidence; the rest is the issue's own
 
 

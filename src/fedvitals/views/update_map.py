@@ -96,10 +96,11 @@ class Layouts:
         self._known = Remembered[tuple[str, Kind, int], Layout](LAYOUTS)
         self._planes = Remembered[str, Array](PLANES)
 
-    def _plane(self, reader: Reader, run: str, rounds: Sequence[int]) -> tuple[object, Array]:
+    def _plane(self, reader: Reader, run: str, rounds: Sequence[int]) -> tuple[int, Array]:
         """The axes that all rounds of a run share, [256, 2]; before them, what changes with them."""
         chosen = pooled_rounds(rounds)
-        sign = [(number, read_sketches.sketch_count(reader, run, number)) for number in chosen]
+        # Only their hash: each layout that is remembered holds it.
+        sign = hash(tuple((number, read_sketches.sketch_count(reader, run, number)) for number in chosen))
 
         def axes() -> Array:
             return plane_of([directions(sketches(reader, run, number))[1] for number in chosen])
@@ -182,7 +183,10 @@ def _components(parts: Sequence[Array]) -> Array:
         powers, inner = np.linalg.eigh(parts[0] @ parts[0].T)
         vectors = parts[0].T @ inner
     else:
-        powers, vectors = np.linalg.eigh(np.sum([part.T @ part for part in parts], axis=0))
+        products = np.zeros((width, width))
+        for part in parts:  # one at a time: all of them at once would take half a megabyte for each round
+            products += part.T @ part
+        powers, vectors = np.linalg.eigh(products)
     powers, vectors = np.maximum(powers[::-1], 0.0), vectors[:, ::-1]
     for i in range(min(2, vectors.shape[1])):
         size = float(np.linalg.norm(vectors[:, i]))

@@ -13,16 +13,16 @@ from fedvitals_studies.soak.study import Sample, Soak, growth, judged, rows
 CONSTANT = [100] * 360
 
 
-def verdicts(trainer=CONSTANT, descriptors=CONSTANT, **more):
+def verdicts(trainer=CONSTANT, descriptors=CONSTANT, sockets=CONSTANT, **more):
     """Of half an hour in which a trainer takes so many megabytes and descriptors, a sample every five seconds."""
     samples = []
-    for number, (size, count) in enumerate(zip(trainer, descriptors, strict=True)):
-        samples.append(Sample("trainer", 5.0 * number, round(1e6 * size), round(5e5 * size), count, 4))
-        samples.append(Sample("server", 5.0 * number, 10**8, 10**8, 20, 8))
+    for number, (size, files, ends) in enumerate(zip(trainer, descriptors, sockets, strict=True)):
+        samples.append(Sample("trainer", 5.0 * number, round(1e6 * size), round(5e5 * size), files, 4, ends))
+        samples.append(Sample("server", 5.0 * number, 10**8, 10**8, 20, 8, 9))
     nothing = {"rounds": 10, "lost": 0, "stored": 10, "store_bytes": 1, "log_bytes": 1, "browser": False}
     nothing |= {"requests": 1, "events": 1, "failures": ()}
     table = rows(Soak(30.0, tuple(samples), **(nothing | more)))
-    assert [row["verdict"] for row in table if row["what"].startswith("server")] == ["met"] * 3
+    assert [row["verdict"] for row in table if row["what"].startswith("server")] == ["met"] * 4
     return {row["what"] for row in table if row["verdict"] == "missed"}
 
 
@@ -41,7 +41,7 @@ def test_neither_a_peak_nor_a_dip_is_growth():
 
 
 def test_growth_is_that_of_the_last_two_thirds():
-    samples = [Sample("trainer", float(number), 1000 + 10 * number, 1, 1, 1) for number in range(301)]
+    samples = [Sample("trainer", float(number), 1000 + 10 * number, 1, 1, 1, 1) for number in range(301)]
     own = judged(samples, "trainer")
     assert (own[0].seconds, len(own)) == (100.0, 201)
     by_medians, by_slope = growth(own)
@@ -52,6 +52,12 @@ def test_growth_is_that_of_the_last_two_thirds():
 def test_descriptors_that_stay_open_are_told():
     assert verdicts(descriptors=[10 + number // 100 for number in range(360)]) == {"trainer: descriptors"}
     assert verdicts(descriptors=[10 + (number % 7 == 0) for number in range(360)]) == set()
+
+
+def test_sockets_that_stay_open_are_told_and_those_that_come_and_go_are_not():
+    assert verdicts(sockets=[10 + number // 100 for number in range(360)]) == {"trainer: sockets"}
+    assert verdicts(sockets=[10 + number % 7 for number in range(360)]) == set()
+    assert verdicts(sockets=[10 + number // 90 * (number % 7) for number in range(360)]) == set()
 
 
 def test_losses_and_failures_are_told():

@@ -7,6 +7,7 @@ as fit into a budget, and the answer says how many those are.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -123,8 +124,24 @@ def _read(
     names = layer_names(reader, table)
     # Of all clients at once: who looks at one is likely to look at the next.
     key, arrivals = (run, family, statistic, *span), [arrival for arrival, _ in wanted]
-    by_round = remembered(reader, "layers", key, wanted, lambda: _by_round(reader, run, family, statistic, arrivals))
-    return names, {n: statistics for n, statistics in by_round.items() if low <= n <= high}, left < 0
+
+    def newest_rounds() -> Read:
+        by_round = _by_round(reader, run, family, statistic, arrivals)
+        return _shown({n: statistics for n, statistics in by_round.items() if low <= n <= high})
+
+    return names, remembered(reader, "layers", key, wanted, newest_rounds), left < 0
+
+
+def _shown(by_round: Read) -> Read:
+    """The rounds that the page of any node shows. The others are not to be remembered: a run may have any number."""
+    rounds_of: Counter[int] = Counter()
+    shown: Read = {}
+    for number in sorted(by_round, reverse=True):
+        nodes = by_round[number][0]
+        if any(rounds_of[node] < MOST_ROUNDS for node in nodes):
+            shown[number] = by_round[number]
+        rounds_of.update(nodes)
+    return shown
 
 
 def _by_round(reader: Reader, run: str, family: str, statistic: str, arrivals: Sequence[int]) -> Read:

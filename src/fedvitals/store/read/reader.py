@@ -25,7 +25,7 @@ from fedvitals.store.symbols import Names
 _MAY = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
 _PRAGMAS = (
     "application_id", "user_version", "data_version", "schema_version",
-    "database_list", "index_info", "index_list", "table_info", "table_list",
+    "database_list", "index_info", "index_list", "table_info", "table_list", "shrink_memory",
 )  # fmt: skip
 
 
@@ -122,6 +122,11 @@ class Reader:
     def history(self, run: str) -> SqlHistory:
         """Return the history of a run, by its id."""
         return SqlHistory(self.database, run, self.names)
+
+    def release_memory(self) -> None:
+        """Let go of the pages that SQLite holds for this connection, up to 2 MB; the system may still have them."""
+        if self.database.dialect is SQLITE:
+            self.database.execute("PRAGMA shrink_memory")
 
     def close(self) -> None:
         """Close the connection."""

@@ -43,8 +43,9 @@ class Sample:
     seconds: float
     resident: int  # bytes
     anonymous: int  # of these, what no file stands behind
-    descriptors: int
+    descriptors: int  # but sockets
     threads: int
+    sockets: int  # of a server mostly its clients', who open and close them as they like
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +123,25 @@ def _sample(name: str, process: psutil.Process, seconds: float) -> Sample:
     status = Path(f"/proc/{process.pid}/status").read_text()
     kilobytes = dict(line.split(":", 1) for line in status.splitlines())
     anonymous = 1024 * int(kilobytes["RssAnon"].split()[0])
-    return Sample(name, seconds, process.memory_info().rss, anonymous, process.num_fds(), process.num_threads())
+    descriptors, sockets = _descriptors(process.pid)
+    resident, threads = process.memory_info().rss, process.num_threads()
+    return Sample(name, seconds, resident, anonymous, descriptors, threads, sockets)
+
+
+def _descriptors(pid: int) -> tuple[int, int]:
+    """How many descriptors a process has open that are no sockets, and how many that are."""
+    sockets = others = 0
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed just now
+            is_socket = str(link.readlink()).startswith("socket:")
+            sockets, others = sockets + is_socket, others + (not is_socket)
+    return others, sockets
 
 
 def _in_words(sample: Sample) -> str:
     return (
         f"{sample.process} {sample.resident / 1e6:.1f} MB ({sample.anonymous / 1e6:.1f} anonymous), "
-        f"{sample.descriptors} descriptors, {sample.threads} threads"
+        f"{sample.descriptors} descriptors, {sample.sockets} sockets, {sample.threads} threads"
     )
 
 
@@ -165,6 +178,7 @@ def rows(measured: Soak) -> list[dict[str, Any]]:
         own = judged(measured.samples, process)
         table.append(_memory_row(process, own))
         table += [_count_row(process, own, what) for what in ("descriptors", "threads")]
+        table.append(_sockets_row(process, own))
     absent = measured.rounds - measured.stored
     failures = [str(len(measured.failures)), *dict.fromkeys(measured.failures)]
     asked = f"{measured.requests:,} requests, {measured.events:,} live events, failures: {'; '.join(failures)[:500]}"
@@ -195,6 +209,15 @@ def _count_row(process: str, own: Sequence[Sample], what: str) -> dict[str, Any]
     first, last = float(np.median(counts[:sixth])), float(np.median(counts[-sixth:]))
     measured = f"{first:g} to {last:g} (medians), between {min(counts)} and {max(counts)}"
     return _row(f"{process}: {what}", "constant", measured, met=last <= first)
+
+
+def _sockets_row(process: str, own: Sequence[Sample]) -> dict[str, Any]:
+    """A browser opens some more for a while, and closes them: what a leak lifts is the fewest."""
+    counts = [sample.sockets for sample in own]
+    third = max(1, len(counts) // 3)
+    first, last = min(counts[:third]), min(counts[-third:])
+    measured = f"at least {first} at first, {last} in the end; between {min(counts)} and {max(counts)}"
+    return _row(f"{process}: sockets", "no more left open", measured, met=last <= first)
 
 
 def _row(what: str, bar: str, measured: str, *, met: bool | None) -> dict[str, Any]:
