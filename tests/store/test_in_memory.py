@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
 import math
-import sys
 
 import numpy as np
 
 from fedvitals.protocols import History, Sink
-from fedvitals.records import Event, Metric, Where
+from fedvitals.records import Event, Where
 from fedvitals.store.in_memory import LATE, MemoryStore
 from support.store_contract import RUN, StoreContract, metric, stats
 
@@ -101,13 +100,3 @@ def test_packed_values_are_those_that_were_written_and_take_in_late_ones():
     for number, newest in expected.items():
         shown = {node: newest[node][1] for node in ("c1", "c2", "c10", "server") if node in newest}
         assert repr(store.history("r-1").latest("loss", number)) == repr(shown)
-
-
-def test_a_window_of_rounds_takes_no_more_room_however_long_the_run_is():
-    store = MemoryStore(rounds=100)
-    sizes = []
-    for number in range(600):
-        store.write([Metric(Where("r", number), float(number), "loss", 1.0, "s", number)])
-        sizes.append(sys.getsizeof(store.memory("r").metrics["loss"]))
-    assert max(sizes) == max(sizes[:110])
-    assert store.history("r").series("loss", None)[0][-100:] == list(range(500, 600))

@@ -279,12 +279,11 @@ class MemoryStore(Sink):
         gone = [number for number in memory.rounds if number < oldest]
         memory.rounds.difference_update(gone)
         memory.unpacked.difference_update(gone)
-        # Dictionaries are made anew: one that rounds are taken out of at one end grows to twice its size.
-        memory.metrics = {
-            name: {number: values for number, values in by_round.items() if number >= oldest}
-            for name, by_round in memory.metrics.items()
-        }
-        memory.of_round = {key: blocks for key, blocks in memory.of_round.items() if key[1] >= oldest}
+        for number in gone:
+            for by_round in memory.metrics.values():
+                by_round.pop(number, None)
+            for family in memory.blocks:
+                memory.of_round.pop((family, number), None)
         if any(event.where.round is not None and event.where.round < oldest for event in memory.events):
             memory.events = [
                 event for event in memory.events if event.where.round is None or event.where.round >= oldest
