@@ -6,9 +6,11 @@ from __future__ import annotations
 import math
 import re
 
+import msgspec
 import pytest
 import torch
 
+import fedvitals as fv
 from fedvitals import lab
 from fedvitals.errors import ConfigError
 from fedvitals.lab import stacked, streams
@@ -376,3 +378,17 @@ def test_memory_for_states_follows_the_cohort_not_the_clients():
     over = lab.Network(over_selection=1.3)
     assert _largest_cohort(lab.Experiment(participation=0.01, network=over, **many)) == 130
     assert _largest_cohort(experiment()) == 8
+
+
+def test_a_client_that_leaves_as_planned_is_no_drop_out(tmp_path):
+    e = lab.Experiment(
+        model="mlp", clients=8, rounds=9, seed=3, local=lab.Local(iterations=3), evaluation=lab.Evaluation(local=False)
+    )
+    planned = msgspec.structs.replace(e, population=lab.Population(leaves={"c4": 4}))
+    issues = {}
+    for name, each in (("left", planned), ("whole", e)):
+        with fv.Monitor(tmp_path / f"{name}.db") as monitor:
+            lab.run(each, monitor, engine="stacked", workers=1)
+            issues[name] = {(finding.issue, finding.where.node) for finding in monitor.findings()}
+    assert ("DROP_OUT", "c4") not in issues["left"]
+    assert issues["left"] == issues["whole"]

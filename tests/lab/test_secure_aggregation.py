@@ -208,3 +208,13 @@ def test_in_toml():
     assert e.secure_aggregation == SecureAggregation(bits=24)
     assert lab.read(e.to_toml()) == e
     assert lab.read("[secure_aggregation]").secure_aggregation == SecureAggregation()
+
+
+def test_a_limit_that_cuts_values_off_is_reported_once():
+    events = {}
+    for limit in (1e-4, 10.0):
+        watcher = Watcher()
+        run(experiment(secure_aggregation=lab.SecureAggregation(limit=limit)), watcher)
+        events[limit] = [event for event in watcher.told if event[0] == "secure_aggregation.cut"]
+    assert len(events[1e-4]) == 1
+    assert events[10.0] == []

@@ -104,3 +104,11 @@ def test_faults_of_classes_and_of_numbers_are_refused_where_there_are_none():
         lab.run(experiment("regression", faults=[lab.label_flip(nodes=["c0"])]))
     with pytest.raises(ConfigError, match="the samples are tokens"):
         lab.run(experiment("tags", faults=[lab.input_noise(nodes=["c0"])]))
+
+
+def test_a_model_with_dropout_is_trained_client_by_client():
+    model = lab.Own(lambda: torch.nn.Sequential(torch.nn.Linear(32, 10), torch.nn.Dropout(0.5)), stackable=True)
+    e = experiment("weighted", dataset=lab.synthetic(samples=300), model=model, rounds=1)
+    assert lab.run(e, workers=1).engine == "reuse"
+    with pytest.raises(ConfigError, match="dropout draws random numbers"):
+        lab.run(e, engine="stacked")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fedvitals import lab
+from fedvitals.errors import ConfigError
 from fedvitals.lab.aggregators.votes import MajorityVote
 from fedvitals.lab.engines.engine import Engine
 from fedvitals.lab.federation import Federation, ServerState
@@ -177,3 +178,9 @@ def test_majority_vote_by_hand():
 def test_majority_vote_learns(compression):
     e = experiment(aggregator=MajorityVote(learning_rate=0.02), compression=compression, rounds=15)
     assert lab.run(e, engine="sequential").accuracy > 0.8
+
+
+@pytest.mark.parametrize("aggregator", ["scaffold", "feddyn"])
+def test_noise_on_clients_does_not_go_with_rules_that_learn_more_than_the_update(aggregator):
+    with pytest.raises(ConfigError, match="learns more of a client than its update"):
+        lab.Experiment(aggregator=aggregator, privacy=lab.client_dp(noise=1.0))

@@ -126,6 +126,7 @@ class Federation:
         if isinstance(rule := self.experiment.aggregator, DriftCorrection):
             self.drift = DriftMemory(rule, server, self.experiment.clients, site.layout.weights)
         self.accountant = accountant_of(self.experiment)
+        self._reported_cut = False
 
     def model_on_cpu(self) -> Tensor:
         """Return the server's model on the CPU, copied once per model."""
@@ -404,6 +405,7 @@ class Federation:
             self._report_fallback("secure_aggregation", update.state)
         masked = MaskedRound(e.secure_aggregation, asked, e.seed, self.round)
         changes = {update.node: (update.state - update.start).cpu() for update in unmasked}
+        self._report_cut_values(changes, e.secure_aggregation.limit)
         try:
             mean = masked.mean(changes, {update.node: update.samples for update in unmasked})
         except AggregationError as error:
@@ -412,6 +414,20 @@ class Federation:
         start = unmasked[0].start
         state = (start.double() + mean.to(start.device)).to(start.dtype)
         yield Update("cohort", state, start, sum(update.samples for update in unmasked))
+
+    def _report_cut_values(self, changes: Mapping[Node, Tensor], limit: float) -> None:
+        """Warn, once, if secure aggregation cuts off more than a thousandth of a client's values."""
+        if self._reported_cut:
+            return
+        cut = {node: float((change.abs() > limit).double().mean()) for node, change in changes.items()}
+        most = max(cut, key=lambda node: cut[node], default=None)
+        if most is not None and cut[most] > 0.001:
+            text = (
+                f"Secure aggregation cuts changes off at {limit:g}, which strikes {cut[most]:.1%} of the values of "
+                f"{most}. Give it a higher limit, or let clients train less."
+            )
+            self.observer.event("warning", "secure_aggregation.cut", text, data={"share": cut[most]})
+            self._reported_cut = True
 
     def _compress(self, update: Update, start: Tensor) -> int:
         """Compress an update in place, and return its bytes on the wire."""

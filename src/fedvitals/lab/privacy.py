@@ -23,6 +23,7 @@ from torch import Tensor
 from fedvitals.errors import ConfigError, MissingExtraError
 from fedvitals.lab import streams
 from fedvitals.lab.aggregators.averages import FedAdam, FedAvg, FedAvgM, FedYogi
+from fedvitals.lab.aggregators.drift import DriftCorrection
 from fedvitals.lab.description import Description, kind_of, require
 from fedvitals.lab.engines.tasks import Node, Update
 from fedvitals.lab.topologies.asynchronous import Asynchronous
@@ -71,6 +72,12 @@ class ClientDP(DifferentialPrivacy, frozen=True):
 
     def check(self, experiment: Experiment) -> None:
         _require_topology(self, experiment, (Centralized, Asynchronous, Clustered), "clients hand models to each other")
+        if isinstance(experiment.aggregator, DriftCorrection):
+            kind = kind_of(type(experiment.aggregator).__name__)
+            raise ConfigError(
+                f"The aggregator {kind} learns more of a client than its update, a vector of its whole training, which "
+                "client_dp would leave without noise. Take fedavg, or fednova."
+            )
 
     def protect(self, update: Update, weights: int, stream: torch.Generator) -> None:
         """Replace the state that a client is about to send."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,10 @@ def parse(text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
+        if "\n" not in text and text.endswith(".toml"):
+            raise ConfigError(
+                f"This is the name of a file, not its text: lab.read(Path({text!r}).read_text())."
+            ) from error
         raise ConfigError(
             f"This is no TOML: {error}. An experiment looks like  rounds = 10  on lines of its own."
         ) from error
@@ -64,7 +69,17 @@ def decode(cls: type, table: Mapping[str, Any], what: str) -> Any:
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
-        raise ConfigError(f"The {what} cannot be read: {error}.") from error
+        raise ConfigError(f"The {what} cannot be read: {_in_words(str(error), cls)}") from error
+
+
+def _in_words(message: str, cls: type) -> str:
+    """Return msgspec's message as a sentence about the keys of a table."""
+    missing = re.fullmatch(r"Object missing required field `(\w+)`.*", message)
+    if missing is not None:
+        keys = ", ".join(field.name for field in msgspec.structs.fields(cls))
+        return f"it needs a value for {missing[1]}. Its keys: {keys}."
+    place = re.fullmatch(r"(.*) - at `\$\.(.+)`", message)
+    return f"{message}." if place is None else f"{place[2]}: {place[1]}."
 
 
 def check_types(value: Any, what: str) -> Any:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from fedvitals.lab import Experiment
     from fedvitals.protocols import TapeRecorder
 
+FINDINGS_NAMED = 4  # at the end of a run
+
 
 @click.command()
 @click.argument("experiment", type=click.Path(exists=True, dir_okay=False))
@@ -149,7 +151,7 @@ def _run_once(
             ended = train(experiment, view, alarms, **place, **how)
     except KeyboardInterrupt:
         text = f"Stopped after {view.done} of {experiment.rounds} rounds"
-        again = "" if how.get("superlink") else "; add --resume to go on from there"
+        again = "" if how.get("superlink") or not view.done else "; add --resume to go on from there"
         click.echo(f"\n{text}{again}.", err=True)
         raise
     finally:
@@ -164,9 +166,10 @@ def _run_once(
         "seconds": time.perf_counter() - began,
         "store": None if unwatched else store,
         "alarms": alarms.count,
+        "findings": len(alarms.findings),
     }
     if not plain:
-        _closing(summary, store, alarms)
+        _closing(summary, store, alarms, taped=how.get("tape") is not False)
     return summary
 
 
@@ -272,7 +275,7 @@ def _tidy(folder: Path, *, over: bool) -> None:
             parent.rmdir()
 
 
-def _closing(summary: dict[str, Any], store: str, alarms: Alarms) -> None:
+def _closing(summary: dict[str, Any], store: str, alarms: Alarms, *, taped: bool) -> None:
     metrics = summary["metrics"]
     quality = f"{text}, " if (text := quality_of(metrics)) else ""
     click.echo(
@@ -282,7 +285,13 @@ def _closing(summary: dict[str, Any], store: str, alarms: Alarms) -> None:
     if not math.isfinite(metrics.get("loss", 0.0)):
         click.echo("The global model's loss is not a finite number: what is said above of its quality means nothing.")
     if alarms.count:
-        click.echo(f"{alarms.count} warnings and errors; the first: {alarms.first}")
+        counted = "1 warning or error:" if alarms.count == 1 else f"{alarms.count} warnings and errors; the first:"
+        click.echo(f"{counted} {alarms.first}")
+    if alarms.findings:
+        worst = sorted(alarms.findings, key=lambda place: (alarms.findings[place], place[0], place[1] or ""))
+        named = ", ".join(f"{issue}{f' of {node}' if node else ''}" for issue, node in worst[:FINDINGS_NAMED])
+        more = "" if len(worst) <= FINDINGS_NAMED else f" and {len(worst) - FINDINGS_NAMED} more"
+        click.echo(f"Findings:        {named}{more}")
     if summary["run"] is not None:
         run, option = summary["run"], "" if store == "runs.db" else f" --store {shlex.quote(store)}"
         click.echo(f"What was found:  fedvitals findings {run}{option}")
@@ -290,4 +299,5 @@ def _closing(summary: dict[str, Any], store: str, alarms: Alarms) -> None:
         click.echo(f"Health card:     fedvitals show {run}{option}")
         click.echo(f"Where time went: fedvitals profile {run}{option}")
         click.echo(f"All in one file: fedvitals report {run}{option}")
-        click.echo(f"Run it again:    fedvitals replay {run}{option}")
+        if taped:
+            click.echo(f"Run it again:    fedvitals replay {run}{option}")

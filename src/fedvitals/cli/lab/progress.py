@@ -30,25 +30,34 @@ class EndedRun:
 
 
 class Alarms:
-    """A sink that counts the warnings and errors a person should see."""
+    """A sink that counts what a person should see: warnings and errors, and findings, one for an issue of a client."""
 
     def __init__(self) -> None:
         self.count, self.first = 0, ""
+        self.findings: dict[tuple[str, str | None], str] = {}  # the worst severity of each
 
     def write(self, records: Sequence[Record], /) -> None:
-        from fedvitals.records import Event
+        from fedvitals.records import Event, Finding
 
         for record in records:
-            if isinstance(record, Event) and record.level in ("warning", "error", "critical"):
+            if isinstance(record, Finding) and record.severity != "note":
+                place = (record.issue, record.where.node)
+                self.findings[place] = min(record.severity, self.findings.get(place, record.severity))
+            elif isinstance(record, Event) and record.level in ("warning", "error", "critical"):
                 self.count += 1
                 self.first = self.first or record.message
 
 
 def quality_of(metrics: Mapping[str, float], accuracy: str = ".1%") -> str:
     """Return how good a round's model is, in words: its accuracy in this format, or its loss for a task without one."""
-    quality = f"loss {metrics['loss']:.4g}" if "loss" in metrics else ""
-    if "accuracy" in metrics:
-        quality = f"accuracy {metrics['accuracy']:{accuracy}}"
+    quality = ""
+    for prefix in ("", "local."):  # of a model with parts at home there are local tests alone
+        if f"{prefix}accuracy" in metrics:
+            quality = f"{prefix}accuracy {metrics[f'{prefix}accuracy']:{accuracy}}"
+        elif f"{prefix}loss" in metrics:
+            quality = f"{prefix}loss {metrics[f'{prefix}loss']:.4g}"
+        if quality:
+            break
     attack = f", attack's success {metrics['attack.success']:{accuracy}}" if "attack.success" in metrics else ""
     return quality + attack
 

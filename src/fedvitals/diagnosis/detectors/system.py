@@ -146,7 +146,7 @@ def _silent_clients(history: History, round_index: int) -> dict[Node, list[int]]
         return {}
     present = [set(clients_of(history, past_round)) for past_round in numbers]
     heard = [{e.where.node for e in history.events(None, n) if e.where.round == n} for n in numbers]
-    early = set.intersection(*present[:3])
+    early = set.intersection(*present[:3]) - _departed(history, round_index)
     missing = {}
     for node in early - present[-1]:
         away = [
@@ -158,6 +158,17 @@ def _silent_clients(history: History, round_index: int) -> dict[Node, list[int]]
     # Most being away at some time is partial participation, not a client that has left.
     steady = sum(all(node in taking_part for taking_part in present) for node in early)
     return missing if steady > len(missing) and steady >= 0.8 * len(set.union(*present)) - len(missing) else {}
+
+
+def _departed(history: History, round_index: int) -> set[Node | None]:
+    """Return the clients that have left the federation as planned, and have not joined it again."""
+    newest: dict[Node | None, tuple[int, bool]] = {}
+    for left, name in ((False, "client.joined"), (True, "client.left")):
+        for event in history.events(name):
+            number = event.where.round
+            if number is not None and number <= round_index:
+                newest[event.where.node] = max(newest.get(event.where.node, (-1, False)), (number, left))
+    return {node for node, (_, left) in newest.items() if left}
 
 
 def lost_messages(history: History, round_index: int) -> Iterator[Finding]:

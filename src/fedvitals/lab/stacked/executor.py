@@ -37,22 +37,25 @@ TEST_BATCH = {"cpu": 256, "cuda": 4096}
 def stacking_obstacle(site: Site) -> str | None:
     """Return why the clients cannot be stacked, as the beginning of a sentence; None if they can."""
     e, loss = site.experiment, site.loss
-    model, kind = type(e.model).__name__, kind_of(type(loss).__name__)
-    if (reason := _own_part(site)) is not None:
-        return f"The model '{model}' cannot be stacked {reason}"
-    if not getattr(e.model, "stackable", False) or site.layout.weights != site.layout.size:
-        return (
-            f"The model '{model}' cannot be stacked (batch norm, a recurrent layer, or a model of your own that does "
-            "not say `stackable = True`)"
-        )
-    if not loss.stackable:
-        return f"The loss '{kind}' cannot be stacked (it compares samples or models, or the model answers a tuple)"
-    if getattr(loss, "mixup", 0):
-        return "Mixup cannot be stacked (it draws random numbers for each client)"
+    model, kind = f"The model '{type(e.model).__name__}'", kind_of(type(loss).__name__)
+    own_part = _own_part(site)
+    stackable = getattr(e.model, "stackable", False) and site.layout.weights == site.layout.size
+    draws = any("Dropout" in type(layer).__name__ and getattr(layer, "p", 0) > 0 for layer in site.module.modules())
     weighted = getattr(loss, "class_weights", None) is not None or site.dataset.targets == "tokens"
-    if e.local.accumulate > 1 and weighted:
-        return "Accumulated batches of tokens or with class weights cannot be stacked (each has a mean of its own)"
-    return None
+    obstacles = {
+        f"{model} cannot be stacked {own_part}": own_part is not None,
+        f"{model} cannot be stacked (batch norm, a recurrent layer, or a model of your own that does not say "
+        "`stackable = True`)": not stackable,
+        f"{model} cannot be stacked (dropout draws random numbers for each client)": draws,
+        f"The loss '{kind}' cannot be stacked (it compares samples or models, or the model answers a tuple)": (
+            not loss.stackable
+        ),
+        "Mixup cannot be stacked (it draws random numbers for each client)": bool(getattr(loss, "mixup", 0)),
+        "Accumulated batches of tokens or with class weights cannot be stacked (each has a mean of its own)": (
+            e.local.accumulate > 1 and weighted
+        ),
+    }
+    return next((text for text, is_one in obstacles.items() if is_one), None)
 
 
 def _own_part(site: Site) -> str | None:
