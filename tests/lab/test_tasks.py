@@ -112,3 +112,10 @@ def test_a_model_with_dropout_is_trained_client_by_client():
     assert lab.run(e, workers=1).engine == "reuse"
     with pytest.raises(ConfigError, match="dropout draws random numbers"):
         lab.run(e, engine="stacked")
+
+
+def test_a_model_in_place_of_its_factory_and_no_engine_are_refused():
+    with pytest.raises(ConfigError, match="takes a function that makes the model"):
+        lab.Own(torch.nn.Linear(8, 2))
+    with pytest.raises(ConfigError, match="The engine is a name"):
+        lab.run(experiment("regression"), engine=None)

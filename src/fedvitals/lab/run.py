@@ -114,7 +114,7 @@ def rounds(
     start: tuple[int, ServerState] | None = None,
 ) -> Iterator[Result]:
     """Like `run`, but yield the result so far after each round."""
-    watching = _check_call(experiment, observer, checkpoint, resume=resume)
+    watching = _check_call(experiment, observer, engine, checkpoint, resume=resume)
     site = prepare_site(experiment, data)
     experiment = site.experiment
     saved = None if checkpoint is None else Checkpoint(Path(checkpoint), experiment)
@@ -195,12 +195,14 @@ def prepare_site(experiment: Experiment, data: str | os.PathLike[str] | None = N
 
 
 def _check_call(
-    experiment: object, observer: Observer | Observed | None, checkpoint: object, *, resume: bool
+    experiment: object, observer: Observer | Observed | None, engine: object, checkpoint: object, *, resume: bool
 ) -> Observer:
     """Refuse what cannot be run. Returns the observer to call."""
     if not isinstance(experiment, Experiment):
         got = type(experiment).__name__
         raise ConfigError(f"lab.run() takes a lab.Experiment; got {got}. Of a file: lab.read(text).")
+    if not isinstance(engine, str) and not callable(engine):
+        raise ConfigError(f"The engine is a name, such as «auto», or a function that makes one; got {engine!r}.")
     watching = observer_of(observer)
     if resume and checkpoint is None:
         raise ConfigError("There is nothing to resume from: name the folder that was given as checkpoint=.")

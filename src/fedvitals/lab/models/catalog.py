@@ -32,6 +32,13 @@ class Own:
     factory: Callable[[], nn.Module]
     stackable: bool = False
 
+    def __post_init__(self) -> None:
+        if isinstance(self.factory, nn.Module):
+            name = type(self.factory).__name__
+            raise ConfigError(
+                f"lab.Own takes a function that makes the model, not a model: lab.Own(lambda: {name}(...))."
+            )
+
     def __repr__(self) -> str:
         """Identify the factory by its name, which unlike its address is the same in every process."""
         return f"Own({self.factory.__module__}.{getattr(self.factory, '__qualname__', type(self.factory).__name__)})"
