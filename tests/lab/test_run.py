@@ -159,13 +159,16 @@ def test_ready_made_experiments_are_read_and_round_trip(path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("path", [p for p in EXAMPLES if p.stem != "paper"], ids=lambda path: path.stem)
-def test_ready_made_experiments_run(path, tmp_path):
+def test_ready_made_experiments_run(path, tmp_path, monkeypatch):
     store = str(tmp_path / "runs.db")
-    done = CliRunner().invoke(app, ["lab", str(path), "--set", "rounds=6", "--store", store, "--json"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    small = {"lora": ["model.pretraining.steps=2", "local.iterations=1", "dataset.package_bytes=5000"]}
+    changes = [word for change in ("rounds=6", *small.get(path.stem, ())) for word in ("--set", change)]
+    done = CliRunner().invoke(app, ["lab", str(path), *changes, "--store", store, "--json"])
     assert done.exit_code == 0, done.output
     said = json.loads(done.stdout)["result"]
     assert said["rounds"] == 6
-    assert 0 <= said["metrics"]["accuracy"] <= 1
+    assert said["metrics"]["loss"] > 0
     assert open_reader(store).history(said["run"]).rounds() == [0, 1, 2, 3, 4, 5]
     assert not [*tmp_path.rglob("state.safetensors")]
 

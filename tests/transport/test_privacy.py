@@ -50,7 +50,7 @@ CLAIM = {
     },
     1: set(),
     2: {
-        "local.accuracy", "local.loss",
+        "local.accuracy", "local.loss", "absolute_error", "local.absolute_error", "attack.success",
         "accuracy", "fit.accuracy_after", "fit.accuracy_before", "fit.confident_wrong", "fit.confusion",
         "fit.loss_after", "fit.loss_before", "fit.loss_p90", "fit.samples", "gradient.change",
         "gradient.change_round", "gradient.nonfinite", "gradient.norm", "gradient.norm_last", "gradient.norm_max",

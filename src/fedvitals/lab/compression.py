@@ -74,6 +74,8 @@ class LossyDifference(Compression, frozen=True, kw_only=True):
 
     error_feedback: bool = False
 
+    later = ("error_feedback",)
+
 
 class Plain(Compression, frozen=True):
     """float32 unchanged and lossless, 4 bytes a value."""

@@ -8,6 +8,7 @@ created (`__post_init__`), types when an experiment is assembled (`experiment.py
 from __future__ import annotations
 
 import re
+from typing import ClassVar
 
 import msgspec
 
@@ -24,9 +25,14 @@ def kind_of(class_name: str) -> str:
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base class of a part of which there is only one kind."""
 
+    # Fields added later: not written while they have their default, so that digests of older experiments stay.
+    later: ClassVar[tuple[str, ...]] = ()
+
 
 class Description(msgspec.Struct, frozen=True, tag_field="kind", tag=kind_of, forbid_unknown_fields=True):
     """Base class of a part of which there are several kinds, identified by `kind`."""
+
+    later: ClassVar[tuple[str, ...]] = ()  # as of a `Part`
 
 
 def require(fact: bool, what: str, got: object, allowed: str) -> None:

@@ -25,6 +25,8 @@ class Adam(Description, frozen=True):
     epsilon: float = 1e-7
     weight_decay: float = 0.0
 
+    later = ("weight_decay",)
+
     def __post_init__(self) -> None:
         require(self.learning_rate > 0, "learning rate of adam", self.learning_rate, "above 0")
         require(0 <= self.beta1 < 1 and 0 <= self.beta2 < 1, "betas of adam", (self.beta1, self.beta2), "in [0, 1)")
@@ -37,6 +39,8 @@ class SGD(Description, frozen=True):
     learning_rate: float = 0.05
     momentum: float = 0.0
     weight_decay: float = 0.0
+
+    later = ("weight_decay",)
 
     def __post_init__(self) -> None:
         require(self.learning_rate > 0, "learning rate of sgd", self.learning_rate, "above 0")
@@ -88,6 +92,8 @@ class Local(Part, frozen=True):
     schedule: Warmup | Cosine | Steps | Restarts | None = None
     accumulate: int = 1
     precision: str = "float32"  # or "bfloat16": of products; weights and sums are float32
+
+    later = ("accumulate", "precision")
 
     def __post_init__(self) -> None:
         if self.iterations is not None and self.epochs is not None:

@@ -111,15 +111,25 @@ def _plain(field: str, value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(field, entry) for entry in value]
     if isinstance(value, msgspec.Struct | str | int | float):
-        return _without_none(msgspec.to_builtins(value))
+        return _table(value)
     raise ConfigError(
         f"The experiment's {field} is your own object ({type(value).__name__}), which TOML cannot hold. Keep such an "
         "experiment as Python, or use one of the kinds that ship."
     )
 
 
-def _without_none(value: Any) -> Any:
-    """Remove None values, which TOML cannot express."""
+def _table(value: Any) -> Any:
+    """Return the plain values of a description, without None, which TOML cannot express, and without later keys that
+    have their defaults (see `Description.later`).
+    """
+    if isinstance(value, msgspec.Struct):
+        config, later = value.__struct_config__, getattr(type(value), "later", ())
+        table = {} if config.tag_field is None else {config.tag_field: config.tag}
+        for field in msgspec.structs.fields(value):
+            own = getattr(value, field.name)
+            if own is not None and not (field.name in later and own == field.default):
+                table[field.name] = _table(own)
+        return table
     if isinstance(value, dict):
-        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
-    return [_without_none(entry) for entry in value] if isinstance(value, list | tuple) else value
+        return {key: _table(entry) for key, entry in value.items() if entry is not None}
+    return [_table(entry) for entry in value] if isinstance(value, list | tuple) else msgspec.to_builtins(value)

@@ -27,6 +27,7 @@ from fedvitals.measurements import Emitted, Measurements, Telemetry, Transfers, 
 from fedvitals.plain_json import as_builtin
 from fedvitals.protocols import RecordWriter
 from fedvitals.records import Action, Event, Finding, Layer, LayerTable, Record, Run, Snapshot, Suspect, Truth, Where
+from fedvitals.transport.sink_adapter import as_sink
 from fedvitals.transport.wire.payload import decode, encode
 
 try:
@@ -322,7 +323,7 @@ def damaged_lines(folder: Path) -> int:
 
 def readmit(folder: Path, sink: RecordWriter) -> None:
     """Give a sink what earlier processes could not; a file goes once its last record is written."""
-    takes = getattr(sink, "takes_measurements", False)
+    takes = as_sink(sink).takes_measurements
     for batch in _drained(folder):
         parts = [batch if takes else [*single_records(batch)]]
         while parts:

@@ -142,9 +142,6 @@ FORGED = {
     "a round far ahead": payload(Metric(replace(HERE, round=10**9), 1.0, "loss", 0.0)),
     "a round that is over": payload(Metric(replace(HERE, round=1, node=LIAR), 1.0, "loss", 0.0)),
     "layers that nobody knows": payload(LayerStats(HERE, 1.0, "update", empty_sums(1), "feed")),
-    "more layers than there are": payload(
-        Run("flower-7", "flower", tables=(TABLE,)), LayerStats(HERE, 1.0, "update", empty_sums(2), TABLE.digest)
-    ),
     "more kinds of models than a run can have": payload(Run("flower-7", "flower", tables=MANY)),
     "as if it were the monitor": payload(Metric(replace(HERE, node="102"), 1.0, "loss", 9.0), source="monitor"),
 }
@@ -423,3 +420,11 @@ def test_our_key_is_free_for_others_where_nobody_watches():
 
     federate(FedAvg(), app, rounds=1, fate=fate)
     assert kept == [{"own": 1}] * 4
+
+
+def test_statistics_of_more_layers_than_there_are_are_left_out_alone(losses):
+    """The rest of the message counts: a malformed record costs only itself."""
+    statistics = LayerStats(HERE, 1.0, "update", empty_sums(2), TABLE.digest)
+    _, sink = lied_to(payload(Run("flower-7", "flower", tables=(TABLE,)), statistics))
+    assert TABLE.digest not in {record.table for record in sink.of(LayerStats)}
+    assert {node: [m.value for m in sink.metrics("loss", node=node)] for node in OTHERS} == losses

@@ -53,6 +53,8 @@ class Dirichlet(Description, frozen=True):
     alpha: float = 0.3
     sigma: float = 0.0
 
+    later = ("sigma",)
+
     def __post_init__(self) -> None:
         require(0 < self.alpha < math.inf, "alpha of dirichlet", self.alpha, "above 0 and finite")
         require(0 <= self.sigma <= 10, "sigma of dirichlet", self.sigma, "from 0 to 10")

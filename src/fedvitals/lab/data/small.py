@@ -27,6 +27,8 @@ class Digits(Description, frozen=True):
 
     reconstruct: bool = False
 
+    later = ("reconstruct",)
+
     def make(self) -> Arrays:
         spec = importlib.util.find_spec("sklearn")
         if spec is None or spec.origin is None:
@@ -67,6 +69,8 @@ class Synthetic(Description, frozen=True):
     vocabulary: int | None = None
     seed: int = 0
     targets: Literal["classes", "numbers", "labels", "tasks", "tokens", "inputs"] = "classes"
+
+    later = ("targets",)
 
     def __post_init__(self) -> None:
         require(self.classes >= 2, "number of classes of synthetic", self.classes, "at least 2")

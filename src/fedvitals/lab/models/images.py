@@ -95,6 +95,8 @@ class CNN(Description, frozen=True):
     channels: tuple[int, int] = (32, 64)
     norm: Literal["none", "batch", "layer"] = "none"
 
+    later = ("norm",)
+
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "channels", tuple(self.channels))
         _require_channels("cnn", self.channels)
