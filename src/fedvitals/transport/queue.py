@@ -151,7 +151,7 @@ class Queue:
         return written and not self._lost
 
     def close(self, timeout: float = 10.0) -> None:
-        """Flush, end the thread and close the sink; what cannot be written is spilled if important, else counted."""
+        """Flush, end the thread and close the sink. What it has not taken waits in files, or is counted."""
         with self._lock:
             if self._refused:
                 return
@@ -296,7 +296,7 @@ class Queue:
         return bulk >= target[0] and important >= target[1]
 
     def _abandon(self) -> None:
-        """At the end: what is left is spilled if important, else lost."""
+        """At the end: what is left goes into the spill's files, and is lost where there is no room."""
         with self._lock:
             left = [*self._held, *self._important, *self._moving, *self._bulk]
             self._held, self._moving, self._held_from = [], [], None

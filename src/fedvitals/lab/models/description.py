@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fedvitals.errors import ConfigError
+from fedvitals.lab.description import require
 
 Shape = tuple[int, ...]
 """Of one sample: (channels, height, width), (steps, features), (features,), or (steps,) of tokens."""
@@ -49,3 +50,10 @@ def image_shape(kind: str, shape: Shape, vocabulary: int | None) -> tuple[int, i
 def refuse_tokens(kind: str, vocabulary: int | None) -> None:
     if vocabulary is not None:
         raise ConfigError(f"The model {kind} cannot take tokens. Take gpt, transformer, lstm or gru.")
+
+
+def require_attention(kind: str, width: int, heads: int, layers: int) -> None:
+    """Raise ConfigError unless a transformer of this kind can have this width, heads and layers."""
+    require(layers >= 1, f"layers of {kind}", layers, "at least 1")
+    fits = heads >= 1 and width >= 1 and width % heads == 0
+    require(fits, f"width of {kind}", width, f"a multiple of its {heads} heads")

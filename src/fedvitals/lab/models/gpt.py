@@ -17,7 +17,7 @@ from fedvitals.lab.data.sources import user_cache
 from fedvitals.lab.description import Description, Part, require
 from fedvitals.lab.losses import CrossEntropy
 from fedvitals.lab.models.blocks import Encoder, PositionEmbedding
-from fedvitals.lab.models.description import Shape, seeded_globally
+from fedvitals.lab.models.description import Shape, require_attention, seeded_globally
 from fedvitals.lab.state import StateLayout
 from fedvitals.lab.streams import stream
 
@@ -53,9 +53,7 @@ class GPT(Description, frozen=True):
     stackable = True
 
     def __post_init__(self) -> None:
-        require(self.layers >= 1, "layers of gpt", self.layers, "at least 1")
-        fits = self.heads >= 1 and self.width >= 1 and self.width % self.heads == 0
-        require(fits, "width of gpt", self.width, f"a multiple of its {self.heads} heads")
+        require_attention("gpt", self.width, self.heads, self.layers)
 
     def build(
         self,

@@ -21,7 +21,7 @@ from fedvitals.lab.models.blocks import (
     PositionEmbedding,
     Recurrent,
 )
-from fedvitals.lab.models.description import Shape, image_shape, seeded_globally
+from fedvitals.lab.models.description import Shape, image_shape, require_attention, seeded_globally
 
 
 class Transformer(Description, frozen=True):
@@ -38,10 +38,8 @@ class Transformer(Description, frozen=True):
     stackable = True
 
     def __post_init__(self) -> None:
-        require(self.layers >= 1, "layers of transformer", self.layers, "at least 1")
+        require_attention("transformer", self.width, self.heads, self.layers)
         require(self.patch >= 1, "patch of transformer", self.patch, "at least 1 pixel")
-        fits = self.heads >= 1 and self.width >= 1 and self.width % self.heads == 0
-        require(fits, "width of transformer", self.width, f"a multiple of its {self.heads} heads")
 
     def build(
         self,
@@ -83,10 +81,8 @@ class VIT(Description, frozen=True):
     stackable = True
 
     def __post_init__(self) -> None:
-        require(self.layers >= 1, "layers of vit", self.layers, "at least 1")
+        require_attention("vit", self.width, self.heads, self.layers)
         require(self.patch >= 1, "patch of vit", self.patch, "at least 1 pixel")
-        fits = self.heads >= 1 and self.width >= 1 and self.width % self.heads == 0
-        require(fits, "width of vit", self.width, f"a multiple of its {self.heads} heads")
 
     def build(self, shape: Shape, classes: int, generator: torch.Generator, vocabulary: int | None = None) -> nn.Module:
         image_shape("vit", shape, vocabulary)
