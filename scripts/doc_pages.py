@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fedvitals.catalog import LEVELS, MEASURES, PEERS
+from fedvitals.catalog import LEVELS, MEASURES
+from fedvitals.diagnosis.abstentions import ACCEPTED, NEWEST, NOT_JUDGED
 from fedvitals.diagnosis.issues.table import FAMILIES as ISSUE_FAMILIES
 from fedvitals.diagnosis.issues.table import ISSUES, Issue, measured_rates
-from fedvitals.stats import DERIVED, FAMILIES
+from fedvitals.stats import DERIVED, FAMILIES, PEERS
 from fedvitals.store.schema import LAYER_STATISTICS, TABLES, VERSION
 
 PRIVACY = """
@@ -125,18 +126,44 @@ numbers; `fedvitals findings RUN` prints it with the causes, the remedies and wh
 here. `fedvitals check RUN` looks again at a stored run.
 
 *False alarms* are cases raised per 100 healthy rounds of the fault bank's held-out runs. *Exact* issues are equality
-tests: what they say has happened, and there is nothing to be unsure of."""
+tests: what they say has happened, and there is nothing to be unsure of.
+
+*Severity* follows damage and certainty. Critical: the model is being lost (NaN in it, a loss that runs away, a client
+that is certainly faulty and decides the average alone). Warning: something is wrong. Note: worth knowing, shown on
+request only (`--notes`).
+
+One trouble is one case: different names for what one client does in the same time are alternatives with probabilities,
+and what a lost model explains hangs below the case of the client that lost it. A case is *still there* if it was seen
+when its client last took part.
+
+## What an all-clear says
+
+«No findings» comes with what was looked at: clients, rounds and client-rounds. A client-round is judged if the client's
+update was seen as it was trained, and was compared with those of enough peers. Otherwise it counts in
+`diagnosis.not_judged`, with one of these reasons:
+
+{reasons}
+
+A run is *not fully examined*, and no verb, page or report calls it healthy, if more than {accepted} of its
+client-rounds or all of the newest {newest} rounds were not judged; if a detector, a sink or a step of the monitor
+failed; if records were lost; or if a client trained outside of any round. `fedvitals findings` and `fedvitals check`
+then exit with 1, as they do for warnings and criticals. Exact rules (NaN, failures, frozen layers) look at every
+client-round all the same.
+
+## All issues"""
 
 
 def issues_page() -> str:
     """The page docs/issues.md."""
     rates = measured_rates()
+    reasons = "\n".join(f"- `{rule}`: {why}." for rule, why in NOT_JUDGED.items())
+    about = _ISSUES_ABOUT.format(reasons=reasons, accepted=f"{100 * ACCEPTED:g} %", newest=NEWEST)
     lines = [
         "# Issues",
         "",
         "Generated from `src/fedvitals/diagnosis/issues/*.toml` by `scripts/docs`; do not edit.",
         "",
-        _ISSUES_ABOUT,
+        about,
         "",
         "| code | what | family | severity | false alarms per 100 healthy rounds |",
         "| --- | --- | --- | --- | --- |",

@@ -26,6 +26,7 @@ class Measure:
 
 _LABELLED = "`data` that yields (x, y), and `loss`"
 _MODEL = "a model"
+_UPDATE = "a model in `monitor.client`, or `monitor.updates`"
 _INPUTS = "a classifier: one row of outputs per sample"
 _JOURNEY = "`monitor.exchange`, or the lab with a network"
 _FLOWER = "Flower, with `fv.flower.client_mod`"
@@ -34,11 +35,14 @@ _SHARES: dict[str, Any] = {"level": 0, "needs": "a model; the shares: told when 
 _BOTTLENECK: dict[str, Any] = {"level": 0, "needs": "profiling; told when the next round has begun"}
 _MACHINE: dict[str, Any] = {"level": 0, "needs": "psutil; for GPUs nvidia-ml-py; each second", "rare": True}
 
+_NOT_JUDGED: dict[str, Any] = {"level": 0, "rare": True}
+_REASONS = ("masked", "unseen", "transformed", "unmeasured", "few_clients")  # see `diagnosis.abstentions`
+_LOSS_UNIT = "1"  # the task's own: nats for a cross-entropy, squares of what is predicted for a squared error
 MEASURES: tuple[Measure, ...] = (
     Measure(
         "loss",
-        "nats",
-        "Training loss: what the user logged; for a client that logged none, `fit.loss_after`.",
+        _LOSS_UNIT,
+        "Training loss: what the user logged, else `fit.loss_after`; in the task's own unit (cross-entropy: nats).",
         needs="`monitor.log(loss=...)`, or " + _LABELLED,
     ),
     Measure(
@@ -55,9 +59,9 @@ MEASURES: tuple[Measure, ...] = (
     ),
     Measure(
         "local.loss",
-        "nats",
+        _LOSS_UNIT,
         "The same for the loss.",
-        "mean cross-entropy",
+        "mean over the samples",
         needs="the lab, clients that evaluate on Flower, or `monitor.log`",
     ),
     Measure("absolute_error", "units of the target", "Mean absolute error of the global model.", needs="the lab"),
@@ -74,21 +78,21 @@ MEASURES: tuple[Measure, ...] = (
     ),
     Measure(
         "fit.loss_before",
-        "nats",
+        _LOSS_UNIT,
         "Loss of the received model on own samples, before training.",
         "mean over at most 64 samples",
         needs=_LABELLED,
     ),
     Measure(
         "fit.loss_after",
-        "nats",
+        _LOSS_UNIT,
         "Loss of the trained model, on the same samples as before.",
         "mean over at most 64 samples",
         needs=_LABELLED,
     ),
     Measure("fit.accuracy_before", "share", "Accuracy of the received model on own samples.", needs=_LABELLED),
     Measure("fit.accuracy_after", "share", "Accuracy of the trained model on own samples.", needs=_LABELLED),
-    Measure("fit.loss_p90", "nats", "Ninth decile of the received model's loss on own samples.", needs=_LABELLED),
+    Measure("fit.loss_p90", _LOSS_UNIT, "Ninth decile of the received model's loss on own samples.", needs=_LABELLED),
     Measure(
         "fit.confusion",
         "share",
@@ -116,7 +120,7 @@ MEASURES: tuple[Measure, ...] = (
         "fit.samples",
         "samples",
         "Own samples behind the `fit.*` values of this round: 8 to 64, by the work of the training. A client is due "
-        "once in each 8 rounds (`light`: 20) or oftener; `fedvitals show` counts.",
+        "once in each 2 rounds (`light`: 20) or oftener; `fedvitals show` counts.",
         needs=_LABELLED,
     ),
     Measure(
@@ -184,7 +188,7 @@ MEASURES: tuple[Measure, ...] = (
         needs=_MODEL,
     ),
     Measure("weight.nonfinite", "values", "NaN and Inf in the weights after training.", needs=_MODEL),
-    Measure("update.norm", "1", "L2 norm of the client's update.", "‖d‖₂", needs=_MODEL),
+    Measure("update.norm", "1", "L2 norm of the client's update.", "‖d‖₂", needs=_UPDATE),
     Measure(
         "update.cosine_mean",
         "1",
@@ -195,19 +199,19 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "update.cosine_previous", "1", "Cosine to this client's previous update.", needs="a second round of the client"
     ),
-    Measure("update.zero", "0/1", "1 if the update is exactly zero; absent otherwise.", needs=_MODEL, rare=True),
+    Measure("update.zero", "0/1", "1 if the update is exactly zero; absent otherwise.", needs=_UPDATE, rare=True),
     Measure(
         "update.nonfinite",
         "values",
         "NaN and Inf in the update, counted by whoever holds it; absent if none.",
-        needs=_MODEL,
+        needs=_UPDATE,
         rare=True,
     ),
     Measure(
         "update.duplicates",
         "clients",
         "Other clients that sent exactly the same update in this round; absent if none.",
-        needs=_MODEL,
+        needs=_UPDATE,
         rare=True,
     ),
     Measure(
@@ -215,6 +219,24 @@ MEASURES: tuple[Measure, ...] = (
         "share",
         "How far what arrived is from what the client says that it sent: the largest difference between the nine sums "
         "of a layer, as a share of its size, up to 1; absent where they agree and have the same layers.",
+        needs="updates that the host hands over, and clients that tell of theirs",
+        rare=True,
+    ),
+    Measure(
+        "update.factor",
+        "1",
+        "What the received update is of the one that the client says it trained, where the sums of every layer agree "
+        "on one number: −1 negated, 10 ten times as long; absent where the two are equal, or nothing of the kind.",
+        "d = k · d_trained",
+        needs="updates that the host hands over, and clients that tell of theirs",
+        rare=True,
+    ),
+    Measure(
+        "update.base_age",
+        "rounds",
+        "How many rounds ago the global model had the weights that the received update was added to, where the sums of "
+        "every layer agree on it; absent where that is the present model, or unknown.",
+        "d = d_trained + w(n rounds ago) − w(now)",
         needs="updates that the host hands over, and clients that tell of theirs",
         rare=True,
     ),
@@ -388,6 +410,14 @@ MEASURES: tuple[Measure, ...] = (
     Measure("monitor.cost", "seconds", "Time that measuring took on the training thread.", level=0),
     Measure("monitor.lost", "records", "Records lost so far before they were stored.", level=0),
     Measure("monitor.thinned", "client-rounds", "Client-rounds so far whose layer statistics were left out.", level=0),
+    Measure("diagnosis.client_rounds", "client-rounds", "Clients of this round that detectors looked at.", level=0),
+    Measure("diagnosis.not_judged", "share", "Of these, those that could not be judged.", level=0),
+    *(
+        Measure(
+            f"diagnosis.not_judged.{rule}", "client-rounds", "Those for this reason (docs/issues.md).", **_NOT_JUDGED
+        )
+        for rule in _REASONS
+    ),
 )
 
 HOSTS = (
@@ -407,21 +437,6 @@ LEVELS = (
     "also per-layer statistics, histograms, sketches, label histogram; tracebacks by a switch of their own",
     "tensors on the tape, kept on the site where they were made",
 )
-
-PEERS = {
-    "cosine": "`cos(d_i, Σ_{j≠i} d_j/‖d_j‖)`: everybody else counts the same, whatever its size",
-    "first, head": "the same on the first and on the last weight of two or more dimensions",
-    "step": "`cos(d_i, w_t − w_{t−1})`: along the last step of the global model",
-    "back": "largest of `cos(d_i, w_{t−k} − w_t)`, k = 1 … 5: back to an earlier model, as a stale update goes",
-    "nearest": "largest cosine to another client's update; exact above 0.8, below that by sketches",
-    "signs": "share of signs (of at most 65,536 coordinates) that are those of the sum of the others' signs",
-    "classes": "mean over the head's rows of their cosines to the others' rows, weighted by the rows' norms",
-    "classes_min": "the smallest of these, of rows with more than half of the mean norm",
-    "class_entropy": "entropy of the rows' squared norms, 1 where all classes move alike",
-    "bias": "as `head`, of the head's bias",
-    "spread": "`‖d‖₁ / (‖d‖₂ √D)`: 1 where all coordinates move alike, small where few do",
-}
-"""The columns of the family `update.peers`."""
 
 
 def public_name(name: str) -> str:

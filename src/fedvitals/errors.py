@@ -26,6 +26,10 @@ class ConfigError(FedvitalsError):
     """A setting, name or argument that cannot be meant."""
 
 
+class UnsuitedError(ConfigError):
+    """A model, data or a loss that a probe cannot measure, through nobody's fault: the probe abstains and says so."""
+
+
 class RecordError(FedvitalsError):
     """A record whose shape, size or name is not acceptable."""
 

@@ -46,6 +46,20 @@ PEER_COLUMNS = (
     "bias",
     "spread",
 )
+PEERS = {
+    "cosine": "`cos(d_i, Σ_{j≠i} d_j/‖d_j‖)`: everybody else counts the same, whatever its size",
+    "first, head": "the same on the first and on the last weight of two or more dimensions",
+    "step": "`cos(d_i, w_t − w_{t−1})`: along the last step of the global model",
+    "back": "largest of `cos(d_i, w_{t−k} − w_t)`, k = 1 … 5: back to an earlier model, as a stale update goes",
+    "nearest": "largest cosine to another client's update; exact above 0.8, below that by sketches",
+    "signs": "share of signs (of at most 65,536 coordinates) that are those of the sum of the others' signs",
+    "classes": "mean over the head's rows of their cosines to the others' rows, weighted by the rows' norms",
+    "classes_min": "the smallest of these, of rows with more than half of the mean norm",
+    "class_entropy": "entropy of the rows' squared norms, 1 where all classes move alike",
+    "bias": "as `head`, of the head's bias",
+    "spread": "`‖d‖₁ / (‖d‖₂ √D)`: 1 where all coordinates move alike, small where few do",
+}
+"""The columns of the family `update.peers`."""
 
 # The histogram has one bin per sign and binary exponent; values outside 2^-48 .. 2^16 fall into the end bins.
 LOWEST_EXPONENT, EXPONENTS = -48, 64

@@ -46,7 +46,7 @@ def watch(store, name, settings, detectors="standard"):
     )
     with fv.Monitor(store, name, detectors=detectors, strict=True) as monitor:
         lab.run(experiment, monitor, engine="sequential")
-        return monitor.run.id, list(monitor.findings())
+        return monitor.run.id, list(monitor.findings(notes=True))
 
 
 def every_question(history, number):
@@ -97,7 +97,7 @@ def test_a_sick_run_is_one_and_nothing_differs(store, capsys):
     assert "NAN_GRADIENT" in out
     assert "Nothing differs from" in out
     told = json.loads(run(capsys, "check", "nan", "--json", "--store", store)[1])["result"]
-    assert {"run", "detectors", "cases", "difference", "failed", "not_judged"} == set(told)
+    assert {"run", "detectors", "cases", "hidden_notes", "difference", "failed", "examined", "not_judged"} == set(told)
     assert told["difference"]["only_now"] == told["difference"]["only_stored"] == []
     assert any(case["issue"] == "NAN_GRADIENT" and case["node"] == "c1" for case in told["cases"])
 
@@ -114,7 +114,7 @@ def test_a_run_that_nobody_judged_is_judged_now_and_not_changed(store, capsys):
     code, out, _ = run(capsys, "check", "unjudged", "--store", store)
     assert code == 1
     assert "only now" in out
-    assert run(capsys, "findings", "unjudged", "--store", store)[0] == 0
+    assert run(capsys, "findings", "unjudged", "--store", store)[0] == 1  # still nobody has looked at it
 
 
 def test_what_was_said_then_and_is_not_said_now(store, capsys, monkeypatch):
@@ -127,7 +127,7 @@ def test_what_was_said_then_and_is_not_said_now(store, capsys, monkeypatch):
     code, out, err = run(capsys, "check", "nan", "--store", store)
     assert code == 1  # no all-clear
     assert "only stored" in out
-    assert "No findings, but not all was judged: the detector 'broken' failed (ValueError)." in out
+    assert "No findings, but not fully examined: the detector 'broken' failed (ValueError)." in out
     assert err.count("the detector 'broken' failed: ValueError('no')") == 1
 
 

@@ -93,9 +93,9 @@ def names(client, **params):
 @pytest.mark.thorough
 def test_worst_first_and_says_so(client):
     found = get(client, "clients")
-    assert [row["name"] for row in found["rows"]][:2] == ["c3", IMAGE]
+    assert found["rows"][0]["name"] == "c3"
     assert found["order"].startswith("worst first")
-    assert found["health"] == {"critical": 0, "warning": 1, "note": 1, "well": 5}
+    assert found["health"] == {"critical": 0, "warning": 1, "note": 0, "well": 6}  # a note makes nobody ill
     worst = found["rows"][0]
     assert (worst["severity"], worst["open_cases"], worst["cases"][0]["issue"]) == ("warning", 1, "LABEL_NOISE")
     assert worst["score"] > 3.5
@@ -118,7 +118,7 @@ def test_sorting_filtering_and_paging_happen_on_the_server(client):
     assert names(client, sort="cosine")[0] == "c3"
     assert names(client, sort="seconds", descending=True)[0] == "c10"
     assert names(client, search="ETC") == ["../../etc/passwd"]
-    assert names(client, health="ill") == ["c3", IMAGE]
+    assert names(client, health="ill") == ["c3"]
     assert names(client, health="failed") == [IMAGE, "c5"] or set(names(client, health="failed")) == {IMAGE, "c5"}
     found = get(client, "clients", sort="name", limit=2, offset=5)
     assert [row["name"] for row in found["rows"]] == ["c5", "c10"]
@@ -134,7 +134,7 @@ def test_muted_troubles_do_not_count(tmp_path):
     with open_reader(path) as reader:
         assert clients_page(rosters.roster(reader, charted.RUN, "2")).health["warning"] == 0
         # Still in front of those who are well: it lies far from them.
-        assert [row.name for row in rosters.roster(reader, charted.RUN, "2").rows][:2] == [IMAGE, "c3"]
+        assert rosters.roster(reader, charted.RUN, "2").rows[0].name == "c3"
 
 
 def test_a_value_that_is_not_finite_is_told_as_such(tmp_path):
@@ -168,8 +168,8 @@ def test_the_verdict_on_a_client_is_of_its_own_cases(client):
     assert ill["verdict"]["key"] == "LABEL_NOISE~c3~~"
     assert different["verdict"]["state"] == "healthy"
     assert "c3" not in different["verdict"]["headline"]
-    assert (ill["place"], ill["worse"], ill["better"]) == (1, None, IMAGE)
-    assert get(client, "client", node=IMAGE)["worse"] == "c3"
+    assert (ill["place"], ill["worse"], ill["better"]) == (1, None, "c10")
+    assert get(client, "client", node="c10")["worse"] == "c3"
 
 
 @pytest.mark.thorough

@@ -4,14 +4,11 @@
 import asyncio
 import contextlib
 import os
-import platform
 import sqlite3
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import httpx2
 import pytest
@@ -22,7 +19,7 @@ from fedvitals.dashboard.app import create_app
 from fedvitals.dashboard.change_tracker import ChangeTracker
 from fedvitals.dashboard.connections import Limits
 from fedvitals.dashboard.live import Live
-from fedvitals.dashboard.reader_cache import READERS, ReaderCache
+from fedvitals.dashboard.reader_cache import ReaderCache
 from fedvitals.dashboard.routes import compare as routes_compare
 from fedvitals.dashboard.routes import status as routes_status
 from fedvitals.errors import StoreError
@@ -38,7 +35,7 @@ from fedvitals.views import matrix as views_matrix
 from fedvitals.views.matrix import Matrices
 from fedvitals.views.memo import MOST, remembered
 from fedvitals.views.status import SILENT, state_of
-from support.dashboard_server import TOKEN, WRITE, serve, serving
+from support.dashboard_server import TOKEN, WRITE, serve
 from support.paths import GOLDEN
 from support.runs_by_hand import course
 from support.timed_run import STARTED, stored
@@ -440,31 +437,3 @@ def test_an_address_is_remembered_once_also_where_it_is_about_several_runs(store
         cache.remember("/compare", version, bytes(1000))
     assert (cache.remembered("/compare", "2"), cache._answered) == (None, 1000)
     assert cache.remembered("/compare", "3")
-
-
-def heaps_of_threads(process):
-    """How many heaps the C library has made for single threads: each begins at a multiple of 64 MiB."""
-    unnamed = [line for line in Path(f"/proc/{process}/maps").read_text().splitlines() if len(line.split()) == 5]
-    starts = [line.split("-")[0] for line in unnamed]
-    return sum(int(start, 16) % (64 << 20) == 0 for start in starts)
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the heaps of glibc")
-def test_the_threads_that_answer_share_one_heap(store):
-    with serving(store) as (url, process), ThreadPoolExecutor(8) as pages:
-        paths = [f"{url}/api/runs/b/{part}" for part in ("overview", "clients", "profile", "map", "findings")] * 8
-        assert {answer.status_code for answer in pages.map(httpx2.get, paths)} == {200}
-        assert heaps_of_threads(process.pid) == 0
-
-
-def test_readers_that_wait_are_few_and_hold_no_pages(tmp_path):
-    with open_store(tmp_path / "runs.db") as store:
-        store.write([Metric(Where("r", 0), 0.0, "loss", 1.0, "s", 0)])
-    cache, statements = ReaderCache(tmp_path / "runs.db"), []
-    with contextlib.ExitStack() as stack:
-        for _ in range(10):
-            reader = stack.enter_context(cache.reader())
-            reader.database.connection.set_trace_callback(statements.append)
-    assert statements == ["PRAGMA shrink_memory"] * 10
-    assert len(cache._readers) == READERS
-    cache.close()

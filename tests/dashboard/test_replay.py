@@ -73,7 +73,7 @@ def test_the_index_says_what_the_tape_can_do(reader, taped, tape):
 
 def test_findings_are_flags_of_their_rounds(reader, taped):
     flags = replay_index(reader, *taped).flags
-    told = {f.where.round for f in queries.records(reader, taped[1], Finding)}
+    told = {f.where.round for f in queries.records(reader, taped[1], Finding) if f.severity != "note"}
     assert {flag.round for flag in flags} == told
     assert 4 in told  # the failure
     assert holds_for_each(flag.words and flag.count for flag in flags)

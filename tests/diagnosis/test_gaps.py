@@ -67,7 +67,7 @@ def test_a_detector_that_fails_is_named_and_the_others_go_on():
     monitor.close()
     assert looked == [0, 1, 2, 3]
     assert text == repr(monitor.findings())
-    assert text.startswith("No findings, but not all was judged: the detector 'broken' failed in round ")
+    assert text.startswith("No findings, but not fully examined: the detector 'broken' failed in round ")
     assert text.endswith(" (TypeError).")
     assert monitor.lost == 0
 
@@ -103,7 +103,7 @@ def test_verbs_that_judge_give_no_all_clear(store, capsys, verb, monkeypatch):
         monkeypatch.setattr("fedvitals.diagnosis.examine.DETECTORS", (quiet, broken))
     code, out, _ = run(capsys, verb, "sick", "--store", store)
     assert code == 1
-    assert "not all was judged: the detector 'broken' failed" in out.replace("\n", " ")
+    assert "not fully examined: the detector 'broken' failed" in out.replace("\n", " ")
     assert not any(words in out for words in ALL_CLEAR)
     code, out, _ = run(capsys, verb, "sick", "--store", store, "--json")
     assert code == 1
@@ -119,17 +119,17 @@ def test_looking_again_gives_no_all_clear_for_what_was_never_recorded(tmp_path, 
     for verb in ("findings", "check"):
         code, out, _ = run(capsys, verb, "named", "--store", tmp_path / "runs.db")
         assert code == 1
-        assert "not all was judged: opening a round failed" in out.replace("\n", " ")
+        assert "not fully examined: opening a round failed" in out.replace("\n", " ")
 
 
 def test_verbs_that_show_give_no_all_clear(store, capsys):
     code, out, _ = run(capsys, "show", "sick", "--store", store)
     assert code == 0
-    assert "not all was judged: the detector 'broken' failed" in out
+    assert "not fully examined: the detector 'broken' failed" in out
     assert not any(words in out for words in ALL_CLEAR)
     code, out, _ = run(capsys, "runs", "--store", store)
     assert code == 0
-    assert "not all was judged" in out
+    assert "not fully examined" in out
     (listed,) = json.loads(run(capsys, "runs", "--store", store, "--json")[1])["result"]
     assert listed["not_judged"]
 
@@ -140,14 +140,14 @@ def test_pages_and_reports_give_no_all_clear(store, tmp_path):
         (summary,) = queries.list_runs(reader)
         verdict = verdict_of(reader, summary.id)
         assert verdict.state == "unjudged"
-        assert "not all was judged: the detector 'broken' failed" in verdict.headline
+        assert "not fully examined: the detector 'broken' failed" in verdict.headline
         assert overview(reader, summary.id).verdict == verdict
         assert facts_of(reader, summary.id).verdict.state == "unjudged"
         assert gaps_of(reader, summary.id)
         for name in ("report.md", "report.html"):
             report(reader, [summary.id], tmp_path / name)
             text = (tmp_path / name).read_text(encoding="utf-8")
-            assert "not all was judged" in text
+            assert "not fully examined" in text
             assert "Nothing needs doing" not in text
             assert "Healthy" not in text
 
@@ -261,7 +261,7 @@ def test_a_verdict_with_gaps():
     verdict = judge([], facts)
     assert (verdict.state, verdict.headline) == (
         "unjudged",
-        "No findings, but not all was judged: 577 records were lost.",
+        "No findings, but not fully examined: 577 records were lost.",
     )
 
 

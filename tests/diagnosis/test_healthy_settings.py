@@ -3,7 +3,10 @@
 
 import pytest
 
-from support.healthy.settings import judged, settings, troubles
+from fedvitals.diagnosis.abstentions import examination
+from fedvitals.diagnosis.cases import cases
+from fedvitals.diagnosis.examine import examine
+from support.healthy.settings import settings, trained, troubles
 
 SETTINGS = settings()
 QUICK = {"regression, MSE", "by hand, fp16", "summed cross-entropy"}  # for scripts/test --fast; the others take minutes
@@ -15,7 +18,7 @@ QUICK = {"regression, MSE", "by hand, fp16", "summed cross-entropy"}  # for scri
 def test_a_healthy_training_raises_no_alarm(name):
     if name.startswith("Flower"):
         pytest.importorskip("flwr")
-    cases = judged(SETTINGS[name], seed=7)
-    assert troubles(cases) == []
+    history = trained(SETTINGS[name], seed=7)
+    assert troubles(cases(examine(history))) == []
     compressed = name.startswith(("lab", "by hand")) or "level" in name
-    assert ("TRANSFORMED_UPDATES" in {case.issue for case in cases}) == compressed
+    assert ("transformed" in examination(history).not_judged) == compressed

@@ -32,6 +32,8 @@ WORDS = "ALL MODELS ARE STOLEN. Call 555-EVIL, visit http://evil.example \x1b[31
 
 OF_THE_SERVER = {
     "that it was not there": Event(HERE, 1.0, "warning", "client.dropped_out", WORDS),
+    "that it is connected": Event(HERE, 1.0, "info", "client.connected", WORDS),
+    "that it is not connected": Event(HERE, 1.0, "warning", "client.disconnected", WORDS),
     "that its update was lost": Event(HERE, 1.0, "warning", "update.lost", WORDS),
     "that its update was refused": Event(HERE, 1.0, "error", "update.refused", WORDS, {"weight": 1.0}),
     "that a round failed": Event(HERE, 1.0, "error", "round.failed", WORDS, {"exception": "ValueError"}),

@@ -187,7 +187,7 @@ def test_a_refused_round_stops_no_training_and_spoils_no_other_round(tmp_path, c
         findings = str(monitor.findings())
     assert holds_for_each(torch.equal(a, b) for a, b in zip(expected, weights, strict=True))
     assert "A round's number is an integer from 0 on, for example monitor.round(3); got 'one'." in caplog.text
-    assert "Not all was judged: opening a round failed (ConfigError)" in findings
+    assert "Not fully examined: opening a round failed (ConfigError)" in findings
     assert monitor.lost == 0
     with open_reader(store) as reader:
         history = reader.history(monitor.run.id)

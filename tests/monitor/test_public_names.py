@@ -10,7 +10,7 @@ from support.paths import ROOT
 
 NAMES = [
     "client", "close", "edge", "exchange", "file", "findings", "flush", "host", "log", "lost", "part", "prescribed",
-    "round", "run", "transfer", "updates",
+    "round", "run", "transfer", "transformed", "updates",
 ]  # fmt: skip
 
 

@@ -184,6 +184,11 @@ def test_usual_initialisation_is_fine(name, seed):
     assert check_initialisation(make(name, seed)) == []
 
 
+@pytest.mark.parametrize("cell", [nn.GRU(1, 64), nn.LSTM(2, 256, num_layers=2), nn.RNN(1, 128), nn.GRUCell(1, 64)])
+def test_recurrent_cells_with_few_inputs_are_initialised_well_by_torch(cell):
+    assert check_initialisation(nn.Sequential(cell)) == []
+
+
 def uniform(model):
     nn.init.uniform_(model[1].weight, 8, 10)
 

@@ -21,6 +21,26 @@ def test_the_readmes_snippet_is_the_example():
     assert body.replace('"runs.db"', "store") in example
 
 
+def test_the_readmes_recipe_for_workers_is_the_example():
+    (recipe,) = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert recipe in (ROOT / "examples" / "worker_processes.py").read_text()
+
+
+@pytest.mark.thorough
+def test_the_recipe_for_workers_runs(tmp_path):
+    """Every client of every round has its training, its update and how that compares with the others'."""
+    pytest.importorskip("sklearn", reason="the example's data ship inside scikit-learn")
+    store = tmp_path / "runs.db"
+    subprocess.run([sys.executable, ROOT / "examples" / "worker_processes.py", store], check=True, cwd=tmp_path)
+    with open_reader(store) as reader:
+        run = queries.find_run(reader, "pool")
+        history = reader.history(run)
+        assert history.rounds() == [0, 1, 2]
+        for name in ("gradient.norm", "update.norm", "update.cosine_mean"):
+            assert all(len(history.latest(name, number)) == 6 for number in range(3))
+        assert not queries.events(reader, run, level="warning")
+
+
 @pytest.mark.thorough
 def test_the_plain_loop_runs(tmp_path):
     """The example trains, and the store has every client's vital signs in every round."""

@@ -158,7 +158,7 @@ def test_the_federations_own_accuracy_and_loss(ill: Run) -> None:
 def test_findings_events_and_rounds(ill: Run) -> None:
     assert [*rounds_that_hold(ill, "finding BYZANTINE")] == [3]
     assert rounds_that_hold(ill, "finding byzantine of c2") == {}
-    assert "does not send what it trained" in rounds_that_hold(ill, "any finding of c3")[3]
+    assert "sends what it trained scaled by" in rounds_that_hold(ill, "any finding of c3")[3]
     assert [*rounds_that_hold(ill, "event client.failed of c1")] == [*rounds_that_hold(ill, "any failure")] == [2]
     assert rounds_that_hold(ill, "event client.failed of c2") == {}
     assert [*rounds_that_hold(ill, "round 4")] == [4]

@@ -5,12 +5,13 @@ import contextlib
 import sqlite3
 import subprocess
 import sys
+import time
 
 import pytest
 
 import fedvitals as fv
 from fedvitals.store import SqliteStore, spill_folder, sqlite
-from fedvitals.transport.queue import Queue
+from fedvitals.transport.queue import CLOSING, Queue
 from fedvitals.transport.spill import readmit
 from support.sinks import metric
 from support.waiting import PATIENCE
@@ -81,3 +82,25 @@ def test_a_store_that_is_held_for_a_while_has_all_records_at_the_end(begin, stor
     queue.close(timeout=PATIENCE)
     assert queue.lost == {}
     assert stored(store) == list(range(3000))
+
+
+def test_closing_beside_a_store_that_is_held_takes_seconds_and_loses_nothing(tmp_path):
+    """It took 20: ten for what waits, and ten more for closing."""
+    path = tmp_path / "runs.db"
+    monitor = fv.Monitor(path, id="r")
+    with monitor.round(1):
+        monitor.log(loss=1.0)
+    assert monitor.flush()
+    with held(path, "BEGIN IMMEDIATE"):
+        with monitor.round(2):
+            monitor.log(loss=2.0)
+        began = time.monotonic()
+        monitor.close()
+        waited = time.monotonic() - began
+    assert CLOSING <= waited < 10.0
+    assert monitor.lost == 0
+    with fv.Monitor(path, id="later") as later:
+        later.log(loss=3.0)
+    losses = "SELECT value FROM metric JOIN symbol ON symbol.id = name WHERE text = 'loss' ORDER BY value"
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        assert database.execute(losses).fetchall() == [(1.0,), (2.0,), (3.0,)]

@@ -7,10 +7,12 @@ import pytest
 
 from fedvitals.errors import StoreError
 from fedvitals.protocols import History, Sink
-from fedvitals.store import open_reader, open_store
+from fedvitals.records import Metric, Where
+from fedvitals.store import open_reader, open_store, symbols, writer
 from fedvitals.store.columns import Constant, insertions
 from fedvitals.store.dialect import SQLITE, Database
 from fedvitals.store.read import queries
+from fedvitals.store.read.nodes import nodes_by_number
 from fedvitals.store.sqlite import SqliteStore
 from support.store_contract import StoreContract
 
@@ -105,3 +107,23 @@ def test_a_row_that_is_refused_costs_the_whole_transaction():
         database.many("INSERT INTO t (a) VALUES (?)", [(i if i != 30 else None,) for i in range(50)])
     database.rollback()
     assert database.rows("SELECT * FROM t") == []
+
+
+def test_a_writer_remembers_a_bounded_number_of_names(tmp_path, monkeypatch):
+    """Senders may bear ever new names; all are stored, and none costs memory for good."""
+    monkeypatch.setattr(symbols, "NAMES_REMEMBERED", 50)
+    monkeypatch.setattr(writer, "NAMES_REMEMBERED", 50)
+    nodes, names = [f"c{i}" for i in range(200)], [f"metric{i}" for i in range(200)]
+    with SqliteStore(tmp_path / "runs.db") as store:
+        for turn in range(2):  # the second time, all are known to the file only
+            for i, (node, name) in enumerate(zip(nodes, names, strict=True)):
+                store.write([Metric(Where("r", turn, node), 0.0, name, float(i), "s", 200 * turn + i)])
+                assert len(store._writer._symbols._numbers) <= 60
+                assert len(store._writer._nodes.get("r", ())) <= 51
+    with open_reader(tmp_path / "runs.db") as reader:
+        counted = reader.database.rows("SELECT COUNT(*), COUNT(DISTINCT name), COUNT(DISTINCT node) FROM metric")
+        assert counted == [(400, 200, 200)]
+        assert {*nodes_by_number(reader, "r").values()} == {*nodes}
+        assert {*queries.metric_names(reader, "r")} == {*names}
+        texts = [text for (text,) in reader.database.rows("SELECT text FROM symbol")]
+        assert len(texts) == len({*texts})

@@ -100,9 +100,8 @@ class Federation:
         return [(event.where.node, event.where.round) for event in self.sink.events("telemetry.refused")]
 
     def nan_updates(self):
-        """The clients and rounds that a critical NAN_UPDATE names."""
-        found = [f for f in self.sink.of(Finding, "NAN_UPDATE") if f.severity == "critical"]
-        return sorted((f.where.node, f.where.round) for f in found)
+        """The clients and rounds that a NAN_UPDATE names."""
+        return sorted((f.where.node, f.where.round) for f in self.sink.of(Finding, "NAN_UPDATE"))
 
 
 @contextmanager

@@ -61,6 +61,19 @@ def test_the_newest_partition_is_the_label_and_lies_are_none(store):
         assert labels_of(reader, "20260101-000000-plain") == {}
 
 
+def test_who_is_back_under_a_new_id_has_the_label_and_the_old_id_until_when(tmp_path):
+    told = begin("20260101-000000-back", "back", config=JUDGED)
+    for number in range(6):
+        told.round(dict.fromkeys((ILL, OTHER, MUTE), (1.0, 2.0, 1.0)), accuracy=0.5, loss=1.0)
+        partition(told, ILL if number < 3 else OTHER, 1, number)
+        partition(told, MUTE, 7, number)
+        partition(told, LIAR, 7, number)  # two that claim one partition at the same time
+    with open_reader(stored(tmp_path / "back.db", told)) as reader:
+        labels = labels_of(reader, "20260101-000000-back")
+    assert labels == {ILL: "partition 1 until round 2", OTHER: "partition 1", MUTE: "partition 7", LIAR: "partition 7"}
+    assert node_of("partition 1", [ILL, OTHER], labels) == OTHER
+
+
 def test_only_long_numbers_are_shortened():
     assert [short(name) for name in (ILL, "c12", "123456789", "hospital-of-the-north-1", "²" * 20)] == [
         "…368631", "c12", "123456789", "hospital-of-the-north-1", "²" * 20,

@@ -20,6 +20,7 @@ from fedvitals.store.read.metrics import values_of_everybody
 from fedvitals.store.sqlite import SqliteStore
 from fedvitals.store.upkeep import retention
 from fedvitals.store.upkeep.doctor import examine
+from fedvitals.views import cohort
 from fedvitals.views.cases import failures_by_client
 from fedvitals.views.cohort import Matrix, buckets, matrix_of
 from fedvitals.views.grid import ABSENT, FAILED, MINUS, NAN, PLUS, VALUE, make_grid
@@ -409,3 +410,22 @@ def test_a_metric_that_nobody_asks_for_takes_no_memory_with_each_round(tmp_path,
         with open_reader(tmp_path / "runs.db") as reader:
             assert not matrices.holds(reader, "r-1", "steps")
             assert matrices.matrix(reader, "r-1", "steps").rounds == tuple(range(60))
+
+
+def test_what_is_computed_from_a_small_matrix_is_not_kept(monkeypatch):
+    """A dashboard that shows a run of few clients would grow with every round by several times the numbers."""
+    values = np.random.default_rng(0).normal(size=(10, 300))
+    small = matrix_of([f"c{i}" for i in range(10)], range(300), values)
+    monkeypatch.setattr(cohort, "LARGE", 1)
+    large = matrix_of(small.nodes, small.rounds, values)
+    kept = [large.band(), large.deviations(), large.worst_first(), large.extent()]
+    monkeypatch.undo()
+    again = [small.band(), small.deviations(), small.worst_first(), small.extent()]
+    assert small._known == {}
+    assert {"band", "deviations", "worst_first", "extent"} <= large._known.keys()
+    assert np.array_equal(kept[0].median, again[0].median)
+    assert np.array_equal(kept[1], again[1])
+    assert np.array_equal(kept[2], again[2])
+    assert kept[3] == again[3]
+    part = small.take([3, 4], 10, 20)  # whose deviations are from the whole cohort
+    assert np.array_equal(part.deviations(), again[1][[3, 4], 10:21])

@@ -87,7 +87,7 @@ def test_the_worst_decides_and_the_others_are_counted():
         label_noise("STRAGGLER", node="c9", number=10),
     )
     assert told.headline == "c2 sends updates that are NaN or infinite, since round 30 (100 %)"
-    assert told.detail == "Accuracy 0.87. 1 other finding, 1 other note, 1 over."
+    assert told.detail == "Accuracy 0.87. 1 other finding, 1 over."
 
 
 def test_a_finding_of_a_users_own_speaks_in_its_own_words():
@@ -100,7 +100,7 @@ def test_a_finding_of_a_users_own_speaks_in_its_own_words():
 def test_healthy_is_said_as_plainly():
     told = verdict()
     assert told.state == "healthy"
-    assert told.headline == "Healthy. 40 rounds, 20 clients, no finding; expected false alarms 0.4."
+    assert told.headline == "Healthy. 40 rounds, 20 clients; no finding, expected false alarms 0.4."
     strict = dataclasses.replace(FACTS, false_alarms=0.1, rounds=100)
     assert "expected false alarms 0.1." in verdict(facts=strict).headline
 
@@ -112,8 +112,8 @@ def test_what_could_not_be_seen_is_said_with_healthy():
 
 def test_notes_and_what_is_over_never_make_a_run_ill():
     note = verdict(label_noise(severity="note", confidence=0.43))
-    assert note.state == "watch"
-    assert note.headline.startswith("Nothing serious. A note: c7 sends updates")
+    assert note.state == "healthy"
+    assert "c7" not in note.headline + note.detail  # nobody is named for a note, unasked
     over = verdict(label_noise(number=9))
     assert over.state == "watch"
     assert over.headline == (
@@ -188,7 +188,7 @@ def test_keys_are_one_part_of_a_path_and_tell_cases_apart():
     hostile = cases(
         [
             label_noise(node=HOSTILE, layer="a~b/c"),
-            label_noise(node=HOSTILE, layer="a"),
+            label_noise("STRAGGLER", node=HOSTILE, layer="a"),
             label_noise(node=HOSTILE + "~a"),
         ]
     )
@@ -217,8 +217,8 @@ def test_from_a_store_as_from_memory(tmp_path):
         store.write(numbered)
     with open_reader(path) as reader:
         told = verdict_of(reader, "r")
-        assert told.headline == f"{HOSTILE} and c7 send updates like clients with wrong labels, since round 3 (96 %)"
+        assert told.headline == f"{HOSTILE} sends updates like a client with wrong labels, since round 5 (96 %)"
         assert told.detail.startswith("Accuracy 0.5.")
         first = {case.node: case for case in cases_of(reader, "r")}
-        assert first["c7"].still_there  # it took part in four rounds since, the run had eight
+        assert not first["c7"].still_there  # it took part since, and nothing was found
         assert case_of(reader, "r", case_key(first[HOSTILE])).node == HOSTILE

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 from fedvitals.cli.screen import new_table, number, shown, sparkline
 
 if TYPE_CHECKING:
+    from fedvitals.diagnosis.abstentions import Examined
     from fedvitals.diagnosis.cases import Case
     from fedvitals.records import Action, Event
 
 COLOURS = {"critical": "bold red", "warning": "yellow", "note": "dim"}
 TRACEBACK = 12  # last lines of one
 WIDEST = 300  # characters of a line of it
+KEY = ("issue", "node", "group", "layer")
 NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -27,10 +29,30 @@ def print_list(
 
     for case in cases[:most]:
         words = f"{shown(place_of(case, labels))}: {case.issue}, {case.confidence:.0%} sure, {case.timeline}"
-        console.print(f"{_coloured(case.severity)}  {words}", soft_wrap=True)
+        below = "  [dim]follows from it:[/dim] " if case.cause is not None else ""
+        console.print(f"{below}{_coloured(case.severity)}  {words}", soft_wrap=True)
         console.print(f"          {shown(case.newest.message)}", soft_wrap=True)
+        if case.alternatives:
+            console.print(f"          [dim]{shown(case.alternatives_in_words)}[/dim]", soft_wrap=True)
     if most is not None and len(cases) > most:
         console.print(f"[dim]          and {len(cases) - most} more[/dim]")
+
+
+def counted(cases: Sequence[Case]) -> str:
+    """Return how many troubles there are: «2 cases and 3 consequences, 4 still there»."""
+    below = sum(case.cause is not None for case in cases)
+    heads, there = len(cases) - below, sum(case.still_there for case in cases)
+    text = f"[bold]{heads} case{'s' * (heads != 1)}[/bold]"
+    text += f" and {below} consequence{'s' * (below != 1)}" if below else ""
+    return f"{text}, {there} still there"
+
+
+def print_hidden_notes(console: Any, count: int, how: str) -> None:
+    """Print one line that says how many notes there are, and how to see them; nothing without any."""
+    from fedvitals.diagnosis.cases import notes_in_words
+
+    if count:
+        console.print(f"[dim]{notes_in_words(count)}: {how}[/dim]", soft_wrap=True)
 
 
 def print_card(
@@ -51,7 +73,11 @@ def print_card(
         ("where", place_of(case, labels)),
         ("when", case.timeline),
         ("how sure", _how_sure(case)),
+        ("or else", case.alternatives_in_words.removeprefix("or ")),
+        ("follows", "" if case.cause is None else f"from {case.cause[0]} of {case.cause[1] or 'the run'}"),
     ):
+        if not text:
+            continue
         console.print(f"  {title:9} {shown(text)}", soft_wrap=True)
     if failure is not None:
         _print_failure(console, failure)
@@ -127,6 +153,25 @@ def _enumerate(console: Any, title: str, sentences: Sequence[str]) -> None:
             console.print(f"    {place}. {shown(sentence)}", soft_wrap=True)
 
 
+def examined_as_json(examined: Examined | None) -> dict[str, Any] | None:
+    """Return what was looked at, and what of it was not judged; None if that is not known."""
+    from fedvitals.diagnosis.abstentions import NOT_JUDGED
+
+    if examined is None:
+        return None
+    reasons = {
+        rule: {"client_rounds": count, "reason": NOT_JUDGED[rule]} for rule, count in examined.not_judged.items()
+    }
+    return {
+        "clients": examined.clients,
+        "first_round": examined.first,
+        "last_round": examined.last,
+        "client_rounds": examined.client_rounds,
+        "not_judged_share": examined.share,
+        "not_judged": reasons,
+    }
+
+
 def as_json(case: Case, actions: Iterable[Action] = (), failure: Event | None = None) -> dict[str, Any]:
     """Return the case with what the table of issues says about it, and the error behind it if there is one."""
     from fedvitals.views.cases import traceback_of
@@ -148,6 +193,8 @@ def as_json(case: Case, actions: Iterable[Action] = (), failure: Event | None = 
         "rounds": case.rounds,
         "confidences": case.confidences,
         "still_there": case.still_there,
+        "alternatives": [{"issue": issue, "probability": chance} for issue, chance in case.alternatives],
+        "follows_from": None if case.cause is None else dict(zip(KEY, case.cause, strict=True)),
         "returned": case.returned,
         "message": newest.message,
         "evidence": newest.evidence,

@@ -21,22 +21,25 @@ ROWS = 20  # of each list
 
 
 @click.command(
-    epilog="Exit code: 1 if there is a case of severity warning or critical, or if not all could be judged (a detector "
-    "failed, records were lost); 0 if not; 2 for wrong use."
+    epilog="Exit code: 1 if there is a case of severity warning or critical, or if the run could not be fully examined "
+    "(a detector failed, records were lost, a client trained outside of any round, more than a tenth of the "
+    "client-rounds or the newest rounds could not be judged); 0 if not; 2 for wrong use."
 )
+@click.option("--notes", is_flag=True, help="Also what never was more than a note.")
 @run_options
-def command(run: str, store: str | None, as_json: bool) -> int:
+def command(run: str, notes: bool, store: str | None, as_json: bool) -> int:
     """Examine a stored run with all detectors of this fedvitals, and compare with the findings that it has.
 
     Nothing is written. RUN is a run's id, the beginning of one, or a name (its newest run).
     """
+    from fedvitals.diagnosis.abstentions import examination
     from fedvitals.diagnosis.cases import cases, is_trouble
     from fedvitals.diagnosis.compare import compare_findings
-    from fedvitals.diagnosis.examine import DETECTORS, examine
-    from fedvitals.diagnosis.gaps import MonitorFailure, incomplete, no_all_clear
+    from fedvitals.diagnosis.examine import DETECTORS, compares_clients, examine
+    from fedvitals.diagnosis.gaps import MonitorFailure, statement
     from fedvitals.records import Finding
     from fedvitals.store.read import queries
-    from fedvitals.views.gaps import gaps_of
+    from fedvitals.views.gaps import examination_of
     from fedvitals.views.labels import labels_of
 
     failures: list[MonitorFailure] = []
@@ -49,27 +52,29 @@ def command(run: str, store: str | None, as_json: bool) -> int:
     with opened_run(store, run) as (reader, chosen):
         stored = queries.records(reader, chosen, Finding)
         fresh = examine(reader.history(chosen), failed=note)
-        missing = gaps_of(reader, chosen, failures)
+        examined = examination(reader.history(chosen)) if compares_clients(DETECTORS) else None
+        missing = examination_of(reader, chosen, failures, examined=examined).gaps
         attendance, labels = queries.attendance(reader, chosen), labels_of(reader, chosen)
-    fresh_cases, difference = cases(fresh, attendance), compare_findings(stored, fresh)
+    every_case, difference = cases(fresh, attendance), compare_findings(stored, fresh)
+    fresh_cases = [case for case in every_case if notes or is_trouble(case)]
+    hidden = len(every_case) - len(fresh_cases)
     for message in dict.fromkeys(messages):
         click.echo(f"fedvitals: {message}", err=True)
     if as_json:
         shown_cases = [case_cards.as_json(case) for case in fresh_cases]
         report = {"run": chosen, "detectors": len(DETECTORS), "cases": shown_cases, "difference": difference}
+        report |= {"examined": case_cards.examined_as_json(examined), "hidden_notes": hidden}
         print_json("check", report | {"failed": messages, "not_judged": missing})
     else:
         _print(fresh_cases, difference, len(DETECTORS), labels)
-        if missing:
-            click.echo(incomplete(missing) if fresh_cases else no_all_clear(missing))
+        click.echo(statement(len(DETECTORS), missing, examined, silent=not fresh_cases))
+        case_cards.print_hidden_notes(new_console(), hidden, "--notes")
     return int(any(is_trouble(case) for case in fresh_cases) or bool(missing))
 
 
 def _print(fresh_cases: list[Case], difference: FindingsDifference, detectors: int, labels: Mapping[str, str]) -> None:
     console = new_console()
-    console.print(
-        f"[bold]{len(fresh_cases)} case{'s' * (len(fresh_cases) != 1)}[/bold] by {detectors} detectors, looking again\n"
-    )
+    console.print(f"{case_cards.counted(fresh_cases)}, by {detectors} detectors, looking again\n")
     case_cards.print_list(console, fresh_cases, ROWS, labels)
     if fresh_cases:
         console.print()

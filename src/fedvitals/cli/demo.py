@@ -8,7 +8,8 @@ import shlex
 import shutil
 import sys
 import time
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 
@@ -16,6 +17,10 @@ from fedvitals.cli import case_cards, ui
 from fedvitals.cli.options import print_json, store_options
 from fedvitals.cli.screen import new_console, number, seconds, shown, sparkline
 from fedvitals.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from fedvitals.diagnosis.evidence.outlier_ranking import Outlier
+    from fedvitals.diagnosis.live_detectors import FindingList
 
 SIGNS = ("accuracy", "fit.loss_before", "gradient.norm", "update.norm", "update.cosine_mean", "weight.drift")
 ROWS = 8  # findings that it closes with
@@ -70,11 +75,12 @@ def command(
             try:
                 for number, accuracy in federate(settings, monitor):
                     monitor.flush()
-                    view.show(number, accuracy, history, rank_outlier_clients(history))
+                    view.show(number, accuracy, history, _accused(rank_outlier_clients(history), monitor.findings()))
             except KeyboardInterrupt:
                 click.echo(f"\nStopped; what was measured is kept: fedvitals show {monitor.run.id}", err=True)
                 raise
-        standing, findings = rank_outlier_clients(history), monitor.findings()
+        findings = monitor.findings()
+        standing = _accused(rank_outlier_clients(history), findings)
     took = time.perf_counter() - began
     if as_json:
         result = {"run": monitor.run.id, "store": target, "accuracy": accuracy, "seconds": took, "stand_out": standing}
@@ -84,6 +90,12 @@ def command(
     _closing(monitor.run.id, store, accuracy, took, standing, findings, settings)
     if not no_ui and sys.stdout.isatty():
         _dashboard(target, monitor.run.id, port)
+
+
+def _accused(standing: Sequence[Outlier], findings: FindingList) -> list[Outlier]:
+    """Return those who stand out and have a finding: somebody always stands out most, and need not be ill."""
+    named = {case.node for case in findings.cases}
+    return [client for client in standing if client.name in named]
 
 
 def _dashboard(store: str, run: str, port: int | None) -> None:
@@ -98,7 +110,7 @@ def _closing(
     run: str, store: str | None, accuracy: float, took: float, standing: Any, findings: Any, settings: Any
 ) -> None:
 
-    from fedvitals.diagnosis.gaps import incomplete
+    from fedvitals.diagnosis.gaps import statement
     from fedvitals.lab.demo import ILL_CLIENT, ILL_SINCE
 
     console = new_console()
@@ -114,10 +126,10 @@ def _closing(
     console.print("\n[bold]Findings[/bold]")
     if findings:
         case_cards.print_list(console, findings.cases, ROWS)
-        if findings.gaps:
-            console.print(incomplete(findings.gaps), soft_wrap=True)
+        console.print(statement(findings.installed, findings.gaps, findings.examined, silent=False), soft_wrap=True)
+        case_cards.print_hidden_notes(console, findings.hidden_notes, f"{program} findings {run} --notes{option}")
     else:
-        console.print(str(findings))
+        console.print(str(findings), soft_wrap=True)
     if settings.rounds > ILL_SINCE:
         console.print(f"[dim](The truth: {ILL_CLIENT} has had wrong labels since round {ILL_SINCE}.)[/dim]")
     console.print("\nLook next at")

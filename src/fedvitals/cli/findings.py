@@ -13,70 +13,78 @@ from fedvitals.cli.options import opened_run, print_json, run_options
 from fedvitals.cli.screen import new_console, shown
 
 if TYPE_CHECKING:
+    from fedvitals.diagnosis.abstentions import Examined
     from fedvitals.diagnosis.cases import Case
     from fedvitals.records import Action, Event
     from fedvitals.store.read.reader import Reader
 
 ROWS = 20  # of the list, unless --all
 MOST_ROUNDS = 500  # that are read again for the verdicts
-WORDS = ("faulty", "different", "not yet decidable", "healthy")
+WORDS = ("faulty", "different", "not yet decidable", "not judged", "healthy")
 
 
 @click.command(
-    epilog="Exit code: 1 if there is a case of severity warning or critical, or if not all was judged (a detector "
-    "failed, records were lost); 0 if not; 2 for wrong use."
+    epilog="Exit code: 1 if there is a case of severity warning or critical, or if the run was not fully examined (no "
+    "detector looked, a detector or a sink failed, records were lost, a client trained outside of any round, more than "
+    "a tenth of the client-rounds or the newest rounds could not be judged); 0 if not; 2 for wrong use."
 )
 @click.option("--round", "number", type=int, help="What was there in one round, as it stood then.")
 @click.option("--node", help="Only what concerns one node, in full.")
 @click.option("--all", "everything", is_flag=True, help="Every case in full: numbers, causes, remedies.")
+@click.option("--notes", is_flag=True, help="Also what never was more than a note. With --node they are shown anyway.")
 @run_options
-def command(run: str, number: int | None, node: str | None, everything: bool, store: str | None, as_json: bool) -> int:
+def command(
+    run: str, number: int | None, node: str | None, everything: bool, notes: bool, store: str | None, as_json: bool
+) -> int:
     """List what the detectors found in a run, each trouble once, worst first.
 
     RUN is a run's id, the beginning of one, or a name (its newest run).
     """
     from fedvitals.diagnosis.cases import is_trouble
-    from fedvitals.diagnosis.gaps import incomplete
+    from fedvitals.diagnosis.gaps import statement
     from fedvitals.records import Action
     from fedvitals.store.read import queries
     from fedvitals.views.card import detectors_of
     from fedvitals.views.cases import actions_about, failures_of
-    from fedvitals.views.gaps import gaps_of
+    from fedvitals.views.gaps import examination_of
     from fedvitals.views.labels import labels_of, node_of
 
     with opened_run(store, run) as (reader, chosen):
         labels = labels_of(reader, chosen)
         node = None if node is None else node_of(node, reader.history(chosen).nodes(), labels)
-        cases_listed = _cases(reader, chosen, number, node)
+        every_case = _cases(reader, chosen, number, node)
+        cases_listed = [case for case in every_case if notes or node is not None or is_trouble(case)]
+        hidden = len(every_case) - len(cases_listed)
         actions = queries.records(reader, chosen, Action)
         described = queries.get_run(reader, chosen)
         installed = detectors_of(described)
         clients = _verdicts(reader, chosen, number, cases_listed)
         errors = failures_of(reader, chosen, cases_listed)
-        missing = gaps_of(reader, chosen)
+        examination = examination_of(reader, chosen)
+        examined, missing = examination.examined, examination.gaps
     cards = [(case, actions_about(case, actions), error) for case, error in zip(cases_listed, errors, strict=True)]
     if as_json:
         result = {"run": chosen, "name": described.name, "detectors": installed}
-        result |= {"cases": [case_cards.as_json(*card) for card in cards], "clients": clients, "not_judged": missing}
+        result |= {"cases": [case_cards.as_json(*card) for card in cards], "clients": clients, "hidden_notes": hidden}
+        result |= {"examined": case_cards.examined_as_json(examined), "not_judged": missing}
         print_json("findings", result)
     else:
-        _print(cards, _judged(installed, missing, chosen), labels, full=everything or node is not None)
-        if cases_listed and missing:
-            click.echo(f"\n{incomplete(missing)}")
+        _print(cards, _judged(installed, missing, examined, chosen), labels, full=everything or node is not None)
+        if cases_listed:
+            click.echo(f"\n{statement(installed, missing, examined, silent=False)}")
+        case_cards.print_hidden_notes(new_console(), hidden, "--notes")
         _print_verdicts(clients, node)
-    return int(any(is_trouble(case) for case in cases_listed) or bool(missing))
+    return int(any(is_trouble(case) for case in cases_listed) or bool(missing) or not installed)
 
 
-def _judged(installed: int, missing: Sequence[str], run: str) -> str:
+def _judged(installed: int, missing: Sequence[str], examined: Examined | None, run: str) -> str:
     """The sentence for a run without findings: it is an all-clear only if every detector has seen everything."""
-    from fedvitals.diagnosis.gaps import no_all_clear
+    from fedvitals.diagnosis.gaps import statement
 
-    again = f" `fedvitals check {shown(run)}` does so now."
     if not installed:
-        return f"Not judged: no detector was installed.{again}"
-    if missing:
-        return f"{shown(no_all_clear(missing))} `fedvitals check {shown(run)}` judges what the store has."
-    return f"No findings by {installed} detectors."
+        return f"Not judged: no detector was installed. `fedvitals check {shown(run)}` does so now."
+    stated = shown(statement(installed, missing, examined, silent=True))
+    return f"{stated} `fedvitals check {shown(run)}` judges what the store has." if missing else stated
 
 
 def _verdicts(reader: Reader, run: str, number: int | None, listed_cases: list[Case]) -> dict[str, str]:
@@ -90,7 +98,11 @@ def _verdicts(reader: Reader, run: str, number: int | None, listed_cases: list[C
 
     history = reader.history(run)
     rounds = [r for r in history.rounds() if number is None or r <= number]
-    verdict_of = verdicts(history, rounds[-1]) if 0 < len(rounds) <= MOST_ROUNDS else {}
+    try:
+        verdict_of = verdicts(history, rounds[-1]) if 0 < len(rounds) <= MOST_ROUNDS else {}
+    except Exception as error:  # noqa: BLE001 - a failure of the evidence hides no findings
+        click.echo(f"The verdicts on single clients could not be computed: {type(error).__name__}: {error}", err=True)
+        verdict_of = {}
     if gaps_of(reader, run):  # what is missing may be what would have spoken against them
         verdict_of = {
             node: "not yet decidable" if verdict == "healthy" else verdict for node, verdict in verdict_of.items()
@@ -119,7 +131,7 @@ def _cases(reader: Reader, run: str, number: int | None, node: str | None) -> li
     if number is not None and number not in known:
         there = f"It has rounds {known[0]} to {known[-1]}" if known else "It has none"
         raise ConfigError(f"The run {run} has no round {number}. {there}.")
-    selected = cases_of(reader, run, number)
+    selected = cases_of(reader, run, number, notes=True)
     if number is not None:
         selected = [case for case in selected if case.last == number]
     if node is not None:
@@ -139,8 +151,7 @@ def _print(
     if not cases:
         console.print(judged, soft_wrap=True)
         return
-    there = sum(case.still_there for case in cases)
-    console.print(f"[bold]{len(cases)} case{'s' * (len(cases) != 1)}[/bold], {there} still there\n")
+    console.print(f"{case_cards.counted(cases)}\n")
     if full:
         for case, own, failure in cards:
             case_cards.print_card(console, case, own, failure, labels)

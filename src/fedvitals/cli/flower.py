@@ -188,11 +188,13 @@ def _name_of(arguments: tuple[str, ...]) -> str:
 
 def _closing(store: str, began: float, address: str | None) -> None:
     """Where the run is, what was found in it, and what to look at next."""
-    from fedvitals.diagnosis.gaps import incomplete, no_all_clear
+    from fedvitals.diagnosis.gaps import statement
     from fedvitals.store import open_reader, store_target
     from fedvitals.store.postgres import address_of
+    from fedvitals.store.read import queries
+    from fedvitals.views.card import detectors_of
     from fedvitals.views.cases import cases_of
-    from fedvitals.views.gaps import gaps_of
+    from fedvitals.views.gaps import examination_of
     from fedvitals.views.labels import labels_of
 
     console = new_console()
@@ -202,10 +204,11 @@ def _closing(store: str, began: float, address: str | None) -> None:
         with open_reader(store) as reader:
             done = _newest(reader, began)
             cases, labels = ([], {}) if done is None else (cases_of(reader, done.id), labels_of(reader, done.id))
-            missing = () if done is None else gaps_of(reader, done.id)
+            examination = None if done is None else examination_of(reader, done.id)
+            detectors = 0 if done is None else detectors_of(queries.get_run(reader, done.id))
     except FedvitalsError:  # there is no such store yet
         done = None
-    if done is None:
+    if done is None or examination is None:
         console.print(
             ELSEWHERE.format(address=address) if address else NOTHING.format(store=store_shown), soft_wrap=True
         )
@@ -217,10 +220,7 @@ def _closing(store: str, began: float, address: str | None) -> None:
     )
     if cases:
         case_cards.print_list(console, cases, 8, labels)
-    if missing:
-        console.print(shown(incomplete(missing) if cases else no_all_clear(missing)), soft_wrap=True)
-    elif not cases:
-        console.print("No findings.")
+    console.print(shown(statement(detectors, examination.gaps, examination.examined, silent=not cases)), soft_wrap=True)
     option = "" if store_shown == str(Path("runs.db").absolute()) else f" --store {shlex.quote(store_shown)}"
     console.print("\nLook next at")
     for verb, why in (

@@ -70,7 +70,7 @@ def _list(store: str | None, as_json: bool) -> None:
     console.print(table)
     unjudged = [run for run in runs if missing[run.id]]
     if unjudged:
-        text = f"Lost or (?): not all was judged. Why:  fedvitals findings {shown(unjudged[0].id)}"
+        text = f"Lost or (?): not fully examined. Why:  fedvitals findings {shown(unjudged[0].id)}"
         console.print(f"[dim]{text}[/dim]", soft_wrap=True)
     recorded = [name for name, taken in tapes.items() if taken]
     if recorded:

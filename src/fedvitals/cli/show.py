@@ -49,6 +49,7 @@ def command(run: str, node: str | None, everything: bool, store: str | None, as_
         card = health_card(reader, chosen)
     if as_json:
         own = {"cases": [case_cards.as_json(case) for case in card.cases], "tape_bytes": tape_bytes(store, chosen)}
+        own["examined"] = case_cards.examined_as_json(card.examined)
         print_json("show", {name: getattr(card, name) for name in card.__slots__} | own)
     else:
         _print(card, everything, store)
@@ -67,7 +68,7 @@ def _print(card: Card, everything: bool, store: str | None) -> None:
     if card.absent:
         console.print("[bold]Not measured[/bold]")
         for names, needs in card.absent.items():
-            console.print(f"  {names}: [dim]needs {needs}[/dim]", soft_wrap=True)
+            console.print(f"  {shown(names)}: [dim]needs {shown(needs)}[/dim]", soft_wrap=True)
 
 
 def _head(console: Any, card: Card, store: str | None) -> None:
@@ -84,7 +85,7 @@ def _head(console: Any, card: Card, store: str | None) -> None:
     thinned = f", thinned: {summary.thinned} client-rounds" if summary.thinned else ""
     console.print(f"{summary.rounds} rounds, {summary.clients} clients{cost}; lost: {summary.lost} records{thinned}")
     if card.measured:
-        console.print(f"[dim]{how_often(card)}[/dim]")
+        console.print(f"[dim]{shown(how_often(card))}[/dim]")
     level, allowed = card.privacy.split(": ", 1)
     cohort = "" if card.cohort is None else f" Sums are of at least {card.cohort} clients."
     tracebacks = "" if card.tracebacks is None else f" Tracebacks: {'on' if card.tracebacks else 'off'}."
@@ -99,26 +100,24 @@ def _head(console: Any, card: Card, store: str | None) -> None:
 
 def _health(console: Any, card: Card, store: str | None) -> None:
     """What the detectors said, each trouble once, worst first; or plainly that none looked."""
-    from fedvitals.cli.case_cards import print_list
-    from fedvitals.diagnosis.gaps import incomplete, no_all_clear
+    from fedvitals.diagnosis.gaps import statement
 
+    where = f" --store {shown(shlex.quote(store))}" if store else ""
+    how = f"fedvitals findings {shown(card.run.id)} --notes{where}"
     if not card.detectors and not card.cases:
         verdict = f"not judged, no detector was installed; `fedvitals check {shown(card.run.id)}` does so now."
         console.print(f"Health: {verdict} Here is what stands out, for your eyes.\n", soft_wrap=True)
         return
-    if not card.cases and card.gaps:
-        console.print(f"[bold]Health[/bold]: {shown(no_all_clear(card.gaps))}\n", soft_wrap=True)
-        return
+    stated = shown(statement(card.detectors, card.gaps, card.examined, silent=not card.cases))
     if not card.cases:
-        console.print(f"[bold]Health[/bold]: nothing found by {card.detectors} detectors.\n")
+        console.print(f"[bold]Health[/bold]: {stated}", soft_wrap=True)
+        case_cards.print_hidden_notes(console, card.notes, how)
+        console.print()
         return
-    there = sum(case.still_there for case in card.cases)
-    count = f"{len(card.cases)} case{'s' * (len(card.cases) != 1)}, {there} still there"
-    console.print(f"[bold]Health[/bold]: {count}; {card.detectors} detectors looked.")
-    print_list(console, card.cases, ROWS, card.labels)
-    if card.gaps:
-        console.print(shown(incomplete(card.gaps)), soft_wrap=True)
-    where = f" --store {shown(shlex.quote(store))}" if store else ""
+    console.print(f"[bold]Health[/bold]: {case_cards.counted(card.cases)}.")
+    case_cards.print_list(console, card.cases, ROWS, card.labels)
+    console.print(stated, soft_wrap=True)
+    case_cards.print_hidden_notes(console, card.notes, how)
     console.print(
         f"[dim]Why, and what to do: fedvitals findings {shown(card.run.id)} --all{where}[/dim]\n", soft_wrap=True
     )

@@ -21,7 +21,7 @@ from fedvitals.views.clients import Rosters
 from fedvitals.views.matrix import Matrices, share
 from fedvitals.views.update_map import Layouts
 
-READERS = 4  # that wait for the next request; to open another takes less than a millisecond
+READERS = 4  # at most: what more of them read at once would be held at once, and SQLite keeps the descriptor of each
 REMEMBERED = 64_000_000  # bytes of answers
 PATIENCE = 60.0  # seconds for one statement of a request
 
@@ -47,7 +47,8 @@ class ReaderCache:
         self._lock = threading.Lock()
         self._looking = threading.Lock()  # its own: a look may take long, and answers that are known need not wait
         self._looks = self._looked = 0  # the number of the last look that began, and of the last that ended well
-        self._readers: list[tuple[object, Reader]] = []
+        self._turns = threading.BoundedSemaphore(READERS)
+        self._readers: list[tuple[object, Reader]] = []  # that wait for the next request
         self._watcher: tuple[object, Reader] | None = None  # the one whose `data_version` tells of changes
         self._symbols: tuple[object, SymbolCache] = object(), SymbolCache()  # of the store that is watched
         self._answers: OrderedDict[str, _Answer] = OrderedDict()  # by address, the longest unused first
@@ -60,7 +61,15 @@ class ReaderCache:
 
     @contextlib.contextmanager
     def reader(self) -> Iterator[Reader]:
-        """Lend a reader of the store to one request. A reader that failed is not used again."""
+        """Lend a reader of the store to one request, which waits for its turn if all are lent.
+
+        Nobody may ask for a second one meanwhile. A reader that failed is not used again.
+        """
+        with self._turns, self._lent() as reader:
+            yield reader
+
+    @contextlib.contextmanager
+    def _lent(self) -> Iterator[Reader]:
         identity = self._identity()
         with self._lock:
             kept = [pair for pair in self._readers if pair[0] == identity]
@@ -81,11 +90,7 @@ class ReaderCache:
             reader.close()
             raise
         with self._lock:
-            room = len(self._readers) < READERS
-            if room:
-                self._readers.append((identity, reader))
-        if not room:
-            reader.close()
+            self._readers.append((identity, reader))
 
     def _start_over(self) -> None:
         """Remember nothing of the store: this is the first time that it is read, or another has its name now."""

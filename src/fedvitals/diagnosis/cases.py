@@ -1,23 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group findings into cases: one case per issue and place, with its history.
+"""Group findings into cases: one case per trouble, with its history, its alternatives and its consequences.
 
-A detector reports a problem again in every round in which it sees it. A case ends once its node has taken part in more
-than `QUIET_ROUNDS` rounds without a finding. A finding after that does not open a new case; it counts as a return of
-the old one.
+A detector reports a problem again in every round in which it sees it, and several detectors may have different names
+for the same problem. Findings of one issue and place are a strand; strands about the training of one client (or one
+group) that overlap in time are one case. It is called by the best-supported issue; the others are its alternatives. A
+case of the whole run that a lost model explains hangs below the case of the client that lost it.
+
+A finding after more than `QUIET_ROUNDS` participations without one does not open a new case; it counts as a return.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from fedvitals.diagnosis.evidence.attendance import SERVER
+from fedvitals.diagnosis.evidence.fault_kinds import ISSUE_OF
 from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE, SEVERITIES, Issue
 from fedvitals.protocols import History, Node
 from fedvitals.records import Finding
 
-QUIET_ROUNDS = 5  # rounds with the node but without a finding, after which the case counts as over
+QUIET_ROUNDS = 5  # rounds with the node but without a finding, after which another finding is a return
+UNTIL_BACK = ("DROP_OUT",)  # issues of clients that take no part: reported in every round until they do again
+UNLIKELY = 0.05  # probability under which an alternative is left out
+MODEL_LOST = ("NAN_WEIGHTS", "NAN_UPDATE", "NAN_GRADIENT")
+# Of a client: what can lose the model, if it is certain and the model is being lost; and how that shows.
+DAMAGING, CERTAIN = ("BYZANTINE", "WRONG_LEARNING_RATE", "NAN_UPDATE", "NAN_GRADIENT"), 0.9
+LOST = ("DIVERGENCE", "WEIGHT_EXPLOSION", "NAN_WEIGHTS", "EXPLODING_GRADIENT")
+# Of the whole run: what follows from a model that is being lost.
+CONSEQUENCES = frozenset(
+    {
+        *("NAN_WEIGHTS", "NAN_GRADIENT", "WEIGHT_EXPLOSION", "DIVERGENCE", "OSCILLATION", "PLATEAU", "SLOW_PROGRESS"),
+        *("CLIENT_DRIFT", "EXPLODING_GRADIENT", "VANISHING_GRADIENT", "DEAD_UNITS", "SATURATED_UNITS"),
+        *("GROUP_LEFT_BEHIND", "BATCH_NORM_STATISTICS", "POOR_INITIALISATION", "OVERFITTING"),
+    }
+)
 Attendance = Mapping[Node | None, Sequence[int]]
 """The rounds in which each node took part, ascending; None: all rounds of the run."""
 
@@ -26,9 +45,9 @@ CaseKey = tuple[str, Node | None, str | None, str | None]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One issue of a client, a group, a layer or the whole run, over all rounds in which it was found."""
+    """One trouble of a client, a group, a layer or the whole run, over all rounds in which it was found."""
 
-    issue: str
+    issue: str  # the best supported
     node: Node | None
     group: str | None
     layer: str | None
@@ -39,9 +58,17 @@ class Case:
     last: int | None  # the round of the last finding
     rounds: tuple[int, ...]  # with a finding
     confidences: tuple[float, ...]  # in these rounds
-    still_there: bool
-    returned: int  # how often it came back after the case was over
-    newest: Finding
+    still_there: bool  # seen in the node's last participation; of a group or the run, in the last rounds
+    returned: int  # how often it came back after more than QUIET_ROUNDS
+    newest: Finding  # of the best-supported issue
+    alternatives: tuple[tuple[str, float], ...] = ()  # other issues that it may be, with their probabilities
+    keys: tuple[CaseKey, ...] = ()  # of its strands, in order of arrival
+    cause: CaseKey | None = None  # the key of the case that it follows from
+
+    @property
+    def key(self) -> CaseKey:
+        """Return a key that stays the same when another issue becomes the best supported."""
+        return self.keys[0] if self.keys else (self.issue, self.node, self.group, self.layer)
 
     @property
     def issue_entry(self) -> Issue:
@@ -67,8 +94,16 @@ class Case:
         words.append("still there" if self.still_there else f"last in round {self.last}")
         return ", ".join(words)
 
+    @property
+    def alternatives_in_words(self) -> str:
+        """Return what else it may be: «or LABEL_NOISE 21 %, BYZANTINE 6 %»; empty without alternatives."""
+        others = ", ".join(f"{issue} {chance:.0%}" for issue, chance in self.alternatives)
+        return f"or {others}" if others else ""
+
     def __str__(self) -> str:
-        return f"{self.severity}: {self.newest.message} ({self.issue}, {self.confidence:.0%}; {self.timeline})"
+        what = f"{self.issue}, {self.confidence:.0%}; {self.timeline}"
+        what += f"; {self.alternatives_in_words}" if self.alternatives else ""
+        return f"{'  follows from it: ' if self.cause else ''}{self.severity}: {self.newest.message} ({what})"
 
 
 def record_attendance(
@@ -125,7 +160,8 @@ def group_findings(findings: Iterable[Finding]) -> dict[CaseKey, CaseFindings]:
 
 
 def cases(findings: Iterable[Finding], attendance: Attendance | None = None) -> list[Case]:
-    """Return one case per issue and place, worst first: by severity, then confidence, then first round.
+    """Return one case per trouble, worst first: by severity, then confidence, then first round; what follows from a
+    case comes right after it.
 
     Without `attendance`, every node counts as present in every round up to that of the newest finding.
     """
@@ -137,17 +173,17 @@ def cases_from(by_case: Mapping[CaseKey, CaseFindings], attendance: Attendance |
     rounds = [r for same in by_case.values() for r in same.confidences if r is not None]
     present = dict(attendance or {})
     present.setdefault(None, range(max(rounds, default=-1) + 1))
-    return sorted((_case(key, same, present) for key, same in by_case.items()), key=_worst_first)
+    strands = {key: _strand(key, same, present) for key, same in by_case.items()}
+    return _causes_first([_merged(same, present) for same in _overlapping(strands, present)])
 
 
-def _case(case_key: CaseKey, findings: CaseFindings, attendance: Attendance) -> Case:
+def _strand(case_key: CaseKey, findings: CaseFindings, attendance: Attendance) -> Case:
+    """Return the findings of one issue and place as a case."""
     rounds = sorted(round_index for round_index in findings.confidences if round_index is not None)
     newest = findings.newest
     if newest is None:
         raise ValueError("A case has at least one finding.")
     issue, node, group, layer = case_key
-    attended = attendance.get(node) or attendance[None]
-    after = len(attended) - bisect_right(attended, rounds[-1]) if rounds else 0
     return Case(
         issue=issue,
         node=node,
@@ -160,10 +196,187 @@ def _case(case_key: CaseKey, findings: CaseFindings, attendance: Attendance) -> 
         last=rounds[-1] if rounds else None,
         rounds=tuple(rounds),
         confidences=tuple(findings.confidences[round_index] for round_index in rounds),
-        still_there=after <= QUIET_ROUNDS,
-        returned=sum(_between(attended, earlier, later) > QUIET_ROUNDS for earlier, later in pairwise(rounds)),
+        still_there=_still_there(issue, node, rounds, attendance),
+        returned=_returns(node, rounds, attendance),
         newest=newest,
+        keys=(case_key,),
     )
+
+
+def _attended(node: Node | None, attendance: Attendance) -> Sequence[int]:
+    return attendance.get(node) or attendance[None]
+
+
+def _still_there(issue: str, node: Node | None, rounds: Sequence[int], attendance: Attendance) -> bool:
+    """Return whether a trouble was seen when its node last took part; of the run, in one of its last rounds, because
+    some signs of it are measured only now and then.
+    """
+    attended = _attended(None if issue in UNTIL_BACK else node, attendance)
+    after = len(attended) - bisect_right(attended, rounds[-1]) if rounds else 0
+    return after == 0 or (node in (None, SERVER) and after <= QUIET_ROUNDS)
+
+
+def _returns(node: Node | None, rounds: Sequence[int], attendance: Attendance) -> int:
+    attended = _attended(node, attendance)
+    return sum(_between(attended, earlier, later) > QUIET_ROUNDS for earlier, later in pairwise(rounds))
+
+
+# -- one case for one trouble -----------------------------------------------------------------------------------------
+
+
+def _overlapping(strands: Mapping[CaseKey, Case], attendance: Attendance) -> list[list[Case]]:
+    """Return the strands that are one trouble together: about the training of one client or group, in the same time.
+
+    What a system reports (crashes, time-outs), what users' own detectors say, and notes are facts of their own.
+    """
+    together: list[list[Case]] = []
+    by_subject: dict[tuple[Node | None, str | None], list[Case]] = {}
+    for strand in strands.values():
+        facts = strand.issue_entry.family in ("system", "user") or not is_trouble(strand)
+        if facts or strand.node == SERVER or (strand.node, strand.group) == (None, None):
+            together.append([strand])
+        else:
+            by_subject.setdefault((strand.node, strand.group), []).append(strand)
+    for (node, _), same in by_subject.items():
+        attended, last = _attended(node, attendance), None
+        for strand in sorted(same, key=_first_round):
+            if last is None or _between(attended, last, _first_round(strand)) > QUIET_ROUNDS:
+                together.append([])
+            together[-1].append(strand)
+            last = max(last or 0, strand.last or 0)
+    order = {key: place for place, key in enumerate(strands)}
+    return [sorted(same, key=lambda strand: order[strand.key]) for same in together]
+
+
+def _merged(strands: Sequence[Case], attendance: Attendance) -> Case:
+    """Return strands of one trouble as one case."""
+    chances = _chances(strands)
+    heading = min(
+        strands, key=lambda strand: (not strand.still_there, _rank_now(strand), -chances.get(strand.issue, 0))
+    )
+    others = sorted(((i, p) for i, p in chances.items() if i != heading.issue and p >= UNLIKELY), key=lambda o: -o[1])
+    confidences: dict[int, float] = {}
+    for strand in strands:
+        for round_index, confidence in zip(strand.rounds, strand.confidences, strict=True):
+            confidences[round_index] = max(confidence, confidences.get(round_index, 0.0))
+    rounds = sorted(confidences)
+    return replace(
+        heading,
+        severity=min((strand.severity for strand in strands), key=severity_rank),
+        since=min((strand.since for strand in strands if strand.since is not None), default=None),
+        first=rounds[0] if rounds else None,
+        last=rounds[-1] if rounds else None,
+        rounds=tuple(rounds),
+        confidences=tuple(confidences[round_index] for round_index in rounds),
+        still_there=any(strand.still_there for strand in strands),
+        returned=_returns(heading.node, rounds, attendance),
+        alternatives=tuple(others),
+        keys=tuple(strand.key for strand in strands),
+    )
+
+
+def _chances(strands: Sequence[Case]) -> dict[str, float]:
+    """Return the probability of each issue that a trouble may be.
+
+    Rules count by their confidence. The learnt evidence gives the chances of all kinds; of what it said, the newest
+    counts, because it corrects what it said before.
+    """
+    seen_last = [strand for strand in strands if strand.still_there] or strands
+    weights: dict[str, float] = {}
+    learnt = [strand for strand in seen_last if _causes(strand)]
+    for strand in seen_last:
+        if strand not in learnt:
+            weights[strand.issue] = max(strand.confidence, weights.get(strand.issue, 0.0))
+    if learnt:
+        newest = max(learnt, key=_last_round)
+        for issue, chance in _causes(newest):
+            weights[issue] = weights.get(issue, 0.0) + newest.confidence * chance
+    total = sum(weights.values())
+    return {issue: weight / total for issue, weight in weights.items()} if total > 0 else {}
+
+
+def _causes(strand: Case) -> list[tuple[str, float]]:
+    """Return the issues, with their chances, that the newest finding of learnt evidence gives; empty for a rule."""
+    causes = strand.newest.evidence.get("causes")
+    known = []
+    for cause in causes if isinstance(causes, list | tuple) else ():
+        kind, chance = cause if isinstance(cause, list | tuple) and len(cause) == 2 else (None, None)
+        if kind in ISSUE_OF and isinstance(chance, int | float):
+            known.append((ISSUE_OF[str(kind)], float(chance)))
+    return known
+
+
+# -- what follows from what -------------------------------------------------------------------------------------------
+
+
+def _causes_first(every_case: Sequence[Case]) -> list[Case]:
+    """Return the cases worst first, each that follows from another right after that one.
+
+    A case from which a critical one of the run follows is critical itself: the model is being lost by it.
+    """
+    culprits = [case for case in every_case if is_trouble(case) and _may_lose_the_model(case)]
+    following: dict[CaseKey, list[Case]] = {}
+    for case in sorted(every_case, key=_worst_first):
+        cause = min((c for c in culprits if _follows(case, c)), key=_first_to_lose, default=None)
+        if cause is not None:
+            following.setdefault(cause.key, []).append(replace(case, cause=cause.key))
+    below = {case.key for same in following.values() for case in same}
+    roots = [
+        replace(case, severity="critical") if _loses_the_model(following.get(case.key, ())) else case
+        for case in every_case
+        if case.key not in below
+    ]
+    return [later for case in sorted(roots, key=_worst_first) for later in _with_consequences(case, following)]
+
+
+def _may_lose_the_model(case: Case) -> bool:
+    if _of_run(case):
+        return case.issue == "NAN_WEIGHTS"
+    critical = case.severity == "critical" and case.issue_entry.family != "system"  # a crash loses no model
+    return critical or (case.issue in DAMAGING and case.confidence > CERTAIN)
+
+
+def _loses_the_model(consequences: Sequence[Case]) -> bool:
+    return any(_of_run(case) and case.severity == "critical" for case in consequences)
+
+
+def _with_consequences(case: Case, following: Mapping[CaseKey, Sequence[Case]]) -> list[Case]:
+    return [case, *(later for below in following.get(case.key, ()) for later in _with_consequences(below, following))]
+
+
+def _follows(case: Case, cause: Case) -> bool:
+    """Return whether a case follows from one in which the model is lost: it began no earlier, while that lasted."""
+    began, lost = _first_round(case), _first_round(cause)
+    if case.key == cause.key or not lost <= began <= _last_round(cause) + QUIET_ROUNDS:
+        return False
+    if not _of_run(case):  # everybody looks odd who trains a model of NaN
+        learnt = case.issue_entry.family == "client" and not case.issue_entry.exact
+        return learnt and cause.issue in MODEL_LOST and began > lost
+    if case.issue == "NAN_WEIGHTS":
+        named = {suspect.node for suspect in case.newest.suspects}
+        return not _of_run(cause) and (not named or cause.node in named)
+    return case.issue in (CONSEQUENCES if cause.severity == "critical" else LOST)
+
+
+def _of_run(case: Case) -> bool:
+    return case.node in (None, SERVER) and case.group is None
+
+
+def _first_to_lose(case: Case) -> tuple[bool, int, float]:
+    return _of_run(case), _first_round(case), -case.confidence
+
+
+def _first_round(case: Case) -> int:
+    since = case.since if case.since is not None else case.first
+    return -1 if since is None else since
+
+
+def _last_round(case: Case) -> int:
+    return -1 if case.last is None else case.last
+
+
+def _rank_now(case: Case) -> int:
+    return severity_rank(case.newest.severity)
 
 
 def _between(rounds: Sequence[int], first: int, last: int) -> int:
@@ -188,3 +401,8 @@ def is_trouble(case: Case) -> bool:
 
 def _worst_first(case: Case) -> tuple[int, float, int]:
     return severity_rank(case.severity), -case.confidence, case.first if case.first is not None else -1
+
+
+def notes_in_words(count: int) -> str:
+    """Return the line that stands for notes, which are shown on request only."""
+    return f"{count} note{'s are' if count != 1 else ' is'} not shown"

@@ -9,8 +9,12 @@ from dataclasses import replace
 import numpy as np
 
 from fedvitals.diagnosis.detectors import (
+    against_cohort,
     aggregation,
+    changed_clients,
     convergence,
+    exact,
+    few_clients,
     gradient,
     guards,
     labels,
@@ -31,6 +35,8 @@ OnDetectorFailure = Callable[[Exception, str], None]
 
 RULES: tuple[Detector, ...] = (
     *guards.DETECTORS,
+    *exact.DETECTORS,
+    *few_clients.DETECTORS,
     *convergence.DETECTORS,
     *gradient.DETECTORS,
     *aggregation.DETECTORS,
@@ -39,7 +45,8 @@ RULES: tuple[Detector, ...] = (
     *system.DETECTORS,
     *memory.DETECTORS,
 )
-DETECTORS: tuple[Detector, ...] = (*RULES, *faulty_clients.DETECTORS)
+BESIDE_EVIDENCE: tuple[Detector, ...] = (*changed_clients.DETECTORS, *against_cohort.DETECTORS)
+DETECTORS: tuple[Detector, ...] = (*RULES, *faulty_clients.DETECTORS, *BESIDE_EVIDENCE)
 """The detectors of «standard». Together they keep within the false-alarm budget of docs/issues.md."""
 
 
@@ -57,7 +64,7 @@ def choose_detectors(detectors: str | Sequence[Detector | str], false_alarms: fl
             f"got {false_alarms!r}."
         )
     standard: tuple[Detector, ...] = (
-        DETECTORS if false_alarms == 1 else (*RULES, faulty_clients.FaultyClientLocator(false_alarms))
+        DETECTORS if false_alarms == 1 else (*RULES, faulty_clients.FaultyClientLocator(false_alarms), *BESIDE_EVIDENCE)
     )
     if callable(detectors):
         raise ConfigError(
@@ -74,6 +81,11 @@ def choose_detectors(detectors: str | Sequence[Detector | str], false_alarms: fl
 
             chosen += detectors_named(str(entry), [STANDARD])
     return tuple(chosen)
+
+
+def compares_clients(detectors: Iterable[Detector]) -> bool:
+    """Return whether one of the detectors compares clients by all their signs, as «standard» does."""
+    return any(isinstance(detector, faulty_clients.FaultyClientLocator) for detector in detectors)
 
 
 def examine(

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reasons why a run without findings may still be unhealthy: failed detectors, failed measurements, missing records."""
+"""Reasons why a run without findings may still be unhealthy: failed detectors, failed measurements, missing records,
+client-rounds that nobody could judge.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
+from fedvitals.diagnosis.abstentions import Examined
 from fedvitals.records import Event, natural
 
 MONITOR_ERROR = "monitor.error"  # the event that tells of work of ours that failed
+OUTSIDE_ROUND = "client.outside_round"  # the event that tells of a client outside of any round
+SINK_LOST = "sink.lost"  # the event that tells of records that a sink beside the store has lost
+NO_LOSSES: Mapping[str, int] = MappingProxyType({})
 DETECTOR = "the detector "
 NAMED = 3  # of the clients or steps that are concerned; the others are counted
 # Work that no detector depends on: the tape, the user's own sinks and metrics, corrections, what the machine does, and
@@ -17,7 +24,7 @@ UNRELATED = (
     "the probe 'scale'", "the probe 'nonlinearity'",
     "taping", "opening the tape", "flushing the tape", "ending the tape", "telling of the tape", "log()", "event()",
     "headers()", "truth()",
-    "sampling the machine", "watching the machine", "recording operators", "opening a sink", "answering a finding",
+    "sampling the machine", "watching the machine", "recording operators", "answering a finding",
     "prescribing", "refused()", "looking up the run",
 )  # fmt: skip
 
@@ -40,36 +47,63 @@ def monitor_failure_of(event: Event) -> MonitorFailure | None:
     return MonitorFailure(doing, exception, event.where.round, event.where.node)
 
 
-def gaps(failures: Iterable[MonitorFailure], lost: int, thinned: int = 0) -> tuple[str, ...]:
-    """Return in words what was not judged; empty when everything was. `thinned`: client-rounds, see `monitor.thinned`.
+def gaps(
+    failures: Iterable[MonitorFailure],
+    lost: int,
+    thinned: int = 0,
+    *,
+    examined: Examined | None = None,
+    sinks: Mapping[str, int] = NO_LOSSES,
+    outside: Collection[str] = (),
+) -> tuple[str, ...]:
+    """Return in words why a run was not fully examined; empty when it was.
 
-    Of a client, only its name is given, because it may have written the rest itself.
+    `thinned`: client-rounds, see `monitor.thinned`. `examined`: what was looked at, if it is known; a small share that
+    could not be judged is no gap. `sinks`: records lost by sinks beside the store. `outside`: clients that trained
+    outside of any round. Of a client, only its name is given, because it may have written the rest itself.
     """
     related = [failure for failure in failures if not failure.doing.startswith(UNRELATED)]
     of_server = [failure for failure in related if failure.node in (None, "server")]
     detectors = [failure for failure in of_server if failure.doing.startswith(DETECTOR)]
     others = [failure for failure in of_server if not failure.doing.startswith(DETECTOR)]
-    clients = {failure.node for failure in related if failure.node not in (None, "server")}
     reasons = [*_named(detectors, "detectors"), *_named(others, "other steps")]
+    clients = {failure.node for failure in related if failure.node not in (None, "server")}
     if clients:
-        names = _listed(sorted((name for name in clients if name is not None), key=natural), "more")
-        reasons.append(f"what was measured of {names} is incomplete")
+        reasons.append(f"what was measured of {_names(clients)} is incomplete")
+    if outside:
+        reasons.append(f"{_names(outside)} trained outside of any round, where nobody is compared")
+    if examined is not None and not examined.sufficient:
+        reasons += examined.gaps
     if lost:
-        reasons.append("1 record was lost" if lost == 1 else f"{lost} records were lost")
+        reasons.append(f"{_records(lost)} {'was' if lost == 1 else 'were'} lost")
+    reasons += [f"the sink '{name}' has lost {_records(count)}" for name, count in sinks.items()]
     if thinned:
         count = "1 client-round" if thinned == 1 else f"{thinned} client-rounds"
         reasons.append(f"layer statistics of {count} were left out, the store or the detectors being too slow")
     return tuple(reasons)
 
 
+def statement(detectors: int, reasons: Sequence[str], examined: Examined | None, *, silent: bool) -> str:
+    """Return what is said of an examination: beside findings, or (`silent`) in their place.
+
+    `reasons`: why it was not a full one. An all-clear names what was looked at.
+    """
+    if reasons:
+        return no_all_clear(reasons) if silent else incomplete(reasons)
+    looked_at = "." if examined is None else f" at {examined}."
+    if silent:
+        return f"No findings by {detectors} detectors{'.' if examined is None else f', which looked{looked_at}'}"
+    return f"{detectors} detectors looked{looked_at}"
+
+
 def no_all_clear(reasons: Sequence[str]) -> str:
     """Return the sentence that replaces «no findings»."""
-    return f"No findings, but not all was judged: {'; '.join(reasons)}."
+    return f"No findings, but not fully examined: {'; '.join(reasons)}."
 
 
 def incomplete(reasons: Sequence[str]) -> str:
     """Return the sentence that accompanies findings of an incomplete examination."""
-    return f"Not all was judged: {'; '.join(reasons)}."
+    return f"Not fully examined: {'; '.join(reasons)}."
 
 
 def _named(failures: Sequence[MonitorFailure], kind: str) -> list[str]:
@@ -86,6 +120,14 @@ def _named(failures: Sequence[MonitorFailure], kind: str) -> list[str]:
     ]
     rest = len(sentences) - NAMED
     return sentences if rest <= 0 else [*sentences[:NAMED], f"{rest} {kind} failed, too"]
+
+
+def _records(count: int) -> str:
+    return "1 record" if count == 1 else f"{count} records"
+
+
+def _names(clients: Iterable[str | None]) -> str:
+    return _listed(sorted((name for name in clients if name is not None), key=natural), "more")
 
 
 def _listed(names: Sequence[str], rest: str) -> str:

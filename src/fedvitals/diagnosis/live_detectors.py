@@ -8,14 +8,25 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from fedvitals.diagnosis.cases import Attendance, Case, cases, record_attendance, severity_rank
-from fedvitals.diagnosis.examine import DetectorExamination, with_run_and_time
-from fedvitals.diagnosis.gaps import incomplete, no_all_clear
-from fedvitals.measurements import Emitted, Telemetry, Transfers
+from fedvitals.diagnosis.abstentions import ExaminationCounts, Examined
+from fedvitals.diagnosis.cases import (
+    Attendance,
+    Case,
+    cases,
+    is_trouble,
+    key_of,
+    notes_in_words,
+    record_attendance,
+    severity_rank,
+)
+from fedvitals.diagnosis.examine import DetectorExamination, compares_clients, with_run_and_time
+from fedvitals.diagnosis.gaps import OUTSIDE_ROUND, statement
+from fedvitals.measurements import Emitted, Measurements, Telemetry, Transfers
 from fedvitals.protocols import Detector, History, Node, Sink
-from fedvitals.records import Action, Finding, Metric, Run, Truth, Where
+from fedvitals.records import Action, Event, Finding, Metric, Run, Truth, Where, is_client
 
 ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
+CLIENT_COMPLETE = "time.client"  # its last of a client
 
 
 class HistorySink(Protocol):
@@ -31,7 +42,8 @@ class HistorySink(Protocol):
 class LiveDetectors(Sink):
     """A sink that runs the detectors on a queue's worker, so that they take no time from the training thread.
 
-    `on_finding` is called with each finding; `on_failure` with an error and what was being done.
+    `on_finding` is called with each finding; `on_failure` with an error and what was being done; `on_metric` with what
+    could not be judged in a round, see `abstentions`.
     """
 
     name = "detectors"
@@ -45,8 +57,11 @@ class LiveDetectors(Sink):
         detectors: Sequence[Detector],
         on_finding: Callable[[Finding], None],
         on_failure: Callable[[Exception, str], None],
+        on_metric: Callable[[Metric], None] = lambda _: None,
     ) -> None:
         self._run, self._memory, self._found, self._failed = run, memory, on_finding, on_failure
+        self._on_metric, self._counts = on_metric, ExaminationCounts() if compares_clients(detectors) else None
+        self.outside: set[Node] = set()  # clients that trained outside of any round
         self._examination = DetectorExamination(memory.history(run), detectors, on_failure)
         self.attendance: dict[Node | None, list[int]] = {}  # see `record_attendance`
         self._with_findings: set[Node | None] = set()
@@ -66,6 +81,14 @@ class LiveDetectors(Sink):
         for record in records:
             if isinstance(record, Metric) and record.name == ROUND_COMPLETE and _of_whole_round(record.where):
                 self._examine(record.where.round or 0)
+            elif isinstance(record, Measurements) and record.round is None and CLIENT_COMPLETE in record.names:
+                self.outside.update(node for node in record.measured_nodes() if node is not None and is_client(node))
+            elif isinstance(record, Event) and record.name == OUTSIDE_ROUND and record.where.node is not None:
+                self.outside.add(record.where.node)
+
+    def examined(self) -> Examined | None:
+        """Return what was looked at so far; None if no detector compares clients."""
+        return None if self._counts is None else self._counts.examined()
 
     def _examine(self, round_index: int) -> None:
         try:
@@ -77,6 +100,11 @@ class LiveDetectors(Sink):
                 self._take(finding)
         except Exception as error:  # noqa: BLE001 - a detector's own errors are caught before
             self._failed(error, "examining a round")
+        try:
+            for metric in self._counts.add(self._examination.history, round_index) if self._counts else ():
+                self._on_metric(replace(metric, where=replace(metric.where, run=self._run), at=time.time()))
+        except Exception as error:  # noqa: BLE001
+            self._failed(error, "counting what was judged")
 
     def _take(self, finding: Finding) -> None:
         try:
@@ -97,7 +125,10 @@ def _measured(record: Telemetry) -> Telemetry:
 
 
 class FindingList(list[Finding]):
-    """Findings, worst first, one per round in which an issue was seen; printed as cases, one line each."""
+    """Findings, worst first, one per round in which an issue was seen; printed as cases, one line each.
+
+    Cases that never were more than a note are left out unless `notes`; `hidden_notes` counts them.
+    """
 
     def __init__(
         self,
@@ -106,22 +137,30 @@ class FindingList(list[Finding]):
         installed: int,
         attendance: Attendance | None = None,
         gaps: Sequence[str] = (),
+        examined: Examined | None = None,
+        notes: bool = True,
     ) -> None:
-        super().__init__(sorted(findings, key=lambda f: (severity_rank(f.severity), -f.confidence)))
+        everything = sorted(findings, key=lambda f: (severity_rank(f.severity), -f.confidence))
+        self.cases: list[Case] = cases(everything, attendance)  # worst first
+        self.hidden_notes = 0
+        if not notes:
+            left_out = {key for case in self.cases if not is_trouble(case) for key in case.keys}
+            self.hidden_notes = sum(not is_trouble(case) for case in self.cases)
+            self.cases = [case for case in self.cases if is_trouble(case)]
+            everything = [finding for finding in everything if key_of(finding) not in left_out]
+        super().__init__(everything)
         self.installed = installed  # how many detectors looked
-        self.gaps = tuple(gaps)  # why these need not be all; empty: everything was judged
-        self._attendance = attendance
-
-    @property
-    def cases(self) -> list[Case]:
-        """Return the findings grouped into cases, worst first."""
-        return cases(self, self._attendance)
+        self.examined = examined  # at what; None: not known
+        self.gaps = tuple(gaps)  # why the run was not fully examined; empty: it was
 
     def __str__(self) -> str:
         if not self.installed:
             return 'No findings: no detector is installed. Leave out Monitor(detectors=...), or say ["standard", ...].'
-        if not self:
-            return no_all_clear(self.gaps) if self.gaps else f"No findings by {self.installed} detectors."
-        return "\n".join([*map(str, self.cases), *([incomplete(self.gaps)] if self.gaps else [])])
+        lines = [*map(str, self.cases)]
+        if self.gaps or not self:
+            lines.append(statement(self.installed, self.gaps, self.examined, silent=not self))
+        if self.hidden_notes:
+            lines.append(f"{notes_in_words(self.hidden_notes)}: findings(notes=True).")
+        return "\n".join(lines)
 
     __repr__ = __str__

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from fedvitals.lab import Experiment
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.protocols import RecordWriter, TapeRecorder
@@ -22,8 +20,6 @@ def monitor_of(
     tape: TapeRecorder | None = None,
 ) -> Monitor:
     """`run`: the id of one that the store may have already."""
-    # Without its faults: what is wrong on purpose stands in the store as truth, and only there.
-    public = msgspec.structs.replace(experiment, faults=()).to_toml()
     return Monitor(
         store,
         run=experiment.name,
@@ -32,7 +28,7 @@ def monitor_of(
         host="lab",
         seed=experiment.seed,
         topology=type(experiment.topology).__name__.lower(),
-        config={"experiment": public},
+        config={"experiment": experiment.public_toml()},
         sinks=sinks,
         tape=tape,
     )

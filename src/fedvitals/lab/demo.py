@@ -35,6 +35,7 @@ class DemoSettings:
     learning_rate: float = 0.05
     skew: float = 1.0  # Dirichlet α of the label distribution: the smaller, the more the clients differ
     seed: int = 7
+    faulty: bool = True  # whether the client ILL_CLIENT gets wrong labels from round ILL_SINCE on
 
     def __post_init__(self) -> None:
         if self.clients < 8:
@@ -71,7 +72,7 @@ def federate(settings: DemoSettings, monitor: Monitor) -> Iterator[tuple[int, fl
         with monitor.round(number, global_model):
             for index, part in enumerate(parts):
                 name, labels = f"c{index}", y[part]
-                if name == ILL_CLIENT and number >= ILL_SINCE:
+                if settings.faulty and name == ILL_CLIENT and number >= ILL_SINCE:
                     labels = corrupt(labels, settings.seed)
                 shuffle = torch.Generator().manual_seed(hash((settings.seed, number, index)))
                 loader = DataLoader(TensorDataset(x[part], labels), settings.batch, shuffle=True, generator=shuffle)

@@ -159,6 +159,10 @@ class Experiment(Part, frozen=True, kw_only=True):
     def to_toml(self) -> str:
         return toml.write(self)
 
+    def public_toml(self) -> str:
+        """Return it without its faults: what is wrong on purpose stands in a store as truth, and only there."""
+        return msgspec.structs.replace(self, faults=()).to_toml()
+
     def digest(self) -> str:
         """Return a digest that is the same for equal experiments; it identifies the saved state of an experiment."""
         try:

@@ -68,7 +68,8 @@ def experiment_of(run: Run) -> lab.Experiment:
     text = run.config.get("experiment")
     if not isinstance(text, str):
         raise ConfigError(
-            f"The run {run.id} keeps no experiment, so that it cannot be run again: only runs of `fedvitals lab` do."
+            f"The run {run.id} keeps no experiment, so that it cannot be run again. Runs of the lab do, unless their "
+            "experiment has objects of your own in it, or their monitor had been used before."
         )
     return lab.read(text)
 

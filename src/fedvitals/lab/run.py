@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,9 @@ from fedvitals.lab.faults import table as fault_table
 from fedvitals.lab.faults.fault import SampleForm
 from fedvitals.lab.federation import Federation, ServerState
 from fedvitals.lab.privacy import privacy_metrics, require_no_buffers
+from fedvitals.monitor.host import HostObserver
 from fedvitals.protocols import Observed, Observer, observer_of
+from fedvitals.transport.privacy import TRUSTED_HOSTS
 
 ROUNDS_WITH_LOSSES = 100  # newest rounds of a result; a long run must not exhaust memory
 
@@ -115,6 +118,7 @@ def rounds(
 ) -> Iterator[Result]:
     """Like `run`, but yield the result so far after each round."""
     watching = _check_call(experiment, observer, engine, checkpoint, resume=resume)
+    _describe(watching, experiment)
     site = prepare_site(experiment, data)
     experiment = site.experiment
     saved = None if checkpoint is None else Checkpoint(Path(checkpoint), experiment)
@@ -148,6 +152,19 @@ def rounds(
             if watching.recorder is not None:
                 watching.recorder.gate(number)
             yield result
+
+
+def _describe(observer: Observer, experiment: Experiment) -> None:
+    """Keep the experiment with the run of a plain monitor, so that it can be run again; not where that has begun."""
+    if not isinstance(observer, HostObserver) or observer.monitored.run.host not in TRUSTED_HOSTS:
+        return
+    try:
+        text = experiment.public_toml()
+    except ConfigError:  # objects of the user's own
+        return
+    if "experiment" not in observer.monitored.run.config:
+        with contextlib.suppress(ConfigError):
+            observer.describe("lab", {"experiment": text})
 
 
 def _announce(federation: Federation, data: object, *, begins: bool) -> None:

@@ -154,6 +154,11 @@ class Clients:
             self._guard("measuring a client", lambda: self._measure(opened, failed=failed), opened.scope)
 
     def _watch(self, opened: OpenClient, model: Any, data: Any, loss: Callable[..., Any] | None) -> None:
+        if not hasattr(model, "named_parameters"):
+            raise ConfigError(
+                f"The model of a client is a torch module, and this is {type(model).__name__}. Leave it out and hand "
+                "what clients send to monitor.updates(round, {name: update}), which takes arrays of any kind."
+            )
         from fedvitals.probes.instruments import tables_of  # noqa: PLC0415 - imports torch
         from fedvitals.probes.session import ClientSession  # noqa: PLC0415 - imports torch
 

@@ -105,22 +105,39 @@ class RunFindings:
     def open(self) -> LiveDetectors | None:
         """The detectors as a sink; None where there are none. Called once, when the run opens."""
         if self._detectors:
-            self._live = LiveDetectors(self._run, self._memory, self._detectors, self._take, self._guard.report)
+            self._live = LiveDetectors(
+                self._run, self._memory, self._detectors, self._take, self._guard.report, self._emission.emit
+            )
         return self._live
 
     def history(self) -> History:
         """What the detectors have seen so far."""
         return self._memory.history(self._run)
 
-    def so_far(self, *, complete: bool = True) -> FindingList:
+    def so_far(self, *, complete: bool = True, notes: bool = False) -> FindingList:
         """What the detectors have found so far. `complete`: whether they have seen everything."""
         attendance = None if self._live is None else self._live.attendance
-        missing = gaps(self._guard.failures, self._lost.unjudged, self._lost.thinned)
+        examined = None if self._live is None else self._live.examined()
+        missing = gaps(
+            self._guard.failures,
+            self._lost.unjudged,
+            self._lost.thinned,
+            examined=examined,
+            sinks=self._lost.by_sink,
+            outside=() if self._live is None else sorted(self._live.outside),
+        )
         if not complete and not self._lost.unjudged:
             missing = (*missing, "some records still wait for the store or the detectors")
         if self._findings.dropped:
             missing = (*missing, f"{self._findings.dropped} earlier findings are no longer in memory")
-        return FindingList(self._findings, installed=len(self._detectors), attendance=attendance, gaps=missing)
+        return FindingList(
+            self._findings,
+            installed=len(self._detectors),
+            attendance=attendance,
+            gaps=missing,
+            examined=examined,
+            notes=notes,
+        )
 
     def _take(self, finding: Finding) -> None:
         # A copy: what is emitted gets an identity. A detector knows no run, and may leave the time to us.

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fedvitals.diagnosis.gaps import MonitorFailure
+from fedvitals.errors import UnsuitedError
 from fedvitals.monitor.emission import Emission
 from fedvitals.monitor.run_context import RunContext
 from fedvitals.monitor.scopes import ClientThreads, Scopes
@@ -19,6 +20,8 @@ from fedvitals.transport.privacy import SERVER, released
 from fedvitals.transport.recorder import where
 
 logger = logging.getLogger("fedvitals")
+ABSTAINS = "probe.abstains"  # the event that tells what a probe does not measure, and why
+INTERRUPTIONS = (KeyboardInterrupt, GeneratorExit)  # somebody ended the training: nothing in it failed
 CAUSES_REPORTED, CAUSES_OF_CLIENT = 100, 10  # a cause whose words differ each time must not fill the user's log
 
 
@@ -56,15 +59,25 @@ class Guard:
             return None
 
     def exception(self, scope: Scope, name: str, error: BaseException) -> None:
-        """Record what the training code raised inside of a scope, as an event."""
-        self(name, lambda: self._emission.record.exception(scope, name, error), scope)
+        """Record what the training code raised inside of a scope, as an event.
+
+        An interruption, as by Ctrl-C, is no failure: it is recorded once, in the innermost scope that it leaves.
+        """
+        if not isinstance(error, INTERRUPTIONS):
+            self(name, lambda: self._emission.record.exception(scope, name, error), scope)
+        elif self._context.run.id not in (runs := error.__dict__.setdefault("fedvitals_runs", set())):
+            runs.add(self._context.run.id)
+            text, data = "The training was interrupted here.", {"exception": type(error).__name__}
+            self(name, lambda: self._emission.record.event(scope, "warning", "interrupted", text, data), scope)
 
     def report(self, error: Exception, doing: str, scope: Scope | None = None, *, each: bool = False) -> None:
         """Report a monitoring error once per cause (`each`: and node), in `scope` or where the caller stands.
 
-        Each client has a number of causes of its own: one whose data fail in ever new ways silences nobody else's.
+        Each client has a number of causes of its own: one whose data fail in ever new ways silences nobody else's. A
+        probe that abstains has not failed: that is an event of level «info», and no more.
         """
-        if self.strict:
+        abstains = isinstance(error, UnsuitedError)
+        if self.strict and not abstains:
             raise error
         kind = type(error).__name__
         cause = f"{doing}: {kind}: {error}"[:1000]
@@ -78,6 +91,9 @@ class Guard:
             return
         own.add(cause)
         self._causes.add(cause)
+        if abstains:
+            self._emission.emit_if_open(Event(place, time.time(), "info", ABSTAINS, str(error)[:1000], data))
+            return
         self.failures.append(MonitorFailure(doing, kind, place.round, place.node))
         event = Event(place, time.time(), "warning", "monitor.error", cause, data)
         # The log is a way out, too: the error may be of the client's own code, and quote its data.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,9 +14,11 @@ from fedvitals.catalog import public_name
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.monitor.arrivals import REFUSED
 from fedvitals.monitor.monitored_run import MonitoredRun
+from fedvitals.monitor.open_clients import OpenClient
 from fedvitals.monitor.workers import WorkerObserver
 from fedvitals.probes.backends import flatten_and_sum_each
 from fedvitals.probes.results import Key, Results, metric_of_nodes
+from fedvitals.probes.update_forms import as_layers, tables_of_update
 from fedvitals.protocols import Node, Stack, TapeRecorder
 from fedvitals.records import Action, AnyName, Record, Truth, Where, as_round_index, node_name, printable
 from fedvitals.resources.clocks import why_impossible
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from fedvitals.probes.array_difference import ArrayDifference
 
 
+logger = logging.getLogger("fedvitals")
+OUTSIDE = "client.outside_round"  # the event that tells of a client outside of any round
 OF_SENDERS = ("accuracy", "local.accuracy", "local.loss", "loss")  # metrics with a meaning that a client may log
 REASON_BYTES = 500  # of why telemetry is refused, which may quote its sender
 
@@ -47,6 +52,7 @@ class HostObserver:
         self._context, self._scopes = spine.context, spine.scopes
         self._emission, self._guard = spine.emission, spine.guard
         self._rounds, self._clients, self._arrivals = monitored.rounds, monitored.clients, monitored.arrivals
+        self._warned_outside = False
 
     # -- whose run it is ----------------------------------------------------------------------------------------------
 
@@ -94,6 +100,8 @@ class HostObserver:
 
     def round_begin(self, round_index: int, global_state: Any = None) -> None:
         """Open a round. `global_state`: the global model, where it is a module."""
+        if self.monitored.has_ended():
+            return
 
         def begin() -> None:
             if self._rounds.open is not None:
@@ -121,7 +129,29 @@ class HostObserver:
         loss: Callable[..., Any] | None = None,
     ) -> None:
         """A client begins to train, in this process; as `Monitor.client`."""
-        self._clients.begin(node, model, data, group, loss)
+        self.open_client(node, model, data, group, loss)
+
+    def open_client(
+        self, node: AnyName, model: Any, data: Any, group: AnyName | None, loss: Callable[..., Any] | None
+    ) -> OpenClient | None:
+        """Open a client of this process; None if it cannot be opened, or the run was closed."""
+        if self.monitored.has_ended():
+            return None
+        if self._rounds.open is None:
+            self._warn_outside_round(node)
+        return self._clients.begin(node, model, data, group, loss)
+
+    def _warn_outside_round(self, node: AnyName) -> None:
+        """Say once that clients outside of any round are not judged."""
+        if self._warned_outside:
+            return
+        self._warned_outside = True
+        text = (
+            f"Client '{node}' was opened outside of a round: what is measured of it belongs to no round, and no "
+            "detector looks at it. Open clients inside of `with monitor.round(number, global_model):`."
+        )
+        logger.warning("%s", text)
+        self.event("warning", OUTSIDE, bounded(text), node=node)
 
     def stats(self, node: Any, family: str, array: Any) -> None:
         """Statistics that the host computed itself: [layers, columns], or [clients, layers, columns] for many nodes."""
@@ -137,6 +167,8 @@ class HostObserver:
         The `target` of an action is the client's name as text, also where the keys are integers: str(key) == target.
         """
         answers: list[Action] = []
+        if self.monitored.has_ended():
+            return ()
         self._clients.settle()  # what a host holds counts more than what the clients trained
         number: int | None = self._guard("updates()", lambda: as_round_index(round_index))
         if number is None:
@@ -152,6 +184,23 @@ class HostObserver:
         excluded = [action.target for action in answers if action.target is not None]
         self._guard("taping updates", lambda: self.monitored.tape.loop.sent(number, named, excluded))
         return tuple(answers)
+
+    def any_updates(self, round_index: int, updates: Mapping[Any, Any]) -> Sequence[Action]:
+        """The same in any of the forms that `Monitor.updates` takes; layers that are not known are told by these."""
+        if self.monitored.has_ended():
+            return ()
+
+        def read(update: Any) -> Sequence[Any]:
+            known = [t for t in reversed(self._context.own_tables.values()) if t.rows == "parameter"]
+            layers = as_layers(update, known)
+            if not known and not self.monitored.kit.preset.brief:
+                self._emission.layer_tables(tables_of_update(update, layers))
+            return layers
+
+        attempt = functools.partial(self._guard.attempt, here=self._clients.at)
+        by_node = self._guard("updates()", lambda: dict(updates)) or {}
+        layers = {node: attempt("updates()", functools.partial(read, update), node) for node, update in by_node.items()}
+        return self.updates(round_index, {node: own for node, own in layers.items() if own is not None})
 
     def update_difference(
         self, round_index: int, node: AnyName, difference: ArrayDifference, clients: int
@@ -204,7 +253,8 @@ class HostObserver:
 
     def log(self, values: Mapping[str, float] | None = None, /, *, node: AnyName | None = None, **more: float) -> None:
         """Metrics of a node; None: of the client or the round that is open, or was open last."""
-        self._guard("log()", lambda: self._clients.log({**(values or {}), **more}, node))
+        if not self.monitored.has_ended():
+            self._guard("log()", lambda: self._clients.log({**(values or {}), **more}, node))
 
     def log_each(self, name: str, values: Mapping[Any, float]) -> None:
         """A metric of several nodes, by node; as `log` for each of them, but one block."""

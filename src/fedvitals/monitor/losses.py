@@ -58,6 +58,13 @@ class LostRecords:
         return self._missed + sum(lost for _, lost in writer.lost_by_sink[: writer.own])
 
     @property
+    def by_sink(self) -> dict[str, int]:
+        """Records lost so far by sinks other than the store and the detectors, by their names."""
+        writer = self._emission.writer
+        others = writer.lost_by_sink[writer.own :] if isinstance(writer, SinkWriter) else ()
+        return {name: lost for name, lost in others if lost}
+
+    @property
     def thinned(self) -> int:
         """Client-rounds of which layer statistics were left out so far, see `transport.thinning`, `payload_buffer`."""
         writer = self._emission.writer

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fedvitals.diagnosis.corrections.policy import CorrectionPolicy, correction_policy_of
+from fedvitals.diagnosis.evidence.transformed_updates import TRANSFORMED
 from fedvitals.diagnosis.examine import STANDARD, choose_detectors
 from fedvitals.diagnosis.live_detectors import FindingList
 from fedvitals.monitor.host import HostObserver
@@ -143,8 +144,7 @@ class Monitor:
         DataLoader, a Dataset, a pair of tensors or a list of batches) and
         `loss` add how well the model suits the client's own samples. The optimiser is found by its parameters.
         """
-        clients = self._run.clients
-        with clients.scope(clients.begin(name, model, data, group, loss)):
+        with self._run.clients.scope(self._host.open_client(name, model, data, group, loss)):
             yield self
 
     @contextlib.contextmanager
@@ -172,13 +172,22 @@ class Monitor:
     def updates(self, round_index: int, updates: Mapping[Any, Any]) -> Sequence[Action]:
         """Measure what each client sends, before it is aggregated; inside the round.
 
-        `updates` maps each client's name to a sequence of tensors, one for each parameter in the order of
-        `model.parameters()`: what the client sent minus the model that it was sent, not the weights themselves. Call it
+        `updates` maps each client's name to what it sent minus the model that it was sent, not the weights themselves:
+        a sequence of tensors or NumPy arrays, one for each parameter in the order of `model.parameters()`; a mapping of
+        them by the names of parameters; or all of it as one flat vector. No model needs to be known. Call it
         where updates may change between a client's scope and the aggregation: what arrives is compared with what was
         trained. With `cure="auto"` it returns an action «exclude» for each update that cannot be used; otherwise
         nothing. The `target` of an action is the client's name as text, also where the keys are integers.
         """
-        return self._host.updates(round_index, updates)
+        return self._host.any_updates(round_index, updates)
+
+    def transformed(self, how: str) -> None:
+        """State that updates are changed between training and aggregation, and how: «top-k, 1 %», «clipped at 1.0».
+
+        Call it once, before the first round. Detectors that compare an update with the training behind it then judge
+        nobody; otherwise they notice by themselves where most clients' updates differ from what these trained.
+        """
+        self._host.event("info", TRANSFORMED, f"Updates are changed on their way: {how}.", data={"stated": how})
 
     def prescribed(self, round_index: int) -> Sequence[Action]:
         """The corrections in force in the coming round, for the loop to apply (docs/cure.md)."""
@@ -210,9 +219,13 @@ class Monitor:
         """Record when a client elsewhere was asked and when it answered (docs/profile.md); see `HostObserver`."""
         self._host.exchange(node, sent, received, replied, returned, started=started, span=span)
 
-    def findings(self) -> FindingList:
-        """What the detectors have found so far, worst first. Waits until they have seen everything."""
-        return self._run.findings.so_far(complete=self.flush() or self._run.lifecycle.flush(1.0, own=True))
+    def findings(self, *, notes: bool = False) -> FindingList:
+        """What the detectors have found so far, worst first. Waits until they have seen everything.
+
+        `notes`: also what never was more than a note.
+        """
+        complete = self.flush() or self._run.lifecycle.flush(1.0, own=True)
+        return self._run.findings.so_far(complete=complete, notes=notes)
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until everything so far is written. False: not in time, or something was lost."""

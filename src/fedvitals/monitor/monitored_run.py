@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -31,6 +32,8 @@ from fedvitals.transport.privacy import PrivacyPolicy
 
 if TYPE_CHECKING:
     from fedvitals.probes.backends import AnyInstruments
+
+logger = logging.getLogger("fedvitals")
 
 
 class MonitoredRun:
@@ -84,7 +87,7 @@ class MonitoredRun:
         )
         self.unusable = UnusableUpdateCheck()
         self._before_close: list[Callable[[], None]] = []
-        self._asked = self._closed = False
+        self._asked = self._closed = self._ended = self._warned = False
         self._lock = threading.Lock()
         close_at_exit(self)
 
@@ -106,6 +109,17 @@ class MonitoredRun:
         """Note that the host asks which corrections are in force. Returns whether it did so before."""
         before, self._asked = self._asked, True
         return before
+
+    def has_ended(self) -> bool:
+        """Return whether the run was closed; who goes on with its monitor is warned once that nothing is recorded."""
+        if self._ended and not self._warned:
+            self._warned = True
+            logger.warning(
+                "Run %s was closed: its monitor records nothing of what happens from here on. Close it after the last "
+                "round, or make a new fv.Monitor for what follows.",
+                self.run.id,
+            )
+        return self._ended
 
     def end_round(self, model: Any = None, metrics: Any = None, state: Any = None) -> None:
         """Close the open round, if any, and record what is known of it. `state` is what the tape keeps of it."""
@@ -151,3 +165,4 @@ class MonitoredRun:
         self.clients.end_all()
         self.end_round()
         self.lifecycle.close()
+        self._ended = True

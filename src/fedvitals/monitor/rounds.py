@@ -80,10 +80,11 @@ class Rounds:
             self._ledger.begin(self.open.scope.span, self.open.at)
         self.open.cohort = Cohort(approximate_before=self._kit.updates.approximate)
         self._kit.turns.begin(number)
+        self._kit.global_parameters = () if model is None else self._kit.parameters(model)
         if model is None:
             return
         if not self._kit.preset.brief:
-            self._kit.updates.begin_round(number, self._kit.parameters(model))
+            self._kit.updates.begin_round(number, self._kit.global_parameters)
         # A run that goes on does not begin anew with the model that it happens to have now.
         if self._kit.initial is None and not self._context.continued:
             self._first_model(model)
@@ -112,6 +113,7 @@ class Rounds:
     def close(self) -> OpenScope | None:
         """The open round, which from now on is none: to be told of by `finish`, or forgotten."""
         opened, self.open = self.open, None
+        self._kit.global_parameters = ()
         self._scopes.leave_round()
         return opened
 
@@ -177,9 +179,12 @@ class Rounds:
             node: [r for r in own if isinstance(r, LayerStats) and r.family == "update" and r.where.step is None]
             for node, own in held.items()
         }
-        measurements = attempt("comparing updates with what was told of them", lambda: cohort.receive(sent, claims))
+        back = self._kit.updates.steps_back
+        measurements = attempt(
+            "comparing updates with what was told of them", lambda: cohort.receive(sent, claims, back)
+        )
         if measurements is None:  # because of somebody: each by itself, so that it costs nobody else
-            apart = [(node, partial(cohort.receive, {node: rows}, claims)) for node, rows in sent.items()]
+            apart = [(node, partial(cohort.receive, {node: rows}, claims, back)) for node, rows in sent.items()]
             measurements = [
                 measurement for node, work in apart for measurement in attempt("measuring an update", work, node) or ()
             ]

@@ -98,7 +98,7 @@ def activations(view: View) -> Mapping[str, Any]:
     remove_hooks = prepare(view, lambda measure: measure())
     try:
         with evaluation_without_gradients(view.model):
-            view.model(x)
+            samples.apply(view.model, x)
     finally:
         rows = remove_hooks()
     return rows

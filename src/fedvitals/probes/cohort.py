@@ -18,8 +18,9 @@ from fedvitals.measurements import MeasuredLayers, Measurements
 from fedvitals.probes.attempts import Attempt, unguarded
 from fedvitals.probes.node_columns import NodeColumns
 from fedvitals.probes.results import Results
+from fedvitals.probes.trained_relation import factor_between, rounds_behind, sum_distances
 from fedvitals.records import LayerStats, Span
-from fedvitals.stats import COUNT, FAMILIES, INFS, MAX, MIN, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array, merge
+from fedvitals.stats import COUNT, FAMILIES, INFS, NANS, Array, merge
 
 if TYPE_CHECKING:
     from fedvitals.probes.backends import AnyInstruments
@@ -35,6 +36,7 @@ Key = tuple[str | None, str | None]  # node, group; None: the whole
 # trusted with nothing but its own numbers.
 HERE, WORKER, SENDER = "here", "worker", "sender"
 COST = "monitor.cost"
+COUNTS = [COUNT, NANS, INFS]
 ROUNDING = 1e-4  # what a client's sums of an update may differ by from the server's, of the same update
 
 
@@ -122,13 +124,17 @@ class Cohort:
             self._matrices[_kind(part.family, part.matrices[0], part.table)][group].append((nodes, matrices))
 
     def receive(
-        self, sent: Mapping[str, Array], claims: Mapping[str, Sequence[LayerStats]] | None = None
+        self,
+        sent: Mapping[str, Array],
+        claims: Mapping[str, Sequence[LayerStats]] | None = None,
+        steps_back: Callable[[Sequence[int]], Mapping[int, Array]] | None = None,
     ) -> list[tuple[Key, Results]]:
         """Return what the server measured of the received updates where it disagrees with the clients' own sums.
 
         `sent` holds the nine sums per layer of each client's update, `claims` what senders report of theirs. A client
         may report its training honestly and send something else. What was sent counts; a client's own sums remain only
-        where they are one record that agrees.
+        where they are one record that agrees. `steps_back` gives, for layers of these sizes, the sums of earlier global
+        models minus the present one, by rounds ago.
         """
         claims = claims or {}
         with self._lock:
@@ -142,9 +148,11 @@ class Cohort:
             own = [*self._own_updates(node), *(claim.matrix for claim in claims.get(node, ()))]
             if node not in differing:
                 self.add(node, self._groups.get(node), replace(results), failed=False)
-            distance = max(differing.get(node, 0.0), _contradiction(own, sent[node]))
+            trained = differing.get(node, own)
+            distance = max(_contradiction(trained, sent[node]), _contradiction(own, sent[node]))
             if distance > ROUNDING or not any(rows.shape == sent[node].shape for rows in own):
                 results.take({"update.differs": distance} if own and not math.isnan(distance) else {})
+                results.take(_relation(trained, sent[node], steps_back) if distance > ROUNDING else {})
             results_by_key.append(((node, self._groups.get(node)), results))
         return results_by_key
 
@@ -171,9 +179,9 @@ class Cohort:
             if node in sent and sent[node].shape in own and (node not in self._elsewhere or len(own) == 1)
         }
 
-    def _replace_others(self, sent: Mapping[str, Array]) -> dict[str, float]:
-        """Replace own sums that belong to another update than was sent; returns these clients with their distances."""
-        differing: dict[str, float] = {}
+    def _replace_others(self, sent: Mapping[str, Array]) -> dict[str, list[Array]]:
+        """Replace own sums that belong to another update than was sent; returns these, by client."""
+        differing: dict[str, list[Array]] = defaultdict(list)
         groups = [own for kind, groups in self._matrices.items() if kind[0] == "update" for own in groups.values()]
         for parts in groups:
             for i, (nodes, rows) in enumerate(parts):
@@ -188,8 +196,8 @@ class Cohort:
                     replaced = rows.copy()
                     replaced[np.array(places)[other]] = received[other]
                     parts[i] = nodes, replaced
-                for node, distance in ((nodes[places[j]], float(distances[j])) for j in other.tolist()):
-                    differing[node] = max(differing.get(node, 0.0), distance)
+                for place in (places[j] for j in other.tolist()):
+                    differing[nodes[place]].append(rows[place])
         return differing
 
     def clients_of(self, group: str | None) -> int:
@@ -317,6 +325,25 @@ def _contradiction(own_sums: Sequence[Array], sent: Array) -> float:
     return max(known) if known else math.nan if distances else 0.0
 
 
+def _relation(
+    own_sums: Sequence[Array], sent: Array, steps_back: Callable[[Sequence[int]], Mapping[int, Array]] | None
+) -> dict[str, float]:
+    """Return the exact relation of an update to what its client trained, as metrics; none where there is none."""
+    for trained in own_sums:
+        there = _same_layers(trained, sent)
+        # What clients say may be anything; sums of other or broken values are no multiple of what arrived.
+        if there is None or not np.array_equal(trained[:, COUNTS], sent[there][:, COUNTS]):
+            continue
+        if float(_distances(trained[None], sent[there][None])[0]) <= ROUNDING:
+            continue
+        if (factor := factor_between(trained, sent[there])) is not None:
+            return {"update.factor": factor}
+        back = {} if steps_back is None else steps_back(trained[:, COUNT].astype(int).tolist())
+        if (rounds := rounds_behind(trained, sent[there], back)) is not None:
+            return {"update.base_age": float(rounds)}
+    return {}
+
+
 def _same_layers(own: Array, sent: Array) -> list[int] | None:
     """Return the indices of a client's layers among those that were sent; None if they are not all there, in order.
 
@@ -346,23 +373,8 @@ def agreeing_claims(claims: Sequence[LayerStats], sent: Array) -> list[LayerStat
 
 
 def _distances(own: Array, got: Array) -> Array:
-    """Return the largest relative difference between two sets of nine sums; [clients, layers, 9] → [clients], up to 1.
-
-    Differences are relative to the magnitude of the values as received, since sums may cancel to nearly 0. 1 means that
-    a count differs, or by more than the whole magnitude.
-    """
-    counts = [COUNT, NANS, INFS]
-    size = got[..., SUM_MAGNITUDES]
-    largest = np.abs(np.where(np.isfinite(got[..., [MIN, MAX]]), got[..., [MIN, MAX]], 0.0)).max(axis=2)
-    limits = ((SUM, size), (SUM_MAGNITUDES, size), (SUM_SQUARES, got[..., SUM_SQUARES]), (MIN, largest), (MAX, largest))
-    worst = np.where((own[..., counts] == got[..., counts]).all(axis=(1, 2)), 0.0, 1.0)
-    with np.errstate(all="ignore"):  # what clients say may be infinite
-        for column, limit in limits:
-            equal = own[..., column] == got[..., column]  # also two zeros of an empty layer, and two infinities
-            share = np.abs(got[..., column] - own[..., column]) / limit
-            share = np.where(equal, 0.0, np.where(np.isnan(share), 1.0, np.minimum(share, 1.0)))
-            worst = np.maximum(worst, share.max(axis=1, initial=0.0))
-    return worst
+    """Return the largest relative difference of any layer (`sum_distances`); [clients, layers, 9] → [clients]."""
+    return np.asarray(sum_distances(own, got).max(axis=1, initial=0.0))
 
 
 def _merge_groups(kind: Kind, members: Mapping[str | None, list[Part]], least: int) -> list[tuple[Key, Results]]:

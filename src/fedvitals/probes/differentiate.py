@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fedvitals.errors import ConfigError
+from fedvitals.errors import UnsuitedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +48,32 @@ def differentiable(model: nn.Module, x: Tensor, *, twice: bool = False) -> Itera
 
 
 def require_class_outputs(outputs: Any, samples: int) -> Tensor:
-    """Return the outputs if they are one row of numbers per sample; else raise an error that says what is supported."""
+    """Return the outputs, or the logits among them, if they are one row of numbers per sample; else raise
+    UnsuitedError, which says what is supported.
+    """
+    outputs = logits_of(outputs)
     if isinstance(outputs, Tensor) and outputs.shape == (samples, *outputs.shape[1:]) and outputs.dim() == 2:
         return outputs
     got = f"a tensor of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
-    raise ConfigError(
-        f"Gradient scale needs a model whose output is one row of numbers per sample, [samples, outputs]; got {got}. "
-        "Wrap the model so that it returns its logits, or leave the scale probe out."
+    raise UnsuitedError(
+        "Gradient scale is not measured: it is defined for one row of outputs per sample, [samples, outputs], and this "
+        f"model returns {got}."
     )
+
+
+def logits_of(outputs: Any) -> Any:
+    """Return the `logits` of outputs that have some, as those of Hugging Face models do; else the outputs."""
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    return logits if isinstance(logits, Tensor) else outputs
 
 
 def _from_embedding(model: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
     """Replace the first embedding's output by a fresh leaf, and return it with the outputs."""
     table = next((m for m in model.modules() if isinstance(m, nn.Embedding)), None)
     if table is None:
-        raise ConfigError(
-            f"Gradient scale cannot differentiate by {x.dtype} inputs, and the model has no nn.Embedding that would "
-            "turn them into numbers. Give data of floating-point inputs, or leave the scale probe out."
+        raise UnsuitedError(
+            f"Gradient scale is not measured: it cannot differentiate by {x.dtype} inputs, and the model has no "
+            "nn.Embedding that would turn them into numbers."
         )
     leaves: list[Tensor] = []
 
@@ -78,5 +87,8 @@ def _from_embedding(model: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
     finally:
         handle.remove()
     if not leaves:
-        raise ConfigError("Gradient scale follows integer inputs from the first nn.Embedding on, which did not run.")
+        raise UnsuitedError(
+            "Gradient scale is not measured: it follows integer inputs from the first nn.Embedding on, which did not "
+            "run."
+        )
     return leaves[0], outputs

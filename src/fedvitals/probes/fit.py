@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedvitals.errors import UnsuitedError
 from fedvitals.probes import samples
 from fedvitals.probes.allowance import CALL, FLOOR_ROUNDS, FORWARD, Allowance, Turn, training_work
+from fedvitals.probes.differentiate import logits_of
 from fedvitals.probes.view import View, evaluation_without_gradients
 from fedvitals.stats import LABEL_CLASSES
 
@@ -50,7 +52,7 @@ class Fit:
             count //= 2
         return count if self._allowance.due(node, turn, fit_work(count), work) else 0
 
-    def before(self, view: View, turn: Turn | None = None) -> tuple[dict[str, float], tuple[Tensor, Tensor] | None]:
+    def before(self, view: View, turn: Turn | None = None) -> tuple[dict[str, float], samples.Batch | None]:
         """Return metrics of the received model, and the samples for `after` (None: not this time)."""
         total = samples.size(view.data)
         metrics: dict[str, float] = {"samples": total}
@@ -60,28 +62,36 @@ class Fit:
         if not count:
             return metrics, None
         x, y = samples.read(view.data, samples.spread_indices(total, count, (view.round or 0) * count))
-        x, y = _to_device(view.model, x, y)
+        batch = _to_device(view.model, x, y)
+        return metrics | self.before_on(view, batch), batch
+
+    def before_on(self, view: View, batch: samples.Batch) -> dict[str, float]:
+        """Return metrics of the received model on these samples."""
+        x, y = batch
+        assert view.loss is not None  # noqa: S101 - there would be no batch
         output, losses = predict(view.model, view.loss, x, y)
-        metrics |= {"fit.samples": len(y), "fit.loss_before": math.fsum(losses) / len(y)}
+        metrics: dict[str, float] = {"fit.samples": len(y), "fit.loss_before": math.fsum(losses) / len(y)}
         if len(y) > 1:
             metrics["fit.loss_p90"] = sorted(losses)[math.ceil(0.9 * len(y)) - 1]
-        if is_classifier(output, y):
-            labels, guesses = y.tolist(), output.argmax(1).tolist()
+        logits = logits_of(output)
+        if is_classifier(logits, y):
+            labels, guesses = y.tolist(), logits.argmax(1).tolist()
             metrics["fit.accuracy_before"] = accuracy(labels, guesses)
             metrics["fit.confusion"], pair = confusion(labels, guesses)
             if pair is not None:
                 metrics["fit.confused_label"], metrics["fit.confused_guess"] = pair
-            metrics["fit.confident_wrong"] = float(confidently_wrong(output, y).double().mean())
-        return metrics, (x, y)
+            metrics["fit.confident_wrong"] = float(confidently_wrong(logits, y).double().mean())
+        return metrics
 
-    def after(self, view: View, batch: tuple[Tensor, Tensor]) -> dict[str, float]:
+    def after(self, view: View, batch: samples.Batch) -> dict[str, float]:
         """Return metrics of the trained model on the same samples."""
         x, y = batch
         assert view.loss is not None  # noqa: S101 - `before` gave no batch otherwise
         output, losses = predict(view.model, view.loss, x, y)
         metrics = {"fit.loss_after": math.fsum(losses) / len(y)}
-        if is_classifier(output, y):
-            metrics["fit.accuracy_after"] = accuracy(y.tolist(), output.argmax(1).tolist())
+        logits = logits_of(output)
+        if is_classifier(logits, y):
+            metrics["fit.accuracy_after"] = accuracy(y.tolist(), logits.argmax(1).tolist())
         return metrics
 
 
@@ -90,13 +100,21 @@ def fit_work(samples: int) -> float:
     return float(2 * FORWARD * (samples + CALL))
 
 
-def predict(
-    model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor
-) -> tuple[Tensor, list[float]]:
-    """Return outputs and per-sample losses in evaluation mode; the model and the random streams are not changed."""
+def predict(model: nn.Module, loss: Callable[..., Any], x: samples.Inputs, y: Tensor) -> tuple[Any, list[float]]:
+    """Return outputs and per-sample losses in evaluation mode; the model and the random streams are not changed.
+
+    Raises UnsuitedError where the model does not take such inputs, or the loss does not take its output and labels.
+    """
     with evaluation_without_gradients(model):
-        output = model(x.clone())  # a model may work on its input in place, and `after` needs it as it was
-        return output, per_sample(loss, output, y).tolist()
+        try:
+            # A model may work on its input in place, and `after` needs it as it was.
+            output = samples.apply(model, samples.mapped(x, Tensor.clone))
+            return output, per_sample(loss, output, y).tolist()
+        except Exception as error:
+            raise UnsuitedError(
+                "How well the model fits the client's own samples is not measured: `loss(model(x), y)` on samples of "
+                f"`data` raised {type(error).__name__}: {error}"
+            ) from error
 
 
 def per_sample(loss: Callable[..., Tensor], output: Any, y: Tensor) -> Tensor:
@@ -118,10 +136,12 @@ def per_sample(loss: Callable[..., Tensor], output: Any, y: Tensor) -> Tensor:
 def _sample(output: Any, place: int) -> Any:
     """Return one sample's part of an output, as a batch of one; for a model with several heads, of each of them."""
     if isinstance(output, dict):
-        return {name: _sample(part, place) for name, part in output.items()}
+        parts = {name: _sample(part, place) for name, part in output.items()}
+        return parts if type(output) is dict else type(output)(**parts)  # one with attributes, as Hugging Face's
     if isinstance(output, tuple | list):
-        return tuple(_sample(part, place) for part in output)
-    return output[place : place + 1]
+        own = [_sample(part, place) for part in output]
+        return type(output)(*own) if hasattr(output, "_fields") else tuple(own)
+    return output[place : place + 1] if isinstance(output, Tensor) and output.dim() else output
 
 
 def is_classifier(output: Any, y: Tensor) -> bool:
@@ -192,8 +212,8 @@ def labels_of(data: Any, most: int = 100_000) -> dict[int, int] | None:
     return {label: n for label, n in enumerate(torch.bincount(labels).tolist()) if n}
 
 
-def _to_device(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def _to_device(model: nn.Module, x: samples.Inputs, y: Tensor) -> samples.Batch:
     parameter = next(model.parameters(), None)
-    if parameter is None or parameter.device == x.device:
+    if parameter is None or parameter.device == y.device:
         return x, y
-    return x.to(parameter.device), y.to(parameter.device)
+    return samples.mapped(x, lambda part: part.to(parameter.device)), y.to(parameter.device)

@@ -35,7 +35,8 @@ def full_gradient(view: View) -> Mapping[str, Any]:
     with evaluation_mode(view.model), torch.enable_grad():
         for first in range(0, total, BATCH):
             x, y = samples.read(view.data, range(first, min(first + BATCH, total)))
-            loss = view.loss(view.model(x.to(device)), y.to(device))
+            x = samples.mapped(x, lambda part: part.to(device))
+            loss = view.loss(samples.apply(view.model, x), y.to(device))
             gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
             for average, gradient in zip(averages, gradients, strict=True):
                 if gradient is not None:

@@ -34,11 +34,15 @@ def _measure_nothing(_optimizer: Optimizer, _owned: Owned, _step: int, _skipped:
     """Do nothing, for hooks that were removed while another thread was calling them."""
 
 
-class StepCounter:
-    """Counts the optimiser steps on a model's parameters without measuring anything."""
+def _nothing() -> None:
+    """Do nothing before the first step."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.steps = 0
+
+class StepCounter:
+    """Counts the optimiser steps on a model's parameters without measuring anything; `first` is called before them."""
+
+    def __init__(self, parameters: Sequence[Tensor], first: Callable[[], None] = _nothing) -> None:
+        self.steps, self._first = 0, first
         self._ids = {id(p) for p in parameters}
         self._mine: dict[int, tuple[Optimizer, int]] = {}  # steps so far; negative: acts on other parameters
         self._forget = register_step_hooks(self)
@@ -46,6 +50,7 @@ class StepCounter:
     def remove(self) -> None:
         self._forget()
         self._mine.clear()
+        self._first = _nothing  # a cycle would keep the user's model until garbage is collected
 
     def on_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         known = self._mine.get(id(optimizer))
@@ -53,6 +58,8 @@ class StepCounter:
             own = any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
             known = (optimizer, 0 if own else -1)
         steps = known[1] + 1 if known[1] >= 0 else -1
+        if steps == 1 and not self.steps:
+            self._first()
         self._mine[id(optimizer)] = (optimizer, steps)
         self.steps = max(self.steps, steps)  # two optimisers of one model step together
 

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedvitals.kernels import is_sharded, local
+from fedvitals.kernels import is_sharded
 from fedvitals.probes.activations import activations, watched_modules
 from fedvitals.probes.allowance import Allowance, Turns
 from fedvitals.probes.fit import Fit
@@ -19,7 +20,7 @@ from fedvitals.probes.presets import Preset
 from fedvitals.probes.results import Results
 from fedvitals.probes.scale import scale
 from fedvitals.probes.shards import ShardGroup
-from fedvitals.probes.snapshot import InitialModel, sketch_of
+from fedvitals.probes.snapshot import InitialModel, shards_of, sketch_of
 from fedvitals.probes.updates import UpdateTracker
 from fedvitals.probes.view import View, flatten, table_of
 from fedvitals.probes.weights import check_initialisation, starts_at_zero, weight_rows, whole_model
@@ -38,9 +39,14 @@ class Instruments:
         self.compares_updates, self._update_memory = compares_updates, update_memory
         self.watches_modules = any(planned.probe is activations for planned in preset.probes)
         self.costs = [0.0] * len(preset.probes)
+        # Probes of a user may draw random numbers; ours promise not to.
+        modules = [inspect.getmodule(planned.probe) for planned in preset.probes]
+        self.foreign = [module is None or not module.__name__.startswith("fedvitals.") for module in modules]
         self.allowances = [Allowance(planned.percent, planned.floor_rounds) for planned in preset.probes]
         self.wants_inputs = any(isinstance(planned.probe, scale | nonlinearity) for planned in preset.probes)
         self.clipping_seen = False
+        self.global_parameters: Sequence[Tensor] = ()  # of the open round's global model, where it is known
+        self.remarked_bases: set[str] = set()  # what was said of updates with another base, each once
         self.initial: Tensor | None = None  # the initial model in one vector; empty if it is too large to keep
         self._initial_sketch: tuple[int, Tensor | None] = (0, None)
         self.trained: frozenset[str] = frozenset()  # names of the parameters that train in any model seen so far
@@ -75,7 +81,7 @@ class Instruments:
         """Keep the initial model, from which drift is measured; returns what looks wrong with it, as (layer,
         remark).
         """
-        parameters = [local(p) for p in self.view(model).parameters]
+        parameters = shards_of(self.view(model).parameters)
         length = sum(p.numel() for p in parameters)
         if 2 * 4 * length > self._update_memory:
             self.initial = torch.zeros(0)

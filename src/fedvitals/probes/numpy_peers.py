@@ -66,6 +66,19 @@ class PastArrayModels:
         *past, now = (model.astype(np.float64) for _, model in self._past)
         return np.stack(past[::-1]) - now
 
+    def steps_back(self, sizes: Sequence[int]) -> dict[int, Array]:
+        """Return, by rounds ago, each layer's sum of the earlier model minus the newest; {} for layers of other
+        sizes.
+        """
+        if len(self._past) < 2 or any(model.size != sum(sizes) for _, model in self._past):
+            return {}
+        *past, (number, now) = ((number, model.astype(np.float64)) for number, model in self._past)
+        ends = np.cumsum(sizes)[:-1]
+        return {
+            number - earlier: np.array([part.sum() for part in np.split(model - now, ends)])
+            for earlier, model in reversed(past)
+        }
+
 
 def peer_rows(vectors: Sequence[Values], sums: Array, layout: PeerLayout, models: PastArrayModels) -> Array:
     """Return [clients, PEER_COLUMNS] of updates that are finite and of equal layout; `sums`: [clients, layers, 9].

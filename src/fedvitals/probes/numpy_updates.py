@@ -158,6 +158,10 @@ class ArrayUpdates:
         if not self._brief:
             self._models.add(number, [np.asarray(values) for values in parameters])
 
+    def steps_back(self, sizes: Sequence[int]) -> dict[int, Array]:
+        """Return, by rounds ago, each layer's sum of that global model minus the present one; those that are kept."""
+        return self._models.steps_back(sizes)
+
     def know(self, tables: Iterable[LayerTable]) -> None:
         """Set the shapes of layers, which an update itself does not carry."""
         for table in tables:
@@ -262,6 +266,7 @@ class ArrayInstruments:
         self.updates = ArrayUpdates(brief=preset.brief, memory=update_memory)
         self.turns = Turns(preset)
         self.initial: Any = None  # what drift would be measured from; no client trains here
+        self.global_parameters: Sequence[Any] = ()
         self.norms: dict[str, float] = {}
         self.trained: frozenset[str] = frozenset()  # every array that is sent counts as one that trains
         self._remarked = False

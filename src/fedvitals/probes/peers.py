@@ -79,6 +79,18 @@ class PastModels:
         *past, now = (model for _, model in self._past)
         return torch.stack(past[::-1]) - now
 
+    def steps_back(self, sizes: Sequence[int]) -> dict[int, Array]:
+        """Return, by rounds ago, each layer's sum of the earlier model minus the newest; {} for layers of other
+        sizes.
+        """
+        if len(self._past) < 2 or any(model.numel() != sum(sizes) for _, model in self._past):
+            return {}
+        *past, (number, now) = self._past
+        return {
+            number - earlier: np.array([float(part.double().sum()) for part in (model.to(now) - now).split([*sizes])])
+            for earlier, model in reversed(past)
+        }
+
 
 class Peers:
     """The updates of one round, all finite and of equal layout; `rows` says how each compares with the others.

@@ -12,8 +12,8 @@
 | activations | no | no | one step in 25 |
 | nonlinearity, gradient over the whole set | no | no | every fifth round |
 
-What is measured in turns is budgeted in sample-passes (`allowance`), with a floor: each client once in each 8 rounds
-(fit in `light`: 20; gradient scale: 4), and in each round some client, if there are at least half as many clients.
+What is measured in turns is budgeted in sample-passes (`allowance`), with a floor: each client once in each 4 rounds
+(fit: 2, in `light` 20), and in each round some client, if there are at least half as many clients.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from fedvitals.schedule import always, at_exit
 NAMES = LIGHT, STANDARD, DEEP = ("light", "standard", "deep")
 
 # Of the training's sample-passes, and the rounds in each of which every client is measured once whatever it costs. As
-# seconds, on the demo's federation: 0.2 and 0.5 % for fit, 1.8 % for the gradient scale.
+# seconds, on the demo's federation: 0.2 and 1.1 % for fit, 1.8 % for the gradient scale.
 LIGHT_FIT_PERCENT, LIGHT_FIT_ROUNDS = 0.2, 20
-FIT_PERCENT = 0.7
+FIT_PERCENT, FIT_ROUNDS = 0.7, 2
+OWN, OWN_FIT_PERCENT = "own", 1.0  # a list of a user's probes alone
 SCALE_PERCENT, SCALE_ROUNDS = 2.5, 4
 ACTIVATION_STEPS = 25  # one of so many is measured: it takes half as long again
 
@@ -99,7 +100,8 @@ def preset(name: str) -> Preset:
             )
         case "standard":
             in_turns = Planned(scale(), percent=SCALE_PERCENT, floor_rounds=SCALE_ROUNDS)
-            return Preset("standard", (Planned(gradients, always), Planned(weights), in_turns), fit_percent=FIT_PERCENT)
+            probes = (Planned(gradients, always), Planned(weights), in_turns)
+            return Preset("standard", probes, fit_percent=FIT_PERCENT, fit_floor_rounds=FIT_ROUNDS)
         case _:
             return Preset(
                 "deep",
@@ -142,7 +144,7 @@ def resolve(probes: str | Preset | Sequence[str | Preset | Planned | Probe | tup
         return probes
     if callable(probes):
         raise ConfigError("probes= takes a preset's name or a list: probes=['standard', my_probe].")
-    chosen = Preset("own", (), fit_percent=1.0)
+    chosen = Preset(OWN, (), fit_percent=OWN_FIT_PERCENT)
     own: list[Planned] = []
     for entry in probes:
         match entry:

@@ -8,33 +8,45 @@ loader's data set, from a data set, from a pair of arrays or from a list of batc
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from fedvitals.errors import ConfigError
+from fedvitals.errors import ConfigError, UnsuitedError
 
+LABELS = ("labels", "label", "targets", "target", "y")  # the part of a batch that is a mapping
+Inputs = Tensor | Mapping[str, Tensor] | tuple[Tensor, ...]
+Batch = tuple[Inputs, Tensor]  # inputs and labels
 Stream = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
 
 def size(data: Any) -> int:
     """Return the number of samples."""
     match data:
+        case DataLoader() if hasattr(data.dataset, "__len__") and not isinstance(data.dataset, IterableDataset):
+            return len(data.dataset)  # samples, of whatever kind
         case DataLoader():
             return size(data.dataset)
         case (Tensor() | np.ndarray(), Tensor() | np.ndarray()):
             return len(data[0])
         case list() | tuple():
-            return sum(len(batch[1]) for batch in data)
+            return sum(_length(batch) for batch in data)
+        case Mapping():
+            return _length(data)
         case IterableDataset():
-            raise ConfigError(f"A stream ({type(data).__name__}) has no size and cannot be read without consuming it.")
+            raise UnsuitedError(
+                f"The client's own samples are not looked at: a stream ({type(data).__name__}) has no size, and cannot "
+                "be read without consuming it."
+            )
         case Dataset() if hasattr(data, "__len__"):
             return len(data)
     raise ConfigError(
@@ -55,8 +67,8 @@ def batch_size(data: Any) -> int | None:
     return None
 
 
-def read(data: Any, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the samples at these indices, as (x, y)."""
+def read(data: Any, indices: Sequence[int]) -> Batch:  # noqa: PLR0911 - one for each kind of data
+    """Return the samples at these indices, as (x, y); x may be several tensors, see `Inputs`."""
     match data:
         case DataLoader():
             if isinstance(data.dataset, TensorDataset):
@@ -70,6 +82,8 @@ def read(data: Any, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
             return torch.as_tensor(data[0][indices]), torch.as_tensor(data[1][indices])
         case list() | tuple():
             return _from_batches(data, indices)
+        case Mapping():
+            return _pair({name: torch.as_tensor(part)[torch.as_tensor(indices)] for name, part in data.items()})
         case _:
             with preserved_random_streams(data):
                 return _pair(default_collate([data[i] for i in indices]))
@@ -90,11 +104,15 @@ def spread_indices(total: int, wanted: int, turn: int) -> list[int]:
 def preserved_random_streams(data: Any) -> Iterator[None]:
     """Restore torch's, Python's and numpy's random streams, and those inside `data`, after the block."""
     torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+    on_devices = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
+    device_states = torch.cuda.get_rng_state_all() if on_devices else None
     own = [(stream, _state_of(stream)) for stream in streams_in(data)]
     try:
         yield
     finally:
         torch.set_rng_state(torch_state)
+        if device_states is not None:
+            torch.cuda.set_rng_state_all(device_states)
         random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
         for stream, state in own:
@@ -141,19 +159,70 @@ def _set_state(stream: Stream, state: Any) -> None:
             stream.set_state(state)
 
 
-def _pair(batch: Any) -> tuple[Tensor, Tensor]:
-    if isinstance(batch, list | tuple) and len(batch) == 2 and all(isinstance(part, Tensor) for part in batch):
-        return batch[0], batch[1]
-    raise ConfigError(f"data= must yield pairs of tensors (x, y); a batch of it is {type(batch).__name__}.")
+def _pair(batch: Any) -> Batch:
+    """Return a batch as inputs and labels: a pair, a longer tuple whose last part is the labels, or a mapping.
+
+    Raises UnsuitedError where it cannot be seen which part is which.
+    """
+    if isinstance(batch, Mapping):
+        tensors = {name: part for name, part in batch.items() if isinstance(part, Tensor)}
+        label = next((name for name in LABELS if name in tensors), None)
+        inputs = {str(name): part for name, part in tensors.items() if name != label}
+        if label is not None and inputs:
+            return next(iter(inputs.values())) if len(inputs) == 1 else inputs, tensors[label]
+    elif isinstance(batch, list | tuple) and len(batch) > 1 and all(isinstance(part, Tensor) for part in batch):
+        return batch[0] if len(batch) == 2 else tuple(batch[:-1]), batch[-1]
+    kind = type(batch).__name__
+    parts = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+    raise UnsuitedError(
+        f"The client's own samples are not looked at: a batch is expected as (x, y), as a mapping with one of "
+        f"{', '.join(LABELS)} in it, or as a tuple that ends with the labels, all of them tensors; got a {kind}{parts}."
+    )
 
 
-def _from_batches(batches: Sequence[Any], indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-    starts, total = [], 0
-    for batch in batches:
-        starts.append(total)
-        total += len(_pair(batch)[1])
-    picked = []
+def apply(model: nn.Module, x: Inputs) -> Any:
+    """Return the model's output for inputs as `read` gives them: several by name, or in their order."""
+    if isinstance(x, Tensor):
+        return model(x)
+    return model(**x) if isinstance(x, Mapping) else model(*x)
+
+
+def mapped(x: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    """Return inputs with each of their tensors changed."""
+    if isinstance(x, Tensor):
+        return change(x)
+    return {name: change(part) for name, part in x.items()} if isinstance(x, Mapping) else tuple(map(change, x))
+
+
+def _length(batch: Any) -> int:
+    """Return the number of samples in a batch."""
+    if isinstance(batch, Mapping):
+        return next((len(part) for part in batch.values() if isinstance(part, Tensor | np.ndarray) and part.ndim), 0)
+    return len(batch[-1])
+
+
+def _from_batches(batches: Sequence[Any], indices: Sequence[int]) -> Batch:
+    starts = [0, *itertools.accumulate(map(_length, batches))][:-1]
+    picked: list[Batch] = []
     for index in indices:
-        b = max(i for i, start in enumerate(starts) if start <= index)
-        picked.append((batches[b][0][index - starts[b]], batches[b][1][index - starts[b]]))
-    return torch.stack([torch.as_tensor(x) for x, _ in picked]), torch.stack([torch.as_tensor(y) for _, y in picked])
+        batch = bisect.bisect_right(starts, index) - 1
+        place = index - starts[batch]
+        x, y = _pair(_of_tensors(batches[batch]))
+        picked.append((mapped(x, lambda part: part[place]), y[place]))  # noqa: B023 - called at once
+    inputs, labels = zip(*picked, strict=True)
+    first = inputs[0]
+    stacked: Inputs
+    if isinstance(first, Tensor):
+        stacked = torch.stack(inputs)
+    elif isinstance(first, Mapping):
+        stacked = {name: torch.stack([own[name] for own in inputs]) for name in first}
+    else:
+        stacked = tuple(torch.stack(parts) for parts in zip(*inputs, strict=True))
+    return stacked, torch.stack(labels)
+
+
+def _of_tensors(batch: Any) -> Any:
+    """Return a batch with its NumPy arrays as tensors."""
+    if isinstance(batch, Mapping):
+        return {name: torch.as_tensor(part) if isinstance(part, np.ndarray) else part for name, part in batch.items()}
+    return tuple(torch.as_tensor(part) if isinstance(part, np.ndarray) else part for part in batch)

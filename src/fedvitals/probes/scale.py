@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedvitals.errors import ConfigError
+from fedvitals.errors import ConfigError, UnsuitedError
 from fedvitals.probes import samples
 from fedvitals.probes.allowance import BACKWARD, CALL, FORWARD
 from fedvitals.probes.deflation import by_decomposition, by_squaring
@@ -146,6 +146,9 @@ def inputs_of(view: View, images: int | str) -> tuple[Tensor, bool] | None:
         total = samples.size(view.data)
         wanted = total if images == "all" else min(int(images), total)
         x, _ = samples.read(view.data, samples.spread_indices(total, wanted, (view.round or 0) * wanted))
+        if not isinstance(x, Tensor):
+            names = ", ".join(x) if isinstance(x, Mapping) else f"{len(x)} tensors"
+            raise UnsuitedError(f"Gradient scale is not measured: the model takes several inputs ({names}).")
         device = next((p.device for p in view.parameters), x.device)
         return x.to(device), False
     if view.last_input is None:

@@ -29,12 +29,22 @@ from fedvitals.probes.pending_results import PendingResults, Report, StepTotals
 from fedvitals.probes.presets import Planned
 from fedvitals.probes.results import Results
 from fedvitals.probes.snapshot import MeasuredUpdate, ParameterSnapshot
+from fedvitals.probes.training_start import equals, fits, on_load
 from fedvitals.probes.view import View, flatten
 from fedvitals.probes.weights import weights
 from fedvitals.protocols import Moment, PreparedProbe
 from fedvitals.schedule import always, at_exit
 
 LABEL_ROUNDS = 5
+REPLACED = (
+    "The weights of this client's model were replaced inside its scope, before its first step: its update is measured "
+    "from those that its training began with. With the global model in monitor.round(number, model), or with weights "
+    "that are loaded before monitor.client(...), this is certain to be what the client was sent. Said once for the run."
+)
+REPLACED_BY_OTHERS = (
+    "The weights of this client's model were replaced inside its scope, before its first step, by others than the "
+    "round's global model has: its update is measured from the global model. Said once for the run."
+)
 UNFROZEN_SHOWN = 10  # names of layers in one event
 
 
@@ -63,7 +73,7 @@ class ClientSession:
         self._step_began = self._step_seconds = 0.0
         self._sharded = is_sharded(view.parameters)
         self._differences = instruments.preset.difference_each_step and not self._sharded
-        self._batch: tuple[Tensor, Tensor] | None = None
+        self._batch: samples.Batch | None = None
         self.optimizers: list[Optimizer] = []  # that stepped, known at the end
         self._turn = instruments.turns.of(view.node, view.round)
         view.snapshot = self._snapshot = ParameterSnapshot(view.parameters, instruments.snapshot_buffers)
@@ -81,8 +91,11 @@ class ClientSession:
         self._clip = ClipWatch(view.parameters, confirmed=instruments.clipping_seen and bool(at_steps))
         measure = self._measure if clock is None else self._measure_timed
         self._hooks: StepHooks | StepCounter = (
-            StepHooks(view.parameters, measure, self._clip.look) if at_steps else StepCounter(view.parameters)
+            StepHooks(view.parameters, measure, self._clip.look)
+            if at_steps
+            else StepCounter(view.parameters, self._check_start)
         )
+        self._on_load = None if self._sharded else on_load(view.model, self._loaded, report)
         self._last_input = _catch_input(view, report) if instruments.wants_inputs and view.data is None else None
         self._began = self._step_began = time.perf_counter()
         self.cost = self._set_up = self._began - began
@@ -97,8 +110,9 @@ class ClientSession:
     def abandon(self) -> None:
         if self._clock is not None:
             self._clock.remove()
-        if self._last_input is not None:
-            self._last_input.remove()
+        for handle in (self._last_input, self._on_load):
+            if handle is not None:
+                handle.remove()
         self._hooks.remove()
         self._clip.remove()
         for take in self._takes.values():
@@ -245,6 +259,8 @@ class ClientSession:
         try:
             view = self._view
             view.step, view.owned = step, owned
+            if not self._steps:
+                self._check_start()
             if self._differences and step == self._steps > 0:
                 self._difference(step - 1)
             if step >= self._steps:
@@ -285,7 +301,7 @@ class ClientSession:
         if kind in self._instruments.unsuited:
             return {}
         try:
-            return planned.probe(self._view)
+            return self._run_foreign(planned) if self._instruments.foreign[index] else planned.probe(self._view)
         except Exception as error:  # noqa: BLE001 - a user's probe may do anything
             if isinstance(error, ConfigError):
                 self._instruments.unsuited.add(kind)
@@ -293,6 +309,14 @@ class ClientSession:
             return {}
         finally:
             self._instruments.costs[index] += time.perf_counter() - started
+
+    def _run_foreign(self, planned: Planned) -> Mapping[str, Any]:
+        """Run a user's probe; it may draw random numbers, or return what is nothing."""
+        with samples.preserved_random_streams(None):
+            measured: Any = planned.probe(self._view)
+        if measured is not None and not isinstance(measured, Mapping):
+            raise ConfigError(f"A probe returns numbers by name, {{'norm': 1.5}}; got {type(measured).__name__}.")
+        return measured or {}
 
     def _take_prepared(self, step: int) -> None:
         for index, take in self._takes.items():
@@ -338,6 +362,39 @@ class ClientSession:
         self.results.take(metrics)
         if not self._instruments.preset.brief:
             self._tell_labels()
+
+    # -- weights that are loaded inside the scope ---------------------------------------------------------------------
+
+    def _loaded(self) -> None:
+        """The model's weights were loaded. Before any training that is where it starts; later it is its outcome."""
+        view, shared = self._view, self._instruments.global_parameters
+        if self._steps or (isinstance(self._hooks, StepCounter) and self._hooks.steps):
+            return
+        untrained = all(p.grad is None for p in view.parameters)
+        if untrained or (fits(shared, view.parameters) and equals(shared, view.parameters)):
+            self._begin_again()
+
+    def _check_start(self) -> None:
+        """Before the first step: whether the weights are still those that were copied as the scope opened."""
+        if not self._sharded and self._snapshot.is_outdated():
+            self._guarded("looking at replaced weights", self._begin_again)
+
+    def _begin_again(self) -> None:
+        """The weights were replaced inside the scope: take the global model's for the start, else what they are now."""
+        view, shared = self._view, self._instruments.global_parameters
+        known = fits(shared, view.parameters)
+        same = equals(shared, view.parameters) if known else False
+        base = shared if known and not same else None
+        self._snapshot.release()
+        view.snapshot = self._snapshot = ParameterSnapshot(view.parameters, self._instruments.snapshot_buffers, base)
+        self._last = self._snapshot.vector if self._differences else None
+        if self._batch is not None:
+            self.results.metrics = [own for own in self.results.metrics if not own[0].startswith("fit.")]
+            self.results.take(self._instruments.fit.before_on(view, self._batch))
+        remark = REPLACED_BY_OTHERS if known else REPLACED
+        if same is False and remark not in self._instruments.remarked_bases:
+            self._instruments.remarked_bases.add(remark)
+            self.results.remarks.append(("update.base", remark, {"global_model": known}))
 
     def _tell_labels(self) -> None:
         """Report the client's labels: when first seen, and again when a check every few rounds finds a change."""

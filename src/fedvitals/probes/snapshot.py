@@ -24,6 +24,7 @@ from torch._utils import _flatten_dense_tensors
 
 from fedvitals.kernels import count_sketch, is_sharded, local, sums_of_parts
 from fedvitals.kernels.cuda import updates as device_updates
+from fedvitals.kernels.layout import readable
 from fedvitals.stats import Array, empty_sums, merge_sums
 
 PIECE = 1 << 20  # values of a piece on a CPU: 4 MB in float32. A multiple of 256, as sketches need it
@@ -31,6 +32,8 @@ PIECE_ON_DEVICE = 1 << 27  # there, each call has its price; a larger model is c
 SMALL_SHARE = 1 / 64  # of a device's memory, for a copy without asking whether there is room for it
 LARGEST_SHARE = 1 / 16
 TRAINING_COPIES = 4  # gradients, two moments and a reserve: what training still allocates, in copies of its parameters
+FEW = 1 << 16  # parameters on a CPU that are compared whole: that takes some 20 µs
+SAMPLED_LAYERS, SAMPLED = 32, 8  # where there are more: layers, and values of the first row of each
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -147,10 +150,15 @@ class ParameterSnapshot:
     """A copy of parameters, taken when it is created.
 
     `buffers` is memory of earlier snapshots on a CPU, where fresh memory costs four times as much as the copy itself;
-    `release` puts its own there.
+    `release` puts its own there. `start`: what the update is measured from, in place of the parameters themselves.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], buffers: list[Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        buffers: list[Tensor] | None = None,
+        start: Sequence[Tensor] | None = None,
+    ) -> None:
         self._parameters, self._buffers = parameters, [] if buffers is None else buffers
         self._buffer: Tensor | None = None
         shards = shards_of(parameters)
@@ -165,13 +173,33 @@ class ParameterSnapshot:
         length = sum(self._sizes)
         piece = max(1, length) if self._in_one_pass else _piece_length(length) if away else PIECE
         self._pieces = pieces_of(self._sizes, piece)
+        self._marks = _marks(shards)
+        self._samples = [] if away or length <= FEW else [row.clone() for row in _first_rows(shards)]
         with torch.no_grad():
+            if start is not None:
+                pairs = zip(shards_of(start), shards, strict=True)
+                shards = [own.detach().to(like.device, like.dtype) for own, like in pairs]
             if not away and len(self._pieces) > 1 and dtypes == {self._dtype}:
                 self._buffer = self._free_buffer()
                 self._before = [values(shards, p, self._buffer[p.start : p.stop]) for p in self._pieces]
             else:
                 self._before = [self._kept(values(shards, piece)) for piece in self._pieces]
         self.held_bytes = sum(part.nbytes for part in self._before)  # until it is released
+
+    def is_outdated(self) -> bool:
+        """Return whether the parameters are others now than when they were copied, without waiting for a device.
+
+        On a CPU values are compared, of a large model a few of each layer unless something was plainly written to. On
+        a device, addresses and version counters tell, which do not see a write through `parameter.data`.
+        """
+        shards = shards_of(self._parameters)
+        written = _marks(shards) != self._marks
+        if not all(p.is_cpu for p in shards):
+            return written
+        with torch.no_grad():
+            if self._samples and not written:
+                return not all(map(same_values, _first_rows(shards), self._samples))
+            return not all(map(same_values, (values(shards, piece) for piece in self._pieces), self._before))
 
     def release(self) -> None:
         """Give the memory back. The snapshot is empty then."""
@@ -321,8 +349,36 @@ class ParameterSnapshot:
 
 
 def shards_of(parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the parts of the parameters that this process holds: all of them, unless they are sharded."""
-    return [local(p) for p in parameters] if is_sharded(parameters) else parameters
+    """Return the parts of the parameters that this process holds: all of them, unless they are sharded.
+
+    Complex ones are seen as pairs of real numbers, which share their memory.
+    """
+    shards = [local(p) for p in parameters] if is_sharded(parameters) else parameters
+    return [readable(p.detach()) for p in shards] if any(p.is_complex() for p in shards) else shards
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same values, NaN being equal to NaN."""
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _marks(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return what changes when tensors are replaced or written to, except through `data`; nothing if they hide it."""
+    try:
+        return [(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors]  # noqa: SLF001 - torch's own
+    except RuntimeError:  # of tensors that are no memory by themselves, as some quantised ones
+        return []
+
+
+def _first_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the first values of some layers, spread over the model."""
+    rows = []
+    for tensor in tensors[:: -(-len(tensors) // SAMPLED_LAYERS)]:
+        row = tensor.detach()
+        while row.dim() > 1 and len(row):
+            row = row[0]
+        rows.append(row.reshape(-1)[:SAMPLED])
+    return rows
 
 
 def _sketch_offset(parameters: Sequence[Tensor]) -> int:

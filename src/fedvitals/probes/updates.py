@@ -83,15 +83,15 @@ def flatten_and_sum(updates: Mapping[str, Sequence[Tensor]]) -> list[tuple[str, 
     """Return each update as (node, one vector, its nine sums per layer); those of equal shapes are measured in one
     pass.
     """
-    alike: dict[tuple[torch.Size, ...], list[str]] = defaultdict(list)
+    alike: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for node, tensors in updates.items():
-        alike[tuple(tensor.shape for tensor in tensors)].append(node)
+        alike[tuple(tensor.numel() * (1 + tensor.is_complex()) for tensor in tensors)].append(node)
     measured: list[tuple[str, Tensor, Array]] = []
-    for shapes, nodes in alike.items():
+    for sizes, nodes in alike.items():
         flat = [flatten(updates[node]) for node in nodes]
         whole = as_matrix(flat)
         vectors = torch.stack(flat) if whole is None else whole
-        layers = vectors.split([math.prod(shape) for shape in shapes], dim=1)
+        layers = vectors.split(sizes, dim=1)
         rows = np.asarray(torch.as_tensor(sums(layers, clients=True)).cpu())
         measured += zip(nodes, vectors, rows, strict=True)
     return measured
@@ -162,6 +162,10 @@ class UpdateTracker:
         """Set the global model that the clients of a round start from."""
         if not self._brief:
             self._models.add(number, parameters)
+
+    def steps_back(self, sizes: Sequence[int]) -> dict[int, Array]:
+        """Return, by rounds ago, each layer's sum of that global model minus the present one; those that are kept."""
+        return self._models.steps_back(sizes)
 
     def know(self, tables: Iterable[LayerTable]) -> None:
         """Set the shapes of layers, which an update itself does not carry."""

@@ -117,15 +117,18 @@ def _trained_matrices(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _without_gain(model: nn.Module) -> set[str]:
-    """Return parameters whose gain has no meaning: embeddings, and arrays of a module that is not a convolution.
+    """Return parameters whose gain has no meaning: embeddings, arrays of a module that is not a convolution, and what
+    recurrent cells multiply their inputs by.
 
-    The shape of a position embedding [1, positions, width] or of a stack of experts does not show its fan-in.
+    The shape of a position embedding [1, positions, width] or of a stack of experts does not show its fan-in. torch
+    scales all weights of a recurrent cell by its hidden size, so that those of few inputs are small by design.
     """
     convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
     without = set()
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(prefix, recurse=False):
             lookup = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-            if lookup or (parameter.dim() > 2 and not isinstance(module, convolutions)):
+            cell = isinstance(module, nn.RNNBase | nn.RNNCellBase) and "weight_ih" in name.rpartition(".")[2]
+            if lookup or cell or (parameter.dim() > 2 and not isinstance(module, convolutions)):
                 without.add(name)
     return without

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from urllib.parse import unquote
 
-from fedvitals.diagnosis.cases import Case
+from fedvitals.diagnosis.cases import Case, notes_in_words
 from fedvitals.plot.finding_evidence import draw_evidence
 from fedvitals.report.markup import Block, Card, Code, Facts, Heading, Pictures, Points, Table, Text, literal
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import case_key, cases_of
-from fedvitals.views.evidence import Evidence
 from fedvitals.views.findings import (
     CaseCard,
     Findings,
@@ -27,11 +26,16 @@ from fedvitals.views.verdict import Verdict
 
 FULL = 8  # cases with evidence and advice; the others are lines of a table
 LISTED = 60
-NOTE_PLOTS = 2
 ADVICE = 5  # cases whose first remedy stands among what to do
 SAVING = 0.05  # share of a round that a change must save to be worth naming
 MARKS = {"critical": "■", "warning": "▲", "note": "·"}
-STATES = {"ill": "Ill", "watch": "Watch", "healthy": "Healthy", "warming": "Too early to say", "unjudged": "Not judged"}
+STATES = {
+    "ill": "Ill",
+    "watch": "Watch",
+    "healthy": "Healthy",
+    "warming": "Too early to say",
+    "unjudged": "Not fully examined",
+}
 
 
 def verdict_card(verdict: Verdict) -> Card:
@@ -83,16 +87,23 @@ def findings_part(reader: Reader, run: str, pictures: Pictures) -> tuple[Finding
     if not findings.total:
         unjudged = findings.verdict.state == "unjudged"
         blocks.append(Text(f"None. {literal(findings.verdict.headline)}" if unjudged else "None."))
-        return findings, full, blocks
+        return findings, full, [*blocks, *_hidden_notes(findings, run)]
     counts = findings.counts
     muted = f", {counts.muted} muted" if counts.muted else ""
     blocks.append(Text(f"{counts.all} in all: {counts.open} open, {counts.past} over{muted}. Worst first."))
+    blocks += _hidden_notes(findings, run)
     blocks += [_card(finding, by_key[finding.case.key], rounds, pictures) for finding in full]
     rest = [card for card in findings.cases if card.key not in {finding.case.key for finding in full}]
     if rest:
         more = findings.total - len(findings.cases)
         blocks.append(_list(rest, f"and {more} more: `fedvitals findings`" if more > 0 else ""))
     return findings, full, blocks
+
+
+def _hidden_notes(findings: Findings, run: str) -> list[Block]:
+    """Return one line for notes, which are shown on request only."""
+    how = f"`fedvitals findings {literal(run)} --notes`"
+    return [Text(f"{notes_in_words(findings.notes)}: {how}", "quiet")] if findings.notes else []
 
 
 def _list(rest: Sequence[CaseCard], note: str) -> Table:
@@ -114,6 +125,12 @@ def _card(finding: FullFinding, case: Case, rounds: Sequence[int], pictures: Pic
         ("severity", f"{literal(brief.severity)}{state}"),
         ("when", literal(brief.course)),
         ("how sure", f"{literal(brief.sure)}{exact}"),
+        *(
+            (("or else", literal(", ".join(f"{i} {whole_percent(p)}" for i, p in brief.alternatives))),)
+            if brief.alternatives
+            else ()
+        ),
+        *((("follows from", literal(unquote(brief.follows).replace("~", " ").strip())),) if brief.follows else ()),
     )
     blocks: list[Block] = [
         Heading(3, f"{MARKS.get(brief.severity, '·')} {literal(brief.title)}: {literal(brief.place)}"),
@@ -123,7 +140,7 @@ def _card(finding: FullFinding, case: Case, rounds: Sequence[int], pictures: Pic
         pictures.of(
             f"finding-{name}",
             f"{literal(brief.title)} of {literal(brief.place)}: its signs against its peers' over the rounds",
-            lambda: draw_evidence(_shown(finding), case, rounds),
+            lambda: draw_evidence(finding.evidence, case, rounds),
             "Band: the clients, min–max and 5–95 %. Marks on top: rounds in which it was found.",
         ),
     ]
@@ -133,7 +150,7 @@ def _card(finding: FullFinding, case: Case, rounds: Sequence[int], pictures: Pic
         who = (f"suspect {literal(s.node)} ({number(s.score)}) {literal(s.reason)}" for s in finding.suspects[:5])
         blocks.append(Points(tuple(who)))
     for title, sentences in (("Likely causes", finding.causes), ("What to do", finding.remedies)):
-        if sentences and brief.severity != "note":  # of a note, what would prove it wrong is advice enough
+        if sentences:
             blocks += [Heading(4, title), Points(tuple(sentences), numbered=True)]
     if finding.refutation:
         blocks += [Heading(4, "What would prove it wrong"), Text(finding.refutation)]
@@ -143,12 +160,6 @@ def _card(finding: FullFinding, case: Case, rounds: Sequence[int], pictures: Pic
     if finding.trust.words:
         blocks.append(Text(literal(finding.trust.words), "quiet"))
     return Card(brief.severity if brief.severity in MARKS else "note", tuple(blocks))
-
-
-def _shown(finding: FullFinding) -> Evidence:
-    """Of a note, the two most telling courses."""
-    plots = finding.evidence.plots
-    return finding.evidence if finding.case.severity != "note" else replace(finding.evidence, plots=plots[:NOTE_PLOTS])
 
 
 def marked(severity: str) -> str:

@@ -309,6 +309,8 @@ def trust_part(reader: Reader, run: str, card: HealthCard, profile: Profile) -> 
     ]
     if card.gaps:
         points.insert(1, literal(incomplete(card.gaps)))
+    elif card.examined is not None:
+        points.insert(1, literal(f"They looked at {card.examined}."))
     if card.run.finished is None:
         points.append("The run was still open when this was written.")
     if profile.unaccounted is not None and profile.unaccounted > 0.05:

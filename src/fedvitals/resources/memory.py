@@ -71,7 +71,8 @@ def _mallinfo() -> Any:
     return ask
 
 
-_M_ARENA_MAX = -8  # of glibc's malloc.h
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of glibc's malloc.h
+_LARGE = 32 << 10  # bytes; glibc begins with 128 KiB
 
 
 def use_one_heap() -> bool:
@@ -79,9 +80,12 @@ def use_one_heap() -> bool:
 
     By default the C library gives each thread a heap of its own, up to eight per core, and each keeps room for the
     largest that it ever held. For processes whose threads take turns, as those of Python do.
+    What is large never lies in the heap, so that it leaves no hole there: by default that ends with the first that is
+    freed.
     """
     try:
-        return bool(ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1))
+        library = ctypes.CDLL(None)
+        return bool(library.mallopt(_M_ARENA_MAX, 1)) and bool(library.mallopt(_M_MMAP_THRESHOLD, _LARGE))
     except (AttributeError, OSError, TypeError):  # another C library
         return False
 

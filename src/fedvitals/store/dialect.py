@@ -12,7 +12,7 @@ import hashlib
 import math
 import sqlite3
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,6 +108,13 @@ class Database:
         except self.dialect.errors as error:
             raise self.failed("read", error) from error
         return rows
+
+    def each_row(self, sql: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
+        """Run a statement and yield its rows one by one, for those who keep less than the rows take as objects."""
+        try:
+            yield from self._run(sql, values)
+        except self.dialect.errors as error:
+            raise self.failed("read", error) from error
 
     def execute(self, sql: str, values: Sequence[Any] = ()) -> None:
         """Run a statement that returns nothing."""

@@ -40,7 +40,7 @@ from fedvitals.store.writer import Writer
 logger = logging.getLogger("fedvitals.store")
 
 APPLICATION = 0x66656476  # «fedv» in the file's header, so that no other program's database is taken for ours
-BUSY_SECONDS = 10.0  # that a statement waits for another program; the queue before the store then tries it again
+BUSY_SECONDS = 2.0  # that a statement waits for another program; the queue before the store then tries it again
 PAGE = 8192  # bytes; blobs of some ten kilobytes are the bulk of a store
 
 

@@ -13,6 +13,9 @@ def encodable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
+NAMES_REMEMBERED = 100_000  # names: some 15 MB; a federation has thousands
+
+
 class Symbols:
     """What a writer knows of the table `symbol`, and the names that it has to add."""
 
@@ -61,6 +64,8 @@ class Symbols:
         if self._new:
             self._database.many("INSERT INTO symbol (id, text) VALUES (?, ?)", self._new)
             self._new = []
+        if len(self._numbers) > NAMES_REMEMBERED:  # they are in the table, and asked for again
+            self._numbers = {None: None}
 
     def begin(self) -> None:
         """A new transaction: where others write too, they may have added names since the last one."""

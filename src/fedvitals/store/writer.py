@@ -17,7 +17,7 @@ from fedvitals.store.columns import Column
 from fedvitals.store.deliveries import Delivered
 from fedvitals.store.dialect import Database
 from fedvitals.store.packing import LayerMatrices, block_of, in_blocks, layer_matrices, with_checksum
-from fedvitals.store.symbols import Symbols
+from fedvitals.store.symbols import NAMES_REMEMBERED, Symbols
 from fedvitals.store.upkeep import compaction
 
 Family = tuple[str, str, str, int, bool]  # run, family, layer table, number of layers, whether about the whole
@@ -207,6 +207,8 @@ class Writer:
             known = self._nodes.setdefault(run, {None})
             added = own - known
             known |= added
+            if len(known) > NAMES_REMEMBERED:  # the table knows them: noted twice, they are there once
+                del self._nodes[run]
             self._database.many(
                 "INSERT INTO run_node (run, node) VALUES (?, ?) ON CONFLICT (run, node) DO NOTHING",
                 [(number(run), number(node)) for node in added],

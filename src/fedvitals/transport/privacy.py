@@ -64,6 +64,7 @@ LEFT: Mapping[str, tuple[str, ...]] = {
     "log": ("logger", "exception"),
     "exception": ("block", "error", "trace", "span"),
     "monitor.error": ("doing", "exception"),
+    "probe.abstains": ("doing",),
     "client.failed": ("exception", "code", "phase", "round"),
     "client.dropped_out": ("exception", "code", "phase", "round"),
     "edge.failed": ("exception",),
@@ -77,9 +78,11 @@ LEFT_OF_SPANS = (
 )  # fmt: skip
 WRITTEN_BY_TIMED = (*LEFT_OF_SPANS, "message")
 OUR_WORDS = (  # events that quote nobody
-    "budget", "client.answered_late", "client.busy", "client.clock", "client.joined", "client.left", "client.partition",
-    "client.unserved", "data.new", "round.unclosed", "season", "telemetry.lost", "telemetry.refused",
-    "telemetry.thinned", "update.late", "update.left_out", "updates.approximate", "worker.lost", "worker.thinned",
+    "budget", "client.answered_late", "client.busy", "client.clock", "client.connected", "client.disconnected",
+    "client.joined", "client.left", "client.outside_round", "client.partition", "client.unserved", "data.new",
+    "interrupted", "round.unclosed", "season", "telemetry.lost", "telemetry.refused", "telemetry.thinned",
+    "update.base", "update.late", "update.left_out", "updates.approximate",
+    "worker.lost", "worker.thinned",
 )  # fmt: skip
 PASSING_ON = ("exception", "edge.failed", "round.failed")  # what the server catches may have been raised by a client
 TROUBLE = ("warning", "error", "critical")
@@ -113,7 +116,8 @@ def policy_for(
 
 def described_policy(policy: PrivacyPolicy) -> dict[str, Any]:
     """As it stands in the run's config."""
-    return {"privacy": policy.level, "cohort": policy.cohort, "tracebacks": policy.tracebacks}
+    settings = {"privacy": policy.level, "cohort": policy.cohort, "tracebacks": policy.tracebacks}
+    return settings | ({"hides": True} if policy.hides else {})
 
 
 def released(

@@ -29,10 +29,10 @@ POLL_SECONDS = 0.5  # a worker that wakes more often would contend with training
 FIRST_DELAY, LONGEST_DELAY = 0.1, 5.0  # seconds between attempts at a failing sink, doubling
 SPILLED_FROM = 8  # bulk goes to the disk while the sink fails, from one part in so many of what may wait in memory
 PATIENCE = 5  # failures in a row after which a flush stops waiting: training must not stand still at each round's end
+CLOSING = 3.0  # seconds after which closing stops waiting for a sink that fails: what it has not taken is spilled
 CAUSES_REPORTED = 100  # a sink whose messages all differ must not fill the user's log
 
 LEFT_OUT = "layer statistics of some client-rounds are left out"
-
 # Spares the longer question in `is_important` for nearly all records.
 ALWAYS_BULK = frozenset({Metric, LayerStats, Span, Transfer, Sketch, Measurements, Transfers})
 
@@ -150,6 +150,10 @@ class Queue:
         self._raise_if_strict()
         return written and not self._lost
 
+    def drain(self, timeout: float) -> bool:
+        """Like `flush`, before `close`: returns whether all was written, and waits only moments for a failing sink."""
+        return self._wait(time.monotonic() + timeout, closing=True)
+
     def close(self, timeout: float = 10.0) -> None:
         """Flush, end the thread and close the sink. What it has not taken waits in files, or is counted."""
         with self._lock:
@@ -157,7 +161,7 @@ class Queue:
                 return
             self._refused = "closed"
         deadline = time.monotonic() + timeout
-        self._wait(deadline)
+        self._wait(deadline, closing=True)
         with self._lock:
             self._stopping = True
             self._changed.notify_all()
@@ -237,10 +241,8 @@ class Queue:
         if error is not None:
             self._report(error, cause)
         if self.strict and self._error is None:
-            self._error = error or FedvitalsError(
-                f"The queue of sink '{self.name}' lost records ({cause}). Write to it less often, or find out why "
-                "its sink is slow; `lost` counts them."
-            )
+            hint = "Write to it less often, or find out why its sink is slow; `lost` counts them."
+            self._error = error or FedvitalsError(f"The queue of sink '{self.name}' lost records ({cause}). {hint}")
 
     def _report(self, error: BaseException, consequence: str) -> None:
         cause = f"{type(error).__name__}: {error}"
@@ -271,20 +273,23 @@ class Queue:
             thread.start()
             self._thread = thread
 
-    def _wait(self, deadline: float | None) -> bool:
+    def _wait(self, deadline: float | None, *, closing: bool = False) -> bool:
+        began = time.monotonic()
         with self._lock:
             on_disk = len(self._moving) + sum(line.elements for line in self._bulk_lines)
             target = [self._heads[0] + on_disk + len(self._bulk), self._heads[1] + len(self._important) + self._spilled]
-            failed_before = self._attempts_failed
-            patience = 1 if self.strict else PATIENCE
+            failed_before, patience = self._attempts_failed, 1 if self.strict else PATIENCE
             self._flushing += 1
             self._hurry = True
             self._changed.notify_all()
             try:
                 while not self._reached(target):
                     remaining = None if deadline is None else deadline - time.monotonic()
-                    hopeless = self._failures >= patience and self._attempts_failed > failed_before
-                    if hopeless or self._thread is None or (remaining is not None and remaining <= 0):
+                    failing = self._failures > 0 and self._attempts_failed > failed_before
+                    if closing and failing:
+                        remaining = min(remaining or 0.0, began + CLOSING - time.monotonic())
+                    hopeless = (failing and self._failures >= patience) or self._thread is None
+                    if hopeless or (remaining is not None and remaining <= 0):
                         return False
                     self._changed.wait(remaining)
                 return True
@@ -459,9 +464,7 @@ class Queue:
 
     def _failed(self, error: BaseException, delay: float) -> None:
         with self._lock:
-            self._failures += 1
-            self._attempts_failed += 1
-            self._outage = error
+            self._failures, self._attempts_failed, self._outage = self._failures + 1, self._attempts_failed + 1, error
             self._report(error, "cannot be written to, will be tried again")
             self._changed.notify_all()
         self._say()
@@ -472,8 +475,7 @@ class Queue:
 
     def _succeeded(self) -> None:
         with self._lock:
-            self._outage = None
-            attempts, self._failures = self._failures, 0
+            self._outage, attempts, self._failures = None, self._failures, 0
             if attempts and self._announce_recovery:
                 self._announce_recovery = False
                 self._news.append(f"Sink '{self.name}' works again after {attempts} failed attempts.")
@@ -490,10 +492,9 @@ class Queue:
     def _close_sink(self) -> None:
         try:
             self._sink.close()
-        except StoreLostError as error:
-            with self._lock:
-                self._lose("store overwritten", error, error.lost)
         except Exception as error:  # noqa: BLE001 - the run is over; say it and go
             with self._lock:
+                if isinstance(error, StoreLostError):
+                    return self._lose("store overwritten", error, error.lost)
                 self._report(error, "failed to close")
                 self._error = self._error or error

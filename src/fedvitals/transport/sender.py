@@ -36,7 +36,9 @@ CLIENT_METRICS = frozenset(
         "fit.", "gradient.", "gpu.", "label.", "local.", "loss", "accuracy", "machine.", "memory.", "nonlinearity.",
         "process.", "samples", "scale.", "steps", "throughput.", "update.", "weight.",
     ))
-) - {"gradient.change_round", "update.differs", "update.samples", "update.staleness"} | {
+) - {
+    "gradient.change_round", "update.base_age", "update.differs", "update.factor", "update.samples", "update.staleness",
+} | {
     "monitor.cost", "time.client", "time.cpu", "time.data", "time.step",
 }  # fmt: skip
 
@@ -47,10 +49,10 @@ CLIENT_EVENTS = frozenset((
 ))  # fmt: skip
 # Events that tell of all, or in our own words of what the server saw of a client. A sender that reports one is refused.
 SERVER_EVENTS = frozenset((
-    "aggregation.failed", "client.answered_late", "client.busy", "client.clock", "client.dropped_out",
-    "client.joined", "client.left", "client.unserved", "cohort", "data.new", "edge.failed", "groups", "initialisation",
-    "initialisation.zero", "round.failed", "round.unclosed", "season", "secure_aggregation.cut",
-    "secure_aggregation.failed", "sink.lost",
+    "aggregation.failed", "client.answered_late", "client.busy", "client.clock", "client.connected",
+    "client.disconnected", "client.dropped_out", "client.joined", "client.left", "client.unserved", "cohort",
+    "data.new", "edge.failed", "groups", "initialisation", "initialisation.zero", "round.failed", "round.unclosed",
+    "season", "secure_aggregation.cut", "secure_aggregation.failed", "sink.lost",
     "telemetry.lost", "telemetry.refused", "telemetry.thinned", "update.late", "update.left_out", "update.lost",
     "update.refused", "updates.approximate", "updates.transformed",
 ))  # fmt: skip

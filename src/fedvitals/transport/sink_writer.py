@@ -164,12 +164,14 @@ class SinkWriter:
 
         `before_store` is called when all others are closed, and their losses are known.
         """
+        deadline = time.monotonic() + timeout
+        for queue in self._queues:
+            queue.drain(max(0.0, deadline - time.monotonic()))
         with contextlib.ExitStack() as stack:  # closes in reverse, each one even if another raised
             for i, queue in enumerate(self._queues):
-                stack.callback(queue.close, timeout)
+                stack.callback(queue.close, timeout)  # one that works but is slow gets its time; a failing one does not
                 if i == 0:
                     stack.callback(before_store)
-            self.flush(timeout)
 
     @property
     def losses_of_store(self) -> dict[str, int]:

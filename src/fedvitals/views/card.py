@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from fedvitals.catalog import CATALOG, LEVELS, unit_of
-from fedvitals.diagnosis.cases import Case, cases
+from fedvitals.catalog import LEVELS, unit_of
+from fedvitals.diagnosis.abstentions import Examined
+from fedvitals.diagnosis.cases import Case, cases, is_trouble
 from fedvitals.diagnosis.evidence.outlier_ranking import NEWEST, Outlier, rank_outlier_clients, rank_outlier_layers
 from fedvitals.protocols import History
 from fedvitals.records import Event, Finding, Run, is_client
 from fedvitals.store.read import queries
 from fedvitals.store.read.metrics import count_client_rounds
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.gaps import gaps_of
+from fedvitals.views.gaps import examination_of
 from fedvitals.views.labels import labels_of
+from fedvitals.views.unmeasured import Seldom, absent_metrics, seldom_measured
 
 # What the card shows of a run, in the order of a patient's chart: outcome, learning, gradients, weights, machine.
 VITAL_SIGNS = (
@@ -29,8 +31,6 @@ VITAL_SIGNS = (
 
 
 TROUBLE = ("warning", "error", "critical")
-# A metric that each measurement of a probe gives once, and what the probe is called: of probes that take turns.
-TAKING_TURNS = {"fit.samples": "fit", "scale.images": "gradient scale", "nonlinearity.nlc": "nonlinearity"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,11 @@ class Card:
     run: Run
     summary: queries.RunSummary
     signs: Sequence[Sign]
-    cases: Sequence[Case]  # what the detectors found, each trouble once, worst first
+    cases: Sequence[Case]  # what the detectors found, each trouble once, worst first; without notes
+    notes: int  # cases that never were more than a note
     detectors: int  # that looked at the run
-    gaps: Sequence[str]  # what they did not judge, and why
+    examined: Examined | None  # what they looked at; None: not recorded
+    gaps: Sequence[str]  # why the run was not fully examined
     clients: Sequence[Outlier]
     layers: Sequence[Outlier]
     newest: Mapping[str | None, Mapping[str, float]]  # node → metrics, newest values of the last rounds
@@ -62,6 +64,7 @@ class Card:
     cost_percent: float | None  # measuring, of the rounds' time
     client_rounds: int  # of clients with a model
     measured: Mapping[str, int]  # probe that takes turns → in how many client-rounds it measured
+    seldom: Sequence[Seldom]  # the same, with the samples and the budget of each
     privacy: str
     cohort: int | None  # the fewest clients whose sum may be told; None: of a run before there was such a setting
     tracebacks: bool | None
@@ -78,23 +81,35 @@ def health_card(reader: Reader, run: str) -> Card:
             newest.setdefault(node, {}).update(metrics)
     troubles = [event for level in TROUBLE for event in queries.events(reader, run, level=level)]
     summary = queries.summary_of(reader, run)
-    counts = count_client_rounds(reader, run, ("steps", *TAKING_TURNS))
+    seldom = seldom_measured(reader, run, str(setting_of(described, "probes", "")), history.rounds())
     level = int(setting_of(described, "privacy", 3))
+    every_case = cases(queries.records(reader, run, Finding), queries.attendance(reader, run))
+    troubles_found = [case for case in every_case if is_trouble(case)]
+    examination = examination_of(reader, run)
     return Card(
         run=described,
         summary=summary,
         signs=signs,
-        cases=cases(queries.records(reader, run, Finding), queries.attendance(reader, run)),
+        cases=troubles_found,
+        notes=len(every_case) - len(troubles_found),
         detectors=detectors_of(described),
-        gaps=gaps_of(reader, run),
+        examined=examination.examined,
+        gaps=examination.gaps,
         clients=rank_outlier_clients(history),
         layers=rank_outlier_layers(history),
         newest=newest,
         events=sorted(troubles, key=lambda e: e.at),
-        absent=_absent(set(queries.metric_names(reader, run)), level),
+        absent=absent_metrics(
+            reader,
+            run,
+            set(queries.metric_names(reader, run)),
+            level=level,
+            hides=bool(setting_of(described, "hides", False)),
+        ),
         cost_percent=cost_percent(history),
-        client_rounds=counts.get("steps", 0),
-        measured={probe: counts[name] for name, probe in TAKING_TURNS.items() if name in counts},
+        client_rounds=count_client_rounds(reader, run, ("steps",)).get("steps", 0),
+        measured={own.probe: own.measured for own in seldom},
+        seldom=seldom,
         privacy=f"{level}: {LEVELS[level]}",
         cohort=setting_of(described, "cohort", None),
         tracebacks=setting_of(described, "tracebacks", None),
@@ -122,20 +137,9 @@ def _finite(latest: Mapping[Any, float]) -> list[float]:
     return [v for node, v in latest.items() if is_client(node) and math.isfinite(v)]
 
 
-def _absent(seen: set[str], level: int) -> dict[str, str]:
-    """Metrics that a person could have had, and what they would have needed."""
-    groups: dict[str, list[str]] = {}
-    for name, measure in CATALOG.items():
-        if name not in seen and measure.needs and not measure.rare:
-            withheld = measure.level > level and not name.startswith("update.")
-            groups.setdefault(f"privacy level {measure.level}" if withheld else measure.needs, []).append(name)
-    return {", ".join(names): needs for needs, names in groups.items()}
-
-
 def how_often(card: Card) -> str:
-    """Return a sentence that says in how many client-rounds the probes measured that take turns; empty: none did."""
-    counts = ", ".join(f"{probe} in {count}" for probe, count in card.measured.items())
-    return f"Measured of {card.client_rounds} client-rounds: {counts}." if counts else ""
+    """Return a sentence that says how seldom the probes measured that take turns, and why; empty: none did."""
+    return f"Measured in turns: {'; '.join(own.text for own in card.seldom)}." if card.seldom else ""
 
 
 def cost_percent(history: History) -> float | None:

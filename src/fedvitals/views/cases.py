@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote
 
-from fedvitals.diagnosis.cases import Case, cases_from, group_findings
+from fedvitals.diagnosis.cases import Case, CaseKey, cases_from, group_findings, is_trouble
 from fedvitals.diagnosis.corrections.catalog import finding_label
 from fedvitals.errors import ConfigError
 from fedvitals.plain_json import copied
@@ -26,14 +26,20 @@ TOLD_APART = ("since", "numbers")  # of the evidence; the rest is the issue's ow
 
 def case_key(case: Case) -> str:
     """Return the key of a case in addresses and marks: always the same, and one part of a path once it is quoted."""
-    parts = (case.issue, case.node, case.group, case.layer)
-    return "~".join(quote(part or "", safe="").replace("~", "%7E") for part in parts)
+    return key_text(case.key)
 
 
-def cases_of(reader: Reader, run: str, number: int | None = None, *, rounds: list[int] | None = None) -> list[Case]:
+def key_text(key: CaseKey) -> str:
+    """Return the same of a key as such."""
+    return "~".join(quote(part or "", safe="").replace("~", "%7E") for part in key)
+
+
+def cases_of(
+    reader: Reader, run: str, number: int | None = None, *, rounds: list[int] | None = None, notes: bool = False
+) -> list[Case]:
     """Read the cases of a run, each trouble once, the worst first; with `number`, as they stood after that round.
 
-    `rounds`: those of the run, ascending, if they are known already.
+    `rounds`: those of the run, ascending, if they are known already. `notes`: also what never was more than a note.
     """
     findings = records_of_kind(reader, run, Finding, page=PAGE)
     by_case = group_findings(
@@ -48,12 +54,13 @@ def cases_of(reader: Reader, run: str, number: int | None = None, *, rounds: lis
     }
     if number is not None:
         attendance = {who: [r for r in rounds if r <= number] for who, rounds in attendance.items()}
-    return cases_from(by_case, attendance)
+    found = cases_from(by_case, attendance)
+    return found if notes else [case for case in found if is_trouble(case)]
 
 
 def case_of(reader: Reader, run: str, key: str) -> Case:
     """Return the case of that key, also if its quoting was undone on the way; ConfigError where there is none."""
-    by_key = {case_key(case): case for case in cases_of(reader, run)}
+    by_key = {key_text(key): case for case in cases_of(reader, run, notes=True) for key in case.keys}
     plain = {unquote(known): case for known, case in by_key.items()}
     case = by_key.get(key) or plain.get(key)
     if case is None:
@@ -150,6 +157,8 @@ class Brief:
     last: int | None
     still_there: bool
     course: str  # since when, how often, still there
+    alternatives: tuple[tuple[str, float], ...]  # other issues that it may be, with their probabilities
+    follows: str | None  # the key of the case that it is a consequence of
     message: str
     acknowledged: bool
     muted: bool
@@ -186,6 +195,7 @@ def brief(case: Case, marked: Marked, labels: Mapping[str, str]) -> Brief:
         label=labels.get(case.node or "", ""),
         since=since_of(case),
         course=case.timeline,
+        follows=None if case.cause is None else key_text(case.cause),
         message=case.newest.message,
         acknowledged=key in marked.acknowledged,
         muted=key in marked.muted,

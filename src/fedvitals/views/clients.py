@@ -21,7 +21,7 @@ from fedvitals.store.read.metrics import values_in_round
 from fedvitals.store.read.nodes import clients_by_number
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import Brief, brief, case_key, cases_of, culprits, failures_by_client, marked
-from fedvitals.views.cohort import Matrix
+from fedvitals.views.cohort import Matrix, Whole
 from fedvitals.views.labels import labels_of
 from fedvitals.views.matrix import metric_matrix
 from fedvitals.views.memo import Remembered
@@ -164,15 +164,15 @@ def _sums(*matrices: Matrix) -> dict[str, float]:
     return sums
 
 
-def attended(reader: Reader, run: str) -> dict[str, list[int]]:
+def attended(reader: Reader, run: str) -> dict[str, Whole]:
     """Return the rounds of each client, as `queries.attendance` has them, from matrices that other pages use too."""
-    rounds_of: dict[str, set[int]] = {}
+    rounds_of: dict[str, Whole] = {}
     for name in ("steps", "update.norm"):
         matrix = metric_matrix(reader, run, name)
-        rounds = np.asarray(matrix.rounds)
+        rounds = np.asarray(matrix.rounds, np.int64)
         for node, there in zip(matrix.nodes, matrix.there, strict=True):
-            rounds_of.setdefault(node, set()).update(rounds[there].tolist())
-    return {node: sorted(own) for node, own in rounds_of.items()}
+            rounds_of[node] = np.union1d(rounds_of.get(node, rounds[:0]), rounds[there])
+    return rounds_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -213,7 +213,7 @@ def roster(reader: Reader, run: str) -> Roster:
     rows = []
     for node in newest.clients.values():
         own, odd, failures = ill.get(node, []), deviations.get(node), events.get(node, [])
-        there = present.get(node, [])
+        there = present.get(node, np.empty(0, np.int64))
         kinds = Counter(name for name, _ in failures)
         rows.append(
             ClientRow(
@@ -225,8 +225,8 @@ def roster(reader: Reader, run: str) -> Roster:
                 cases=tuple(brief(case, marks, labels) for case in own[:SHOWN_CASES]),
                 open_cases=len(own),
                 attended=len(there),
-                sampled=len({*there, *(number for _, number in failures)}),
-                last_seen=there[-1] if there else None,
+                sampled=len(there) + sum(number not in there for number in {number for _, number in failures}),
+                last_seen=int(there[-1]) if len(there) else None,
                 loss=columns["loss"].get(node),
                 norm=columns["norm"].get(node),
                 cosine=columns["cosine"].get(node),

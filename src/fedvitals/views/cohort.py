@@ -21,6 +21,7 @@ Whole = npt.NDArray[np.int64]
 T = TypeVar("T")
 
 CAP = 10.0  # spreads beyond this count as this: one wild round must not hide a client that is always wrong
+LARGE = 100_000  # cells; ten clients have that many after 10,000 rounds
 EARLIER = "earlier"  # what is known of a matrix's first rounds
 BY_ROUND = ORDERED, DEVIATIONS = ("_ordered", "deviations")  # methods that compute each round by itself
 _LARGEST = float(np.finfo(np.float32).max)
@@ -56,11 +57,11 @@ class Buckets:
 
 
 def remembered(method: Callable[[Matrix], T]) -> Callable[[Matrix], T]:
-    """Compute what a matrix has only once."""
+    """Compute what a matrix has only once. Of a small one each time: that takes milliseconds, and keeps no memory."""
 
     @functools.wraps(method)
     def known(matrix: Matrix) -> T:
-        return matrix.once(method.__name__, lambda: method(matrix))
+        return matrix.once(method.__name__, lambda: method(matrix), keep=matrix.values.size >= LARGE)
 
     return known
 
@@ -93,12 +94,15 @@ class Matrix:
         places: dict[str, int] = self.once("rows", lambda: {name: i for i, name in enumerate(self.nodes)})
         return places.get(node)
 
-    def once(self, key: Any, make: Callable[[], T]) -> T:
-        """Return what `make` gives, made once for each key."""
-        if key not in self._known:
-            self._known[key] = make()
-        known: T = self._known[key]
-        return known
+    def once(self, key: Any, make: Callable[[], T], *, keep: bool = True) -> T:
+        """Return what `make` gives, made once for each key if it is to be kept."""
+        if key in self._known:
+            known: T = self._known[key]
+            return known
+        made = make()
+        if keep:
+            self._known[key] = made
+        return made
 
     def grown(self, rounds: Sequence[int], unchanged: int) -> Matrix:
         """Return a copy with room for later rounds. What is known of each of the first `unchanged` rounds stays so."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedvitals.catalog import CATALOG, PEERS
+from fedvitals.catalog import CATALOG
 from fedvitals.diagnosis.cases import Case
-from fedvitals.stats import FAMILIES, statistics_of
+from fedvitals.stats import FAMILIES, PEERS, statistics_of
 from fedvitals.views.cases import numbers_of
 
 
@@ -114,9 +114,10 @@ TELLING: dict[str, tuple[Sign, ...]] = {
     "GROUP_LEFT_BEHIND": (Sign("fit.loss_before"),),
     "DOMINANT_CLIENT": (Sign("update.samples"), Sign("samples")),
     "BATCH_NORM_STATISTICS": (Sign("buffer", "max", "case"),),
+    "NOTHING_AGGREGATED": (counted("client.failed", "client.dropped_out", "update.late", "update.lost"), Sign("loss")),
+    "TRANSFORMED_UPDATES": (Sign("update.norm"), Sign("weight.drift")),
     "ZERO_TOTAL_WEIGHT": (Sign("update.samples"), counted("aggregation.failed")),
     "SHAPE_OR_DTYPE_MISMATCH": (counted("update.refused"),),
-    "TRANSFORMED_UPDATES": (Sign("update.norm"), Sign("weight.drift")),
     "NAN_GRADIENT": (Sign("gradient.nonfinite"), Sign("gradient.norm")),
     "EXPLODING_GRADIENT": (Sign("gradient", "rms", "case"), Sign("gradient.norm_max")),
     "VANISHING_GRADIENT": (Sign("gradient", "rms", "case"), Sign("gradient.norm")),
@@ -126,7 +127,7 @@ TELLING: dict[str, tuple[Sign, ...]] = {
     "COMMUNICATION_FAILURE": (counted("update.lost"), Sign("traffic.sent")),
     "TIMEOUT": (counted("update.late"), Sign("time.client_virtual"), Sign("time.client")),
     "STRAGGLER": (Sign("time.compute_virtual"), Sign("time.client_virtual"), Sign("time.client")),
-    "DROP_OUT": (counted("client.dropped_out"), Sign("steps")),
+    "DROP_OUT": (counted("client.dropped_out", "client.disconnected"), Sign("steps")),
     "CRASH": (counted("client.failed", "edge.failed", "round.failed"), Sign("steps")),
     "OUT_OF_MEMORY": (
         counted("client.failed", "edge.failed", "round.failed"),

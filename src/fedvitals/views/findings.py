@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fedvitals.diagnosis.cases import Case
+from fedvitals.diagnosis.cases import Case, is_trouble
 from fedvitals.diagnosis.evidence.vital_signs import as_measured
 from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE, RATES, measured_rates
 from fedvitals.plain_json import copied
@@ -80,6 +80,9 @@ class Findings:
     """
 
     verdict: Verdict
+    examined: str  # what was looked at, and what of it was not judged, in words; empty: not recorded
+    not_judged: float | None  # share of client-rounds; None: not recorded
+    notes: int  # cases that are not shown, because they never were more than a note
     cases: tuple[CaseCard, ...]
     total: int
     offset: int
@@ -201,12 +204,15 @@ class FindingsAsked:
     search: str = ""  # words that all must be in it
     limit: int = 100
     offset: int = 0
+    notes: bool = False  # also what never was more than a note; `severity` «note» asks for these, too
 
 
 def findings_page(reader: Reader, run: str, asked: FindingsAsked) -> Findings:
     """Read a page of the list of findings; `asked`: which, and how many."""
     outline = outline_of(reader, run)
-    cases = cases_of(reader, run, rounds=outline.rounds)
+    every_case = cases_of(reader, run, rounds=outline.rounds, notes=True)
+    wanted = asked.notes or asked.severity == "note"
+    cases = [case for case in every_case if wanted or is_trouble(case)]
     facts = facts_of(reader, run, outline, cases)
     marks = Marked(outline.marks)
     briefs = {case_key(case): card(case, marks, facts.labels) for case in cases}
@@ -218,11 +224,14 @@ def findings_page(reader: Reader, run: str, asked: FindingsAsked) -> Findings:
         and (asked.node is None or concerns(case, asked.node))
         and _mentions(line, asked.search)
     ]
-    chosen.sort(key=lambda line: (line.muted, not line.still_there))  # what is there now before what is over
+    chosen.sort(key=lambda line: _there_first(line, briefs))
     counts = {name: sum(_is_there(line, name) for line in briefs.values()) for name in Counts.__dataclass_fields__}
     still = [line for line in briefs.values() if _is_there(line, "open")]
     return Findings(
         verdict=judge(cases, facts),
+        examined="" if facts.examined is None else str(facts.examined),
+        not_judged=None if facts.examined is None else facts.examined.share,
+        notes=len(every_case) - len(cases),
         cases=tuple(chosen[asked.offset : asked.offset + asked.limit]),
         total=len(chosen),
         offset=asked.offset,
@@ -230,6 +239,12 @@ def findings_page(reader: Reader, run: str, asked: FindingsAsked) -> Findings:
         counts=Counts(**counts),
         severities={name: sum(line.severity == name for line in still) for name in ("critical", "warning", "note")},
     )
+
+
+def _there_first(line: CaseCard, lines: Mapping[str, CaseCard]) -> tuple[bool, bool]:
+    """What is there now before what is over; what follows from a case stays below it."""
+    head = lines.get(line.follows or "", line)
+    return head.muted, not head.still_there
 
 
 def _is_there(line: CaseCard, where: str) -> bool:

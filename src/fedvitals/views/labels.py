@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 from fedvitals.diagnosis.cases import Case
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.store.read.events import newest_event_arrival, newest_event_of_each_node
+from fedvitals.store.read.events import newest_event_arrival, newest_event_of_each_node, rounds_of_events
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.memo import remembered
 
@@ -20,7 +20,11 @@ TAIL = 6  # digits that are shown of such a one; the dashboard shows as many (pa
 
 
 def labels_of(reader: Reader, run: str) -> Mapping[str, str]:
-    """Return the label of each node that told its partition: «partition 3», as it told last."""
+    """Return the label of each node that told its partition: «partition 3», as it told last.
+
+    A SuperNode that comes back under another id takes its partition along; the id that it had before is then labelled
+    «partition 3 until round 7».
+    """
     newest, any_label = newest_event_arrival(reader, PARTITION)  # no event since: no label since
     return remembered(reader, "labels", run, newest, lambda: _read(reader, run)) if any_label else {}
 
@@ -31,7 +35,17 @@ def _read(reader: Reader, run: str) -> dict[str, str]:
         number = event.data.get("partition")  # a client may have told anything
         if event.where.node is not None and type(number) is int and 0 <= number < 2**53:
             labels[event.where.node] = f"partition {number}"
-    return labels
+    if len(set(labels.values())) == len(labels):
+        return labels
+    rounds = rounds_of_events(reader, run, PARTITION)
+    newest: dict[str, int] = {}  # by label: the first round of the node that has it now
+    for node, label in labels.items():
+        first, _ = rounds.get(node, (0, 0))
+        newest[label] = max(first, newest.get(label, 0))
+    return {
+        node: f"{label} until round {rounds[node][1]}" if rounds.get(node, (0, 0))[1] < newest[label] else label
+        for node, label in labels.items()
+    }
 
 
 def named(node: str, labels: Mapping[str, str]) -> str:

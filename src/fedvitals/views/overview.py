@@ -80,7 +80,8 @@ def overview(reader: Reader, run: str) -> Overview:
     cases = cases_of(reader, run, rounds=rounds)
     facts = facts_of(reader, run, outline, cases)
     lines = [brief(case, marks, facts.labels) for case in cases]
-    lines.sort(key=lambda line: (line.muted, not line.still_there))
+    by_key = {line.key: line for line in lines}
+    lines.sort(key=lambda line: _there_first(by_key.get(line.follows or "", line)))
     measured = measured_names(reader, run, outline.nodes)
     names, of_clients = measured.names, measured.of_clients
     # How many nodes told each of these signs, in a few rounds from all over the run.
@@ -106,6 +107,10 @@ def overview(reader: Reader, run: str) -> Overview:
             family for family in known_families(reader, run) if FAMILIES[family.name].columns is not HISTOGRAM_COLUMNS
         ],
     )
+
+
+def _there_first(line: Brief) -> tuple[bool, bool]:
+    return line.muted, not line.still_there
 
 
 def suspects(cases: Iterable[Case], labels: Mapping[str, str]) -> list[SuspectLine]:

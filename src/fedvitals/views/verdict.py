@@ -14,6 +14,7 @@ from itertools import product
 from types import MappingProxyType
 from typing import Literal
 
+from fedvitals.diagnosis.abstentions import Examined
 from fedvitals.diagnosis.cases import Case, is_trouble, severity_rank
 from fedvitals.diagnosis.evidence.faulty_clients import LEARNT
 from fedvitals.diagnosis.evidence.scores import FEWEST
@@ -25,8 +26,8 @@ from fedvitals.store.read import queries
 from fedvitals.store.read.metrics import newest_outcomes, values_in_rounds
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.card import detectors_of, setting_of
-from fedvitals.views.cases import actions_about, case_key, cases_of, culprits, since_of
-from fedvitals.views.gaps import gaps_of
+from fedvitals.views.cases import actions_about, case_key, cases_of, culprits, key_text, since_of
+from fedvitals.views.gaps import examination_of
 from fedvitals.views.labels import labels_of, named, place_of
 from fedvitals.views.outline import Outline, outline_of
 
@@ -70,7 +71,8 @@ class Facts:
     samples: Mapping[str, float] = field(default_factory=dict)  # of each client, as last told
     actions: Sequence[Action] = ()
     labels: Mapping[str, str] = field(default_factory=dict)  # of nodes; see `views.labels`
-    gaps: tuple[str, ...] = ()  # what was not judged; see `diagnosis.gaps`
+    gaps: tuple[str, ...] = ()  # why it was not fully examined; see `diagnosis.gaps`
+    examined: Examined | None = None  # what was looked at; None: not recorded
 
 
 def verdict_of(reader: Reader, run: str) -> Verdict:
@@ -81,24 +83,32 @@ def verdict_of(reader: Reader, run: str) -> Verdict:
 
 
 def judge(cases: Sequence[Case], facts: Facts) -> Verdict:
-    """Ill: a warning or worse that is there now. Watch: only notes, or troubles that are over."""
-    counted = [case for case in cases if case_key(case) not in facts.muted]
+    """Ill: a warning or worse that is there now. Watch: troubles that are over, or that are hardly any more.
+
+    Of notes nothing is told; they are shown on request. What follows from another case speaks through that one.
+    """
+    counted = [case for case in _roots(cases, facts) if case_key(case) not in facts.muted]
     now = [case for case in counted if case.still_there]
     ill = [case for case in now if _is_serious_now(case)]
-    over = [case for case in counted if is_trouble(case) and not case.still_there]
-    notes = [case for case in now if not _is_serious_now(case)]
+    over = [case for case in counted if not case.still_there]
+    faded = [case for case in now if not _is_serious_now(case)]
     if ill:
         return _of_cases("ill", "", ill, cases, facts)
-    if (not facts.detectors and not cases) or (facts.gaps and not notes and not over):
+    if (not facts.detectors and not cases) or (facts.gaps and not faded and not over):
         why = no_all_clear(facts.gaps) if facts.detectors else "Not judged: no detector looked at this run."
         return Verdict("unjudged", why, _how_it_stands(facts))
     if facts.rounds < WARM:
         return Verdict("warming", _too_early(facts), _how_it_stands(facts))
-    if notes:
-        return _of_cases("watch", "A note: " if facts.gaps else "Nothing serious. A note: ", notes, cases, facts)
+    if faded:
+        return _of_cases("watch", "" if facts.gaps else "Nothing serious now. ", faded, cases, facts)
     if over:
         return _of_cases("watch", "" if facts.gaps else "Nothing serious now. ", over, cases, facts)
     return Verdict("healthy", _healthy(cases, facts), _sentences(_how_it_stands(facts), _blind_spots(facts)))
+
+
+def _roots(cases: Sequence[Case], facts: Facts) -> list[Case]:
+    """Return the troubles that follow from no other, or from one that was muted."""
+    return [case for case in cases if is_trouble(case) and (case.cause is None or key_text(case.cause) in facts.muted)]
 
 
 def _is_serious_now(case: Case) -> bool:
@@ -154,17 +164,13 @@ def _in_which_rounds(same: Sequence[Case], since: int | None) -> str:
 
 
 def _healthy(cases: Sequence[Case], facts: Facts) -> str:
-    counted = [case for case in cases if case_key(case) not in facts.muted]
-    findings = (
-        f"{_counted(len(counted), 'note')} that {'is' if len(counted) == 1 else 'are'} over"
-        if counted
-        else "no finding"
-    )
-    muted = len(cases) - len(counted)
+    muted = sum(is_trouble(case) and case_key(case) in facts.muted for case in cases)
     left_out = f" ({muted} muted)" if muted else ""
     expected = facts.false_alarms * facts.rounds / 100
     about = f"{_counted(facts.rounds, 'round')}, {_counted(facts.clients, 'client')}"
-    return f"Healthy. {about}, {findings}{left_out}; expected false alarms {expected:.2g}."
+    if facts.examined is not None and facts.examined.client_rounds:
+        about = str(facts.examined)
+    return f"Healthy. {about[:1].upper()}{about[1:]}; no finding{left_out}, expected false alarms {expected:.2g}."
 
 
 def _too_early(facts: Facts) -> str:
@@ -218,13 +224,14 @@ def _what_was_done(same: Sequence[Case], facts: Facts) -> str:
 
 
 def _others(same: Sequence[Case], cases: Sequence[Case], facts: Facts) -> str:
-    rest = [case for case in cases if case not in same]
+    rest = [case for case in _roots(cases, facts) if case not in same]
     muted = sum(case_key(case) in facts.muted for case in rest)
     counted = [case for case in rest if case_key(case) not in facts.muted]
     serious = sum(case.still_there and _is_serious_now(case) for case in counted)
     over = sum(not case.still_there for case in counted)
     parts = [_counted(serious, "other finding")] if serious else []
-    parts += [_counted(len(counted) - serious - over, "other note")] if len(counted) - serious - over else []
+    below = sum(is_trouble(case) for case in cases) - len(_roots(cases, facts))
+    parts += [_counted(below, "consequence")] if below else []
     parts += [f"{over} over"] if over else []
     parts += [f"{muted} muted"] if muted else []
     return ", ".join(parts)
@@ -251,7 +258,7 @@ def facts_of(reader: Reader, run: str, outline: Outline | None = None, cases: Se
     clients = known.clients
     outcomes = newest_outcomes(reader, run, ("accuracy", "loss"), known.outcomes)
     return replace(
-        facts_in_short(known.settings, len(known.rounds), len(clients), known.marks, gaps_of(reader, run)),
+        facts_in_short(reader, known.settings, len(known.rounds), len(clients), known.marks),
         accuracy=finite(outcomes["accuracy"]),
         loss=finite(outcomes["loss"]),
         samples={} if cases == [] else _samples(reader, run, known.rounds, clients),
@@ -260,8 +267,9 @@ def facts_of(reader: Reader, run: str, outline: Outline | None = None, cases: Se
     )
 
 
-def facts_in_short(run: Run, rounds: int, clients: int, marks: Sequence[Mark], gaps: tuple[str, ...] = ()) -> Facts:
+def facts_in_short(reader: Reader, run: Run, rounds: int, clients: int, marks: Sequence[Mark]) -> Facts:
     """What decides the state and the headline; the rest is for the detail, for which a list has no room."""
+    examination = examination_of(reader, run.id, clients=clients)
     return Facts(
         rounds=rounds,
         clients=clients,
@@ -270,7 +278,8 @@ def facts_in_short(run: Run, rounds: int, clients: int, marks: Sequence[Mark], g
         finished=run.finished is not None,
         muted=frozenset(mark.target for mark in marks if mark.kind == "muted"),
         acknowledged=frozenset(mark.target for mark in marks if mark.kind == "acknowledged"),
-        gaps=gaps,
+        gaps=examination.gaps,
+        examined=examination.examined,
     )
 
 
@@ -349,6 +358,7 @@ OF_THE_RUN = {
     "NAN_WEIGHTS": "The global weights are NaN or infinite",
     "GROUP_LEFT_BEHIND": "The global model does not serve some clients",
     "BATCH_NORM_STATISTICS": "The running statistics of the global model are broken",
+    "DROP_OUT": "Most clients are not connected",
     "CRASH": "Rounds fail with an error",
     "OUT_OF_MEMORY": "The server runs out of memory",
     "DISK_FULL": "The server's disk is full",

@@ -146,7 +146,7 @@ def test_plain_rules_speak_in_a_live_run_as_on_what_it_stored():
     experiment = lab.Experiment(model="mlp", clients=3, rounds=2, local=lab.Local(iterations=2))
     with fv.Monitor(None, sinks=[store], detectors=[rules]) as monitor:
         lab.run(experiment, monitor, engine="sequential", workers=1)
-        live = {(f.where.round, f.issue, f.where.node) for f in monitor.findings()}
+        live = {(f.where.round, f.issue, f.where.node) for f in monitor.findings(notes=True)}
     past = store.history(monitor.run.id)
     after = {(f.where.round, f.issue, f.where.node) for number in (0, 1) for f in rules(past, number)}
     assert {("EXPLODING_GRADIENT", f"c{i}") for i in range(3)} <= {(issue, node) for _, issue, node in after}

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 
 from fedvitals import lab
-from fedvitals.diagnosis.detectors.aggregation import DETECTORS
+from fedvitals.diagnosis.detectors.aggregation import DETECTORS, weight_explosion
 from fedvitals.records import Layer, LayerStats, LayerTable, Metric, Run, Where
 from fedvitals.stats import MAX, MIN, empty_sums
 from fedvitals.store import MemoryStore
+from support.histories import history_of
 from support.lab.examined import CULPRIT, ONSET, findings_by, first_rounds, watched
 
 ILL = {"nodes": CULPRIT, "since": ONSET}
@@ -82,3 +83,12 @@ def test_a_broken_batch_norm_of_the_lab():
     fault = lab.broken_batch_norm(nodes=CULPRIT, since=1)
     history = watched(fault, model=model, clients=5, rounds=2, local=lab.Local(iterations=2))
     assert first_rounds(findings_by(history, DETECTORS)) == {("BATCH_NORM_STATISTICS", "c3"): 1}
+
+
+def test_weights_that_grow_while_the_clients_losses_fall_are_no_explosion():
+    """Targets of 10,000: weights must grow, and nobody logs a loss of the whole."""
+    values = {("weight.norm", "server"): [2.0**n for n in range(8)]}
+    values |= {("fit.loss_before", f"c{i}"): [1e8 * 0.8**n for n in range(8)] for i in range(3)}
+    assert list(weight_explosion(history_of(values), 7)) == []
+    values |= {("fit.loss_before", f"c{i}"): [1e8 * 1.2**n for n in range(8)] for i in range(3)}
+    assert [finding.issue for finding in weight_explosion(history_of(values), 7)] == ["WEIGHT_EXPLOSION"]

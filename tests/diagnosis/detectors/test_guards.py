@@ -162,19 +162,6 @@ def test_an_edge_whose_members_share_their_model_has_no_duplicates():
     assert findings_by(store.history("r"), DETECTORS) == []
 
 
-def test_the_same_update_twice_is_stale():
-    store = MemoryStore()
-    told = []
-    for number in range(3):
-        for node in ("c1", "c2", "c3", "c4"):
-            same = node == "c2" and number == 2
-            told.append(("update.norm", node, number, 2.0 if node == "c2" and number else 2.0 + number))
-            if number:
-                told.append(("update.cosine_previous", node, number, 1.0 if same else 0.6))
-    store.write([Metric(Where("r", n, node), 1.0, name, v, "s", i) for i, (name, node, n, v) in enumerate(told)])
-    assert first_rounds(findings_by(store.history("r"), DETECTORS)) == {("STALE_UPDATE", "c2"): 2}
-
-
 def test_telemetry_tells_who_sent_something_else_than_it_trained():
     history = watched(lab.scaling(factor=3.0, **ILL))
     assert [clients_with_altered_updates(history, number) for number in (ONSET - 1, ONSET)] == [set(), {"c3"}]

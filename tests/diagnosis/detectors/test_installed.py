@@ -68,7 +68,7 @@ def test_names_sets_and_functions_may_be_mixed(installed):
     chosen = choose_detectors(["standard", "acme", also_mine])
     assert len(chosen) == len(DETECTORS) + 3
     assert [detector.__name__ for detector in chosen[-3:]] == ["acme.detect", "acme.silent", "also_mine"]
-    found = small_run(detectors=["standard", "acme", also_mine], strict=True).findings()
+    found = small_run(detectors=["standard", "acme", also_mine], strict=True).findings(notes=True)
     assert {finding.issue for finding in found} >= {"ACME", "MINE"}
 
 
@@ -80,7 +80,8 @@ def test_plugin_that_is_not_named_is_not_imported(tmp_path):
         "import sys\nsys.path.insert(0, sys.argv[1])\nimport fedvitals as fv\n"
         "with fv.Monitor(None, detectors=['standard', lambda history, number: ()], strict=True) as monitor:\n"
         "    with monitor.round(0):\n        monitor.log(loss=1.0, node='c0')\n"
-        "assert not monitor.findings().gaps\nassert 'acme_unasked' not in sys.modules"
+        "assert monitor.findings().gaps == ('no client has completed a round',)\n"
+        "assert 'acme_unasked' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -112,7 +113,7 @@ def test_broken_plugin_is_named_and_left_out(installed, tmp_path, caplog, code, 
     sink, store = MemorySink(), tmp_path / "runs.db"
     monitor = small_run(store, detectors=["acme", also_mine], sinks=[sink])
     assert monitor.lost == 0
-    found = monitor.findings()
+    found = monitor.findings(notes=True)
     assert [finding.issue for finding in found] == ["MINE", "MINE"]
     (failed,) = found.gaps
     assert re.match(r"the detector 'acme' failed in round [01] \(\w+Error\)$", failed)
@@ -127,4 +128,4 @@ def test_broken_plugin_is_named_and_left_out(installed, tmp_path, caplog, code, 
 def test_no_all_clear_where_the_only_detector_is_broken(installed):
     installed("acme_alone", "import missing_package", acme="detect")
     found = small_run(detectors=["acme"]).findings()
-    assert str(found).startswith("No findings, but not all was judged: the detector 'acme' failed")
+    assert str(found).startswith("No findings, but not fully examined: the detector 'acme' failed")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fedvitals import lab
+from fedvitals.diagnosis.detectors.exact import untrained_updates
 from fedvitals.diagnosis.evidence import log_odds
 from fedvitals.diagnosis.evidence.fault_kinds import ISSUE_OF, WORDS
 from fedvitals.diagnosis.evidence.faulty_clients import (
@@ -49,7 +50,7 @@ def accusations(history, locator: FaultyClientLocator | None = None) -> dict[str
     locator = locator or FaultyClientLocator()
     accused: dict[str, set[str]] = {}
     for number in history.rounds():
-        for one in locator(history, number):
+        for one in (*untrained_updates(history, number), *locator(history, number)):
             accused.setdefault(one.where.node or "", set()).add(one.issue)
     return accused
 
@@ -237,13 +238,13 @@ def test_the_user_says_how_many_false_alarms_are_allowed() -> None:
     assert choose_detectors("standard") == DETECTORS
     stricter = choose_detectors("standard", 0.1)
     assert len(stricter) == len(DETECTORS)
-    assert stricter[-1] is not DETECTORS[-1]
+    assert len([detector for detector in stricter if detector not in DETECTORS]) == 1
     for wrong in (0.0, -1.0, 50.0):
         with pytest.raises(ConfigError, match="per 100 healthy rounds"):
             choose_detectors("standard", wrong)
 
 
-@pytest.mark.parametrize("fault", [lab.label_noise(nodes=["c4"], since=2), lab.sign_flip(nodes=["c4"], since=2)])
+@pytest.mark.parametrize("fault", [lab.label_noise(nodes=["c4"], since=2), lab.gaussian(nodes=["c4"], since=2)])
 def test_what_is_said_of_a_round_does_not_depend_on_which_rounds_were_asked_before(fault) -> None:
     history = watched(faults=[fault], rounds=10)
     going = FaultyClientLocator()

@@ -63,9 +63,12 @@ def test_zero_and_infinite_updates_come_first():
     assert math.isinf(ranked[0].score)
 
 
-def test_a_tiny_cohort_is_not_ranked():
-    """With three clients a median says nothing."""
-    assert rank_outlier_clients(history([[1.0, 1.0, 9.0]])) == []
+def test_a_tiny_cohort_is_compared_with_its_own_rounds():
+    """With three clients a median says nothing; all are in the table, the one that changed first."""
+    assert [o.score for o in rank_outlier_clients(history([[1.0, 1.0, 9.0]]))] == [0.0, 0.0, 0.0]
+    first, *others = rank_outlier_clients(history([[1.0, 1.0, 9.0], [1.1, 1.1, 9.1], [1.0, 4.0, 9.0]]))
+    assert (first.name, len(others)) == ("c1", 2)
+    assert "3.8× as large" in first.why
 
 
 def test_layers_are_ranked_by_how_their_gradient_changed():

@@ -12,8 +12,8 @@ import pytest
 
 from fedvitals.diagnosis.evidence import scores as fast
 from fedvitals.diagnosis.evidence.client_table import ClientTable
-from fedvitals.diagnosis.evidence.scores import FEWEST, LASTING, OWN, Scorer, Scores
-from fedvitals.diagnosis.evidence.vital_signs import ABSOLUTE, SIGNS, VitalSigns
+from fedvitals.diagnosis.evidence.scores import FEWEST, LASTING, LONGEST_TURN, OWN, Scorer, Scores
+from fedvitals.diagnosis.evidence.vital_signs import ABSOLUTE, FIT, SIGNS, VitalSigns
 
 
 @dataclass
@@ -23,7 +23,9 @@ class Past:
     residual: np.ndarray = field(default_factory=lambda: np.zeros(len(SIGNS)))
     weight: np.ndarray = field(default_factory=lambda: np.zeros(len(SIGNS)))
     lasting: np.ndarray = field(default_factory=lambda: np.zeros(len(SIGNS)))
-    lasting_weight: float = 0.0
+    lasting_weight: np.ndarray = field(default_factory=lambda: np.zeros(len(SIGNS)))
+    fit: dict[str, float] = field(default_factory=dict)  # when it was last measured
+    since_fit: int = 0
     count: int = 0
     pair: tuple[float, float] | None = None
 
@@ -43,16 +45,22 @@ class SlowScorer(Scorer):
         self.past: dict[str, Past] = {}
 
     def __call__(self, vitals: VitalSigns) -> Scores | None:
-        centred = vitals.values - median_by_sign(vitals.values)
-        residual = self._corrected(centred, [vitals.size, vitals.diversity])
-        peers = fast._normalised(residual)
         past = [self.past.setdefault(node, Past()) for node in vitals.nodes]
+        values, earlier = vitals.values.copy(), np.zeros(vitals.values.shape, bool)
+        for i, client in enumerate(past):
+            self.slow_fit(values[i], earlier[i], client)
+        residual = self._corrected(values - median_by_sign(values), [vitals.size, vitals.diversity])
+        peers = fast._normalised(residual)
+        peers[earlier], residual[earlier] = 0.0, np.nan
         own = self.slow_against_own(residual, past)
         lasting = np.empty_like(peers)
-        for i, (client, row) in enumerate(zip(past, peers, strict=True)):
-            client.lasting = LASTING * client.lasting + row
-            client.lasting_weight = LASTING * client.lasting_weight + 1
-            lasting[i] = client.lasting / client.lasting_weight * math.sqrt(min(client.lasting_weight, 3.0))
+        for i, client in enumerate(past):
+            for j in range(len(SIGNS)):
+                if not earlier[i, j]:
+                    client.lasting[j] = LASTING * client.lasting[j] + peers[i, j]
+                    client.lasting_weight[j] = LASTING * client.lasting_weight[j] + 1
+                weight = client.lasting_weight[j]
+                lasting[i, j] = client.lasting[j] / weight * math.sqrt(min(weight, 3.0))
         pairs = [None if np.isnan(pair).any() else (float(pair[0]), float(pair[1])) for pair in vitals.pairs]
         persistent = [float(pair is not None and pair == c.pair) for pair, c in zip(pairs, past, strict=True)]
         known = [pair for pair in pairs if pair is not None]
@@ -61,7 +69,23 @@ class SlowScorer(Scorer):
             client.pair = pair or client.pair
             client.count += 1
         counts = np.array([float(client.count) for client in past])
-        return Scores(vitals.nodes, peers, own, lasting, counts, np.array(persistent), np.array(rare))
+        unmeasured = earlier[:, SIGNS.index("loss_before")]
+        return Scores(vitals.nodes, peers, own, lasting, counts, np.array(persistent), np.array(rare), unmeasured)
+
+    def slow_fit(self, values: np.ndarray, earlier: np.ndarray, client: Past) -> None:
+        """Put the newest fit of a client in the place of what was not measured in this round."""
+        fit = {name: float(values[SIGNS.index(name)]) for name in FIT}
+        if np.isfinite(fit["loss_before"]):
+            client.fit, client.since_fit = fit, 0
+            return
+        client.since_fit += 1
+        if client.since_fit > LONGEST_TURN:
+            client.fit = fit
+            return
+        client.fit = client.fit or dict.fromkeys(FIT, math.nan)
+        for name in FIT:
+            values[SIGNS.index(name)] = client.fit[name]
+            earlier[SIGNS.index(name)] = np.isfinite(client.fit[name])
 
     def slow_against_own(self, residual: np.ndarray, past: list[Past]) -> np.ndarray:
         before, weight = np.stack([c.residual for c in past]), np.stack([c.weight for c in past])
@@ -81,6 +105,7 @@ def vitals_of(chance: np.random.Generator, nodes: list[str]) -> VitalSigns:
     values[chance.random(values.shape) < 0.1] = np.nan
     values[chance.random(values.shape) < 0.01] = np.inf
     values[:, chance.random(len(SIGNS)) < 0.1] = np.nan
+    values[np.ix_(chance.random(len(nodes)) < 0.5, [SIGNS.index(name) for name in FIT])] = np.nan  # in turns
     size, diversity = chance.normal(size=(2, len(nodes)))
     diversity[chance.random(len(nodes)) < 0.3] = np.nan
     pairs = chance.integers(0, 3, size=(len(nodes), 2)).astype(np.float64)
@@ -98,7 +123,7 @@ def test_they_are_those_of_the_slow_twin(present: int) -> None:
             scores, expected = quick(vitals), slow(vitals)
             assert scores is not None
             assert expected is not None
-            for name in ("peers", "own", "lasting", "counts", "persistent", "rare"):
+            for name in ("peers", "own", "lasting", "counts", "persistent", "rare", "unmeasured"):
                 np.testing.assert_array_equal(getattr(scores, name), getattr(expected, name), err_msg=name)
 
 

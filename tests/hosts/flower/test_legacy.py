@@ -3,14 +3,14 @@
 
 import numpy as np
 import pytest
-from flwr.app import Context, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.common import Parameters, parameters_to_ndarrays
 from flwr.server import ServerApp, ServerAppComponents, ServerConfig
 
 import fedvitals as fv
 from fedvitals.records import Finding, LayerStats, Run, Span
 from fedvitals.time_parts import JOURNEY, ROUND
-from support.flower.federation import LAYERS, RUNS, HandGrid, flower_run, keys_and_bytes, node_of, watched
+from support.flower.federation import LAYERS, RUNS, HandGrid, flower_run, keys_and_bytes, node_of, sealed, watched
 from support.flower.legacy import NODES, Ordered, client_app
 
 NAMES = [*LAYERS]
@@ -53,6 +53,16 @@ def test_clients_rounds_and_metrics_are_seen():
     assert sink.value("loss", round=2, node="101") > 0
     (cohort,) = (e for e in sink.events("cohort", round=2) if e.data["phase"] == "train")
     assert {*cohort.data["answered"]} == NODES
+
+
+def test_a_round_that_nobody_survives_is_said():
+    def fate(request, reply):
+        config = request.content.config_records.get("fitins.config", {})
+        return sealed(Message(Error(2, "not there"), reply_to=request)) if config.get("round") == 2 else reply
+
+    with watched() as (monitor, sink):
+        run(client_app(fv.flower.client_mod()), monitor, fate=fate)
+    assert [e.where.round for e in sink.events("aggregation.failed")] == [2]
 
 
 @pytest.mark.parametrize("layers", [None, NAMES])

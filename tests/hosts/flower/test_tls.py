@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from cryptography.x509.oid import NameOID
 
+from fedvitals.records import Finding
 from fedvitals.store import open_reader
 from fedvitals.store.read import queries
 from fedvitals_studies.flower.app_folder import write_app
@@ -97,6 +98,9 @@ def check_gone(store: Path, run: str, gone: SuperNode) -> None:
     assert (event.data["code"], event.data["round"]) == (5, 2)  # NODE_UNAVAILABLE
     assert gone.identity in cohorts(store, run)[2]["failed"]
     assert cohorts(store, run)[3]["asked"].isdisjoint({gone.identity})
+    with open_reader(store) as reader:
+        findings = [f for f in queries.records(reader, run, Finding) if f.issue == "DROP_OUT"]
+    assert [(f.where.node, f.where.round) for f in findings] == [(gone.identity, 2), (gone.identity, 3)]
 
 
 def test_telemetry_comes_home_over_tls_from_nodes_that_prove_who_they_are(tmp_path):

@@ -109,6 +109,8 @@ def test_what_a_killed_process_leaves_is_noted_and_cleared_up(path, capsys):
         (["UPDATE layer_block SET coordinates = x'0000' WHERE arrival = 90"], "statistics", "Removed 1 blocks"),
         (["DELETE FROM layer_matrix WHERE layer = 1"], "statistics", "Removed 1 blocks"),
         (["DELETE FROM layer_block WHERE arrival = 90"], "statistics", "Removed 1 blocks"),
+        (["UPDATE run SET config = '17'"], "values", "Replaced 1 texts"),  # JSON, but no object
+        (["UPDATE layer SET shape = '{}' WHERE position = 1"], "values", "texts and values that could not"),
     ],
 )
 def test_what_is_muddled_is_found_and_set_in_order(path, capsys, statements, what, words):

@@ -45,6 +45,7 @@ class HandGrid(Grid):
     def __init__(self, app: Any, nodes: int = 4, *, fate: Any = None, run_id: int = RUN) -> None:
         self.app, self.nodes, self.run_id = app, [FIRST + i for i in range(nodes)], run_id
         self.fate = fate or (lambda _, reply: reply)
+        self.node_configs: dict[int, dict[str, Any]] = {}  # of nodes that do not have their number as partition
         self.requests: list[Message] = []  # as the clients got them
         self._ready: dict[str, Message] = {}
         self._later: dict[str, Message] = {}
@@ -82,10 +83,9 @@ class HandGrid(Grid):
 
     def _answer(self, request: Message) -> Message:
         node = request.metadata.dst_node_id
-        partition = {"partition-id": node - FIRST}
-        context = Context(
-            run_id=self.run_id, node_id=node, node_config=partition, state=self._states[node], run_config={}
-        )
+        own = self.node_configs.get(node, {"partition-id": node - FIRST})
+        state = self._states.setdefault(node, RecordDict())
+        context = Context(run_id=self.run_id, node_id=node, node_config=own, state=state, run_config={})
         try:
             reply = self.app(request, context)
         except Exception as error:  # noqa: BLE001 - as Flower does

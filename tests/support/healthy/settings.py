@@ -19,6 +19,7 @@ import fedvitals as fv
 from fedvitals import lab
 from fedvitals.diagnosis.cases import Case, cases, is_trouble
 from fedvitals.diagnosis.examine import examine
+from fedvitals.protocols import History
 from fedvitals.store import MemoryStore
 from support.healthy.flower import FLOWER_COMPRESSIONS, compressed_flower, mixed_evaluation
 from support.healthy.loops import HAND_COMPRESSIONS, ROUNDS, Setting, compressed_loop, loops
@@ -26,12 +27,17 @@ from support.healthy.loops import HAND_COMPRESSIONS, ROUNDS, Setting, compressed
 
 def judged(setting: Setting, seed: int = 0, **options: Any) -> list[Case]:
     """Train a setting under a monitor of its own, and return what all detectors say of it, as cases."""
+    return cases(examine(trained(setting, seed, **options)))
+
+
+def trained(setting: Setting, seed: int = 0, **options: Any) -> History:
+    """Train a setting under a monitor of its own, and return what was measured."""
     torch.manual_seed(seed)
     store = MemoryStore()
     options.setdefault("privacy", getattr(setting, "keywords", {}).get("privacy", 3))
     with fv.Monitor(None, sinks=[store], machine=False, detectors=(), **options) as monitor:
         setting(monitor, seed)
-    return cases(examine(store.history(monitor.run.id)))
+    return store.history(monitor.run.id)
 
 
 def troubles(cases: list[Case]) -> list[str]:

@@ -52,7 +52,10 @@ def command(
     fitting = profile_lab.devices_for(profile) if devices else None
     tried = profile_lab.try_out(profile, tries) if tries is not None else None
     if as_json:
-        asked = {name: plain(rows) for name, rows in (("tried", tried), ("devices", fitting)) if rows is not None}
+        rows_of_devices = None if fitting is None else fitting[1]
+        asked = {
+            name: plain(rows) for name, rows in (("tried", tried), ("devices", rows_of_devices)) if rows is not None
+        }
         print_json("profile", as_data(profile) | asked)
         return
     console = new_console()
@@ -62,7 +65,7 @@ def command(
     times.print_times(console, profile, rows)
     costs.print_costs(console, profile, rows)
     if fitting is not None:
-        profile_lab.print_devices(console, profile, fitting)
+        profile_lab.print_devices(console, *fitting)
     if tried is not None:
         profile_lab.print_tried(console, profile, tried)
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,6 +13,7 @@ from fedvitals.cli.bars import percent
 from fedvitals.cli.screen import APART, new_table, seconds, shown, size
 from fedvitals.diagnosis.memory_fit import DeviceFit, device_table
 from fedvitals.errors import ConfigError, MissingExtraError
+from fedvitals.views.machine import Memory
 from fedvitals.views.profile import Profile
 
 if TYPE_CHECKING:
@@ -50,20 +53,47 @@ def costs(tried: RemedyTrial) -> bool:
     return (tried.accuracy_cost or 0.0) > COSTLY
 
 
-def devices_for(profile: Profile) -> list[DeviceFit]:
-    """Return the predicted peak memory of the most demanding client on each of the lab's devices."""
+def devices_for(profile: Profile) -> tuple[Memory, list[DeviceFit]]:
+    """Return the memory of the most demanding client, and its predicted peak on each of the lab's devices.
+
+    Of clients that trained as one batch nothing is known apart: they train again for one step, each by itself.
+    """
+    try:
+        from fedvitals.lab.network.profiles import DEVICES
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "torch", "lab", "The list of devices") from error
     memory = profile.memory
+    if (memory is None or not memory.shares) and "experiment" in profile.run.config:
+        memory = _measured_again(profile)
     if memory is None or not memory.shares:
         raise ConfigError(
             f"Nothing is known of what the tensors of the clients of run {profile.run.id} take: no memory.tensors was "
             "measured. Monitor(profile=True) does, where clients train models of torch."
         )
-    try:
-        from fedvitals.lab.network.profiles import DEVICES
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(error.name or "torch", "lab", "The list of devices") from error
     sizes = {name: float(device.memory_bytes) for name, device in DEVICES.items()}
-    return sorted(device_table(memory.shares, sizes, memory.batch), key=lambda row: -row.memory_bytes)
+    return memory, sorted(device_table(memory.shares, sizes, memory.batch), key=lambda row: -row.memory_bytes)
+
+
+def _measured_again(profile: Profile) -> Memory | None:
+    """Return what the clients of a lab run take, by one step of each."""
+    import msgspec
+
+    from fedvitals import lab
+    from fedvitals.lab.rerun import experiment_of
+    from fedvitals.monitor.monitor import Monitor
+    from fedvitals.store import open_reader
+    from fedvitals.views.profile import profile_of
+
+    experiment = experiment_of(profile.run)
+    local = msgspec.structs.replace(experiment.local, iterations=1, epochs=None)
+    once = msgspec.structs.replace(experiment, rounds=1, local=local, network=None)
+    click.echo("running: one step of each client ...", err=True)
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "runs.db"
+        with Monitor(store, detectors=(), machine=False) as monitor:
+            lab.run(once, monitor, engine="sequential")
+        with open_reader(store) as reader:
+            return profile_of(reader, monitor.run.id).memory
 
 
 def print_tried(console: Any, profile: Profile, tried: list[RemedyTrial]) -> None:
@@ -92,10 +122,7 @@ def _score(value: float | None) -> str:
     return "?" if value is None else f"{value:.2f}"
 
 
-def print_devices(console: Any, profile: Profile, rows: list[DeviceFit]) -> None:
-    memory = profile.memory
-    if memory is None:
-        return
+def print_devices(console: Any, memory: Memory, rows: list[DeviceFit]) -> None:
     batch = "" if memory.batch is None else f", batches of {memory.batch:.0f}"
     peak = size(rows[0].peak_bytes)
     console.print(f"\n[bold]Devices[/bold]  {shown(memory.node or '')} takes {peak} at its predicted peak{batch}")

@@ -46,7 +46,8 @@ FACTS = (
     "samples", "update.samples", "steps", "steps.skipped", "label.entropy", "fit.samples", "fit.loss_before",
     "fit.loss_after", "fit.loss_p90", "fit.accuracy_before", "fit.accuracy_after", "fit.confusion",
     "fit.confused_label", "fit.confused_guess", "fit.confident_wrong", "throughput.samples", "update.staleness",
-    "update.zero", "update.duplicates", "update.differs", "time.clock_error", "memory.growth",
+    "update.zero", "update.duplicates", "update.differs", "update.factor", "update.base_age", "time.clock_error",
+    "memory.growth",
 )  # fmt: skip
 
 
@@ -165,7 +166,7 @@ def client_verdict(row: ClientRow, cases: Sequence[Case], facts: Facts) -> Clien
         return ClientVerdict("different", text, detail)
     muted = f" ({len(cases)} muted or over)" if cases else ""
     if facts.gaps:
-        text = f"No open finding about {name}{muted}, but not all was judged: {'; '.join(facts.gaps)}."
+        text = f"No open finding about {name}{muted}, but not fully examined: {'; '.join(facts.gaps)}."
     else:
         text = f"{name} behaves like its peers: no open finding{muted}."
     return ClientVerdict("unjudged" if facts.gaps else "healthy", text, detail)

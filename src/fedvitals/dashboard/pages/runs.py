@@ -30,7 +30,6 @@ from fedvitals.store.read.runs import RunHead
 from fedvitals.store.read.storage import count_layer_matrices, count_rows, packed_bytes
 from fedvitals.store.tapes import tape_bytes
 from fedvitals.views.cases import case_key, cases_of
-from fedvitals.views.gaps import gaps_of
 from fedvitals.views.memo import Remembered
 from fedvitals.views.status import RunState, planned_rounds, state_of
 from fedvitals.views.traffic_counts import traffic_total
@@ -298,8 +297,8 @@ def _judged(
 ) -> tuple[dict[str, int], Verdict]:
     """Cases by severity, and the verdict: as `verdict_of` gives it, but for the details that a list has no room for."""
     cases = cases_of(reader, run.id)
-    facts = facts_in_short(run, rounds, clients, marks, gaps_of(reader, run.id))
-    counted = Counter(case.severity for case in cases if case_key(case) not in facts.muted)
+    facts = facts_in_short(reader, run, rounds, clients, marks)
+    counted = Counter(case.severity for case in cases if case.cause is None and case_key(case) not in facts.muted)
     return {severity: counted[severity] for severity in SEVERITIES}, judge(cases, facts)
 
 

@@ -51,9 +51,12 @@ def findings(
     search: Annotated[str, Query(max_length=200)] = "",
     limit: Annotated[int, Query(ge=1, le=500)] = 100,
     offset: Annotated[int, Query(ge=0, le=10**9)] = 0,
+    notes: bool = False,
 ) -> Response:
-    """Every trouble once, worst first. `search`: words that all must be in its issue, place or message."""
-    asked = findings_view.FindingsAsked(state, severity, node, search, limit, offset)
+    """Every trouble once, worst first. `search`: words that all must be in its issue, place or message. `notes`: also
+    what never was more than a note.
+    """
+    asked = findings_view.FindingsAsked(state, severity, node, search, limit, offset, notes)
     return answer(request, run, findings_view.findings_page, asked)
 
 

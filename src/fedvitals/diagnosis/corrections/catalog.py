@@ -166,7 +166,7 @@ CORRECTIONS: dict[str, tuple[Correction, ...]] = {
     "GROUP_LEFT_BEHIND": (advise,),
     "DOMINANT_CLIENT": (weigh_like_others, advise),
     "BATCH_NORM_STATISTICS": (quarantine, advise),
-    "ZERO_TOTAL_WEIGHT": (resample, advise),
+    **dict.fromkeys(("NOTHING_AGGREGATED", "ZERO_TOTAL_WEIGHT"), (resample, advise)),
     "SHAPE_OR_DTYPE_MISMATCH": (exclude, advise),
     "NAN_GRADIENT": (clip_gradients, client_slower, stop_client_at_nonfinite, advise),
     "EXPLODING_GRADIENT": (clip_gradients, client_slower, shorter, advise),

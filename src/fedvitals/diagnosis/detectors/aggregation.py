@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from fedvitals.diagnosis.detectors.signals import loss_curve
+from fedvitals.diagnosis.detectors.signals import client_median, loss_curve
 from fedvitals.diagnosis.evidence.attendance import SERVER, clients_of, newest_values, rounds_until
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.diagnosis.history_cutoff import shared
@@ -34,6 +34,7 @@ BEHIND = 0.08  # of the median loss: less is no harm
 LOW_LOSS = 0.1  # nats: below, relative differences mean nothing
 ALIKE = 0.05  # median distance of the clients' losses from theirs, up to which clients hold the same sort of data
 UNLIKE = 0.2  # from which clients have little in common
+HARMFUL = 0.1  # of the first loss, by which the model must serve a group worse: a converged model has hardly any loss
 LEAST_GROUP, MOST_GROUP = 2, 0.4  # clients; share of the cohort
 CHANGES, BEFORE = (3, 5, 8), 4  # participations since a change that are looked at, and before it
 FEWER_CLASSES = 0.2  # nats of the labels' entropy
@@ -59,16 +60,24 @@ def weight_explosion(history: History, round_index: int) -> Iterator[Finding]:
 
 
 def _loss_fell(history: History, since: int, round_index: int) -> bool:
-    """Return whether the loss fell meanwhile: weights that began too small may grow fast without harm."""
+    """Return whether the loss fell meanwhile: weights that began too small may grow fast without harm.
+
+    Where the host logs none, the median client's on its own samples.
+    """
     curve = loss_curve(history, round_index)
     losses = [value for past_round, value in zip(curve.rounds, curve.values, strict=True) if past_round >= since]
+    if len(losses) < 2:
+        rounds = [past_round for past_round in rounds_until(history, round_index) if past_round >= since]
+        losses = [client_median(history, "fit.loss_before", past_round) for past_round in rounds]
+        losses = [value for value in losses if not math.isnan(value)]
     return len(losses) > 1 and bool(losses[-1] < losses[0])
 
 
 def dominant_clients(history: History, round_index: int) -> Iterator[Finding]:
     """DOMINANT_CLIENT: a client whose true number of samples outweighs the others by far more than usual.
 
-    Where the number is not that of its data, WRONG_SAMPLE_COUNT is reported instead.
+    Where the number is not that of its data, WRONG_SAMPLE_COUNT is reported instead. A note where the client's data are
+    known to be that many: federations of very different sizes are usual.
     """
     claims = history.latest("update.samples", round_index)
     if not claims or max(claims.values()) <= LARGE * max(min(claims.values()), 1.0):
@@ -88,8 +97,10 @@ def dominant_clients(history: History, round_index: int) -> Iterator[Finding]:
         if claim > LARGE * median and (node in large or grown) and (honest or not grown):
             share = f"{claim / total:.0%} of this round's weight"
             text = f"{node} has {claim:.0f} samples, {share}; the median client has {median:.0f}."
-            size = Number("update.samples", claim, median)
-            yield finding("DOMINANT_CLIENT", round_index, text, confidence=0.95, node=node, numbers=[size])
+            size, severity = Number("update.samples", claim, median), "note" if honest else None
+            yield finding(
+                "DOMINANT_CLIENT", round_index, text, confidence=0.95, node=node, severity=severity, numbers=[size]
+            )
 
 
 def _above_the_gap(known: Mapping[Node, float]) -> set[Node]:
@@ -124,6 +135,8 @@ def group_left_behind(history: History, round_index: int) -> Iterator[Finding]:
     losses = history.latest("fit.loss_before", round_index)
     usual = float(np.median([value for node, value in losses.items() if node not in left_behind]))
     theirs = float(np.median([losses[node] for node in left_behind]))
+    if theirs - usual < HARMFUL * _first_loss(history):
+        return
     names = sorted(left_behind, key=lambda node: -left_behind[node])
     shown = ", ".join(names[:8]) + (" and others" if len(names) > 8 else "")
     how = "since a sudden change" if changed else "round after round"
@@ -138,6 +151,15 @@ def group_left_behind(history: History, round_index: int) -> Iterator[Finding]:
         numbers=[loss],
         suspects=[Suspect(node, 1.0, "badly served") for node in names],
     )
+
+
+def _first_loss(history: History) -> float:
+    """Return the median client's loss when it was first measured."""
+    for past_round in history.rounds():
+        losses = [value for value in history.latest("fit.loss_before", past_round).values() if math.isfinite(value)]
+        if losses:
+            return float(np.median(losses))
+    return 0.0
 
 
 def _of_few_classes(history: History, group: Mapping[Node, float], cohort: Iterable[Node]) -> bool:

@@ -91,6 +91,7 @@ AGREED = 0.2  # cosine to one's own previous update, above which clients keep te
 CREEP = 0.35  # rate below which it takes hardly any of it
 RUNAWAY = 2.0  # loss against the best so far ...
 ABOVE_START = 1.25  # ... and against the first
+LOST = 0.5  # of what was learnt: more, and the model is being lost
 RISE = 0.1  # of the loss, against the best so far: enough where the server is known to overshoot
 UNDONE = 0.0  # cosine to one's own previous update, below which the rounds undo each other
 TURNING = 0.8  # the same, below which an overshooting server begins to show
@@ -161,9 +162,22 @@ def _divergence_finding(
     best = int(np.where(finite, losses.values[:-1], np.inf).argmin()) if finite.any() else 0
     numbers = [Number(losses.name, float(losses.values[-1]), float(losses.values[best]), of="own past")]
     since = losses.rounds[min(best + 1, len(losses) - 1)]
+    severity = "critical" if _is_lost(losses) else "warning"
     return finding(
-        "DIVERGENCE", round_index, text, confidence=confidence, since=since, numbers=numbers + _rate_numbers(rates)
+        "DIVERGENCE",
+        round_index,
+        text,
+        confidence=confidence,
+        since=since,
+        severity=severity,
+        numbers=numbers + _rate_numbers(rates),
     )
+
+
+def _is_lost(losses: MetricCurve) -> bool:
+    """Return whether the newest loss has lost at least half of what was learnt, or is not a number."""
+    known = losses.values[np.isfinite(losses.values)]
+    return not np.isfinite(losses.values[-1]) or bool(known[-1] - known.min() >= LOST * (known[0] - known.min()))
 
 
 def oscillation(history: History, round_index: int) -> Iterator[Finding]:

@@ -212,7 +212,6 @@ def vanishing(history: History, round_index: int) -> Iterator[Finding]:
         f"Gradients vanish: {what}, for its size, while the loss is still that of a model that has learnt nothing.",
         confidence=0.99 if nothing else 0.9,
         layer=layers.names[int(np.argmax(layers.zero)) if nothing else place],
-        severity="critical",
         numbers=[
             *_pressure_numbers(layers),
             Number("scale.zero_samples", client_median(history, "scale.zero_samples", round_index), 0.0, of="limit"),

@@ -15,19 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from fedvitals.diagnosis.detectors.copies import duplicates, free_riders
+from fedvitals.diagnosis.detectors.empty_rounds import no_weight, nothing_aggregated
 from fedvitals.diagnosis.detectors.nonfinite import nonfinite
-from fedvitals.diagnosis.evidence.attendance import clients_of, events_in, median_of_others, rounds_until, value_before
+from fedvitals.diagnosis.evidence.attendance import clients_of, events_in, everyone_failed, rounds_until
 from fedvitals.diagnosis.evidence.transformed_updates import transformation
-from fedvitals.diagnosis.evidence.update_mismatch import clients_with_trained_updates
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding
 
 MANY = 1 / 3  # of the cohort: who is in a group so large is not alone with it
-SAME_NORM = 1e-6
-SAME_DIRECTION = 1 - 1e-6
-SMOOTH = 0.99
 SPARSE = 0.6  # share of zeros from which an update is a compressed one, where a layer of zeros is no wonder
 FAR_CLAIM = 3.0
 MOVING = 1e-3  # share of the update that a layer has on the others
@@ -38,6 +35,8 @@ FEW_VALUES = 16  # of a bias: gradients that are whole numbers (of L1 and hinge 
 
 def misfits(history: History, round_index: int) -> Iterator[Finding]:
     """SHAPE_OR_DTYPE_MISMATCH: updates that the aggregation refused; an invalid weight is WRONG_SAMPLE_COUNT."""
+    if everyone_failed(history, round_index):
+        return  # one case for all: NOTHING_AGGREGATED
     for event in events_in(history, round_index, "update.refused"):
         weight, node = bool(event.data.get("weight")), event.where.node
         issue = "WRONG_SAMPLE_COUNT" if weight else "SHAPE_OR_DTYPE_MISMATCH"
@@ -46,29 +45,6 @@ def misfits(history: History, round_index: int) -> Iterator[Finding]:
         refused = [e.where.round for e in history.events("update.refused") if e.where.node == node]
         since = min((past_round for past_round in refused if past_round is not None), default=round_index)
         yield finding(issue, round_index, text, confidence=1.0, since=since, node=node)
-
-
-def no_weight(history: History, round_index: int) -> Iterator[Finding]:
-    """ZERO_TOTAL_WEIGHT: the aggregation failed, or would fail because all clients claim to have no samples."""
-    failed = events_in(history, round_index, "aggregation.failed")
-    claims = history.latest("update.samples", round_index)
-    # Of everybody who took part: what one client claims is no word for the others.
-    empty = (
-        bool(claims) and not any(claims.values()) and all(node in claims for node in clients_of(history, round_index))
-    )
-    if not failed and not empty:
-        return
-    text = f"All {len(claims)} clients claim to have 0 samples." if empty else "Nothing could be aggregated."
-    text += " The model stays as it was." if failed else ""
-    numbers = [Number("update.samples", sum(claims.values()), of="limit")] if claims else []
-    since = round_index
-    for past_round in reversed(rounds_until(history, round_index)):
-        if not events_in(history, past_round, "aggregation.failed"):
-            break
-        since = past_round
-    yield finding(
-        "ZERO_TOTAL_WEIGHT", round_index, text, confidence=1.0, since=since, severity="critical", numbers=numbers
-    )
 
 
 def sample_counts(history: History, round_index: int) -> Iterator[Finding]:
@@ -145,11 +121,12 @@ def _zero_layers(history: History, round_index: int, family: str) -> dict[Node, 
     clients = set(clients_of(history, round_index))
     nodes, sums = history.across(family, ("l2" if family == "update" else "rms", "sparsity", "count"), round_index)
     rows = [i for i, node in enumerate(nodes) if node in clients]
-    if len(rows) < 3:
+    if len(rows) < 2:
         return {}
     sparsity = sums[rows, :, 1]
     empty = sums[rows, :, 0] == 0
-    frozen = empty & ~empty.all(axis=1, keepdims=True) & (empty.mean(axis=0) < MANY)
+    # Of two or three clients, one alone.
+    frozen = empty & ~empty.all(axis=1, keepdims=True) & (empty.sum(axis=0) < max(1.5, MANY * len(rows)))
     # A layer that hardly moves on anybody may not move at all on somebody: what is added drowns in rounding.
     with np.errstate(divide="ignore", invalid="ignore"):
         shares = sums[rows, :, 0] / np.sqrt(np.nansum(sums[rows, :, 0] ** 2, axis=1, keepdims=True))
@@ -187,22 +164,7 @@ def _with_gradient(history: History, round_index: int, nodes: list[Node]) -> npt
 
 
 def old_updates(history: History, round_index: int) -> Iterator[Finding]:
-    """STALE_UPDATE, where it is certain: the client's own previous update again, or a base model that the host
-    reported.
-    """
-    cosines, norms = history.latest("update.cosine_previous", round_index), history.latest("update.norm", round_index)
-    near = [node for node, cosine in cosines.items() if cosine > SAME_DIRECTION]
-    if near and transformation(history, round_index) is not None:  # coarse values repeat themselves
-        near = []
-    usual = median_of_others(cosines, near) if near else None
-    # Where everybody's updates hardly change, as with whole batches and small steps, a repetition is nothing; nor is it
-    # where the client trained what it sent.
-    unchanged = clients_with_trained_updates(history, round_index) if near else set()
-    for node in near if usual is not None and usual < SMOOTH and len(near) < MANY * len(cosines) else ():
-        if node not in unchanged and _same_norm(history, node, norms.get(node, 0.0), round_index):
-            text = f"{node} sent its previous update again."
-            number = Number("update.cosine_previous", cosines[node], usual)
-            yield finding("STALE_UPDATE", round_index, text, confidence=0.97, node=node, numbers=[number])
+    """STALE_UPDATE, by the base model that the host reported."""
     ages = history.latest("update.staleness", round_index)
     newest = float(np.median([*ages.values()])) if ages else 0.0
     for node, age in ages.items():
@@ -212,15 +174,11 @@ def old_updates(history: History, round_index: int) -> Iterator[Finding]:
             yield finding("STALE_UPDATE", round_index, text, confidence=0.9, node=node, numbers=[number])
 
 
-def _same_norm(history: History, node: Node, norm: float, round_index: int) -> bool:
-    before = value_before(history, "update.norm", node, round_index)
-    return before is not None and norm > 0 and abs(before[1] - norm) <= SAME_NORM * norm
-
-
 DETECTORS: tuple[Detector, ...] = (
     nonfinite,
     misfits,
     no_weight,
+    nothing_aggregated,
     sample_counts,
     duplicates,
     free_riders,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedvitals.diagnosis.evidence.attendance import SERVER, clients_of, groups_of, newest_values
+from fedvitals.diagnosis.evidence.damage import model_stayed_finite
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import History, Node
@@ -47,10 +48,20 @@ def nonfinite(history: History, round_index: int) -> Iterator[Finding]:
     still = _nonfinite_values(history, round_index, "update")
     for node, count in senders.items():
         if node in still:
-            text = f"The update of {node} has {count:.0f} values that are NaN or infinite"
+            values = "1 value that is" if count == 1 else f"{count:.0f} values that are"
+            text = f"The update of {node} has {values} NaN or infinite"
             text += "." if began == round_index else f", first in round {began}."
             number = Number("update", count, 0.0, of="limit")
-            yield finding("NAN_UPDATE", round_index, text, confidence=1.0, since=began, node=node, numbers=[number])
+            yield finding(
+                "NAN_UPDATE",
+                round_index,
+                text,
+                confidence=1.0,
+                since=began,
+                node=node,
+                severity=_severity(history, round_index),
+                numbers=[number],
+            )
     yield from _weight_findings(history, round_index, began, [*origins, *senders])
 
 
@@ -185,9 +196,15 @@ def _gradient_findings(
             node=node,
             layer=origin.layer,
             step=origin.step,
+            severity=_severity(history, round_index),
             numbers=[Number("gradient.nonfinite", now[node], 0.0, of="limit")],
             more={"origin": {"node": node, "round": began, "layer": origin.layer, "step": origin.step}},
         )
+
+
+def _severity(history: History, round_index: int) -> str:
+    """A client's NaN is critical unless the server is known to have kept it out of the model."""
+    return "warning" if model_stayed_finite(history, round_index) else "critical"
 
 
 def _weight_findings(history: History, round_index: int, began: int, origins: Iterable[Node]) -> Iterator[Finding]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detectors of system problems: clients that fail, stay away, are late, or lose messages or telemetry.
+"""Detectors of system problems: clients that fail, are late or slow, or lose telemetry; those that stay away or lose
+messages are in `absence`.
 
-What a host reports as an error is a finding at once. What also happens to healthy clients now and then (being away,
-losing a message, missing a deadline) is one only when it happens to a client too often to be chance, judged by the rate
-of the other clients.
+What a host reports as an error is a finding at once. What also happens to healthy clients now and then (missing a
+deadline) is one only when it happens to a client too often to be chance, judged by the rate of the other clients.
 
 No finding quotes the text of an exception: a client wrote it, and findings pass every privacy level. They name the
 class of the error; the text stands in the event, where the privacy level allows it.
@@ -19,25 +19,21 @@ from typing import Any
 
 import numpy as np
 
+from fedvitals.diagnosis.detectors.absence import drop_outs, frequent_failures, lost_messages
 from fedvitals.diagnosis.detectors.memory import KILLED, killed_words, memory_words
 from fedvitals.diagnosis.evidence.attendance import (
-    calls_by_client,
-    chance_of_failures,
-    clients_of,
+    TRAIN,
     events_in,
+    everyone_failed,
     newest_values,
+    phases_of,
     rounds_until,
     values_up_to,
 )
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import Detector, History, Node
-from fedvitals.records import Event, Finding
-
-CHANCE = 1e-5  # of so many failures in a client's calls, at the others' rate; each round looks at every client again
-FEWEST = 2  # calls in a row, before anything is said
-UNKNOWN = 50  # calls without trouble that are taken for granted: of a few rounds no rate is known
-USUAL = 0.1  # rate of the others from which trouble is the network's way, and a note is enough
+from fedvitals.records import Event, Finding, Suspect
 
 SLOW = 4.0  # times its peers
 SLOWER = 3.0  # times its own past, compared with the peers
@@ -53,6 +49,7 @@ REAL_SECONDS = 0.5  # more than its peers, on a real clock, where a busy machine
 # The reason quotes what the client sent, and so stands in the event alone.
 LIMITED_WORDS = "{} brought more names or records than one client may; the event `telemetry.refused` names the limit."
 REFUSED_WORDS = "Telemetry of {} was refused, whole or in part; the event `telemetry.refused` says why."
+MOST_SUSPECTS = 20
 YEAR_SECONDS, DAY_SECONDS = 365.25 * 86_400, 86_400
 
 BOUND = 0.5  # share of a round
@@ -76,11 +73,17 @@ DISK = re.compile(r"Errno 28|ENOSPC|no space left|disk quota|disk (is )?full|Err
 
 
 def failures(history: History, round_index: int) -> Iterator[Finding]:
-    """CRASH, OUT_OF_MEMORY or DISK_FULL of each client whose training ended with an error."""
+    """CRASH, OUT_OF_MEMORY or DISK_FULL of each client whose training ended with an error.
+
+    Where all clients failed they are one case: NOTHING_AGGREGATED of a training, CRASH of an evaluation.
+    """
     seen: set[tuple[str, Node | None]] = set()
+    phases = {str(data.get("phase")) for data in phases_of(history, round_index) if _nobody_answered(data)} - {TRAIN}
+    phases |= {TRAIN} if everyone_failed(history, round_index) else set()
     for event in events_in(history, round_index, "client.failed", "edge.failed", "round.failed"):
         issue = _kind_of_failure(event)
-        if (issue, event.where.node) in seen:
+        common = event.name == "client.failed" and event.data.get("phase", TRAIN) in phases
+        if common or (issue, event.where.node) in seen:
             continue
         seen.add((issue, event.where.node))
         who = event.where.node or "The round"
@@ -101,14 +104,37 @@ def failures(history: History, round_index: int) -> Iterator[Finding]:
             since=since,
             node=event.where.node,
             group=event.where.group,
-            severity="critical",
+            severity="critical" if event.where.node is None else "warning",
             more={"event": event.name, **{k: event.data[k] for k in ("exception",) if k in event.data}, **shares},
         )
+    for phase in sorted(phases - {TRAIN}):
+        yield from _failed_phase(history, round_index, phase)
     for event in events_in(history, round_index, "monitor.error", "log"):
         if event.level in ("warning", "error", "critical") and DISK.search(event.message) and event.where.node is None:
             doing = f", said by {event.data['doing']}" if "doing" in event.data else ""
             yield finding("DISK_FULL", round_index, f"The server's disk is full{doing}.", confidence=0.95)
             return
+
+
+def _nobody_answered(phase: Mapping[str, Any]) -> bool:
+    return len(phase.get("failed", ())) > 1 and not phase.get("answered")
+
+
+def _failed_phase(history: History, round_index: int, phase: str) -> Iterator[Finding]:
+    """Report as one case that all clients failed in a phase other than training."""
+    events = [e for e in events_in(history, round_index, "client.failed") if e.data.get("phase") == phase]
+    if not events:
+        return
+    kinds = Counter(str(event.data.get("exception", "an error")) for event in events)
+    counts = ", ".join(f"{kind} ({count})" if len(kinds) > 1 else kind for kind, count in kinds.most_common())
+    text = f"All {len(events)} clients that were asked to {phase} failed: {counts}."
+    suspects = [
+        Suspect(event.where.node, 1 / len(events), str(event.data.get("exception", "")))
+        for event in events[:MOST_SUSPECTS]
+        if event.where.node is not None
+    ]
+    since = min(_first_round_of(history, round_index, event) for event in events)
+    yield finding("CRASH", round_index, text, confidence=1.0, since=since, suspects=suspects, more={"phase": phase})
 
 
 def _kind_of_failure(event: Event) -> str:
@@ -127,60 +153,9 @@ def _first_round_of(history: History, round_index: int, event: Event) -> int:
     return min(same, default=round_index)
 
 
-def drop_outs(history: History, round_index: int) -> Iterator[Finding]:
-    """DROP_OUT: a client that repeatedly does not answer when asked, or that used to take part and no longer does."""
-    yield from _frequent_failures(history, round_index, "DROP_OUT", "was asked and was not there", "client.dropped_out")
-    for node, rounds in _silent_clients(history, round_index).items():
-        text = f"{node} took part in every round, and has not since round {rounds[0]}."
-        number = Number("clients", 0.0, 1.0, of="own past")
-        yield finding("DROP_OUT", round_index, text, confidence=0.9, since=rounds[0], node=node, numbers=[number])
-
-
-def _silent_clients(history: History, round_index: int) -> dict[Node, list[int]]:
-    """Return clients missing without a message in the newest rounds, where everybody else takes part in all of them."""
-    numbers = rounds_until(history, round_index, 12)
-    if len(numbers) < SLOW_ROUNDS + 3:
-        return {}
-    first, second, third, now = (set(clients_of(history, past_round)) for past_round in (*numbers[:3], round_index))
-    if not (first & second & third) - now:
-        return {}
-    present = [set(clients_of(history, past_round)) for past_round in numbers]
-    heard = [{e.where.node for e in history.events(None, n) if e.where.round == n} for n in numbers]
-    early = set.intersection(*present[:3]) - _departed(history, round_index)
-    missing = {}
-    for node in early - present[-1]:
-        away = [
-            not (node in taking_part or node in reported) for taking_part, reported in zip(present, heard, strict=True)
-        ]
-        left = len(away) - next((i for i, out in enumerate(reversed(away)) if not out), len(away))
-        if all(away[-SLOW_ROUNDS:]) and not any(away[:left]):
-            missing[node] = numbers[left:]
-    # Most being away at some time is partial participation, not a client that has left.
-    steady = sum(all(node in taking_part for taking_part in present) for node in early)
-    return missing if steady > len(missing) and steady >= 0.8 * len(set.union(*present)) - len(missing) else {}
-
-
-def _departed(history: History, round_index: int) -> set[Node | None]:
-    """Return the clients that have left the federation as planned, and have not joined it again."""
-    newest: dict[Node | None, tuple[int, bool]] = {}
-    for left, name in ((False, "client.joined"), (True, "client.left")):
-        for event in history.events(name):
-            number = event.where.round
-            if number is not None and number <= round_index:
-                newest[event.where.node] = max(newest.get(event.where.node, (-1, False)), (number, left))
-    return {node for node, (_, left) in newest.items() if left}
-
-
-def lost_messages(history: History, round_index: int) -> Iterator[Finding]:
-    """COMMUNICATION_FAILURE: updates of a client that never arrive, or cannot be read."""
-    yield from _frequent_failures(
-        history, round_index, "COMMUNICATION_FAILURE", "sent an update that did not arrive", "update.lost"
-    )
-
-
 def late(history: History, round_index: int) -> Iterator[Finding]:
     """TIMEOUT: a client that repeatedly misses the deadline, or whose connection hangs where there is none."""
-    yield from _frequent_failures(history, round_index, "TIMEOUT", "missed the deadline", "update.late")
+    yield from frequent_failures(history, round_index, "TIMEOUT", "missed the deadline", "update.late")
     seconds = history.latest("time.client_virtual", round_index)
     usual = float(np.median([*seconds.values()])) if len(seconds) > 2 else np.inf
     for node, value in seconds.items():
@@ -188,37 +163,6 @@ def late(history: History, round_index: int) -> Iterator[Finding]:
             text = f"{node} took {value:,.0f} s; its peers took {usual:.3g} s."
             number = Number("time.client_virtual", value, usual)
             yield finding("TIMEOUT", round_index, text, confidence=0.95, node=node, numbers=[number])
-
-
-def _frequent_failures(history: History, round_index: int, issue: str, did: str, name: str) -> Iterator[Finding]:
-    """Report clients to which an event happens far more often than to the others, this round included."""
-    if not events_in(history, round_index, name):
-        return
-    calls = calls_by_client(history, round_index, (name,))
-    wrong = {node: sum(client_calls.wrong) for node, client_calls in calls.items()}
-    asked = {node: len(client_calls.wrong) for node, client_calls in calls.items()}
-    # The others without those who are struck as hard: two clients that have left must not hide each other.
-    for node, client_calls in calls.items():
-        if not client_calls.wrong[-1] or client_calls.rounds[-1] != round_index or wrong[node] < FEWEST:
-            continue
-        rate = wrong[node] / asked[node]
-        others = [other for other in calls if other != node and wrong[other] < 0.7 * rate * asked[other]]
-        usual = (sum(wrong[other] for other in others) + 1) / (sum(asked[other] for other in others) + UNKNOWN)
-        chance = min(chance_of_failures(sum(client_calls.wrong[-n:]), n, usual) for n in range(1, asked[node] + 1))
-        if chance > CHANCE or (len(others) < len(calls) / 2):
-            continue
-        since = client_calls.rounds[client_calls.wrong.index(True)]
-        text = f"{node} {did} in {wrong[node]} of its last {asked[node]} calls; the others in {usual:.1%}."
-        yield finding(
-            issue,
-            round_index,
-            text,
-            confidence=1 - max(chance, 1e-3),
-            since=since,
-            node=node,
-            severity="note" if usual > USUAL else None,
-            numbers=[Number(name, rate, usual)],
-        )
 
 
 def stragglers(history: History, round_index: int) -> Iterator[Finding]:

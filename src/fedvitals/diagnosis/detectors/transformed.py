@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detectors for runs whose updates are transformed on the way: report what is not judged, and what shows all the same.
+"""Detectors for runs whose updates are transformed on the way: what shows all the same (see `abstentions`).
 
 Lossy compression changes every update a little, and all in about the same proportion. An update that is many times as
 large as the others', and larger than its own training explains, was multiplied by something else.
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from fedvitals.diagnosis.evidence.damage import deciding_client
 from fedvitals.diagnosis.evidence.transformed_updates import FEWEST_CLIENTS, transformation
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History
@@ -18,28 +19,6 @@ from fedvitals.records import Finding, Suspect
 
 OVERSIZED = 5.0  # times the median client's update, and times what the client's own training explains
 OVERSIZED_UNTOLD = 30.0  # times the median client's, where a client tells nothing about its training
-
-NOT_JUDGED = (
-    "Not judged: whether clients send what they trained, whether an update is nearly a copy or an old one, and the "
-    "learnt evidence against single clients, because updates are compressed, quantised, pruned or otherwise changed "
-    "on the way"
-)
-
-
-def transformed_updates(history: History, round_index: int) -> Iterator[Finding]:
-    """TRANSFORMED_UPDATES, a note in each round in which rules abstain because updates are transformed."""
-    seen = transformation(history, round_index)
-    if seen is None:
-        return
-    how = "consist mostly of zeros that were trained" if seen.sparse else "differ from what they trained"
-    yield finding(
-        "TRANSFORMED_UPDATES",
-        round_index,
-        f"{NOT_JUDGED}: those of {seen.transformed} of {seen.compared} clients {how}.",
-        confidence=1.0,
-        severity="note",
-        numbers=[Number("clients with a transformed update", seen.transformed, seen.compared, of="all compared")],
-    )
 
 
 def oversized_updates(history: History, round_index: int) -> Iterator[Finding]:
@@ -70,7 +49,7 @@ def oversized_updates(history: History, round_index: int) -> Iterator[Finding]:
                 "not explain that.",
                 confidence=0.99,
                 node=node,
-                severity="critical",
+                severity="critical" if node == deciding_client(history, round_index) else "warning",
                 numbers=[
                     Number("update.norm", norms[node], usual),
                     Number("received against trained", proportions.get(node, np.nan), usual_proportion),
@@ -79,4 +58,4 @@ def oversized_updates(history: History, round_index: int) -> Iterator[Finding]:
             )
 
 
-DETECTORS: tuple[Detector, ...] = (transformed_updates, oversized_updates)
+DETECTORS: tuple[Detector, ...] = (oversized_updates,)

@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from fedvitals.protocols import History, Node
 from fedvitals.records import FAILURES, Event
 
 SERVER = "server"
+TRAIN = "train"  # what the host calls the phase in which updates are made
 LOOK_BACK = 30  # rounds in which the past of a client is looked for
 
 
@@ -49,17 +51,6 @@ def events_in(history: History, round_index: int, *names: str) -> list[Event]:
     return [
         event for event in history.events(None, round_index) if event.name in names and event.where.round == round_index
     ]
-
-
-def value_before(history: History, name: str, node: Node | None, round_index: int) -> tuple[int, float] | None:
-    """Return a node's newest value of a metric before a round, as (round, value); None if there is none."""
-    for past_round in reversed(rounds_until(history, round_index - 1)):
-        if node is None:
-            break
-        value = history.latest(name, past_round).get(node)
-        if value is not None:
-            return past_round, value
-    return None
 
 
 def median_of_others(values: Mapping[Node, float], left_out: Collection[Node]) -> float | None:
@@ -110,6 +101,69 @@ def calls_by_client(history: History, round_index: int, names: Iterable[str]) ->
 
 FAILED_CALL_EVENTS = tuple(name for name in FAILURES if name != "worker.lost")
 """Events about a client that was asked, and from whom nothing of use came; its records alone are no answer missed."""
+
+
+@shared
+def failed_calls(history: History, round_index: int) -> dict[Node, Event]:
+    """Return the clients asked to train in a round of which no update could be used, each with the event that says
+    why.
+
+    A failure in evaluation is none, nor is one that belongs to an earlier round and became known only now.
+    """
+    failed: dict[Node, Event] = {}
+    for event in events_in(history, round_index, *FAILED_CALL_EVENTS):
+        own_round = event.data.get("round", round_index) == round_index
+        if event.where.node is not None and own_round and event.data.get("phase", TRAIN) == TRAIN:
+            failed.setdefault(event.where.node, event)
+    return failed
+
+
+def cohort_of(history: History, round_index: int) -> set[Node]:
+    """Return all clients that were asked to train in a round, as far as is known: those that did, those that failed."""
+    asked = {node for data in _train_cohorts(history, round_index) for node in data.get("asked", ())}
+    return {*asked, *clients_of(history, round_index), *failed_calls(history, round_index)}
+
+
+def answered_of(history: History, round_index: int) -> int:
+    """Return how many clients gave an update that could be used, as far as is known."""
+    cohorts = _train_cohorts(history, round_index)
+    if cohorts:
+        return len(cohorts[-1].get("answered", ()))
+    failed = failed_calls(history, round_index)
+    return sum(node not in failed for node in clients_of(history, round_index))
+
+
+def phases_of(history: History, round_index: int) -> list[Mapping[str, Any]]:
+    """Return what a host reported of each phase: its name, and the lists `asked`, `answered`, `failed` and others."""
+    return [event.data for event in events_in(history, round_index, "cohort")]
+
+
+def _train_cohorts(history: History, round_index: int) -> list[Mapping[str, Any]]:
+    return [data for data in phases_of(history, round_index) if data.get("phase") == TRAIN]
+
+
+@shared
+def everyone_failed(history: History, round_index: int) -> bool:
+    """Return whether several clients were asked to train in a round, and not one of them gave a usable update.
+
+    A round of a single client is not counted: there, the client is the case. False where privacy hides who answered.
+    """
+    failed = failed_calls(history, round_index)
+    if len(failed) < 2:
+        return False
+    cohorts = _train_cohorts(history, round_index)
+    if cohorts:
+        return not any(data.get("answered") for data in cohorts)
+    # What a client tells of its own failure does not unsay an update that the server has.
+    sent = history.latest("update.samples", round_index)
+    if any(node not in failed or failed[node].name == "client.failed" for node in sent):
+        return False
+    if answered_of(history, round_index):
+        return False
+    if events_in(history, round_index, "aggregation.failed"):
+        return True
+    # Where privacy hides the clients' numbers, their answers are not seen either.
+    return any(clients_of(history, past_round) for past_round in reversed(rounds_until(history, round_index)))
 
 
 def chance_of_failures(wrong: int, asked: int, rate: float) -> float:

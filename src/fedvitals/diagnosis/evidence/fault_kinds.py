@@ -24,3 +24,4 @@ WORDS = {kind: words for kind, (_, words) in _KINDS.items()}
 AFTER_TRAINING = frozenset(
     {"stale_update", "free_rider", "duplicate", "sign_flip", "scaling", "gaussian", "little_is_enough", "inner_product"}
 )
+MULTIPLES = frozenset({"sign_flip", "scaling"})  # of what was trained: recognised exactly where sums can be compared

@@ -15,8 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from fedvitals.diagnosis.abstentions import unjudged_clients
 from fedvitals.diagnosis.detectors.copies import duplicates, free_riders
 from fedvitals.diagnosis.evidence.attendance import groups_of
+from fedvitals.diagnosis.evidence.damage import deciding_client
+from fedvitals.diagnosis.evidence.exact_relations import exact_relations
 from fedvitals.diagnosis.evidence.fault_kinds import ISSUE_OF, WORDS
 from fedvitals.diagnosis.evidence.log_odds import EvidenceModel, shipped_model
 from fedvitals.diagnosis.evidence.trend import CAP, EvidenceTrend
@@ -27,7 +30,8 @@ from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding, Suspect
 
 WHOLE = 3  # smallest group that is accused as one
-SURE, LIKELY = 0.9, 0.5  # probabilities of a critical finding and of a warning; below, it is a note
+SURE, LIKELY = 0.9, 0.6  # probabilities of a critical finding (if the model is lost) and a warning; below, a note
+LIKELY_EXCHANGING = 0.8  # the same of a warning in rings and under edges, where neighbours look alike
 CERTAIN = 0.99  # of an equality that does not hold: telemetry itself may be broken
 LEARNT = 0.35  # accuracy of the received model under which wrong labels cannot be seen
 UNLIKE = 4.0  # score of a client that is different, whether or not that is a fault
@@ -51,18 +55,22 @@ class FaultyClientLocator:
         if trend.round != round_index or trend.scores is None:
             return
         elsewhere = {
-            findings.where.node for rule in (duplicates, free_riders) for findings in rule(history, round_index)
+            *(findings.where.node for rule in (duplicates, free_riders) for findings in rule(history, round_index)),
+            *exact_relations(history, round_index),
         }
         mismatches = update_mismatches(history, round_index)
+        deciding = deciding_client(history, round_index)
         findings = []
         for index, node in enumerate(trend.scores.nodes):
             if node in trend.suspected_kinds and node not in elsewhere:
                 exact = node in trend.altered_since
-                findings.append(
+                accusation = (
                     _altered_update_finding(trend, index, mismatches[node])
                     if exact
                     else _evidence_finding(trend, index)
                 )
+                lost = node == deciding and accusation.confidence > SURE
+                findings.append(replace(accusation, severity="critical") if lost else accusation)
         yield from merge_by_group(findings, trend.scores.nodes, groups_of(history, round_index))
 
     def trend_up_to(self, history: History, round_index: int) -> EvidenceTrend:
@@ -79,7 +87,11 @@ class FaultyClientLocator:
 
 
 def _altered_update_finding(trend: EvidenceTrend, index: int, distance: float) -> Finding:
-    """Return the finding about a client that did not send what it trained."""
+    """Return the finding about a client that did not send what it trained, nor anything that is exactly known.
+
+    That much is certain, but honest clients do it, too: they send their best checkpoint, or noise for privacy. So it is
+    critical only where the updates themselves also accuse the client.
+    """
     node = trend.scores.nodes[index] if trend.scores is not None else ""
     since = trend.altered_since[node]
     text = (
@@ -89,7 +101,8 @@ def _altered_update_finding(trend: EvidenceTrend, index: int, distance: float) -
         Number("sent against trained", distance, 0.0, of="limit"),
         *_outlying_signs(trend, index, telemetry=False)[:3],
     ]
-    return _client_finding(trend, node, text, CERTAIN, since, numbers, {"views": ["exact"]})
+    altered = _client_finding(trend, node, text, CERTAIN, since, numbers, {"views": ["exact"]})
+    return altered if trend.views["server"].is_accused(node) else replace(altered, severity="warning")
 
 
 def _evidence_finding(trend: EvidenceTrend, index: int) -> Finding:
@@ -98,15 +111,18 @@ def _evidence_finding(trend: EvidenceTrend, index: int) -> Finding:
     fired = trend.accusing_views(node)
     beginnings = [trend.views[name].began(node) for name in fired]
     since = min(beginning for beginning in beginnings if beginning is not None)
-    kind = WORDS[trend.suspected_kinds[node]]
-    text = f"{node} is unlike its peers since round {since}: if something is wrong, most likely {kind}."
+    kind, probability = WORDS[trend.suspected_kinds[node]], trend.probability(node)
+    cause = (
+        f", most likely because of {kind}" if probability >= SURE else f": if something is wrong, most likely {kind}"
+    )
+    text = f"{node} is unlike its peers since round {since}{cause}."
     evidence = {
         "views": fired,
         "evidence": {name: round(trend.views[name].total(node), 2) for name in fired},
         "limit": {name: round(trend.limits[name], 2) for name in fired},
     }
     numbers = _outlying_signs(trend, index, telemetry=fired != ["server"])
-    return _client_finding(trend, node, text, trend.model.probability(trend.totals(node)), since, numbers, evidence)
+    return _client_finding(trend, node, text, probability, since, numbers, evidence)
 
 
 def _client_finding(
@@ -127,11 +143,16 @@ def _client_finding(
         confidence=probability,
         since=since,
         node=node,
-        severity="critical" if probability > SURE else "warning" if probability >= LIKELY else "note",
+        severity="warning" if probability >= likely_limit(trend) else "note",
         numbers=numbers,
         suspects=[Suspect(node, probability, WORDS[kind])],
         more={"verdict": "faulty", "causes": [[name, round(chances[name], 3)] for name in order], **extra_evidence},
     )
+
+
+def likely_limit(trend: EvidenceTrend) -> float:
+    """Return the probability from which an accusation by evidence is a warning."""
+    return LIKELY_EXCHANGING if trend.exchanging else LIKELY
 
 
 def merge_by_group(
@@ -198,28 +219,29 @@ def evidence_totals(history: History, round_index: int) -> dict[Node, float]:
 def fault_probabilities(history: History, round_index: int) -> dict[Node, float]:
     """Return every client's probability of being faulty, as it would be stated now."""
     trend = LOCATOR.trend_up_to(history, round_index)
-    stated = {node: trend.model.probability(trend.totals(node)) for node in trend.clients}
+    stated = {node: trend.probability(node) for node in trend.clients}
     return stated | dict.fromkeys(trend.altered_since, CERTAIN)
 
 
 def verdicts(history: History, round_index: int) -> dict[Node, str]:
-    """Return «healthy», «different», «not yet decidable» or «faulty» for every client seen so far.
+    """Return «healthy», «different», «not yet decidable», «not judged» or «faulty» for every client seen so far.
 
     Wrong labels show only against a model that has learnt something, so before that nobody is called healthy. Whether
-    it has is judged by the clients' own samples, or else by the accuracy that the host logged before this round. Nobody
-    is called healthy either while updates are transformed on their way and the evidence abstains.
+    it has is judged by the clients' own samples, or else by the accuracy that the host logged before this round. Who
+    could not be judged in this round (see `abstentions`) is not called healthy either.
     """
     trend = LOCATOR.trend_up_to(history, round_index)
     accuracies = [
         value for past_round, value in zip(*history.series("accuracy", None), strict=True) if past_round < round_index
     ]
     learnt = trend.accuracy >= LEARNT or (bool(accuracies) and accuracies[-1] >= LEARNT)
-    decidable = learnt and not trend.abstains
-    stated = dict.fromkeys(trend.clients, "healthy" if decidable else "not yet decidable")
+    stated = dict.fromkeys(trend.clients, "healthy" if learnt else "not yet decidable")
+    unjudged = unjudged_clients(history, round_index)
+    stated |= dict.fromkeys(trend.clients if trend.abstains else stated.keys() & unjudged, "not judged")
     if trend.scores is not None and learnt:
         unlike = np.abs(trend.scores.lasting).max(axis=1)
         stated |= {node: "different" for node, most in zip(trend.scores.nodes, unlike, strict=True) if most > UNLIKE}
-    likely = [node for node in trend.suspected_kinds if trend.model.probability(trend.totals(node)) >= LIKELY]
+    likely = [node for node in trend.suspected_kinds if trend.probability(node) >= likely_limit(trend)]
     return (
         stated
         | dict.fromkeys(trend.suspected_kinds, "different")

@@ -2,14 +2,15 @@
 """Rank clients and layers by how far they differ from their peers: a ranking for people, never a finding.
 
 The score is the distance of a value from its peers' median in robust standard deviations (see `robust_scores`), for the
-size of the update or its direction, whichever is more; the median over the newest rounds. It suggests where to look
-first: with ten clients somebody exceeds 3.5 in every eighth round, so it accuses nobody. Norms cover finite values
-only, so a client with non-finite values comes before all scores.
+size of the update or its direction, whichever is more; the median over the newest rounds. With fewer than four clients
+it is the distance of the newest update's size from the client's own before. It suggests where to look first: with ten
+clients somebody exceeds 3.5 in every eighth round, so it accuses nobody. Norms cover finite values only, so a client
+with non-finite values comes before all scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +55,7 @@ def rank_outlier_clients(history: History) -> list[Outlier]:
         for node, count in nonfinite_counts(history, round_index).items():
             broken[node] = broken.get(node, 0.0) + count
     ranked = [_median_outlier(node, client_scores) for node, client_scores in scores.items() if node not in broken]
+    ranked += _against_own_rounds(history, {*scores, *broken})
     worst = sorted(broken, key=lambda node: -broken[node])
     lead = [Outlier(node, float("inf"), f"{broken[node]:.0f} values NaN or Inf") for node in worst]
     return [*lead, *sorted(ranked, key=lambda s: -s.score)]
@@ -91,6 +93,26 @@ def _scores_of_round(history: History, round_index: int) -> Mapping[Node, tuple[
         usable = [c for c in candidates if np.isfinite(c[0])]
         scores[node] = max(usable) if usable else (float("inf"), "zero or not finite")
     return scores
+
+
+def _against_own_rounds(history: History, known: Collection[Node]) -> list[Outlier]:
+    """Return the clients of the newest rounds that have too few peers: the size of the newest update among its own."""
+    norms: dict[Node, list[float]] = {}
+    for round_index in history.rounds()[-NEWEST:]:
+        for node, norm in history.latest("update.norm", round_index).items():
+            if node not in known:
+                norms.setdefault(node, []).append(norm)
+    ranked = []
+    for node, values in norms.items():
+        with np.errstate(divide="ignore"):
+            *before, newest = np.log(np.array(values))
+        if not before or not np.isfinite([*before, newest]).all():
+            ranked.append(Outlier(node, 0.0, "too few clients to compare it with"))
+            continue
+        score = float(robust_scores(np.array(before), FLOORS["update.norm"], np.array([newest]))[0])
+        ratio = float(np.exp(newest - np.median(before)))
+        ranked.append(Outlier(node, abs(score), f"its update is {ratio:.2g}× as large as in its rounds before"))
+    return ranked
 
 
 def _median_outlier(node: Node, scores: list[tuple[float, str]]) -> Outlier:

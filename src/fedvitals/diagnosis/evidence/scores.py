@@ -4,6 +4,9 @@
 Small cohorts scatter more than large ones: a distance in robust deviations is mapped through Student's t with as many
 degrees of freedom as there are peers to a normal score, so that 3 means the same with five clients and with fifty.
 Signs that depend on a client's number of samples and labels are first corrected for that, by a regression over the run.
+
+How well the model fits a client's samples may be measured in turns, of few clients in a round. These are then compared
+with the newest values of their peers as well.
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+from fedvitals.diagnosis.evidence.attendance import clients_of
 from fedvitals.diagnosis.evidence.client_table import ClientTable, Rows
-from fedvitals.diagnosis.evidence.vital_signs import FLOOR, SIGNS, VitalSigns
+from fedvitals.diagnosis.evidence.vital_signs import FIT, FLOOR, SIGNS, VitalSigns
 from fedvitals.diagnosis.medians import column_medians
-from fedvitals.protocols import Node
+from fedvitals.protocols import History, Node
 from fedvitals.stats import Array
 
 FEWEST = 4  # clients in a round, under which a median says nothing of anybody
@@ -25,6 +30,15 @@ CLIP = 8.0
 OWN, LASTING = 0.8, 0.7  # how much of a client's past is kept from one participation to the next
 _RIDGE = 0.5
 _FLOORS = np.array([FLOOR[name] for name in SIGNS])
+_FIT = slice(SIGNS.index(FIT[0]), SIGNS.index(FIT[-1]) + 1)
+LONGEST_TURN = 20  # participations without a measured fit, after which a client counts as not measured at all
+
+
+def too_few_peers(history: History, round_index: int) -> bool:
+    """Return whether a round has too few clients to compare them with each other; then only exact relations and a
+    client's own past speak of it.
+    """
+    return 0 < len(clients_of(history, round_index)) < FEWEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +54,7 @@ class Scores:
     counts: Array  # participations, this one included
     persistent: Array  # whether the same two classes are confused as the last time
     rare: Array  # share of the peers that confuse others
+    unmeasured: npt.NDArray[np.bool_]  # whether a client's fit, which is known from other rounds, is not of this one
 
 
 class Scorer:
@@ -47,9 +62,12 @@ class Scorer:
 
     def __init__(self, clients: ClientTable | None = None) -> None:
         self._clients = ClientTable() if clients is None else clients
-        self._residual, self._weight, self._lasting = (self._clients.column((len(SIGNS),)) for _ in range(3))
-        self._lasting_weight, self._count = (self._clients.column() for _ in range(2))
+        self._residual, self._weight = (self._clients.column((len(SIGNS),)) for _ in range(2))
+        self._lasting, self._lasting_weight = (self._clients.column((len(SIGNS),)) for _ in range(2))
+        self._count = self._clients.column()
         self._pair = self._clients.column((2,), fill=np.nan)  # the classes it confused when these were last known
+        self._fit = self._clients.column((len(FIT),), fill=np.nan)  # the newest values of what is measured in turns
+        self._since_fit = self._clients.column()  # participations since these were measured
         # Least squares of each sign on size and diversity, pooled over the run.
         self._products = np.zeros((2, len(SIGNS)))
         self._squares = np.zeros((2, len(SIGNS)))
@@ -59,15 +77,31 @@ class Scorer:
         """Return the scores of a round; None if there are too few clients to compare."""
         if len(vitals.nodes) < FEWEST:
             return None
-        centred = vitals.values - _median_by_sign(vitals.values)
-        residual = self._corrected(centred, [vitals.size, vitals.diversity])
-        peers = _normalised(residual)
         rows = self._clients.rows_of(vitals.nodes)
+        values, earlier = self._with_newest_fit(vitals.values, rows)
+        residual = self._corrected(values - _median_by_sign(values), [vitals.size, vitals.diversity])
+        peers = np.where(earlier, 0.0, _normalised(residual))
+        residual = np.where(earlier, np.nan, residual)
         own = self._against_own(residual, rows)
-        lasting = self._lasting_scores(peers, rows)
+        lasting = self._lasting_scores(peers, rows, earlier)
         persistent, rare = self._confusion_pairs(vitals.pairs, rows)
         self._count.values[rows] += 1
-        return Scores(vitals.nodes, peers, own, lasting, self._count.values[rows], persistent, rare)
+        unmeasured = earlier[:, _FIT.start]
+        return Scores(vitals.nodes, peers, own, lasting, self._count.values[rows], persistent, rare, unmeasured)
+
+    def _with_newest_fit(self, values: Array, rows: Rows) -> tuple[Array, npt.NDArray[np.bool_]]:
+        """Return the signs with those of the fit as they were when each client's was last measured, and which of them
+        are of an earlier round.
+        """
+        fit, before = values[:, _FIT], self._fit.values[rows]
+        measured = np.isfinite(fit[:, 0])
+        age = self._since_fit.values[rows] = np.where(measured, 0, self._since_fit.values[rows] + 1)
+        kept = ~measured & (age <= LONGEST_TURN)
+        newest = self._fit.values[rows] = np.where(kept[:, None], before, fit)
+        filled, earlier = values.copy(), np.zeros(values.shape, np.bool_)
+        filled[:, _FIT] = newest
+        earlier[:, _FIT] = kept[:, None] & np.isfinite(newest)
+        return filled, earlier
 
     def _corrected(self, centred: Array, covariates: Sequence[Array]) -> Array:
         residual = centred.copy()
@@ -94,10 +128,14 @@ class Scorer:
             return np.zeros_like(residual)
         return _normalised(change - _median_by_sign(change))
 
-    def _lasting_scores(self, peers: Array, rows: Rows) -> Array:
-        lasting = self._lasting.values[rows] = LASTING * self._lasting.values[rows] + peers
-        weight = self._lasting_weight.values[rows] = LASTING * self._lasting_weight.values[rows] + 1
-        return np.asarray(lasting / weight[:, None] * np.sqrt(np.minimum(weight, 3.0))[:, None])
+    def _lasting_scores(self, peers: Array, rows: Rows, earlier: npt.NDArray[np.bool_]) -> Array:
+        """Return the scores averaged over the last participations; of signs that are known from an `earlier` round
+        only, the average of then.
+        """
+        sums, weights = self._lasting.values[rows], self._lasting_weight.values[rows]
+        sums = self._lasting.values[rows] = np.where(earlier, sums, LASTING * sums + peers)
+        weights = self._lasting_weight.values[rows] = np.where(earlier, weights, LASTING * weights + 1)
+        return np.asarray(sums / weights * np.sqrt(np.minimum(weights, 3.0)))
 
     def _confusion_pairs(self, pairs: Array, rows: Rows) -> tuple[Array, Array]:
         """Return whether each client confuses the same two classes as the last time, and how few of the others do."""

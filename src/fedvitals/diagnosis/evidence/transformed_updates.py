@@ -2,9 +2,10 @@
 """Recognise runs whose updates are transformed between training and aggregation: compressed, quantised or pruned.
 
 Rules that compare an update with the training behind it, and the evidence learnt on untouched updates, mean nothing in
-such a run, so they abstain. Detectors never see a configuration; the transformation is recognised from measurements:
-most clients' updates differ from what the same clients trained, or consist mostly of zeros although their gradients do
-not. A minority never counts: a few clients that send something else than they trained are what detectors look for.
+such a run, so they abstain. Either the host states the transformation (the event `updates.transformed`, which no
+client may send), or it is recognised from measurements: most clients' updates differ from what the same clients
+trained, or consist mostly of zeros although their gradients do not. A minority never counts: a few clients that send
+something else than they trained are what detectors look for.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.diagnosis.medians import column_medians
 from fedvitals.protocols import History, Node
 
+TRANSFORMED = "updates.transformed"  # the event by which a host states it
 FEWEST_CLIENTS = 4  # in a smaller cohort, the clients of the rounds before are counted as well
 LOOK_BACK = 5  # rounds searched for further clients
 ROUNDED = 1e-5  # relative difference in size from which an update was rounded on its way; untouched, it is about 1e-7
@@ -33,6 +35,7 @@ class Transformation:
     transformed: int
     compared: int
     sparse: bool  # recognised by zeros; otherwise by the difference between the received and the trained update
+    stated: bool = False  # by the host, not recognised
 
 
 @shared
@@ -43,12 +46,26 @@ def transformation(history: History, round_index: int) -> Transformation | None:
     More than half of the compared clients must agree, and more than a third of all, so that no minority can silence the
     detectors, even if only its telemetry arrives.
     """
+    if _is_stated(history, round_index):
+        return Transformation(0, 0, sparse=False, stated=True)
     for sparse, sign in ((False, _differing), (True, _mostly_zeros)):
         clients = _over_rounds(history, round_index, sign)
         transformed = sum(clients.values())
         if holds_for_most(clients) and transformed > COHORT_WIDE_SHARE * len(clients_of(history, round_index)):
             return Transformation(transformed, len(clients), sparse)
     return None
+
+
+def _is_stated(history: History, round_index: int) -> bool:
+    """Return whether the host has stated that single updates are transformed.
+
+    Differential privacy that the server applies to the mean leaves what each client sent as it was.
+    """
+    stated = [event.data for event in history.events(TRANSFORMED) if (event.where.round or 0) <= round_index]
+    return any(
+        "stated" in data or "compression" in data or data.get("privacy", {}).get("kind") == "client_dp"
+        for data in stated
+    )
 
 
 @shared

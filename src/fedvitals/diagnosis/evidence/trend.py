@@ -15,12 +15,16 @@ import numpy.typing as npt
 
 from fedvitals.diagnosis.evidence.attendance import groups_of
 from fedvitals.diagnosis.evidence.client_table import MOST_CLIENTS, ClientTable, Rows
-from fedvitals.diagnosis.evidence.fault_kinds import AFTER_TRAINING
+from fedvitals.diagnosis.evidence.equal_updates import peer_statistic
+from fedvitals.diagnosis.evidence.exact_relations import harmless_alterations
+from fedvitals.diagnosis.evidence.fault_kinds import AFTER_TRAINING, MULTIPLES
+from fedvitals.diagnosis.evidence.label_counts import label_counts
 from fedvitals.diagnosis.evidence.log_odds import VIEWS, EvidenceModel, features, linear_features
 from fedvitals.diagnosis.evidence.scores import Scorer, Scores
 from fedvitals.diagnosis.evidence.transformed_updates import transformation
 from fedvitals.diagnosis.evidence.update_mismatch import clients_with_altered_updates, clients_with_trained_updates
 from fedvitals.diagnosis.evidence.vital_signs import SIGNS, VitalSigns, vital_signs_of
+from fedvitals.diagnosis.evidence.wrong_labels import wrong_label_odds
 from fedvitals.protocols import History, Node
 from fedvitals.stats import Array
 
@@ -32,8 +36,11 @@ CAP = 20.0  # so that a repaired client is cleared again before long
 SHARES = {"telemetry": 0.35, "server": 0.2, "flip": 0.1}
 SMALL, PARTIAL = 12, 0.7  # clients in a cohort; share of the known clients that take part in a round
 CONVERGED = 0.1  # of the run's largest update, the median client's
+POINTS_BACK = 0.2  # cosine to an earlier model, from which an update may have been added to one
 REMEMBERED = 6  # participations from which the kind of the fault is inferred
 _NEVER = np.iinfo(np.int64).min
+EVEN, CORROBORATED = 0.5, 0.9  # probabilities: from which samples that are classified wrong count, and to which
+FAR_BELOW = 2.0  # standard deviations of a number of right samples
 UNTENABLE, PLAIN = 0.1, 0.8  # chances of the kind that was named, and of another, at which the name is changed
 
 
@@ -68,6 +75,14 @@ class EvidenceSums:
         withdrawn = accused & ~over & (totals < limit / 2)  # not at the limit itself, so that a case does not flicker
         self.withdrawn += int(withdrawn.sum())
         self._accused.values[rows] = (accused | over) & ~withdrawn
+
+    def knows_kind(self, node: Node) -> bool:
+        """Return whether there is evidence against a client from which the kind of its fault can be inferred."""
+        return len(self.kind_logs(node)) > 0 and self.total(node) > 0
+
+    def totals_among(self, rows: Rows) -> Array:
+        """Return the sums of evidence of these clients."""
+        return np.asarray(self._totals.values[rows])
 
     def accused_among(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Return whether each of these clients is accused."""
@@ -107,6 +122,10 @@ class EvidenceTrend:
         self._clients = ClientTable(most)
         self.scorer = Scorer(self._clients)
         self.views = {name: EvidenceSums(self._clients, len(model.views[name].kinds)) for name in VIEWS}
+        # Samples that the received model classified right, as many as it usually does, and all of them, since there is
+        # evidence against a client; and the first two of before.
+        self._classified, self._classified_before = self._clients.column((3,)), self._clients.column((2,))
+        self._chance = 0.0  # accuracy of a blind guess; 0 where the classes are not known
         self.round: int | None = None
         self.rounds = 0
         self.vital_signs: VitalSigns | None = None
@@ -117,6 +136,8 @@ class EvidenceTrend:
         self.kind_chances: dict[Node, dict[str, float]] = {}  # of each kind, for all that stand accused
         self.suspected_kinds: dict[Node, str] = {}  # the kind that each of these is accused of
         self.abstains = False  # whether the last round's updates were transformed, so that nobody is judged by them
+        self._ruled_out: dict[Node, frozenset[str]] = {}  # kinds that an exact test of the last round excludes
+        self.exchanging = False  # whether clients pass models to each other, and look faulty for their neighbours
         self.largest = 0.0  # norm of the median client's update, in the round in which that was largest
 
     @property
@@ -138,17 +159,26 @@ class EvidenceTrend:
             self.altered_since, self.suspected_kinds, self.kind_chances = {}, {}, {}
         if self.scores is None:
             return
-        altered = clients_with_altered_updates(history, round_index)
+        altered = clients_with_altered_updates(history, round_index) - harmless_alterations(history, round_index)
         unaltered = clients_with_trained_updates(history, round_index)
         for node in vital_signs.nodes if altered or self.altered_since else ():
             if node in altered:
                 self.altered_since.setdefault(node, round_index)
             else:
                 self.altered_since.pop(node, None)
-        exchanged = groups_exchange_models(groups_of(history, round_index))
+        # Whose sums were compared and are no multiple: neither negated nor scaled; and what points to no earlier model.
+        differing, factors = (history.latest(f"update.{name}", round_index) for name in ("differs", "factor"))
+        back = peer_statistic(history, round_index, "back") if differing else {}
+        self._ruled_out = {
+            node: MULTIPLES | ({"stale_update"} if back.get(node, 1.0) < POINTS_BACK else set())
+            for node in differing
+            if node not in factors
+        }
+        exchanged = self.exchanging = groups_exchange_models(groups_of(history, round_index))
         cohort = cohort_kind(len(vital_signs.nodes), len(self._clients), exchanged=exchanged)
         if not self._converged(history, round_index):
             self._add_evidence(round_index, rows, self.scores, vital_signs, cohort)
+        self._count_classified(history, round_index, rows, vital_signs)
         self._update_suspected_kinds(vital_signs.nodes, rows, unaltered)
 
     def _rows_of(self, nodes: Sequence[Node]) -> Rows:
@@ -193,7 +223,34 @@ class EvidenceTrend:
             # Higher, where this very run has shown more false alarms than are allowed.
             excess = max(0.0, view.withdrawn - max(1.0, 2 * allowed * self.rounds / 100))
             limit = self.limits[name] = learnt.limit(cohort, allowed) + excess
-            view.add(rows, round_index, gained, likely, limit)
+            # A round in which a client's fit was not measured is no sign of its health: such views wait for the next.
+            counted = np.ones(len(rows), np.bool_) if name == "server" else ~scores.unmeasured
+            view.add(rows[counted], round_index, gained[counted], likely[counted], limit)
+
+    def _count_classified(self, history: History, round_index: int, rows: Rows, vital_signs: VitalSigns) -> None:
+        classes = len(label_counts(history, round_index).labels)
+        self._chance = 1 / classes if classes > 1 else 0.0
+        sizes = history.latest("fit.samples", round_index)
+        samples = np.array([sizes.get(node, 0.0) for node in vital_signs.nodes])
+        right = samples * vital_signs.values[:, SIGNS.index("accuracy_before")]
+        counts = np.stack([right, samples * self.accuracy, samples], axis=1)
+        counts = np.where(np.isfinite(counts).all(axis=1)[:, None], counts, 0.0)
+        suspicious = np.logical_or.reduce([view.totals_among(rows) > 0 for view in self.views.values()])[:, None]
+        self._classified.values[rows] = np.where(suspicious, self._classified.values[rows] + counts, 0.0)
+        self._classified_before.values[rows] += np.where(suspicious, 0.0, counts[:, :2])
+
+    def probability(self, node: Node) -> float:
+        """Return the probability that a client is faulty, by its evidence; what it reports of its samples can raise it
+        if the model gets less than half as many of them right as of its peers', and did not before.
+        """
+        probability, row = self.model.probability(self.totals(node)), self._clients.row_of(node)
+        if row is None or probability < EVEN:
+            return probability
+        right, expected, _ = self._classified.values[row]
+        before, expected_before = self._classified_before.values[row]
+        rarely_right = expected / 2 - right > FAR_BELOW * (expected / 2) ** 0.5
+        rarely_before = expected_before - before > FAR_BELOW * max(expected_before, 1.0) ** 0.5
+        return max(probability, CORROBORATED) if rarely_right and not rarely_before else probability
 
     def _update_suspected_kinds(self, nodes: Sequence[Node], rows: Rows, unaltered: Collection[Node]) -> None:
         """Set or clear the kinds of faults that a round's clients are accused of."""
@@ -207,17 +264,30 @@ class EvidenceTrend:
     def _update_suspected_kind(self, node: Node, *, honest: bool) -> None:
         """Set the kind of fault that a client is accused of. A kind stays unless it has become clearly untenable."""
         fired = self.accusing_views(node)
-        view = "telemetry" if node in self.altered_since else max(fired, key=lambda name: self.views[name].total(node))
+        believed = node in self.altered_since or (honest and self.views["telemetry"].knows_kind(node))
+        view = "telemetry" if believed else max(fired, key=lambda name: self.views[name].total(node))
         kinds = self.model.views[view].kinds
         possible = [True] * len(kinds)
         if node in self.altered_since:
-            possible = [kind in AFTER_TRAINING for kind in kinds]
+            possible = [kind in AFTER_TRAINING - self._ruled_out.get(node, frozenset()) for kind in kinds]
         elif honest and fired != ["server"]:
             # It sent what it trained, so the fault lies before. (The server's view does not rely on telemetry.)
             possible = [kind not in AFTER_TRAINING for kind in kinds]
-        chances = self.kind_chances[node] = fault_kind_chances(self.views[view].kind_logs(node), kinds, possible)
+        logs = self.views[view].kind_logs(node)
+        if view == "telemetry" and honest and self.model.views["server"].kinds == kinds:
+            # Telemetry of a client that sent what it trained adds to what the server sees; it does not replace it.
+            logs = np.concatenate([logs, self.views["server"].kind_logs(node)])
+        chances = self.kind_chances[node] = fault_kind_chances(logs, kinds, possible)
+        if "label_noise" in chances and honest:
+            row = self._clients.row_of(node)
+            right, _, total = self._classified.values[row] if row is not None else (0.0, 0.0, 0.0)
+            odds = wrong_label_odds(right, total, self.accuracy, self._chance)
+            chances["label_noise"] *= odds
+            whole = sum(chances.values())
+            chances |= {kind: chance / whole for kind, chance in chances.items()}
         likeliest, before = max(chances, key=lambda kind: chances[kind]), self.suspected_kinds.get(node)
-        if before is None or (chances.get(before, 0.0) < UNTENABLE and chances[likeliest] > PLAIN):
+        stands = chances.get(before, 0.0) if before is not None else 0.0
+        if stands == 0 or (stands < UNTENABLE and chances[likeliest] > PLAIN):
             self.suspected_kinds[node] = likeliest
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedvitals.diagnosis.evidence.attendance import clients_of
+from fedvitals.diagnosis.evidence.exact_relations import harmless_alterations
 from fedvitals.diagnosis.evidence.label_counts import label_counts
 from fedvitals.diagnosis.evidence.transformed_updates import most_differ
 from fedvitals.diagnosis.evidence.update_mismatch import MISMATCH_LIMIT, update_mismatches
@@ -28,6 +29,7 @@ TELEMETRY = (
     *("gain", "gradient", "gradient_last", "gradient_ratio", "gradient_first", "rate", "samples_per_step"),
 )
 SIGNS = (*SERVER, *TELEMETRY)
+FIT = TELEMETRY[: TELEMETRY.index("gradient")]  # of the client's own samples, by extra passes: measured in turns
 # Spread that peers always have: keeps a cohort of near-equal values from turning rounding into scores.
 FLOOR = {
     **dict.fromkeys(SIGNS, 0.05),
@@ -111,7 +113,11 @@ def vital_signs_of(history: History, round_index: int) -> VitalSigns:
     # Where most clients differ, the transport alters updates: the distance then tells nothing about a single client.
     # The evidence was learnt on updates that differ plainly or not at all; one that was only rounded counts as equal.
     mismatches = {} if most_differ(history, round_index) else update_mismatches(history, round_index)
-    mismatches = {node: distance if distance > MISMATCH_LIMIT else 0.0 for node, distance in mismatches.items()}
+    equal = harmless_alterations(history, round_index)  # no sign of a fault
+    mismatches = {
+        node: distance if distance > MISMATCH_LIMIT and node not in equal else 0.0
+        for node, distance in mismatches.items()
+    }
     diversity = np.array([labels.entropy(node) for node in nodes])
     alone = signs | {
         "size": size - _median(size),

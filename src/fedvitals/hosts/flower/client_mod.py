@@ -8,6 +8,7 @@ error on our side costs only telemetry.
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import os
 import time
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fedvitals")
 Handler = Callable[[Message, Context], Message]
 TRAIN = "train"
+NAME = "name"  # in a SuperNode's --node-config, where it has no partition
 PARTITION = "partition-id"  # what Flower's engines and examples call a client's share of the data
 
 
@@ -192,11 +194,10 @@ class ClientMod:
             return None
         node = node_name(context.node_id)
         if message.metadata.message_type.partition(".")[0] == TRAIN:
-            partition = context.node_config.get(PARTITION)
-            if isinstance(partition, int):
-                worker.event(
-                    "info", "client.partition", f"Partition {partition}.", node=node, data={"partition": partition}
-                )
+            identity = _identity(context.node_config)
+            if identity:
+                words = f"Partition {identity['partition']}." if "partition" in identity else "A name of its own."
+                worker.event("info", "client.partition", words, node=node, data=identity)
             if worker.policy.level >= WORDS:
                 self._report_update(worker, node, message, reply)
         return worker.payload(most=telemetry_budget(max(request_bytes, bytes_of(reply.content))))
@@ -217,6 +218,19 @@ class ClientMod:
         except Exception as error:  # noqa: BLE001 - training goes on, whatever happens to us
             logger.warning("fedvitals failed in %s (%s: %s); training goes on.", doing, type(error).__name__, error)
             return None
+
+
+def _identity(node_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a SuperNode keeps when it comes back under another id: its partition, or a digest of its name.
+
+    The name itself is text, which does not leave the client; the server only compares digests.
+    """
+    partition, name = node_config.get(PARTITION), node_config.get(NAME)
+    if isinstance(partition, int):
+        return {"partition": partition}
+    if isinstance(name, str) and name:
+        return {"name_digest": hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}
+    return {}
 
 
 def _sums(before: Mapping[str, arrays.Values], after: Mapping[str, arrays.Values]) -> Any:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on the three methods of a grid through which a server sends and receives everything.
+"""Hooks on the methods of a grid through which a server sends and receives everything, and learns which nodes there
+are.
 
 They are set on the instance, so that everything that holds the grid (a strategy, a custom loop, the threads of the
 older API) works as before.
@@ -9,18 +10,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from flwr.app import Message
 
 MARK = "_fedvitals"  # on a grid, a strategy: who watches it; on a reply: that it was seen
+HOOKED = ("push_messages", "pull_messages", "send_and_receive", "get_node_ids")
 LATE_REPLIES_ASKED = 100  # late answers that are asked after
 
 
 class GridObserver(Protocol):
-    """Is told of each message that leaves and of each reply, which it may replace."""
+    """Is told of each message that leaves, of each reply, which it may replace, and of the nodes that are connected."""
 
     @property
     def unanswered(self) -> Mapping[str, Any]:
@@ -31,11 +33,13 @@ class GridObserver(Protocol):
     def reply_received(self, reply: Message, at: float) -> Message: ...
     def replies_given_up(self, ids: set[str]) -> None: ...
     def late_reply_received(self, reply: Message, at: float) -> None: ...
+    def nodes_listed(self, ids: Iterable[int]) -> None: ...
 
 
 def hook_grid(grid: Any, observer: GridObserver) -> Callable[[], None]:
     """Hook a grid, and return the function that removes the hooks again."""
     push, pull, both = grid.push_messages, grid.pull_messages, grid.send_and_receive
+    list_nodes = grid.get_node_ids
     calls = threading.local()  # ids that went out inside of the `send_and_receive` of this thread
 
     def push_messages(messages: Iterable[Message], *args: Any, **more: Any) -> Iterable[str]:
@@ -63,7 +67,15 @@ def hook_grid(grid: Any, observer: GridObserver) -> Callable[[], None]:
         observer.replies_given_up(calls.ids - {reply.metadata.reply_to_message_id for reply in replies})
         return replies
 
-    hooks = {"push_messages": push_messages, "pull_messages": pull_messages, "send_and_receive": send_and_receive}
+    def get_node_ids(*args: Any, **more: Any) -> Iterable[int]:
+        listed = list_nodes(*args, **more)
+        ids = listed if isinstance(listed, Collection) else [*listed]
+        observer.nodes_listed(ids)
+        return ids
+
+    hooks = dict(zip(HOOKED, (push_messages, pull_messages, send_and_receive, get_node_ids), strict=True))
+    # What the app itself has set on its grid is put back; what waits for the first message there is not.
+    before = {name: own for name in HOOKED if (own := vars(grid).get(name)) is not None and not hasattr(own, MARK)}
     for name, hook in hooks.items():
         setattr(grid, name, hook)
     setattr(grid, MARK, observer)
@@ -71,6 +83,7 @@ def hook_grid(grid: Any, observer: GridObserver) -> Callable[[], None]:
     def take_off() -> None:
         for name in (*hooks, MARK):
             grid.__dict__.pop(name, None)
+        vars(grid).update(before)
 
     return take_off
 

@@ -67,7 +67,10 @@ def _configure_fit(
 def _aggregate_fit(aggregate: Callable[..., Any], server_rounds: ServerRounds, *args: Any, **more: Any) -> Any:
     with server_rounds.busy_with("aggregate"):
         result = aggregate(*args, **more)
-    model = arrays_of(result[0]) if isinstance(result, tuple) and result else None
+    parameters = result[0] if isinstance(result, tuple) and result else None
+    if parameters is None:
+        server_rounds.nothing_aggregated()
+    model = arrays_of(parameters)
     if model is not None:
         server_rounds.models.newest = model
         server_rounds.record_on_tape(lambda tape: tape.aggregated(model, model, None))

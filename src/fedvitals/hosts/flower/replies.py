@@ -67,7 +67,10 @@ def _report_failure(server_rounds: ServerRounds, request: ClientRequest, reply: 
         data = {"phase": request.phase, "died_with": first.node}
         server_rounds.monitor.host.event("warning", "client.unserved", text, node=request.node, data=data)
         return
-    level = "warning" if failure.event == "client.dropped_out" else "error"
+    gone = failure.event == "client.dropped_out"
+    if gone:
+        server_rounds.connections.unavailable(request.node)
+    level = "warning" if gone else "error"
     data_with_round = {**failure.data, "round": request.round_index}
     server_rounds.monitor.host.event(level, failure.event, failure.message, node=request.node, data=data_with_round)
 

@@ -12,7 +12,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from flwr.app import ArrayRecord, Message
 
 from fedvitals.hosts.flower import arrays, corrections, guard, protection, replies
 from fedvitals.hosts.flower.background_work import BackgroundWork
+from fedvitals.hosts.flower.connections import NodeConnections
 from fedvitals.hosts.flower.corrections import FlowerCorrections
 from fedvitals.hosts.flower.known_models import KnownModels
 from fedvitals.hosts.flower.replies import with_known_names
@@ -99,6 +100,7 @@ class ServerRounds:
         self._evaluating: float | None = None
         self.hooked = False  # whether a strategy tells which round it is
         self._measuring = BackgroundWork("fedvitals-updates")
+        self.connections = NodeConnections(monitor.host.event)
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -130,6 +132,7 @@ class ServerRounds:
             self._measuring.wait()
             for name, phase in self._phases.items():
                 self._report_phase(name, phase)
+            self._guarded("comparing the lists of nodes", self.connections.round_ends)
             whole = max(time.time() - self._began, 1e-9)
             self.monitor.host.log({"time.worked": min(1.0, covered(self._worked) / whole)})
             after = model or self.models.newest
@@ -148,6 +151,12 @@ class ServerRounds:
         """Report that the server's own code raised."""
         data = {"exception": type(error).__name__}
         self.monitor.host.event("error", "round.failed", f"{type(error).__name__}: {error}"[:1000], data=data)
+
+    def nothing_aggregated(self) -> None:
+        """Report that the strategy made no new model of the round's replies."""
+        answered = len(self._phases.get(TRAIN, PhaseParticipation()).answered)
+        text = f"The strategy made no model of {answered} answers."
+        self.monitor.host.event("error", "aggregation.failed", text, data={"answered": answered})
 
     def start_of(self, model: ArrayRecord | None) -> ArrayRecord | None:
         """Return the model that clients begin with: the strategy's, unless a correction restored an earlier one."""
@@ -238,6 +247,7 @@ class ServerRounds:
         self._pending[key] = request
         participation = self._phases.setdefault(phase, PhaseParticipation())
         participation.asked[node] = None
+        self.connections.asked(node)
         if request.busy:
             participation.busy[node] = None
             text = f"{node} is asked to {phase}, and still owes an answer."
@@ -285,6 +295,11 @@ class ServerRounds:
                 read = functools.partial(replies.read_late_reply, self, request, reply, at)
                 self._guarded("reading a late reply", read, request.node)
 
+    def nodes_listed(self, ids: Iterable[int]) -> None:
+        """Take the grid's list of connected nodes."""
+        with self._lock:
+            self._guarded("reading a list of nodes", lambda: self.connections.listed(ids))
+
     def replies_given_up(self, ids: set[str]) -> None:
         """Note that no reply to these messages came in time."""
         with self._lock:
@@ -328,6 +343,8 @@ class ServerRounds:
         """Note that a client replied, or failed."""
         participation = self._phases.setdefault(request.phase, PhaseParticipation())
         (participation.failed if failed else participation.answered)[request.node] = None
+        if not failed:
+            self.connections.answered(request.node)
 
     def worked(self, began: float, ended: float) -> None:
         """Note a stretch in which somebody worked."""

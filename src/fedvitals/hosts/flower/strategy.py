@@ -97,6 +97,8 @@ def _aggregate_train(
     with server_rounds.busy_with("aggregate"):
         result = aggregate(server_round, taken, *rest, **more)
     own, metrics = (*result, None, None)[:2] if isinstance(result, tuple) else (None, None)
+    if own is None:
+        server_rounds.nothing_aggregated()
     if not isinstance(own, ArrayRecord):
         server_rounds.record_on_tape(lambda tape: tape.aggregated(None, None, metrics))
         return result

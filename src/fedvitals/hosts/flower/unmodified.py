@@ -22,7 +22,7 @@ from fedvitals.errors import MissingExtraError
 from fedvitals.hosts.flower.attach import attach
 from fedvitals.hosts.flower.client_mod import TRAIN, ClientMod, client_mod
 from fedvitals.hosts.flower.environment import FlowerEnvironment
-from fedvitals.hosts.flower.grid_hooks import MARK
+from fedvitals.hosts.flower.grid_hooks import HOOKED, MARK
 from fedvitals.hosts.flower.reply_envelope import run_name
 from fedvitals.hosts.flower.rerun.app import with_subclasses
 from fedvitals.monitor.monitor import Monitor
@@ -30,7 +30,6 @@ from fedvitals.monitor.monitor import Monitor
 logger = logging.getLogger("fedvitals")
 SENDING = ("send_and_receive", "push_messages")
 UPDATES = 3  # of how many rounds all updates are kept, on the tape of an app without a line
-GRID_HOOKS = (*SENDING, "pull_messages", MARK)
 
 
 def client_app(
@@ -169,7 +168,7 @@ class ServerAppRun:
         """End a custom loop's last round and remove its hooks: a strategy has hooks of its own."""
         server_rounds = vars(self._grid).get(MARK)
         if server_rounds is not None and server_rounds.monitor in self._monitors:
-            for name in GRID_HOOKS:
+            for name in (*HOOKED, MARK):
                 vars(self._grid).pop(name, None)
             server_rounds.close()
 

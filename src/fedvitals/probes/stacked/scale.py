@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedvitals.errors import ConfigError
+from fedvitals.errors import UnsuitedError
 from fedvitals.probes.deflation import Direction, by_decomposition, by_squaring
 from fedvitals.probes.differentiate import require_class_outputs
 from fedvitals.probes.scale import ratio, scale
@@ -74,7 +74,10 @@ def scale_summaries(samples: Tensor) -> dict[str, Tensor]:
 def measure_scale(model: StackModel, x: Tensor, signs: Signs, *, exact: bool) -> Tensor:
     """Return `scale_samples` with these signs, for a module in evaluation mode."""
     if not x.is_floating_point():
-        raise ConfigError(f"Gradient scale of stacked clients cannot differentiate by {x.dtype} inputs.")
+        raise UnsuitedError(
+            f"Gradient scale is not measured: of clients that train as one batch it cannot differentiate by {x.dtype} "
+            "inputs."
+        )
     most = max(1, model.together(x.device) // max(1, x[0, 0].numel())) if x.is_cuda else _SAMPLES
     portions = []
     for samples in x.split(most, dim=1):

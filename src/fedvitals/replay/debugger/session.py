@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from fedvitals.diagnosis.cases import cases
+from fedvitals.diagnosis.cases import cases, is_trouble
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.protocols import History, Replayable
 from fedvitals.records import Finding, Run
@@ -180,13 +180,14 @@ class Session:
         return self.kept(overview.show_clients(self.tape, self.history, self.round))
 
     def findings(self) -> DebuggerOutput:
-        """Show the findings up to the end of this round, worst first."""
+        """Show the findings up to the end of this round, worst first, without notes."""
         findings = self.findings_until(self.round)
         attended = queries.attendance(self._reader, self.run.id, {f.where.node for f in findings})
         attended = {who: [r for r in rounds if r <= self.round] for who, rounds in attended.items()}
         rows = [
             (case.severity, case.issue, case.place, case.timeline, case.newest.message)
             for case in cases(findings, attended)
+            if is_trouble(case)
         ]
         columns = ("severity", "issue", "where", "since", "what")
         return self.kept(table_output(f"findings up to round {self.round}", columns, rows))

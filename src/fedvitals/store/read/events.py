@@ -50,3 +50,13 @@ def newest_event_of_each_node(reader: Reader, run: str, name: str) -> list[Event
         (reader.names.number(run) or 0, reader.names.number(name) or 0),
     )
     return rows.from_rows(Event, events)
+
+
+def rounds_of_events(reader: Reader, run: str, name: str) -> dict[str, tuple[int, int]]:
+    """Return of each node the first and the last round with an event of that name."""
+    rounds = reader.database.rows(
+        "SELECT node.text, MIN(e.round), MAX(e.round) FROM event AS e JOIN symbol AS node ON node.id = e.node "
+        "WHERE e.run = ? AND e.name = ? AND e.round IS NOT NULL GROUP BY node.text",
+        (reader.names.number(run) or 0, reader.names.number(name) or 0),
+    )
+    return {node: (first, last) for node, first, last in rounds}

@@ -8,10 +8,13 @@ was not measured has no row.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
+
+import numpy as np
 
 from fedvitals.protocols import Node
 from fedvitals.records import Metric, is_client, natural
@@ -221,8 +224,8 @@ def series_of(reader: Reader, run: str, names: Collection[str], nodes: Iterable[
     statements = [
         # A seek for each metric and round; without `run_round` it would be a walk over all nodes.
         # CROSS JOIN, because SQLite keeps its order and would choose the walk if asked.
-        "SELECT name.text AS name, m.node AS node, m.round AS round, m.value AS value, m.at AS at, "  # noqa: S608 - placeholders
-        "m.arrival AS arrival FROM symbol AS name CROSS JOIN run_round AS r CROSS JOIN metric AS m "
+        "SELECT name.text, m.node, m.round, m.value, m.at, m.arrival "  # noqa: S608 - placeholders
+        "FROM symbol AS name CROSS JOIN run_round AS r CROSS JOIN metric AS m "
         f"WHERE name.text IN ({placeholders(names)}) AND r.run = ? AND m.run = r.run AND m.name = name.id "
         f"AND m.round = r.round AND {place} AND m.layer IS NULL"
         for place in places
@@ -232,16 +235,31 @@ def series_of(reader: Reader, run: str, names: Collection[str], nodes: Iterable[
         parameters += [*names, number, *(others if "?" in place else ())]
     if not names or not wanted:
         return {}
-    values = reader.database.rows(" UNION ALL ".join(statements) + " ORDER BY at, arrival", parameters)
-    newest: dict[tuple[str, int | None], dict[int, float]] = {}
-    for name, node, round_index, value, _, _ in values:
-        newest.setdefault((name, node), {})[round_index] = _measured(value)
-    known = sorted({node for _, node in newest if node is not None})
+    columns: dict[tuple[str, int | None], _SeriesColumns] = {}
+    for name, node, *row in reader.database.each_row(" UNION ALL ".join(statements), parameters):
+        columns.setdefault((name, node), _SeriesColumns()).add(*row)
+    known = sorted({node for _, node in columns if node is not None})
     node_names: dict[int | None, Node | None] = {None: None, **dict(zip(known, reader.names.texts(known), strict=True))}
-    return {
-        (name, node_names[node]): (sorted(own), [own[round_index] for round_index in sorted(own)])
-        for (name, node), own in newest.items()
-    }
+    return {(name, node_names[node]): own.newest_by_round() for (name, node), own in columns.items()}
+
+
+class _SeriesColumns:
+    """What a node told of a metric, as columns: of a long run, rows would take ten times as much memory."""
+
+    def __init__(self) -> None:
+        self._whole, self._real = array("q"), array("d")
+
+    def add(self, round_index: int, value: float | None, at: float | None, arrival: int) -> None:
+        self._whole.extend((round_index, arrival))
+        self._real.extend((_measured(value), -math.inf if at is None else at))
+
+    def newest_by_round(self) -> tuple[list[int], list[float]]:
+        """Return the rounds ascending, and the value that was told last in each."""
+        rounds, arrivals = np.frombuffer(self._whole, np.int64).reshape(-1, 2).T
+        values, at = np.frombuffer(self._real).reshape(-1, 2).T
+        order = np.lexsort((arrivals, at, rounds))
+        order = order[np.append(np.diff(rounds[order]) > 0, True)]  # the last of each round
+        return rounds[order].tolist(), values[order].tolist()
 
 
 def values_of_everybody(reader: Reader, run: str, name: str) -> dict[Node | None, ValuesByRound]:

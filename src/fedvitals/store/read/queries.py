@@ -128,7 +128,18 @@ def _summary(reader: Reader, row: rows.Row) -> RunSummary:
     )
 
 
-def left_out(reader: Reader, run: str, warnings: Sequence[Event] | None = None) -> tuple[int, int]:
+LOSSES = (  # of which rows `left_out` wants the names, the sources and the largest values
+    "FROM metric AS m JOIN symbol AS n ON n.id = m.name JOIN symbol AS s ON s.id = m.source WHERE m.run = ? "
+    "AND m.node IS NULL AND m.name IN (SELECT id FROM symbol WHERE text IN ('monitor.lost', 'monitor.thinned'))"
+)
+
+
+def left_out(
+    reader: Reader,
+    run: str,
+    warnings: Sequence[Event] | None = None,
+    counted: Sequence[tuple[str, str, float]] | None = None,
+) -> tuple[int, int]:
     """Return how many records of a run were lost, and of how many client-rounds layer statistics were left out, as far
     as its monitors have told.
 
@@ -137,14 +148,12 @@ def left_out(reader: Reader, run: str, warnings: Sequence[Event] | None = None) 
     be written. What a client tells under these names is its own affair.
 
     `warnings`: the run's events of the name `TELEMETRY_LOST`, if they are known already; others among them are no
-    matter.
+    matter. `counted`: what the metrics say by source, if it is known already.
     """
-    counted = reader.database.rows(
-        "SELECT n.text, s.text, MAX(m.value) FROM metric AS m JOIN symbol AS n ON n.id = m.name "
-        "JOIN symbol AS s ON s.id = m.source WHERE m.run = ? AND m.node IS NULL AND m.name IN "
-        "(SELECT id FROM symbol WHERE text IN ('monitor.lost', 'monitor.thinned')) GROUP BY n.text, s.text",
-        (_number(reader, run),),
-    )
+    if counted is None:
+        counted = reader.database.rows(
+            f"SELECT n.text, s.text, MAX(m.value) {LOSSES} GROUP BY n.text, s.text", (_number(reader, run),)
+        )
     lost = {source: int(most or 0) for name, source, most in counted if name == "monitor.lost"}
     for event in warnings_of(reader, run, (TELEMETRY_LOST,)) if warnings is None else warnings:
         if event.name == TELEMETRY_LOST and event.where.node is None:

@@ -16,6 +16,7 @@ from fedvitals.store.schema import TABLES, VERSION, Column, Table
 
 _STORED_AS = {"key": "integer", "symbol": "integer", "integer": "integer", "real": "real", "text": "text",
               "json": "text", "blob": "blob"}  # fmt: skip
+_LISTS = ("tables", "suspects", "nodes", "shape")  # columns with a list of JSON; all others have an object
 _PLACES = ("round", "step", "first_round", "last_round")  # of which `doctor.misnumbered` knows more
 
 
@@ -57,23 +58,20 @@ def _wrong_types(database: Database, table: Table, column: Column) -> list[int]:
 
 
 def _wrong_texts(database: Database, table: Table, column: Column) -> list[int]:
-    """Return the rows whose text is no UTF-8, or no JSON where it should be."""
+    """Return the rows whose text is no UTF-8, or where it should be an object or a list of JSON, is none."""
     if _STORED_AS[column.type] != "text":
         return []
     name = quoted(column.name)
     sql = f"SELECT rowid, CAST({name} AS BLOB) FROM {table.name} WHERE TYPEOF({name}) = 'text'"  # noqa: S608
-    wrong = []
+    wrong, kind = [], list if column.name in _LISTS else dict
     for number, content in database.rows(sql):
         try:
             text = content.decode()
-            if column.type == "json":
-                json.loads(text)
+            if column.type == "json" and not isinstance(json.loads(text), kind):
+                wrong.append(number)
         except (ValueError, RecursionError):
             wrong.append(number)
     return wrong
-
-
-_LISTS = ("tables", "suspects", "nodes", "shape")
 
 
 def replace_unreadable(database: Database, version: int) -> str:

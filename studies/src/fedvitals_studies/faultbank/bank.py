@@ -21,6 +21,8 @@ from fedvitals_studies.faultbank.bundle import OUTCOMES, RUNS, merge
 from fedvitals_studies.faultbank.cases import Bank, Case, healthy_rounds
 from fedvitals_studies.faultbank.comparison import read_other
 from fedvitals_studies.faultbank.examine import examine_all, read_all, sources, to_examine
+from fedvitals_studies.faultbank.healthy import Healthy, summarise_matrix
+from fedvitals_studies.faultbank.healthy_page import write_matrix_page
 from fedvitals_studies.faultbank.page import write_page
 from fedvitals_studies.faultbank.pool import Done, is_there, load_about, watch_all
 from fedvitals_studies.faultbank.report import Summary, summarise
@@ -44,7 +46,7 @@ class Taken:
     """A bank that has been run, with its page."""
 
     bank: Bank
-    summary: Summary
+    summary: Summary | Healthy
     files: Sequence[Path]
     absent: Sequence[Absent]
     failed: Sequence[tuple[str, str]]  # cases, and what went wrong
@@ -141,7 +143,8 @@ def _summary_of_bank(
     absent: Sequence[Absent] = (),
 ) -> Taken:
     there = [case for case in bank.cases if is_there(folder / RUNS, case)]
-    devices = Counter((about.device, about.engine) for about in (load_about(folder / RUNS, case) for case in there))
+    abouts = {case.name: load_about(folder / RUNS, case) for case in there}
+    devices = Counter((about.device, about.engine) for about in abouts.values())
     trained = Counter[str]()
     for (device, _), count in devices.items():
         trained[device] += count
@@ -155,6 +158,9 @@ def _summary_of_bank(
     found += _left_out(failed)
     if not_run > 0:
         found.append(f"not run, for want of time: {not_run} runs")
+    if bank.settings:
+        matrix = summarise_matrix(bank, outcomes, abouts)
+        return Taken(bank, matrix, write_matrix_page(matrix, folder, found), absent, tuple(failed.items()))
     summary = summarise(outcomes)
     files = write_page(summary, outcomes, folder, found, dict(trained), other)
     return Taken(bank, summary, (*files, write_rates(summary, bank, folder)), absent, tuple(failed.items()))

@@ -2,12 +2,14 @@
 """What came of cases on another machine, as a few files to carry home, and how they are taken in here.
 
 A bundle holds, of each finished case, what is known of it and its outcomes; not the recording, which is ten times as
-large: whoever changes detectors trains again. Bundles of several calls add up, and each tells of the calls before.
+large: whoever changes detectors trains again. Of a matrix, as many recordings as there is room for come along, those
+with something to look into first. Bundles of several calls add up, and each tells of the calls before.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,14 +19,18 @@ from typing import Any
 import msgspec
 
 from fedvitals.errors import ConfigError
-from fedvitals_studies.faultbank.cases import Bank
+from fedvitals_studies.faultbank.cases import Bank, Case
 from fedvitals_studies.faultbank.examine import file_of as outcome_of
+from fedvitals_studies.faultbank.examine import read_all
 from fedvitals_studies.faultbank.pool import file_of as run_of
 from fedvitals_studies.faultbank.pool import is_there
+from fedvitals_studies.faultbank.report import OURS
+from fedvitals_studies.faultbank.score import judge
 from fedvitals_studies.packs.unpacked import unpacked
 
 LARGEST = 14 << 20  # bytes of one file: 16 MiB may travel, and what gzip holds back is not counted
 MOST = 8  # files
+MOST_BYTES = 60 << 20  # of all of them together
 PREFIX, SUFFIX = "bank-", ".tar.gz"
 LEVEL = 6  # of gzip: more takes long, and saves little
 FACTS = "facts.json"
@@ -58,9 +64,13 @@ def write(
     first = [(FACTS, msgspec.json.encode(Facts(bank.digest, [dict(call) for call in calls], dict(failed))))]
     files: list[Path] = []
     packed = _Packed(out)
-    for group in [first, *members]:
+    written = 0
+    for group in itertools.chain([first], members, _recordings(bank, work)):
+        if written + packed.size(group) > MOST_BYTES:
+            break
         if not packed.takes(group):
             files.append(packed.close(len(files)))
+            written += files[-1].stat().st_size
             if len(files) == MOST:
                 return files
         packed.add(group)
@@ -70,7 +80,7 @@ def write(
 
 def merge(bank: Bank, sources: Sequence[Path], folder: Path) -> Merged:
     """Bundles, or folders of them, into the folder of results. A bundle of another bank is refused."""
-    known = {path.name: path for case in bank.cases for path in _files(folder, case)}
+    known = {path.name: path for case in bank.cases for path in (*_files(folder, case), _recording(folder, case))}
     failed: dict[str, str] = {}
     calls: list[Mapping[str, Any]] = []
     cases = set()
@@ -88,12 +98,12 @@ def merge(bank: Bank, sources: Sequence[Path], folder: Path) -> Merged:
                 draft = known[name].with_suffix(".draft")
                 draft.write_bytes(content)
                 draft.replace(known[name])
-                cases.add(PurePosixPath(name).stem)
+                cases.add(PurePosixPath(name).stem)  # the same of all files of a case
     there = {case.name for case in bank.cases if is_there(folder / RUNS, case)}
     return Merged(len(cases), {name: why for name, why in failed.items() if name not in there}, calls)
 
 
-def _files(folder: Path, case: Any) -> tuple[Path, Path]:
+def _files(folder: Path, case: Case) -> tuple[Path, Path]:
     return run_of(folder / RUNS, case, "json"), outcome_of(folder / OUTCOMES, case)
 
 
@@ -103,6 +113,27 @@ def _members(bank: Bank, work: Path) -> Iterator[list[tuple[str, bytes]]]:
         paths = _files(work, case)
         if all(path.exists() for path in paths):
             yield [(path.name, path.read_bytes()) for path in paths]
+
+
+def _recording(folder: Path, case: Case) -> Path:
+    return run_of(folder / RUNS, case, "npz")
+
+
+def _recordings(bank: Bank, work: Path) -> Iterator[list[tuple[str, bytes]]]:
+    """Of a matrix: first the runs with an alarm that is none, or without the one that is due."""
+    there = [case for case in bank.cases if bank.settings and is_there(work / RUNS, case)]
+    for case in sorted(there, key=lambda case: not _of_interest(work, case)):
+        path = _recording(work, case)
+        if path.exists():
+            yield [(path.name, path.read_bytes())]
+
+
+def _of_interest(work: Path, case: Case) -> bool:
+    judged = [judge(outcome, OURS) for outcome in read_all([case], work / OUTCOMES)[0]]
+    return any(
+        any(raised.verdict == "false" for raised in each.raised) or not all(target.hit for target in each.targets)
+        for each in judged
+    )
 
 
 class _Packed:
@@ -118,7 +149,11 @@ class _Packed:
 
     def takes(self, group: Sequence[tuple[str, bytes]]) -> bool:
         """Whether it surely fits, however badly it packs."""
-        return self._raw.tell() + sum(len(content) + 1024 for _, content in group) < LARGEST
+        return self.size(group) < LARGEST
+
+    def size(self, group: Sequence[tuple[str, bytes]]) -> int:
+        """At most so many bytes, with this group."""
+        return self._raw.tell() + sum(len(content) + 1024 for _, content in group)
 
     def add(self, group: Sequence[tuple[str, bytes]]) -> None:
         for name, content in group:

@@ -4,7 +4,7 @@
 A bank is a TOML file: settings to draw from, domains (a data set with a model), and faults with their strengths. It
 is expanded by its seed, the same everywhere; its digest is that of all experiments in it. Cases may also be written
 out one by one (`[[cases]]`), which is how others bring their own. A bank may be `like` another: drawn from the same
-settings, domains and faults, by another seed.
+settings, domains and faults, by another seed. A `[matrix]` of healthy settings is expanded by `matrix`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import msgspec
 
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.lab.experiment import Experiment
+from fedvitals_studies.faultbank.matrix import Matrix, Setting, runs_of, scaled
 
 BANKS = Path(__file__).parent / "banks"
 GROUPED = ("hierarchical", "rings", "clustered")
@@ -85,6 +86,9 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     domains: list[Domain] = msgspec.field(default_factory=list)
     faults: list[Struck] = msgspec.field(default_factory=list)
     cases: list[Written] = msgspec.field(default_factory=list)
+    matrix: Matrix | None = None
+    twins: int | None = None  # of a matrix that it is like: seeds with faults
+    only: list[str] | None = None  # of its settings
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,9 @@ class Case:
     experiment: Experiment
     strength: str | None = None
     flips_largest: bool = False
+    setting: str | None = None  # of a matrix, which is about our own detectors only: no baselines, no lies
+    untold: bool = False  # nobody tells the monitor that updates are transformed
+    control: Case | None = None  # a clean run that it shares with others; None: one of its own
 
     @property
     def faulty(self) -> bool:
@@ -108,11 +115,13 @@ class Case:
         text = self.experiment.to_toml()
         for line in LATER:
             text = text.replace(line, "")
-        return text
+        return f"{text}# untold\n" if self.untold else text
 
     @property
     def twin(self) -> Case:
         """The same without its faults: the clean control, and what the damage is measured against."""
+        if self.control is not None:
+            return self.control
         clean = msgspec.structs.replace(self.experiment, faults=())
         return replace(self, name=f"{self.name}/clean", experiment=clean, strength=None, flips_largest=False)
 
@@ -121,11 +130,16 @@ class Case:
 class Bank:
     name: str
     faulty: tuple[Case, ...]
+    settings: tuple[Setting, ...] = ()  # of a matrix
 
     @cached_property
     def cases(self) -> tuple[Case, ...]:
         """Each faulty case, then its twin; one of somebody's own without a fault is a clean control as it is."""
-        return tuple(case for one in self.faulty for case in ((one, one.twin) if one.faulty else (one,)))
+        found: dict[str, Case] = {}
+        for one in self.faulty:
+            for case in (one, one.twin) if one.faulty else (one,):
+                found.setdefault(case.name, case)  # several may share a twin
+        return tuple(found.values())
 
     @cached_property
     def digest(self) -> str:
@@ -134,15 +148,17 @@ class Bank:
 
 
 def read_bank(source: str | Path) -> Bank:
-    """A bank by its name («tune», «held-out», «held-out-large», «quick») or from a file."""
+    """A bank by its name («tune», «held-out», «held-out-large», «quick», «healthy», …) or from a file."""
     path = path_of(source)
     file = _read(path)
     if file.like is not None:
         file = _like(file, path)
-    cases = tuple(_written(file)) + tuple(_drawn(file))
+    cases = (*_written(file), *_drawn(file), *_of_matrix(file))
     if not cases:
-        raise ConfigError(f"{path} has no cases: give [[faults]] with [settings] and [[domains]], or [[cases]].")
-    return Bank(file.name, cases)
+        raise ConfigError(
+            f"{path} has no cases: give [[faults]] with [settings] and [[domains]], [[cases]], or a [matrix]."
+        )
+    return Bank(file.name, cases, () if file.matrix is None else tuple(file.matrix.settings))
 
 
 def path_of(source: str | Path) -> Path:
@@ -166,12 +182,15 @@ def _read(path: Path) -> File:
 
 def _like(file: File, path: Path) -> File:
     """With what it takes from another bank filled in."""
-    if file.settings is not None or file.domains or file.faults:
-        raise ConfigError(f"{path} is like {file.like}: it has no [settings], [[domains]] or [[faults]] of its own.")
+    if file.settings is not None or file.domains or file.faults or file.matrix is not None:
+        raise ConfigError(
+            f"{path} is like {file.like}: it has no [settings], [[domains]], [[faults]] or [matrix] of its own."
+        )
     other = _read(path_of(str(file.like)))
     # A billionth less, so that 1.1 times 10 are 11 in binary digits, too.
     faults = [msgspec.structs.replace(f, cases=math.ceil(f.cases * file.times - 1e-9)) for f in other.faults]
-    return msgspec.structs.replace(file, settings=other.settings, domains=other.domains, faults=faults)
+    matrix = None if other.matrix is None else scaled(other.matrix, file.times, file.twins, file.only)
+    return msgspec.structs.replace(file, settings=other.settings, domains=other.domains, faults=faults, matrix=matrix)
 
 
 def _written(file: File) -> Iterator[Case]:
@@ -181,6 +200,16 @@ def _written(file: File) -> Iterator[Case]:
         except (ConfigError, TypeError) as error:
             raise ConfigError(f"The case '{case.name}' of the bank {file.name} is no experiment: {error}") from error
         yield Case(f"{file.name}/{case.name}", file.name, case.domain, experiment)
+
+
+def _of_matrix(file: File) -> Iterator[Case]:
+    control: Case | None = None
+    for run in () if file.matrix is None else runs_of(file.matrix, file.seed):
+        name = f"{file.name}/{run.setting}/{run.number:02d}{'' if run.fault is None else f'/{run.fault}'}"
+        case = Case(name, file.name, run.setting, run.experiment, setting=run.setting, untold=run.untold)
+        if run.fault is None:
+            control = case
+        yield case if run.fault is None else replace(case, control=control)
 
 
 def _drawn(file: File) -> Iterator[Case]:

@@ -47,10 +47,13 @@ def sources() -> str:
 
 
 def examine_all(cases: Sequence[Case], runs: Path, folder: Path, workers: int, done: Done) -> list[Outcome]:
-    """The outcomes of all cases whose runs are there, in their order; one that fails is told, and left out."""
+    """The outcomes of all cases whose runs are there, in their order; one that fails is told, and left out.
+
+    So is a run that was brought from elsewhere without its recording, unless its outcome is by these sources.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     there = [case for case in cases if pool.is_there(runs, case)]
-    left = [case for case in there if _kept(folder, case) is None]
+    left = [case for case in there if _kept(folder, case) is None and pool.file_of(runs, case, "npz").exists()]
     # The longest first, so that no process is left alone with one at the end.
     left.sort(key=lambda case: -case.experiment.rounds * case.experiment.clients)
     for task, error in in_processes(examine, [(case, runs, folder, sources()) for case in left], workers):
@@ -116,6 +119,6 @@ def _outcomes(case: Case, runs: Path) -> list[Outcome]:
     if case.faulty and pool.is_there(runs, case.twin):
         twin = pool.load(runs, case.twin)
     found = [outcome.outcome_of(case, recorded, about, twin)]
-    if outcome.liars(found[0].faults):
+    if case.setting is None and outcome.liars(found[0].faults):
         found.append(outcome.outcome_of(case, recorded, about, twin, lies=True))
     return found

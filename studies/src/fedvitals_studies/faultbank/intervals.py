@@ -89,6 +89,29 @@ def rate(events: Sequence[float], rounds: Sequence[float], per: float = 100.0) -
     return found
 
 
+def poisson_rate(events: int, rounds: int, per: float = 100.0) -> Estimate:
+    """Events per so many rounds with the exact limits of a Poisson process."""
+    if not rounds:
+        return NOTHING
+    low = _poisson_mean(events, lambda mean: 1 - _poisson_below(events, mean) > TAIL) if events else 0.0
+    high = _poisson_mean(events, lambda mean: _poisson_below(events + 1, mean) < TAIL)
+    return Estimate(per * events / rounds, per * low / rounds, per * high / rounds, rounds)
+
+
+def _poisson_below(count: int, mean: float) -> float:
+    """The chance of fewer than `count` events."""
+    return sum(math.exp(k * math.log(mean) - mean - math.lgamma(k + 1)) for k in range(count))
+
+
+def _poisson_mean(events: int, reached: Callable[[float], bool]) -> float:
+    """The smallest mean for which it is so, by bisection."""
+    low, high = 1e-9, 4.0 * events + 20
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return high
+
+
 def harmonic(
     hits: Sequence[float], targets: Sequence[float], true: Sequence[float], false: Sequence[float]
 ) -> Estimate:

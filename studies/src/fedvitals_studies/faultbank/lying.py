@@ -19,6 +19,7 @@ from fedvitals_studies.faultbank.recording import ABSENT, Recording, Small, roun
 
 CLAIMED = "update.samples"  # what the aggregation weighs the client by
 SENT, MOVED = "update.norm", "weight.drift"  # how far the update goes, and how far training went, by its own word
+COMPARED = ("update.differs", "update.factor", "update.base_age")  # what was sent with what the client says it trained
 COUNTED = "samples"  # what the client says that it has trained on
 
 
@@ -36,7 +37,7 @@ def lying(recording: Recording, liars: Mapping[Node, int]) -> Recording:
     never = max(recording.numbers, default=0) + 1
     since = np.array([liars.get(name, never) for name in recording.names])
     guilty = np.array(recording.numbers)[:, None] >= since[None]
-    heard = {name: table for name, table in recording.metrics.items() if name != "update.differs"}
+    heard = {name: table for name, table in recording.metrics.items() if name not in COMPARED}
     metrics = {name: table if from_update(name) else _usual(table, guilty) for name, table in heard.items()}
     if COUNTED in metrics and CLAIMED in metrics:
         claimed = guilty & (metrics[COUNTED] != ABSENT) & (metrics[CLAIMED] != ABSENT)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from fedvitals.diagnosis.abstentions import examination
 from fedvitals.diagnosis.evidence.fault_kinds import ISSUE_OF
 from fedvitals.diagnosis.examine import DETECTORS, DetectorExamination
 from fedvitals.diagnosis.history_cutoff import CutoffRound, HistoryCutoff
@@ -60,11 +61,15 @@ def outcome_of(
     if lies:
         recording = lying(recording, liars(faults))
     experiment = case.experiment
-    ours = _Examined(recording, faults, about.present)
-    methods, scores = _by_history(recording, about.present)
+    matrix = case.setting is not None
+    ours = _Examined(recording, faults, about.present, with_messages=matrix)
+    methods, scores = ({}, {}) if matrix else _by_history(recording, about.present)
     methods |= _by_updates(about, faults)
     scores |= _scores_by_updates(about, faults)
+    examined = examination(recording)
     return Outcome(
+        client_rounds=examined.client_rounds,
+        not_judged=sum(examined.not_judged.values()),
         case=f"{case.name}{LYING}" if lies else case.name,
         bank=case.bank,
         domain=case.domain,
@@ -178,7 +183,9 @@ def _seconds(recording: Recording, about: About) -> float:
 class _Examined:
     """What our detectors say, and what they would state of each client if asked: in the middle, and at the end."""
 
-    def __init__(self, recording: Recording, faults: Sequence[Planted], clients: Collection[Node]) -> None:
+    def __init__(
+        self, recording: Recording, faults: Sequence[Planted], clients: Collection[Node], *, with_messages: bool = False
+    ) -> None:
         self.alarms: list[Alarm] = []
         self.scores: Mapping[Node, float] = {}
         self.probabilities: list[tuple[float, bool]] = []
@@ -193,7 +200,7 @@ class _Examined:
         began = time.process_time()  # not what other processes took meanwhile
         found = [finding for number in rounds for finding in examination.findings_of(number)]
         self.seconds = time.process_time() - began - self._seconds_asked
-        self.alarms = [alarm_of(finding) for finding in found]
+        self.alarms = [alarm_of(finding, with_message=with_messages) for finding in found]
         # Who was named by any rule stands before all who were not; among these, by the evidence.
         named = suspects_of(self.alarms, clients)
         self.scores = {node: self.scores.get(node, 0.0) + NAMED * score for node, score in named.items()}
@@ -218,7 +225,7 @@ def _localiser(name: str) -> Judged | None:
     return found
 
 
-def alarm_of(finding: Finding) -> Alarm:
+def alarm_of(finding: Finding, *, with_message: bool = False) -> Alarm:
     """What counts of a finding."""
     causes = finding.evidence.get("causes") or ()
     pairs = causes.items() if isinstance(causes, Mapping) else causes
@@ -233,6 +240,7 @@ def alarm_of(finding: Finding) -> Alarm:
         finding.severity,
         " and ".join(views) or None,
         tuple((str(name), float(sure)) for name, sure in pairs),
+        finding.message if with_message else None,
     )
 
 

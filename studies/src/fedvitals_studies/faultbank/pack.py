@@ -8,7 +8,9 @@ their own, in the form in which the lab reads the whole ones. Loaded there, they
 from __future__ import annotations
 
 import gzip
+import io
 import shutil
+import tarfile
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,10 +21,11 @@ import numpy as np
 from fedvitals.errors import MissingExtraError
 from fedvitals.lab.data import datasets
 from fedvitals.lab.data.gtsrb import GTSRB, PACKED
-from fedvitals.lab.data.image_archives import FashionMNIST
+from fedvitals.lab.data.image_archives import BATCH_FORMATS, CIFAR10, FashionMNIST
 from fedvitals.lab.data.sources import search_folders
 from fedvitals_studies.faultbank.cases import Bank
 from fedvitals_studies.faultbank.remote_run import BANK
+from fedvitals_studies.faultbank.stand_ins import bring_stand_ins
 from fedvitals_studies.packs.pack import Packed, pack
 
 ENTRY = "fedvitals_studies.faultbank.remote_run:main"
@@ -37,6 +40,7 @@ def pack_bank(
         packed = pack(folder, data=files, entry=ENTRY, python=python, wheels=[*wheels])
     shutil.copyfile(source, packed.code / BANK)
     _bring_toml(packed.code)
+    bring_stand_ins(bank, packed.code)
     return packed
 
 
@@ -51,6 +55,8 @@ def data_files(bank: Bank, drafts: Path, data: Path | None) -> Iterable[Path]:
             yield from _gtsrb(datasets.load(first, data), drafts)
         elif kind is FashionMNIST and len(wanted) == 1:
             yield from _fashion(datasets.load(first, data), drafts)
+        elif kind is CIFAR10 and len(wanted) == 1:
+            yield _cifar(datasets.load(first, data), drafts)
         elif hasattr(first, "find"):
             yield from first.find(search_folders(data))[0]
 
@@ -64,6 +70,21 @@ def _fashion(dataset: datasets.Dataset, folder: Path) -> Iterable[Path]:
         path = folder / f"{name}.gz"
         path.write_bytes(gzip.compress(head + values.tobytes(), mtime=0))
         yield path
+
+
+def _cifar(dataset: datasets.Dataset, folder: Path) -> Path:
+    """As the official binary batches, which need no decoder of images."""
+    form = BATCH_FORMATS[0]
+    pixels = [*dataset.x.tensor_split(5), dataset.test_x]
+    labels = [*dataset.y.tensor_split(5), dataset.test_y]
+    path = folder / form.archive
+    with tarfile.open(path, "w:gz") as archive:
+        for name, x, y in zip(form.batches, pixels, labels, strict=True):
+            records = np.column_stack([y.numpy().astype(np.uint8), x.flatten(1).numpy()])
+            about = tarfile.TarInfo(f"{form.folder}/{name}")
+            about.size = records.nbytes
+            archive.addfile(about, io.BytesIO(records.tobytes()))
+    return path
 
 
 def _gtsrb(dataset: datasets.Dataset, folder: Path) -> Iterable[Path]:

@@ -125,7 +125,7 @@ def _table(title: str, first: str, rows: Sequence[Row], figures: Sequence[str], 
     return Table(title, head, body, note)
 
 
-def _bar_row(bar: Bar) -> tuple[str, ...]:
+def bar_row(bar: Bar) -> tuple[str, ...]:
     percent = bar.unit == "%"
     sign = "≥" if bar.at_least else "≤"
     limit = f"{sign} {_number(100 * bar.limit)} %" if percent else f"{sign} {_number(bar.limit)}"
@@ -212,14 +212,14 @@ def _bars(summary: Summary) -> list[Block]:
         Table(
             "What was asked for, and what was obtained",
             ("bar", "asked", "obtained [95 %]", "verdict", ""),
-            tuple(_bar_row(bar) for bar in summary.bars),
+            tuple(bar_row(bar) for bar in summary.bars),
             "Verdicts are by the figure itself. Corrections and the cost with 100 clients × 20 layers are measured "
             "elsewhere (`docs/cure.md`, `fedvitals bench diagnosis`).",
         ),
         Table(
             "Whether the bank is large enough",
             ("size", "asked", "there are", "verdict", ""),
-            tuple(_bar_row(bar) for bar in summary.size),
+            tuple(bar_row(bar) for bar in summary.size),
         ),
     ]
 

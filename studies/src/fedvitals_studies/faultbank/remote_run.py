@@ -16,7 +16,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ TOLD = 20  # lines of progress, in all
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A case and its twin, and where everything goes."""
+    """A case and its twin, or all cases that share one, and where everything goes."""
 
     cases: tuple[Case, ...]
     work: Path
@@ -73,8 +73,11 @@ def pairs_of(bank: Bank, work: Path, device: str, sample: int | None = None) -> 
     """What is left to do, the longest first; or some of it, from the longest to the shortest."""
     runs, outcomes = work / bundle.RUNS, work / bundle.OUTCOMES
     found = []
+    sharing: dict[str, list[Case]] = {}
     for one in longest_first(bank.faulty):
-        cases = (one, one.twin) if one.faulty else (one,)
+        sharing.setdefault(one.twin.name if one.faulty else one.name, []).append(one)
+    for ones in sharing.values():
+        cases = replace(bank, faulty=tuple(ones)).cases
         if not all(is_there(runs, case) and is_examined(outcomes, case) for case in cases):
             found.append(Pair(cases, work, device, sources()))
     if sample is None or sample >= len(found):

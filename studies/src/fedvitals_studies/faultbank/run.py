@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,6 @@ import torch
 
 from fedvitals import lab
 from fedvitals.errors import ConfigError
-from fedvitals.lab import streams
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.stacked.executor import stacking_obstacle
 from fedvitals.monitor.monitor import Monitor
@@ -25,8 +25,10 @@ from fedvitals.records import Action, Event
 from fedvitals.store import MemoryStore
 from fedvitals_studies.faultbank.baselines.updates import UpdateBaselines
 from fedvitals_studies.faultbank.cases import Case
+from fedvitals_studies.faultbank.matrix import called
 from fedvitals_studies.faultbank.recording import Recording
 
+TRANSFORMED = "updates.transformed"
 SCALE_ROUNDS = 4  # gradient scale in every so many rounds
 
 
@@ -39,6 +41,7 @@ class About(msgspec.Struct):
     experiment: str  # as TOML
     faults: list[dict[str, Any]] = []
     accuracy: list[float] = []
+    loss: list[float | None] = []  # of the global model on the server's test, per round; None: not finite
     attack: list[float] = []  # success of a backdoor, per round; empty: there is none
     present: dict[str, list[int]] = {}
     groups: dict[str, str] = {}
@@ -126,10 +129,10 @@ def engine_of(experiment: lab.Experiment) -> str:
     return "stacked" if isinstance(experiment.model, lab.MLP | lab.Logistic | lab.Transformer) else "reuse"
 
 
-def _watching(experiment: lab.Experiment, site: Site, store: MemoryStore) -> Tee:
+def _watching(case: Case, experiment: lab.Experiment, site: Site, store: MemoryStore) -> Tee:
     """Baselines look in the middle and at the end of the run; they have no answer for tokens, which are no noise."""
     monitor = Monitor(None, probes=bank_preset(), host="lab", detectors=(), sinks=[store])
-    if site.dataset.vocabulary is not None:
+    if site.dataset.vocabulary is not None or case.setting is not None:
         return Tee(monitor)
     last = experiment.rounds - 1
     looks = (last // 2, last)
@@ -147,14 +150,17 @@ def watch(case: Case, data: Path | None = None, device: str = "cpu") -> Watched:
     if device != "cpu" and stacking_obstacle(site) is None:
         with contextlib.suppress(ConfigError):
             return _watched(case, experiment, site, data, "stacked", device)
-    return _watched(case, experiment, site, data, engine_of(experiment), "cpu")
+    engine = engine_of(experiment)
+    if engine == "stacked" and stacking_obstacle(site) is not None:
+        engine = "reuse"
+    return _watched(case, experiment, site, data, engine, "cpu")
 
 
 def _watched(
     case: Case, experiment: lab.Experiment, site: Site, data: Path | None, engine: str, device: str
 ) -> Watched:
     store = MemoryStore()
-    tee = _watching(experiment, site, store)
+    tee = _watching(case, experiment, site, store)
     monitor = tee.monitor
     began = time.perf_counter()
     result = lab.run(experiment, tee, engine=engine, workers=1, device=device, data=data)
@@ -164,13 +170,13 @@ def _watched(
     run = monitor.run.id
     history = store.history(run)
     recording = Recording.of(history, sorted(store.memory(run).metrics))
-    recording.told = [_plain(event) for event in recording.told]
+    recording.told = [_plain(event) for event in recording.told if not (case.untold and event.name == TRANSFORMED)]
     truth = [
         {"kind": t.kind, "nodes": list(t.nodes), "since": t.since, "until": t.until, **t.data}
         for t in store.truth_of(run)
     ]
-    accuracy, attack = (
-        [r.metrics[name] for r in result.rounds if name in r.metrics] for name in ("accuracy", "attack.success")
+    accuracy, loss, attack = (
+        [r.metrics[name] for r in result.rounds if name in r.metrics] for name in ("accuracy", "loss", "attack.success")
     )
     about = About(
         case.name,
@@ -179,8 +185,9 @@ def _watched(
         case.experiment.to_toml(),
         truth,
         accuracy,
+        [value if math.isfinite(value) else None for value in loss],
         attack,
-        _called(experiment),
+        _present(experiment, recording),
         _groups(recording.told),
         seconds,
         result.engine,
@@ -196,15 +203,12 @@ def _plain(event: Event) -> Event:
     return replace(event, where=replace(event.where, run=""), data=data)
 
 
-def _called(experiment: lab.Experiment) -> dict[str, list[int]]:
-    """In which rounds each client was asked to take part, whatever became of it."""
-    wanted = max(1, round(experiment.clients * experiment.participation))
-    called: dict[str, list[int]] = {}
-    for number in range(experiment.rounds):
-        order = torch.randperm(experiment.clients, generator=streams.stream(experiment.seed, "cohort", number))
-        for index in sorted(order[:wanted].tolist()):
-            called.setdefault(f"c{index}", []).append(number)
-    return called
+def _present(experiment: lab.Experiment, recording: Recording) -> dict[str, list[int]]:
+    """In which rounds each client took part: as asked, or asynchronously, when its update was there."""
+    if not isinstance(experiment.topology, lab.Asynchronous):
+        return called(experiment)
+    arrived = {node: recording.series("update.norm", node)[0] for node in experiment.nodes}
+    return {node: rounds for node, rounds in arrived.items() if rounds}
 
 
 def _groups(events: Sequence[Event]) -> dict[str, str]:

@@ -58,6 +58,7 @@ class Alarm(msgspec.Struct, frozen=True, array_like=True):
     severity: str
     view: str | None = None  # «telemetry», «server»: which one fired
     causes: Sequence[tuple[str, float]] = ()
+    message: str | None = None  # kept of runs of a matrix only
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,8 @@ class Outcome:
     probabilities: Sequence[tuple[float, bool]] = ()  # stated, and whether it was so
     seconds_detectors: float = 0.0
     attack: float | None = None  # success of a backdoor at the end: share of triggered samples taken for its target
+    client_rounds: int = 0  # that detectors looked at
+    not_judged: int = 0  # of these (`diagnosis.abstentions`)
 
     @property
     def clean(self) -> bool:

@@ -23,7 +23,10 @@ TOLD = ("f1", "culprit_f1", "top_1", "delay", "alarms", "accused_clean", "cause"
 
 @click.command(epilog="Exit code: 1 if a case failed, or with --bar if a bar is missed; 2 for wrong use.")
 @click.option(
-    "--bank", default=None, metavar="NAME|FILE", help="held-out (default), held-out-large, tune, quick, or a TOML file."
+    "--bank",
+    default=None,
+    metavar="NAME|FILE",
+    help="held-out (default), held-out-large, tune, healthy, healthy-tune, quick, or a TOML file.",
 )
 @click.option("--quick", is_flag=True, help="The bank «quick»: small cases, a few minutes on two cores.")
 @click.option("--out", default=None, metavar="DIR", help="Where runs, outcomes and page go. Default: faultbank[-BANK].")
@@ -181,6 +184,17 @@ def _lines(name: str, cases: int) -> Done:
 
 
 def _facts(taken: Taken) -> dict[str, Any]:
+    from fedvitals_studies.faultbank.healthy import Healthy
+
+    if isinstance(taken.summary, Healthy):
+        tables = {"settings": taken.summary.lines, "pooled": taken.summary.pooled, "alarms": taken.summary.alarms}
+    else:
+        tables = {
+            "methods": [
+                {"method": row.name, "runs": row.runs, **{name: row.figures[name].value for name in TOLD}}
+                for row in taken.summary.methods
+            ]
+        }
     return {
         "bank": taken.bank.name,
         "digest": taken.bank.digest,
@@ -197,10 +211,7 @@ def _facts(taken: Taken) -> dict[str, Any]:
             }
             for bar in taken.summary.bars
         ],
-        "methods": [
-            {"method": row.name, "runs": row.runs, **{name: row.figures[name].value for name in TOLD}}
-            for row in taken.summary.methods
-        ],
+        **tables,
         "absent": taken.absent,
         "failed": [name for name, _ in taken.failed],
         "files": [str(file) for file in taken.files],
@@ -211,14 +222,13 @@ def _print(taken: Taken) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from fedvitals_studies.faultbank.healthy import Healthy
+    from fedvitals_studies.faultbank.healthy_page import head, row
     from fedvitals_studies.faultbank.page import HEADS, MARKS, PERCENT, words
 
     console = Console(highlight=False)
-    counts = taken.summary.counts
-    console.print(
-        f"[bold]{taken.bank.name}[/bold]: {counts['faulty runs']} faulty and {counts['clean runs']} clean runs, "
-        f"{counts['healthy rounds']} healthy rounds, {counts['fault kinds']} fault kinds\n"
-    )
+    counts = ", ".join(f"{count} {name}" for name, count in taken.summary.counts.items())
+    console.print(f"[bold]{taken.bank.name}[/bold]: {counts}\n")
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("", "bar", "asked", "obtained [95 %]"):
         table.add_column(column)
@@ -228,9 +238,18 @@ def _print(taken: Taken) -> None:
         table.add_row(f"{MARKS[bar.verdict]} {bar.verdict}", bar.name, asked, words(bar.obtained, percent))
     console.print(table, "")
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("method", *(HEADS[name] for name in TOLD)):
+    if isinstance(taken.summary, Healthy):
+        columns: tuple[str, ...] = head(taken.summary)
+        rows = [row(line, taken.summary) for line in (*taken.summary.lines, taken.summary.pooled)]
+    else:
+        columns = ("method", *(HEADS[name] for name in TOLD))
+        rows = [
+            (each.name, *(words(each.figures[name], name in PERCENT).partition(" [")[0] for name in TOLD))
+            for each in taken.summary.methods
+        ]
+    for column in columns:
         table.add_column(column)
-    for row in taken.summary.methods:
-        table.add_row(row.name, *(words(row.figures[name], name in PERCENT).partition(" [")[0] for name in TOLD))
+    for cells in rows:
+        table.add_row(*cells)
     console.print(table, "")
     console.print(f"Page: {taken.files[0]} and {taken.files[1].name} beside it", soft_wrap=True)

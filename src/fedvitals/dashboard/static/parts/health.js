@@ -9,7 +9,7 @@ export const HEALTH = {
   watch: ["·", "sev-note", "watch"],
   healthy: ["✓", "sev-ok", "healthy"],
   warming: ["◌", "muted", "too early"],
-  unjudged: ["–", "muted", "not judged"],
+  unjudged: ["–", "muted", "not fully examined"],
 };
 const SILENT = 600; // seconds, as on the server
 

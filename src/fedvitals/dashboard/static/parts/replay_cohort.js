@@ -84,7 +84,7 @@ export function clientPanel(ctx, choose) {
   });
   body.append(norms, losses);
   const lengths = bars(norms, { title: "its norm, layer by layer", maxHeight: 420 });
-  const course = lineChart(losses, { title: "its local loss, step by step", unit: "nats", height: 200 });
+  const course = lineChart(losses, { title: "its local loss, step by step", height: 200 });
 
   return {
     node: h("section", { class: "panel" }, title, h("p", { class: "row" }, h("label", { class: "field-label" }, "client", field, names)), said, directions, body),

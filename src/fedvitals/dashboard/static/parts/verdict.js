@@ -13,7 +13,7 @@ const STATES = {
   healthy: ["HEALTHY", "✓", "ok"],
   warming: ["WARMING UP", "…", "muted"],
   different: ["DIFFERENT", "◇", "note"],
-  unjudged: ["NOT JUDGED", "?", "muted"],
+  unjudged: ["NOT FULLY EXAMINED", "?", "muted"],
 };
 
 export function verdictBox() {
@@ -51,7 +51,7 @@ export function verdictBox() {
 
 /** «Healthy. 40 rounds …» beside the word HEALTHY would say it twice. */
 function plain(headline, state) {
-  const word = { healthy: "Healthy. ", unjudged: "Not judged: " }[state];
+  const word = { healthy: "Healthy. ", unjudged: "No findings, but not fully examined: " }[state];
   if (!word || !headline.startsWith(word)) return headline;
   const rest = headline.slice(word.length);
   return rest.charAt(0).toUpperCase() + rest.slice(1);

@@ -21,7 +21,7 @@ export function view(root, ctx) {
   const verdict = verdictBox();
   const filters = filterRow(ctx);
   const list = h("div", { class: "finding-cards" });
-  const rest = h("p", { class: "muted" });
+  const rest = h("div", { class: "muted" });
   root.append(h("div", { class: "findings-page" }, verdict.node, filters.node, list, rest));
   const cards = new Map(); // key → marks of that card
 
@@ -45,7 +45,7 @@ export function view(root, ctx) {
   return {
     load(signal) {
       const limit = Math.min(MOST, Math.max(PAGE, params.number("limit", PAGE)));
-      const asked = { state: filters.state(), severity: params.get("severity"), node: params.get("node"), search: params.get("search"), limit };
+      const asked = { state: filters.state(), severity: params.get("severity"), node: params.get("node"), search: params.get("search"), limit, notes: params.get("notes") };
       return ctx.api.get(of(run, "findings"), asked, signal);
     },
 
@@ -55,6 +55,11 @@ export function view(root, ctx) {
       keyed(list, found.cases, (one) => one.key, (one) => card(ctx, one, cards), update);
       const left = found.total - found.cases.length;
       fill(rest,
+        found.examined && h("p", { class: "examined", text: `Looked at: ${found.examined}.` }),
+        (found.notes > 0 || params.get("notes")) && h("button", {
+          class: "link-button", text: params.get("notes") ? "Hide notes" : `Show ${found.notes} note${found.notes === 1 ? "" : "s"}`,
+          on: { click: () => params.set({ notes: params.get("notes") ? null : "true", limit: null }, { push: true }) },
+        }),
         !found.counts.all && nothingFound(found.verdict),
         found.counts.all > 0 && !found.total && ["No finding is like that. ", h("button", { class: "link-button", text: "Show all", on: { click: filters.clear } })],
         left > 0 && h("button", {
@@ -99,14 +104,15 @@ function update(node, one) {
   const now = JSON.stringify(one);
   if (node.dataset.now === now) return;
   node.dataset.now = now;
-  node.className = `card finding-card edge-${one.severity}${one.muted || !one.still_there ? " dimmed" : ""}`;
+  node.className = `card finding-card edge-${one.severity}${one.follows ? " follows" : ""}${one.muted || !one.still_there ? " dimmed" : ""}`;
   node.setAttribute("aria-label", `${one.severity}: ${one.sentence}`);
   const course = one.confidences.length > 1 && sparkline(one.confidences, { width: 96, height: 22, label: `confidence, ${percent(one.confidences[0])} to ${one.sure}` });
   fill(node.told,
-    h("div", { class: "finding-head" }, severityMark(one), h("span", { class: "muted small", text: one.issue }), findingTags(one)),
+    h("div", { class: "finding-head" }, severityMark(one), h("span", { class: "muted small", text: one.issue }), one.follows && h("span", { class: "muted small", text: "follows from the one above" }), findingTags(one)),
     h("h2", {}, h("a", { href: node.href, text: one.sentence })),
     h("p", { class: "muted", text: [!repeated(one) && one.title, one.course].filter(Boolean).join(" · ") }),
     h("p", { class: "finding-message", text: one.message }),
+    one.alternatives.length > 0 && h("p", { class: "muted small", text: `or ${one.alternatives.map(([issue, chance]) => `${issue} ${percent(chance)}`).join(", ")}` }),
     h("div", { class: "finding-sure" }, course, h("span", { class: "big num", text: one.sure }), h("span", { class: "muted small", text: " sure" })));
 }
 
@@ -139,7 +145,7 @@ function filterRow(ctx) {
       h("span", { class: "muted small sorted", text: "there now first, worst first" })),
     search,
     state,
-    clear: () => params.set({ state: null, severity: null, node: null, search: null, limit: null }, { push: true }),
+    clear: () => params.set({ notes: null, state: null, severity: null, node: null, search: null, limit: null }, { push: true }),
     show(found) {
       keyed(states, STATES, (name) => name,
         (name) => h("button", { class: "segment", on: { click: () => params.set({ state: name === "all" ? null : name, limit: null }, { push: true }) } }),

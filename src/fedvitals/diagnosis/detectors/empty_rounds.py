@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Detectors of rounds that end without a new model: nothing was aggregated, and why.
+
+Where every client failed, this is the one case; what happened to each client stands in it, and no detector reports the
+clients one by one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from fedvitals.diagnosis.evidence.attendance import (
+    answered_of,
+    clients_of,
+    events_in,
+    everyone_failed,
+    failed_calls,
+    rounds_until,
+)
+from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.protocols import History
+from fedvitals.records import Event, Finding, Suspect
+
+LASTING = 3  # rounds in a row without a new model, from which training has come to a stop
+MOST_SUSPECTS = 20
+WORDS = {  # of failures whose event names no exception
+    "client.dropped_out": "not there",
+    "client.failed": "an error",
+    "update.lost": "update lost on the way",
+    "update.late": "no answer in time",
+    "update.refused": "update refused",
+}
+
+
+def no_weight(history: History, round_index: int) -> Iterator[Finding]:
+    """ZERO_TOTAL_WEIGHT: all clients claim to have no samples, so that their weights sum to zero."""
+    if not _claim_nothing(history, round_index):
+        return
+    claims = history.latest("update.samples", round_index)
+    failed = bool(events_in(history, round_index, "aggregation.failed"))
+    text = f"All {len(claims)} clients claim to have 0 samples."
+    text += " The model stays as it was." if failed else ""
+    since = _since(history, round_index) if failed else round_index
+    numbers = [Number("update.samples", sum(claims.values()), of="limit")]
+    yield finding(
+        "ZERO_TOTAL_WEIGHT", round_index, text, confidence=1.0, since=since, severity="critical", numbers=numbers
+    )
+
+
+def _claim_nothing(history: History, round_index: int) -> bool:
+    """Return whether everybody who took part claims 0 samples: what one client claims is no word for the others."""
+    claims = history.latest("update.samples", round_index)
+    return bool(claims) and not any(claims.values()) and all(n in claims for n in clients_of(history, round_index))
+
+
+def nothing_aggregated(history: History, round_index: int) -> Iterator[Finding]:
+    """NOTHING_AGGREGATED: a round gave no new model, with the reason as far as it is known.
+
+    A note where nobody failed, because then the strategy itself chose to wait. Critical once training has stopped: for
+    several rounds in a row, or from the first round on.
+    """
+    if not _is_empty(history, round_index) or _claim_nothing(history, round_index):
+        return
+    failed = failed_calls(history, round_index)
+    reason = _reason(history, round_index)
+    since = _since(history, round_index)
+    rounds = rounds_until(history, round_index, LASTING)
+    severity = "critical" if since <= rounds[0] else "warning"
+    if not failed and not _secure_failure(history, round_index) and answered_of(history, round_index):
+        severity = "note"
+    share = 1 / max(len(failed), 1)
+    suspects = [Suspect(node, share, _kind(event)) for node, event in [*failed.items()][:MOST_SUSPECTS]]
+    yield finding(
+        "NOTHING_AGGREGATED",
+        round_index,
+        f"Nothing was aggregated in round {round_index}, because {reason}. The model stays as it was.",
+        confidence=1.0,
+        since=since,
+        severity=severity,
+        suspects=suspects,
+        more={"failed": len(failed)},
+    )
+
+
+def _is_empty(history: History, round_index: int) -> bool:
+    """Return whether a round gave no new model."""
+    return bool(events_in(history, round_index, "aggregation.failed")) or everyone_failed(history, round_index)
+
+
+def _since(history: History, round_index: int) -> int:
+    """Return the first of the rounds without a new model that lead up to this one without a break."""
+    since = round_index
+    for past_round in reversed(rounds_until(history, round_index - 1)):
+        if not _is_empty(history, past_round):
+            break
+        since = past_round
+    return since
+
+
+def _reason(history: History, round_index: int) -> str:
+    secure = _secure_failure(history, round_index)
+    if secure is not None:  # the server's own words
+        return f"secure aggregation failed: {secure.message.rstrip('.')}"
+    failed, answered = failed_calls(history, round_index), answered_of(history, round_index)
+    kinds = Counter(_kind(event) for event in failed.values())
+    counts = ", ".join(f"{kind} ({count})" if len(kinds) > 1 else kind for kind, count in kinds.most_common())
+    if everyone_failed(history, round_index):
+        return f"all {len(failed)} clients failed: {counts}"
+    if answered:
+        some = "none failed" if not failed else f"{len(failed)} failed: {counts}"
+        return f"the server made no model of {answered} answer{'s' * (answered > 1)} ({some})"
+    return f"no usable update came: {counts}" if failed else "no update came, and no failure was reported"
+
+
+def _kind(event: Event) -> str:
+    """Return what happened to a client, in a few words; of an exception only its class, see `system.failures`."""
+    exception = event.data.get("exception") if event.name == "client.failed" else None
+    return WORDS.get(event.name, event.name) if exception is None else str(exception)
+
+
+def _secure_failure(history: History, round_index: int) -> Event | None:
+    events = events_in(history, round_index, "secure_aggregation.failed")
+    return next((event for event in events if event.where.node is None), None)

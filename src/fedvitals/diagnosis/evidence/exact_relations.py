@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an update exactly is, where it is not what its client trained: negated, multiplied, old, or nobody's.
+
+These are equalities, not likenesses: they hold to rounding or not at all, need no peers and no past, and say which
+fault it is. So they come before all evidence that was learnt. They rest on what the client itself reports of its
+training; of a client that reports nothing, or lies, only an old update is recognised here.
+
+What the whole federation shows is how it works (weighted updates, the other sign convention, compression), and says
+nothing about one client: a relation counts only where at most half of the clients that can be compared have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from fedvitals.diagnosis.evidence.attendance import clients_of, median_of_others, rounds_until
+from fedvitals.diagnosis.evidence.equal_updates import COPY, equal_updates, nearly_equal_updates, peer_statistic
+from fedvitals.diagnosis.evidence.transformed_updates import MOSTLY_ZEROS, most_differ, transformation
+from fedvitals.diagnosis.evidence.update_mismatch import (
+    MISMATCH_LIMIT,
+    clients_with_altered_updates,
+    clients_with_trained_updates,
+    update_mismatches,
+)
+from fedvitals.diagnosis.history_cutoff import shared
+from fedvitals.protocols import History, Node
+from fedvitals.stats import Array
+
+SAME = 1e-5  # relative difference of two numbers of the same update, as a store keeps them
+SAME_DIRECTION = 1 - 1e-6
+SMOOTH = 0.99
+SAME_LENGTH = 2e-3  # of the norms of two updates that were clipped to the same length
+SAME_FACTOR = 0.01
+NEARLY_ONE = 0.05  # rounding to a few bits changes an update's length by less
+ROUNDS_BACK = 10  # in which an update that is sent again is looked for
+SERVER = "server"
+
+Kind = Literal["negated", "scaled", "shrunk", "clipped", "sparsified", "stale", "repeated", "colluding"]
+HARMLESS: frozenset[Kind] = frozenset({"clipped", "sparsified"})
+"""What honest clients do to their updates on their own: no reason to call one of them faulty."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExactRelation:
+    """What a client's update is: `factor` times what it trained, of `rounds` rounds ago, or the same as that of
+    `others`.
+    """
+
+    kind: Kind
+    factor: float = 1.0
+    rounds: int = 0
+    others: tuple[Node, ...] = ()
+    nearly: bool = False  # the same but for a little noise
+
+
+@shared
+def exact_relations(history: History, round_index: int) -> dict[Node, ExactRelation]:
+    """Return the relation of each client whose update is known to be something else than it trained, and what."""
+    relations = _colluding(history, round_index)
+    factors = history.latest("update.factor", round_index)
+    ages = history.latest("update.base_age", round_index)
+    told: dict[Node, ExactRelation] = {}
+    for node, distance in update_mismatches(history, round_index).items():
+        if distance <= MISMATCH_LIMIT or node in relations:
+            continue
+        if abs(factors.get(node, 1.0) - 1) > NEARLY_ONE:
+            told[node] = _multiplied(history, round_index, node, factors[node])
+        elif node in ages:
+            told[node] = ExactRelation("stale", rounds=int(ages[node]))
+        elif (relation := _sparsified(history, round_index, node)) is not None:
+            told[node] = relation
+    return relations | _of_few(history, round_index, told) | _repeated(history, round_index, {*relations, *told})
+
+
+def _of_few(history: History, round_index: int, relations: dict[Node, ExactRelation]) -> dict[Node, ExactRelation]:
+    """Return the relations that at most half of the comparable clients have; a single client has nobody beside it.
+
+    Where updates are transformed on their way, shorter ones are what that does.
+    """
+    compared = len(update_mismatches(history, round_index))
+    signs = {node: relation.factor < 0 for node, relation in relations.items()}
+    few = {sign for sign in (True, False) if 2 * sum(own == sign for own in signs.values()) <= compared}
+    meant = {*HARMLESS, "shrunk"} if transformation(history, round_index) is not None else ()
+    return {node: relation for node, relation in relations.items() if signs[node] in few and relation.kind not in meant}
+
+
+def _multiplied(history: History, round_index: int, node: Node, factor: float) -> ExactRelation:
+    """Return what a factor means. One below 1 that gives updates of one length is clipping; one that stays is none."""
+    if factor < 0:
+        return ExactRelation("negated", factor)
+    if factor > 1:
+        return ExactRelation("scaled", factor)
+    norms = history.latest("update.norm", round_index)
+    factors = history.latest("update.factor", round_index)
+    lengths = [norms[other] for other, k in factors.items() if other != node and 0 < k < 1 and other in norms]
+    for past_round in reversed(rounds_until(history, round_index - 1)):
+        before = history.latest("update.factor", past_round).get(node)
+        if before is not None:
+            if abs(before / factor - 1) <= SAME_FACTOR and not _same_length(history, past_round, round_index, node):
+                return ExactRelation("shrunk", factor)
+            lengths.append(history.latest("update.norm", past_round).get(node, 0.0))
+            break
+    clipped = not lengths or any(abs(length - norms[node]) <= SAME_LENGTH * norms[node] for length in lengths)
+    # Once, it cannot be told from clipping, and a short update does no harm.
+    return ExactRelation("clipped" if clipped else "shrunk", factor)
+
+
+def _same_length(history: History, first: int, second: int, node: Node) -> bool:
+    norms = [history.latest("update.norm", round_index).get(node, 0.0) for round_index in (first, second)]
+    return abs(norms[0] - norms[1]) <= SAME_LENGTH * norms[1]
+
+
+def _sparsified(history: History, round_index: int, node: Node) -> ExactRelation | None:
+    """Return that most of what was trained is 0 in the update, which is no longer than what was trained; else None."""
+    drift = history.latest("weight.drift", round_index).get(node, 0.0)
+    shorter = history.latest("update.norm", round_index).get(node, np.inf) <= drift * (1 + MISMATCH_LIMIT)
+    zeros, untrained = (_zero_shares(history, round_index, family).get(node, 0.0) for family in ("update", "gradient"))
+    return ExactRelation("sparsified") if shorter and zeros - untrained > MOSTLY_ZEROS * (1 - untrained) else None
+
+
+@shared
+def _zero_shares(history: History, round_index: int, family: str) -> dict[Node, float]:
+    """Return the share of zeros among all values of each client's update or gradients."""
+    nodes, values = history.across(family, ("sparsity", "count"), round_index)
+    sparsity, counts = np.nan_to_num(values[..., 0]), np.nan_to_num(values[..., 1])
+    totals = counts.sum(axis=1)
+    shares = np.divide((sparsity * counts).sum(axis=1), totals, out=np.zeros(len(nodes)), where=totals > 0)
+    return dict(zip(nodes, shares.tolist(), strict=True))
+
+
+def _colluding(history: History, round_index: int) -> dict[Node, ExactRelation]:
+    """Return the clients that sent one and the same update which none of them trained.
+
+    All of them must report that they trained something else: of one that reports nothing the others may be copies.
+    """
+    if transformation(history, round_index) is not None:
+        return {}
+    mismatches = update_mismatches(history, round_index)
+    differing = {node for node, distance in mismatches.items() if distance > MISMATCH_LIMIT}
+    altered = clients_with_altered_updates(history, round_index)
+    most = len(clients_of(history, round_index)) / 2
+    equal = [nodes for nodes in equal_updates(history, round_index) if differing.issuperset(nodes)]
+    near = [nodes for nodes in nearly_equal_updates(history, round_index) if altered.issuperset(nodes)]
+    relations: dict[Node, ExactRelation] = {}
+    accomplices = [_with_accomplices(history, round_index, near)] if near else []
+    for nodes, nearly in [*((nodes, False) for nodes in equal), *((nodes, True) for nodes in accomplices)]:
+        for node in nodes if len(nodes) <= most else ():
+            others = tuple(other for other in nodes if other != node)
+            relations.setdefault(node, ExactRelation("colluding", others=others, nearly=nearly))
+    return relations
+
+
+def _with_accomplices(history: History, round_index: int, near: Sequence[tuple[Node, ...]]) -> tuple[Node, ...]:
+    """Return all clients of these groups, and those whose nearest peer can only be one of them.
+
+    A client's nearest peer has itself a peer at least as near. Where everybody with such a peer sent something else
+    than it trained, the client has copied from nobody who trained.
+    """
+    nearest, altered = (
+        peer_statistic(history, round_index, "nearest"),
+        clients_with_altered_updates(history, round_index),
+    )
+    colluding = {node for nodes in near for node in nodes}
+    ranked = sorted((node for node in nearest if nearest[node] > COPY), key=lambda node: -nearest[node])
+    for node in ranked:
+        if node not in altered:
+            break
+        colluding.add(node)
+    return tuple(node for node in nearest if node in colluding)
+
+
+def _repeated(history: History, round_index: int, known: Collection[Node]) -> dict[Node, ExactRelation]:
+    """Return the clients that sent one of their own earlier updates again: norms and sums of all layers are the same.
+
+    Where layers are not measured, only the previous update can be recognised, by its direction. Not where the client
+    trained what it sent, nor where the same training gives the same update: everybody's hardly change, as with whole
+    batches and small steps, or the server's model has not moved. Coarse values repeat themselves, too.
+    """
+    trained = clients_with_trained_updates(history, round_index)
+    norms, cosines = (history.latest(name, round_index) for name in ("update.norm", "update.cosine_previous"))
+    open_nodes = [node for node, norm in norms.items() if norm > 0 and node not in trained and node not in known]
+    relations: dict[Node, ExactRelation] = {}
+    now = _layer_sums(history, round_index) if open_nodes else {}
+    for past_round in reversed(rounds_until(history, round_index - 1, ROUNDS_BACK)) if open_nodes else ():
+        before = history.latest("update.norm", past_round)
+        same = [node for node in open_nodes if abs(before.get(node, 0.0) - norms[node]) <= SAME * norms[node]]
+        then = _layer_sums(history, past_round) if same else {}
+        for node in same if not _model_unmoved(history, past_round, round_index) else ():
+            if node in now and node in then:
+                again = np.allclose(now[node], then[node], rtol=SAME, atol=SAME * norms[node])
+            else:
+                again = cosines.get(node, 0.0) > SAME_DIRECTION
+            if again:
+                relations[node] = ExactRelation("repeated", rounds=round_index - past_round)
+        # Without layers, nothing is known of updates before the previous one.
+        open_nodes = [n for n in open_nodes if n not in relations and (n in now or n not in before)]
+    usual = median_of_others(cosines, relations)
+    few = 2 * len(relations) <= len(clients_of(history, round_index)) and (usual is None or usual < SMOOTH)
+    return relations if relations and few and not most_differ(history, round_index) else {}
+
+
+@shared
+def _layer_sums(history: History, round_index: int) -> dict[Node, Array]:
+    nodes, values = history.across("update", ("l2", "sum"), round_index)
+    return dict(zip(nodes, values, strict=True))
+
+
+def _model_unmoved(history: History, first: int, second: int) -> bool:
+    """Return whether the clients of two rounds got the same global model, as far as its sums tell."""
+    sums = []
+    for round_index in (first - 1, second - 1):
+        nodes, values = history.across("weight", ("sum",), round_index)
+        if SERVER not in nodes:
+            return False
+        sums.append(values[nodes.index(SERVER)])
+    return bool(np.array_equal(*sums))
+
+
+def harmless_alterations(history: History, round_index: int) -> set[Node]:
+    """Return the clients whose update is what they trained, clipped or sparsified by themselves."""
+    return {node for node, relation in exact_relations(history, round_index).items() if relation.kind in HARMLESS}

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says what was not measured in a run and why, and what was measured how seldom."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from fedvitals.catalog import CATALOG, HOSTS
+from fedvitals.probes.presets import (
+    DEEP,
+    FIT_PERCENT,
+    LIGHT,
+    LIGHT_FIT_PERCENT,
+    OWN,
+    OWN_FIT_PERCENT,
+    SCALE_PERCENT,
+    STANDARD,
+)
+from fedvitals.records import Event
+from fedvitals.store.read import queries
+from fedvitals.store.read.metrics import count_client_rounds, values_in_rounds
+from fedvitals.store.read.reader import Reader
+
+# A metric that each measurement of a probe gives once, and what the probe is called: of probes that take turns.
+TAKING_TURNS = {"fit.samples": "fit", "scale.images": "gradient scale", "nonlinearity.nlc": "nonlinearity"}
+SAMPLED = ("fit.samples", "scale.images")  # those of them whose value is the number of samples
+# Percent of the training's work that a preset grants them; every client-round where none is stated.
+BUDGETS = {
+    LIGHT: {"fit": LIGHT_FIT_PERCENT},
+    STANDARD: {"fit": FIT_PERCENT, "gradient scale": SCALE_PERCENT},
+    DEEP: {},
+    OWN: {"fit": OWN_FIT_PERCENT},
+}
+ABSTAINS = "probe.abstains"  # the event in which a probe says what it does not measure
+LOOKED_AT = 5  # newest rounds that tell on how many samples a probe measures
+
+MASKED = "updates that are seen one by one, which secure aggregation hides"
+HIDDEN = "updates that are seen one by one, which this federation hides (secure aggregation or differential privacy)"
+UNSEEN = (
+    "`monitor.updates(round, {client: update})`: clients that train in workers tell numbers, and send no update here"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Seldom:
+    """A probe that takes turns: in how many client-rounds it measured, on how many samples, and what limits it."""
+
+    probe: str
+    measured: int
+    client_rounds: int
+    samples: float | None  # in a measurement, as a median; None: not told
+    budget: float | None  # percent of the training's work; None: no limit is known
+
+    @property
+    def text(self) -> str:
+        """«fit in 43 of 400 client-rounds, on 8 samples: a budget of 0.7 % of the training's work»."""
+        samples = "" if self.samples is None else f", on {self.samples:.0f} sample{'s' * (self.samples != 1)}"
+        limited = self.budget is not None and self.measured < self.client_rounds
+        why = f": a budget of {self.budget:g} % of the training's work" if limited else ""
+        return f"{self.probe} in {self.measured} of {self.client_rounds} client-rounds{samples}{why}"
+
+
+def seldom_measured(reader: Reader, run: str, preset: str, rounds: Sequence[int]) -> list[Seldom]:
+    """Return what is known of the probes that take turns, as far as they measured anything.
+
+    `preset`: its name, «standard+own» where the user has added probes. `rounds`: those of the run, ascending.
+    """
+    counts = count_client_rounds(reader, run, ("steps", *TAKING_TURNS))
+    values = values_in_rounds(reader, run, SAMPLED, rounds[-LOOKED_AT:]) if rounds else {}
+    budgets = BUDGETS.get(preset.partition("+")[0], {})
+    found = []
+    for name, probe in TAKING_TURNS.items():
+        if name in counts:
+            samples = [v for (own, _), by_node in values.items() if own == name for v in by_node.values()]
+            common = median(samples) if samples else None
+            found.append(Seldom(probe, counts[name], counts.get("steps", 0), common, budgets.get(probe)))
+    return found
+
+
+def absent_metrics(reader: Reader, run: str, seen: Collection[str], *, level: int, hides: bool) -> dict[str, str]:
+    """Return the metrics that a person could have had and what they would have needed, by metrics of one reason.
+
+    `seen`: metrics that the run has. `level`: of privacy. `hides`: whether the host said that it hides single clients.
+    """
+    transformed = queries.events(reader, run, name="updates.transformed")
+    masked = any("secure_aggregation" in event.data for event in transformed)
+    unseen = "steps" in seen and "update.norm" not in seen  # clients train in our sight, and send elsewhere
+    of_updates = MASKED if masked else HIDDEN if hides else UNSEEN if unseen else None
+    abstained = _abstentions(queries.events(reader, run, name=ABSTAINS))
+    groups: dict[str, list[str]] = {}
+    for name, measure in CATALOG.items():
+        if name in seen or not measure.needs or measure.rare:
+            continue
+        needs = f"privacy level {measure.level}" if measure.level > level else measure.needs
+        if name.startswith("update.") and name not in (*HOSTS, "update.differs"):
+            needs = of_updates or measure.needs
+        probe = name.partition(".")[0]
+        needs = abstained.get(probe, needs)
+        groups.setdefault(needs, []).append(name)
+    return {", ".join(names): needs for needs, names in groups.items()}
+
+
+def _abstentions(events: Sequence[Event]) -> Mapping[str, str]:
+    """Return by probe why it abstained, as it said first."""
+    reasons: dict[str, str] = {}
+    for event in events:
+        probe = str(event.data.get("doing") or "").removeprefix("the probe ").strip("'")
+        reason = event.message.partition(": ")[2] or event.message
+        reasons.setdefault(probe, f"what this run does not offer: {reason.rstrip('.')}")
+    return reasons

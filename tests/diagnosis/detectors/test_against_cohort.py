@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Updates that point against all others, or became many times as large: found whatever clients report."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fedvitals as fv
+
+
+def federate(factor, rounds=10):
+    """Six clients that train alike; what c2 trained is multiplied from round 5 on, inside of its scope."""
+    torch.manual_seed(0)
+    x = torch.randn(240, 12)
+    y = (x @ torch.randn(12, 4)).argmax(1)
+    model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 4))
+    with fv.Monitor(None, machine=False, strict=True) as monitor:
+        for number in range(rounds):
+            locals_ = []
+            with monitor.round(number, model):
+                for index in range(6):
+                    local = copy.deepcopy(model)
+                    optimizer = torch.optim.SGD(local.parameters(), 0.1)
+                    with monitor.client(f"c{index}", local, optimizer):
+                        for _ in range(5):
+                            optimizer.zero_grad()
+                            nn.functional.cross_entropy(local(x[index::6]), y[index::6]).backward()
+                            optimizer.step()
+                        if index == 2 and number >= 5:
+                            multiply(local, model, factor)
+                    locals_.append(local)
+                with torch.no_grad():
+                    for shared, *own in zip(*(m.parameters() for m in (model, *locals_)), strict=True):
+                        shared.copy_(torch.stack(own).mean(0))
+        return monitor.findings()
+
+
+@torch.no_grad()
+def multiply(local, model, factor):
+    for own, start in zip(local.parameters(), model.parameters(), strict=True):
+        own.copy_(start + factor * (own - start))
+
+
+@pytest.mark.parametrize(("factor", "words"), [(-1.0, "against those of all others"), (10.0, "times as large")])
+def test_what_a_client_does_inside_of_its_scope_is_found(factor, words):
+    findings = federate(factor)
+    assert {finding.where.node for finding in findings} == {"c2"}
+    assert any(words in finding.message for finding in findings)
+    assert min(finding.where.round for finding in findings) <= 7
+
+
+def test_nobody_is_named_where_all_train_alike():
+    assert list(federate(1.0)) == []
