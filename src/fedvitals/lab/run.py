@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -27,9 +26,7 @@ from fedvitals.lab.faults import table as fault_table
 from fedvitals.lab.faults.fault import SampleForm
 from fedvitals.lab.federation import Federation, ServerState
 from fedvitals.lab.privacy import privacy_metrics, require_no_buffers
-from fedvitals.monitor.host import HostObserver
 from fedvitals.protocols import Observed, Observer, observer_of
-from fedvitals.transport.privacy import TRUSTED_HOSTS
 
 ROUNDS_WITH_LOSSES = 100  # newest rounds of a result; a long run must not exhaust memory
 
@@ -155,16 +152,12 @@ def rounds(
 
 
 def _describe(observer: Observer, experiment: Experiment) -> None:
-    """Keep the experiment with the run of a plain monitor, so that it can be run again; not where that has begun."""
-    if not isinstance(observer, HostObserver) or observer.monitored.run.host not in TRUSTED_HOSTS:
-        return
+    """Keep the experiment with the run of a plain monitor, so that it can be run again."""
     try:
         text = experiment.public_toml()
     except ConfigError:  # objects of the user's own
         return
-    if "experiment" not in observer.monitored.run.config:
-        with contextlib.suppress(ConfigError):
-            observer.describe("lab", {"experiment": text})
+    observer.experiment(text)
 
 
 def _announce(federation: Federation, data: object, *, begins: bool) -> None:

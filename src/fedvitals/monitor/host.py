@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -25,7 +26,7 @@ from fedvitals.resources.clocks import why_impossible
 from fedvitals.resources.time_ledger import Exchange
 from fedvitals.stats import Array
 from fedvitals.transport.logs import bounded
-from fedvitals.transport.privacy import SCALARS, described_policy, policy_for
+from fedvitals.transport.privacy import SCALARS, TRUSTED_HOSTS, described_policy, policy_for
 from fedvitals.transport.sender import Sender
 from fedvitals.transport.traceparent import carried
 
@@ -84,6 +85,12 @@ class HostObserver:
         known = self.monitored.run.config
         ours = {**known["fedvitals"], **described_policy(policy)}
         self.monitored.lifecycle.set_host(host, {**known, **(config or {}), "fedvitals": ours}, policy, trace)
+
+    def experiment(self, text: str) -> None:
+        """Keep the lab's experiment with the run; not where that has begun, has one, or is of another framework."""
+        if self.monitored.run.host in TRUSTED_HOSTS and "experiment" not in self.monitored.run.config:
+            with contextlib.suppress(ConfigError):
+                self.describe("lab", {"experiment": text})
 
     @property
     def recorder(self) -> TapeRecorder | None:
