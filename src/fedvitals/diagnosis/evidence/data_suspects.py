@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which clients' data look wrong, and how: by what changed in them, and by comparison with their peers' data.
+
+Limits are log-likelihood ratios and deviations that none of about 9,000 healthy clients of the tuning sets exceeded
+(`fedvitals_studies.faultbank`, banks `tune` and `healthy-tune`), but for those of federations whose clients do not agree
+on what a class is. There, many clients stand out, and none of them is accused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fedvitals.diagnosis.evidence.attendance import clients_of
+from fedvitals.diagnosis.evidence.data_changes import DataChange, change_of_data
+from fedvitals.diagnosis.evidence.data_comparison import DataDeviation, compare_data
+from fedvitals.diagnosis.evidence.data_sketches import DataSketch, DataSketches, data_sketches
+from fedvitals.diagnosis.history_cutoff import shared, state_of
+from fedvitals.protocols import History, Node
+
+NOISE_LIMIT, LEAST_RATE = 8.0, 0.2  # of a log-likelihood ratio, and of the share of wrong labels that it tells of
+FLIP_LIMIT, LEAST_SHARE = 16.0, 0.35  # the same, of the samples of one label
+EXPLAINED = 0.5  # of what is unusual about a client's data, the share that wrong labels must explain
+SPREAD_LIMIT = 4.5  # deviations of the logarithm of the inputs' standard deviation
+SPREAD_OF_FEW = 7.0  # the same of clients of which hardly a class can be compared
+SCALED, NOISIER = 3.0, 1.1  # times the usual standard deviation: inputs on another scale; noisy inputs
+SHIFT_LIMIT = 60.0  # log-likelihood ratio from which inputs look otherwise, whatever the labels
+MANY = 0.3  # of all clients: if more than so many stand out, they are another population
+GROUP, MOST_OF_GROUP = 2, 0.45  # clients, and share of all, that are a group with inputs of their own
+MOST_COMPARED = 300  # clients, of those that are not in the round the ones that told last
+
+
+@dataclass(frozen=True, slots=True)
+class DataSuspect:
+    """A client whose data look wrong. `kind` of fault, and the evidence: a change, or a deviation from the peers."""
+
+    kind: str
+    since: int
+    sketch: DataSketch
+    change: DataChange | None = None
+    deviation: DataDeviation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DataExamination:
+    """What a round's data show: suspects, a group whose inputs look otherwise, and clients with nothing unusual."""
+
+    suspects: Mapping[Node, DataSuspect]
+    group: tuple[Node, ...]
+    usual: frozenset[Node]
+    another_population: frozenset[Node]  # stand out, too many to be accused
+
+
+class _Compared:
+    """The comparison of a history's newest sketches, made again when there is a new one or other clients take part."""
+
+    def __init__(self) -> None:
+        self.key: object = None
+        self.deviations: dict[Node, DataDeviation] = {}
+
+
+@shared
+def examine_data(history: History, round_index: int) -> DataExamination:
+    """Return what the data of the clients in a round show."""
+    sketches = data_sketches(history, round_index)
+    present = [node for node in clients_of(history, round_index) if node in sketches.newest]
+    deviations = _deviations(history, sketches, present) if present else {}
+    changes = {node: change for node in present if (change := _change(sketches, node)) is not None}
+    suspects, shifted = dict[Node, DataSuspect](), list[Node]()
+    for node in present:
+        suspect = _suspect(sketches.newest[node], changes.get(node), deviations.get(node))
+        if suspect is not None and suspect.kind == "inputs":
+            shifted.append(node)
+        elif suspect is not None:
+            suspects[node] = suspect
+    known = max(len(deviations), len(present))
+    many = _another_population(suspects, deviations, known)
+    group = tuple(shifted) if GROUP <= len(shifted) <= MOST_OF_GROUP * known and not many else ()
+    unusual = {*suspects, *shifted}
+    usual = frozenset(node for node in present if node not in unusual and _is_usual(deviations.get(node)))
+    return DataExamination({node: own for node, own in suspects.items() if node not in many}, group, usual, many)
+
+
+def _another_population(
+    suspects: Mapping[Node, DataSuspect], deviations: Mapping[Node, DataDeviation], clients: int
+) -> frozenset[Node]:
+    """Return the suspects that are too many to be faulty: their data changed together, or many are nearly as unusual."""
+    changed = {node for node, suspect in suspects.items() if suspect.change is not None}
+    labels = {node for node, suspect in suspects.items() if suspect.kind.startswith("label")} - changed
+    near = sum(own.noise > NOISE_LIMIT / 2 or own.flip > 0.6 * FLIP_LIMIT for own in deviations.values())
+    most = max(1, MANY * clients)
+    return frozenset((changed if len(changed) > most else set()) | (labels if near > most else set()))
+
+
+def _deviations(history: History, sketches: DataSketches, present: list[Node]) -> dict[Node, DataDeviation]:
+    compared = state_of(history, _Compared)
+    others = [node for node in sketches.newest if node not in {*present}] if len(present) < MOST_COMPARED else []
+    others.sort(key=lambda node: -sketches.newest[node].round)
+    nodes = sorted([*present, *others[: max(0, MOST_COMPARED - len(present))]])
+    key = (sketches.version, tuple(nodes))
+    if compared.key != key:
+        compared.key, compared.deviations = key, compare_data({node: sketches.newest[node] for node in nodes})
+    return compared.deviations
+
+
+def _change(sketches: DataSketches, node: Node) -> DataChange | None:
+    reference = sketches.reference.get(node)
+    return None if reference is None else change_of_data(reference, sketches.newest[node])
+
+
+def _suspect(sketch: DataSketch, change: DataChange | None, deviation: DataDeviation | None) -> DataSuspect | None:
+    """Return what is wrong with a client's data: what changed is surer than what deviates."""
+    if change is not None and change.kind != "inputs":
+        return DataSuspect(change.kind, change.since, sketch, change, deviation)
+    kind = None if deviation is None else _kind_of(deviation)
+    if kind is None and change is not None:
+        return DataSuspect("inputs", change.since, sketch, change, deviation)
+    return None if kind is None else DataSuspect(kind, sketch.round, sketch, change, deviation)
+
+
+def _kind_of(deviation: DataDeviation) -> str | None:
+    """Return the kind of fault that explains a deviation from the peers best; None if it is no more than usual."""
+    ratio = deviation.spread_ratio
+    if abs(deviation.spread_score) > SPREAD_LIMIT and not 1 / SCALED < ratio < SCALED:
+        return "input_scale"
+    # Of inputs with more contrast, the classes would lie further apart, too.
+    limit = SPREAD_LIMIT if deviation.cells > 1 else SPREAD_OF_FEW
+    if deviation.spread_score > limit and ratio > NOISIER and not deviation.slope > (1 + ratio) / 2:
+        return "input_noise"
+    explained = max(deviation.noise, deviation.flip) >= EXPLAINED * deviation.excess
+    noise = deviation.noise > NOISE_LIMIT and deviation.rate > LEAST_RATE
+    flip = deviation.flip > FLIP_LIMIT and deviation.share > LEAST_SHARE
+    if explained and (noise or flip):
+        several = deviation.flips > 1 and deviation.noise > deviation.flip / 3
+        return "label_noise" if (noise and deviation.noise > deviation.flip) or several else "label_flip"
+    return "inputs" if deviation.excess > SHIFT_LIMIT and deviation.cells > 1 else None
+
+
+def _is_usual(deviation: DataDeviation | None) -> bool:
+    """Return whether a client's data were compared well enough to say that nothing is unusual about them."""
+    return deviation is not None and deviation.resolved >= NOISE_LIMIT and abs(deviation.spread_score) < SPREAD_LIMIT / 2
