@@ -38,6 +38,26 @@ _MACHINE: dict[str, Any] = {"level": 0, "needs": "psutil; for GPUs nvidia-ml-py;
 _NOT_JUDGED: dict[str, Any] = {"level": 0, "rare": True}
 _REASONS = ("masked", "unseen", "transformed", "unmeasured", "few_clients")  # see `diagnosis.abstentions`
 _LOSS_UNIT = "1"  # the task's own: nats for a cross-entropy, squares of what is predicted for a squared error
+
+
+def _data_measures() -> tuple[Measure, ...]:
+    """Return the measures of a client's own samples, told when they are new or have changed (`probes.data_sketch`)."""
+    needs = "`data` that can be read by index; told when the data change"
+    numbers = f"{needs}; inputs that are numbers"
+    return (
+        Measure("data.mean", "1", "Mean of all inputs.", "mean of all finite inputs", needs=numbers),
+        Measure(
+            "data.std", "1", "Spread of all inputs.", "√ mean of (x − mean)² over all finite inputs", needs=numbers
+        ),
+        Measure("data.min", "1", "Smallest input.", level=3, needs=numbers),
+        Measure("data.max", "1", "Largest input.", level=3, needs=numbers),
+        Measure("data.missing", "share", "Inputs that are NaN or infinite.", needs=numbers),
+        Measure("data.constant", "share", "Features with the same value in every sample.", needs=numbers),
+        Measure("data.duplicates", "share", "Samples that equal an earlier one.", needs=needs),
+        Measure("data.length", "tokens", "Tokens of a sample other than 0, on average.", needs=f"{needs}; tokens"),
+    )
+
+
 MEASURES: tuple[Measure, ...] = (
     Measure(
         "loss",
@@ -298,6 +318,7 @@ MEASURES: tuple[Measure, ...] = (
     ),
     Measure("clients", "clients", "Clients that took part in the round.", level=0),
     Measure("clients.failed", "clients", "Clients whose scope ended with an exception.", level=0),
+    *_data_measures(),
     Measure("label.entropy", "nats", "Entropy of the client's label histogram.", level=3, needs=_LABELLED),
     Measure("time.round", "seconds", "Length of the round.", level=0),
     Measure(
@@ -472,6 +493,8 @@ def level_of(record: Record) -> int:
             return FAMILIES[family].level
         case Sketch() | Event(name="labels"):
             return SKETCH_LEVEL
+        case Event(name="data"):
+            return 2
         case Snapshot():
             return 4
     return 0

@@ -182,6 +182,7 @@ class Stack:
     # Nine sums of every step's gradients so far, [steps, clients, layers, 9] on the device, where the host records them
     # itself on its way; None: whoever watches measures in `stack_step`.
     sums: Callable[[], Any] | None = None
+    inputs: Sequence[Any] | None = None  # each client's own, all of them, as `labels`
     held: Sequence[str] | None = (
         None  # names of the tensors in `states`; the others are the module's own, for everybody
     )

@@ -54,7 +54,8 @@ CLAIM = {
     1: set(),
     2: {
         "local.accuracy", "local.loss", "absolute_error", "local.absolute_error", "attack.success",
-        "accuracy", "fit.accuracy_after", "fit.accuracy_before", "fit.confident_wrong", "fit.confusion",
+        "accuracy", "data.constant", "data.duplicates", "data.length", "data.mean", "data.missing", "data.std",
+        "fit.accuracy_after", "fit.accuracy_before", "fit.confident_wrong", "fit.confusion",
         "fit.loss_after", "fit.loss_before", "fit.loss_p90", "fit.samples", "gradient.change",
         "gradient.change_round", "gradient.nonfinite", "gradient.norm", "gradient.norm_last", "gradient.norm_max",
         "gradient.norm_unclipped", "loss",
@@ -67,7 +68,7 @@ CLAIM = {
         "weight.difference", "weight.difference_absolute", "weight.drift", "weight.drift_init", "weight.nonfinite",
         "weight.norm", "weight.update_ratio",
     },
-    3: {"fit.confused_guess", "fit.confused_label", "label.entropy"},
+    3: {"data.max", "data.min", "fit.confused_guess", "fit.confused_label", "label.entropy"},
     4: set(),
 }  # fmt: skip
 

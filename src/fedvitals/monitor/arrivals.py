@@ -88,6 +88,7 @@ class Arrivals:
         self._quotas = SenderQuotas()
         self._held: dict[Node, list[Record]] = {}  # what senders of the open round say of layers and updates
         self._expected: dict[Node, None] = {}
+        self._data: dict[Node, Any] = {}  # checksums of each client's data, as last told
         self._labels: dict[Node, Any] = {}  # each client's label histogram, as last told
 
     def observer(self) -> WorkerObserver:
@@ -373,7 +374,10 @@ class Arrivals:
         return replace(record, where=replace(record.where, round=here.round))
 
     def _without_known_labels(self, records: list[Telemetry]) -> list[Telemetry]:
-        """A process that meets a client for the first time tells its labels; told once by another, that is enough."""
+        """A process that meets a client for the first time tells its labels and data; told once by another, that is
+        enough.
+        """
+        records = [record for record in records if not self._is_known_data(record)]
         known: set[Node | None] = set()
         for record in records:
             if isinstance(record, Event) and record.name == "labels" and record.where.node is not None:
@@ -382,6 +386,15 @@ class Arrivals:
                     known.add(record.where.node)
                 self._labels[record.where.node] = histogram
         return records if not known else [kept for record in records for kept in _without_labels(record, known)]
+
+    def _is_known_data(self, record: Telemetry) -> bool:
+        """Return whether it tells of data as they were told before, by their checksums."""
+        if not isinstance(record, Event) or record.name != "data" or record.where.node is None:
+            return False
+        told = tuple(record.data.get(name) for name in ("inputs", "labels", "samples"))
+        known = None not in told and self._data.get(record.where.node) == told
+        self._data[record.where.node] = told
+        return known
 
     def _join(self, records: Sequence[Telemetry], cohort: Cohort | None, sender: Sender | None) -> None:
         """Add the clients that finished to the cohort, and what was measured of them to what the next round needs."""

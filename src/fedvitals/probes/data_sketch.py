@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,7 +29,10 @@ from fedvitals.stats import Array
 
 EVENT = "data"  # the event that carries the description
 DIMENSIONS = 16  # of a projection
-MOST_OF_ARRAYS, MOST_OF_OTHERS = 1024, 128  # samples that are described: of tensors, and of data that are read one by one
+MOST_OF_ARRAYS, MOST_OF_OTHERS = (
+    1024,
+    128,
+)  # samples that are described: of tensors, and of data that are read one by one
 FEWEST_OF_CLASS = 4  # samples; means of fewer would show single samples
 MOST_CLASSES = 64  # the most frequent ones
 TOKENS = 4096  # random vectors for tokens, whose ids are taken modulo this
@@ -123,7 +128,7 @@ def _duplicates(flat: Tensor) -> float:
     return 1 - len({row.tobytes() for row in rows}) / len(rows)
 
 
-def _sketch(projected: Array, classes: Array) -> dict[str, Any]:
+def _sketch(projected: Array, classes: npt.NDArray[np.int64]) -> dict[str, Any]:
     """Return counts, means and the covariance within classes of projections [n, dimensions] of these classes [n]."""
     names, places, counts = np.unique(classes, return_inverse=True, return_counts=True)
     sums = np.zeros((len(names), projected.shape[1]))
@@ -147,3 +152,116 @@ def _sketch(projected: Array, classes: Array) -> dict[str, Any]:
 
 def _rounded(values: Array) -> list[float]:
     return [float(f"{value:.{_DIGITS}g}") for value in values]
+
+
+@dataclass(slots=True)
+class _KnownData:
+    """What is remembered of a client's data: which tensors they were, their checksum, and when to look again."""
+
+    tensors: tuple[weakref.ref[Tensor], ...] = ()
+    versions: tuple[int, ...] = ()
+    checksum: int | None = None
+    looks: int = 0  # that found the data unchanged
+    wait: int = CHECK_ROUNDS  # participations between two looks
+    left: int = 0  # participations until the next look
+
+
+class DataWatch:
+    """Notices when the data of a run's clients are new or have changed, and describes them then."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _KnownData] = {}
+
+    def look(self, node: str, data: Any) -> tuple[dict[str, float], tuple[str, str, Mapping[str, Any]]] | None:
+        """Return metrics and the remark about a client's data if they are new; None while they stay as they are.
+
+        Tensors are compared in every round, at next to no cost where they are the same objects; data that have to be
+        read sample by sample every few participations, and the less often the more often they differ.
+        """
+        known = self._known.setdefault(node, _KnownData())
+        arrays = tensors_of(data)
+        if arrays is not None:
+            return self._look_at_tensors(known, arrays)
+        if known.left > 0:
+            known.left -= 1
+            return None
+        total = samples.size(data)
+        few = samples.read(data, samples.spread_indices(total, CHECKED, 0))
+        unchanged = self._is_unchanged(known, _checksum_of(few))
+        known.wait = CHECK_ROUNDS if unchanged else min(2 * known.wait, LONGEST_WAIT)
+        known.left = known.wait - 1
+        if unchanged:
+            return None
+        return _told(known, describe(*samples.read(data, samples.spread_indices(total, MOST_OF_OTHERS, 0)), total))
+
+    def look_at_all(
+        self, nodes: Sequence[str], inputs: Sequence[Tensor], labels: Sequence[Tensor]
+    ) -> dict[int, tuple[dict[str, float], tuple[str, str, Mapping[str, Any]]]]:
+        """Do the same for clients that train as one, by their rows; what is compared leaves a device in two copies."""
+        picked = [x[torch.as_tensor(samples.spread_indices(len(x), CHECKED, 0), device=x.device)] for x in inputs]
+        both = [
+            [part.numpy() for part in torch.cat([*own]).cpu().split([len(part) for part in own])]
+            for own in (picked, labels)
+        ]
+        told = {}
+        for row, (node, few, own) in enumerate(zip(nodes, *both, strict=True)):
+            known = self._known.setdefault(node, _KnownData())
+            if self._is_unchanged(known, zlib.crc32(own.tobytes(), zlib.crc32(few.tobytes()))):
+                continue
+            report = _told(known, _describe_tensors(inputs[row], labels[row]))
+            if report is not None:
+                told[row] = report
+        return told
+
+    def _look_at_tensors(
+        self, known: _KnownData, arrays: tuple[Tensor, Tensor]
+    ) -> tuple[dict[str, float], tuple[str, str, Mapping[str, Any]]] | None:
+        same = len(known.tensors) == 2 and all(ref() is own for ref, own in zip(known.tensors, arrays, strict=True))
+        versions = tuple(own._version for own in arrays)  # noqa: SLF001 - counts changes in place
+        if same and versions == known.versions:
+            known.looks += 1
+            return None
+        known.tensors, known.versions = tuple(map(weakref.ref, arrays)), versions
+        x, y = arrays
+        few = x[torch.as_tensor(samples.spread_indices(len(x), CHECKED, 0), device=x.device)]
+        if self._is_unchanged(known, _checksum_of((few, y))):
+            return None
+        return _told(known, _describe_tensors(x, y))
+
+    @staticmethod
+    def _is_unchanged(known: _KnownData, found: int) -> bool:
+        unchanged = known.checksum == found
+        known.looks += unchanged
+        known.checksum = found
+        return unchanged
+
+
+def tensors_of(data: Any) -> tuple[Tensor, Tensor] | None:
+    """Return inputs and labels of data that are two tensors; None of any others."""
+    match data:
+        case DataLoader():
+            return tensors_of(data.dataset)
+        case TensorDataset(tensors=(Tensor() as x, Tensor() as y)):
+            return x, y
+        case (Tensor() as x, Tensor() as y):
+            return x, y
+        case (np.ndarray() as x, np.ndarray() as y):
+            return torch.as_tensor(x), torch.as_tensor(y)
+    return None
+
+
+def _describe_tensors(x: Tensor, y: Tensor) -> DataDescription | None:
+    places = torch.as_tensor(samples.spread_indices(len(x), MOST_OF_ARRAYS, 0), device=x.device)
+    return describe(x[places], y[places.to(y.device)], len(x))
+
+
+def _told(
+    known: _KnownData, description: DataDescription | None
+) -> tuple[dict[str, float], tuple[str, str, Mapping[str, Any]]] | None:
+    looks, known.looks = known.looks, 0
+    return None if description is None else (description.metrics, description.remark(looks))
+
+
+def _checksum_of(batch: samples.Batch) -> int:
+    x = _first_tensor(batch[0])
+    return zlib.crc32(checksum(batch[1]).to_bytes(4, "big"), 0 if x is None else checksum(x))

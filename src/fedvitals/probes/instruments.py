@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedvitals.kernels import is_sharded
 from fedvitals.probes.activations import activations, watched_modules
 from fedvitals.probes.allowance import Allowance, Turns
+from fedvitals.probes.data_sketch import DataWatch
 from fedvitals.probes.fit import Fit
 from fedvitals.probes.host_copies import HostCopies
 from fedvitals.probes.nonlinearity import nonlinearity
@@ -53,6 +54,7 @@ class Instruments:
         self.unsuited: set[tuple[int, type]] = set()  # probes, by place, and the models that they cannot measure
         self.shards = ShardGroup()
         self.snapshot_buffers: list[Tensor] = []
+        self.data = DataWatch()
         self.labels: dict[str, Mapping[int, int]] = {}  # each client's label histogram, as last told
         self.norms: dict[str, float] = {}  # each client's mean gradient norm, one round ago
         self._tables: dict[Any, LayerTable] = {}

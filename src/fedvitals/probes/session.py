@@ -362,6 +362,7 @@ class ClientSession:
         self.results.take(metrics)
         if not self._instruments.preset.brief:
             self._tell_labels()
+            self._guarded("describing a client's data", self._tell_data)
 
     # -- weights that are loaded inside the scope ---------------------------------------------------------------------
 
@@ -406,6 +407,13 @@ class ClientSession:
         self._instruments.labels[self._view.node or ""] = labels
         self.results.take({"label.entropy": label_entropy(labels)})
         self.results.remarks.append(labels_remark(labels))
+
+    def _tell_data(self) -> None:
+        """Report what the client's data look like: when first seen, and again when they change."""
+        told = self._instruments.data.look(self._view.node or "", self._view.data)
+        if told is not None:
+            self.results.take(told[0])
+            self.results.remarks.append(told[1])
 
     def _fit_after(self) -> None:
         assert self._batch is not None  # noqa: S101 - asked by the caller

@@ -59,6 +59,7 @@ ADDING: Mapping[tuple[str, ...], Iterable[int]] = {
     HEALTH_COLUMNS: range(len(HEALTH_COLUMNS)),
 }
 
+DATA_SCALARS = ("mean", "std", "missing", "constant", "duplicates", "length")
 # What is left of an event without its words. Nobody but us can write these keys: see `logs` and `timing`.
 LEFT: Mapping[str, tuple[str, ...]] = {
     "log": ("logger", "exception"),
@@ -70,6 +71,8 @@ LEFT: Mapping[str, tuple[str, ...]] = {
     "edge.failed": ("exception",),
     "round.failed": ("exception",),
     "update.refused": ("weight",),
+    # Without means by class and single values, which are level 3, and checksums, by which data could be recognised.
+    "data": ("samples", "features", "looks", *DATA_SCALARS),
 }
 # Times and counts; and nothing of a client's own, since `timed` gives these keys to nobody.
 LEFT_OF_SPANS = (

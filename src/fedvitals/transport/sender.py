@@ -33,8 +33,8 @@ CLIENT_METRICS = frozenset(
     name
     for name in CATALOG
     if name.startswith((
-        "fit.", "gradient.", "gpu.", "label.", "local.", "loss", "accuracy", "machine.", "memory.", "nonlinearity.",
-        "process.", "samples", "scale.", "steps", "throughput.", "update.", "weight.",
+        "accuracy", "data.", "fit.", "gradient.", "gpu.", "label.", "local.", "loss", "machine.", "memory.",
+        "nonlinearity.", "process.", "samples", "scale.", "steps", "throughput.", "update.", "weight.",
     ))
 ) - {
     "gradient.change_round", "update.base_age", "update.differs", "update.factor", "update.samples", "update.staleness",
@@ -44,8 +44,8 @@ CLIENT_METRICS = frozenset(
 
 # Events that a client's own process writes; what else a user's code reports becomes `user.*`.
 CLIENT_EVENTS = frozenset((
-    "budget", "client.failed", "client.partition", "exception", "labels", "layers.sharded", "layers.unfrozen", "log",
-    "monitor.error", "stack.unclosed", "stack.unmeasured", LOST, THINNED,
+    "budget", "client.failed", "client.partition", "data", "exception", "labels", "layers.sharded", "layers.unfrozen",
+    "log", "monitor.error", "stack.unclosed", "stack.unmeasured", LOST, THINNED,
 ))  # fmt: skip
 # Events that tell of all, or in our own words of what the server saw of a client. A sender that reports one is refused.
 SERVER_EVENTS = frozenset((

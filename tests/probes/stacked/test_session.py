@@ -114,7 +114,7 @@ class Federation:
 
     def stack(self, states, **settings):
         labels = [*self.y]
-        given = {"loss": functional.cross_entropy, "labels": labels, **settings}
+        given = {"loss": functional.cross_entropy, "labels": labels, "inputs": [*self.x], **settings}
         if len({*self.own}) > 1:
             given["steps"] = self.own
         return Stack(NODES, GROUPS, self.module, states, self.samples, **given)

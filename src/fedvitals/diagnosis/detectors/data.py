@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from fedvitals.diagnosis.evidence.data_changes import DataChange
+from fedvitals.diagnosis.evidence.data_comparison import DataDeviation
 from fedvitals.diagnosis.evidence.data_suspects import DataSuspect, examine_data
 from fedvitals.diagnosis.evidence.fault_kinds import ISSUE_OF, WORDS
 from fedvitals.diagnosis.finding import Number, finding
@@ -61,52 +63,54 @@ def group_with_other_inputs(history: History, round_index: int) -> Iterator[Find
 
 
 def _in_words(node: Node, suspect: DataSuspect) -> str:
-    change, deviation = suspect.change, suspect.deviation
-    when = f"Since round {suspect.since}, "
-    if change is not None and suspect.kind == "label_flip" and change.pair is not None:
-        old, new = change.pair
-        return (
-            f"{when}{node} labels samples of class {old} as {new}: {change.moved:.0%} of its labels changed from one to "
-            "the other, and its inputs are the same."
-        )
-    if change is not None and suspect.kind == "label_noise":
-        return f"{when}{node} has other labels for the same inputs; they do not move from one class to another only."
-    if change is not None and suspect.kind == "input_scale":
-        return f"{when}the inputs of {node} are multiplied by {change.moved:.3g}; its labels are the same."
-    if change is not None and suspect.kind == "input_noise":
-        return f"{when}the inputs of {node} are noisier: its labels are the same, their spread is {change.moved:.3g} times."
+    if suspect.change is not None:
+        return f"Since round {suspect.since}, {_change_in_words(node, suspect.change)}."
+    return f"{_deviation_in_words(node, suspect.kind, suspect.deviation)}."
+
+
+def _change_in_words(node: Node, change: DataChange) -> str:
+    match change.kind:
+        case "label_flip" if change.pair is not None:
+            old, new = change.pair
+            moved = f"{change.moved:.0%} of its labels"
+            return f"{node} labels samples of class {old} as {new}: {moved} changed, and its inputs are the same"
+        case "input_scale":
+            return f"the inputs of {node} are multiplied by {change.moved:.3g}, and its labels are the same"
+        case "input_noise":
+            return (
+                f"the inputs of {node} are noisier ({change.moved:.3g} times their spread before), for the same labels"
+            )
+    return f"{node} has other labels for the same inputs, and of more than one class"
+
+
+def _deviation_in_words(node: Node, kind: str, deviation: DataDeviation | None) -> str:
     if deviation is None:
-        return f"The data of {node} look wrong."
-    if suspect.kind == "label_flip" and deviation.pair is not None:
-        label, actual = deviation.pair
-        return (
-            f"About {deviation.share:.0%} of what {node} labels as class {label} looks like class {actual} of the other "
-            "clients."
-        )
-    if suspect.kind == "label_noise":
-        rate = min(deviation.rate, 1.0)
-        known = f"about {rate:.0%} of its labels seem to be wrong" if rate == rate else "its labels seem to be wrong"  # noqa: PLR0124
-        return f"The classes of {node} look more alike than those of the other clients: {known}."
+        return f"The data of {node} look wrong"
     how = f"{deviation.spread_ratio:.3g} times the usual spread"
-    if suspect.kind == "input_scale":
-        return f"The inputs of {node} are on another scale: {how}."
-    return f"The inputs of {node} are noisier than those of the other clients: {how}, and its classes lie no further apart."
+    match kind:
+        case "label_flip" if deviation.pair is not None:
+            label, actual = deviation.pair
+            share = f"About {deviation.share:.0%} of what {node} labels as class {label}"
+            return f"{share} looks like class {actual} of the other clients"
+        case "input_scale":
+            return f"The inputs of {node} are on another scale: {how}"
+        case "input_noise":
+            return f"The inputs of {node} are noisier than the other clients': {how}, its classes lie no further apart"
+    wrong = "its labels" if math.isnan(deviation.rate) else f"about {min(deviation.rate, 1.0):.0%} of its labels"
+    return f"The classes of {node} look more alike than the other clients': {wrong} seem to be wrong"
 
 
 def _numbers(suspect: DataSuspect) -> list[Number]:
-    deviation, spread = suspect.deviation, suspect.sketch.spread
-    numbers = []
-    if suspect.kind.startswith("input") and spread == spread:  # noqa: PLR0124
-        ratio = suspect.change.moved if suspect.change is not None else deviation.spread_ratio if deviation else math.nan
-        usual = spread / ratio if ratio and ratio == ratio else None  # noqa: PLR0124
-        of = "peers" if suspect.change is None else "own past"
-        numbers.append(Number("data.std", spread, usual, None if deviation is None else deviation.spread_score, of))
-    if suspect.kind.startswith("label") and suspect.change is not None:
-        numbers.append(Number("labels changed", suspect.change.moved, 0.0, of="own past"))
-    elif suspect.kind.startswith("label") and deviation is not None:
-        wrong = deviation.share if suspect.kind == "label_flip" else deviation.rate
-        numbers.append(Number("share of wrong labels", wrong, 0.0))
-    return numbers
+    change, deviation, spread = suspect.change, suspect.deviation, suspect.sketch.spread
+    if suspect.kind.startswith("label"):
+        if change is not None:
+            return [Number("labels changed", change.moved, 0.0, of="own past")]
+        wrong = math.nan if deviation is None else deviation.share if suspect.kind == "label_flip" else deviation.rate
+        return [Number("share of wrong labels", wrong, 0.0)]
+    ratio = change.moved if change is not None else deviation.spread_ratio if deviation is not None else math.nan
+    usual = spread / ratio if ratio > 0 else None
+    score = None if deviation is None else deviation.spread_score
+    return [Number("data.std", spread, usual, score, "peers" if change is None else "own past")]
 
 
 def _causes(suspect: DataSuspect) -> list[list[object]]:

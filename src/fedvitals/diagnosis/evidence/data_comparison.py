@@ -29,6 +29,7 @@ FEWEST_CLIENTS = 4  # that have described their data, from which one of them can
 FEWEST_IN_POOL = 8  # samples of a class that the peers have, and at least of two peers, to compare with
 RESOLVED = 0.4  # share of wrong labels, for which it is told how clearly they would be seen
 PRIOR = 10  # samples, as which the usual width of a class counts
+MOST_WEIGHT = 4.0  # times the usual number of samples of a class
 RIDGE = 0.03  # of the mean variance, added to every direction
 LIKELY_FLIP = 6.0  # log-likelihood ratio
 OUTLYING = 12.0  # log-likelihood ratio from which a client is left out of its peers' pool
@@ -160,7 +161,7 @@ def _deviations(
 ) -> dict[Node, DataDeviation]:
     """Return the deviations, with these clients left out of everybody's peers."""
     inside = np.array([node not in outside for node in cells.nodes])
-    pooled = cells.counts * inside[:, None]
+    pooled = _weights(cells.counts) * inside[:, None]
     totals, holders = pooled.sum(axis=0), (pooled > 0).sum(axis=0)
     sums = (cells.means * pooled[:, :, None]).sum(axis=0)
     others = totals - pooled  # [clients, classes]: samples that the peers have
@@ -241,6 +242,14 @@ def _noise_scores(rates: Array, errors: Array, inside: npt.NDArray[np.bool_]) ->
     above = np.maximum(np.nan_to_num(rates - max(0.0, usual)), 0.0)
     variances = np.nan_to_num(errors + scatter, nan=np.inf)
     return above**2 / variances / 2, RESOLVED**2 / variances / 2
+
+
+def _weights(counts: Array) -> Array:
+    """Return the weights of clients in their peers' pool: samples, of one client at most a few times the usual number,
+    so that nobody decides alone, by what it has or claims to have.
+    """
+    usual = np.array([np.median(own[own > 0]) if (own > 0).any() else 0.0 for own in counts.T])
+    return np.minimum(counts, MOST_WEIGHT * usual)
 
 
 def _scatter(differences: Array, sampling: Array, used: npt.NDArray[np.bool_]) -> float:

@@ -16,6 +16,8 @@ from fedvitals.records import Event
 from fedvitals.stats import Array
 
 EVENT = "data"
+MOST_CLASSES, MOST_DIMENSIONS = 64, 16  # see `probes.data_sketch`; who sends more wants to fill our memory
+STABLE = 2  # rounds for which data did not change, if it was told by another process that they are new to
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,11 +55,20 @@ def read_sketch(event: Event) -> DataSketch | None:
 def _read(round_index: int, data: Mapping[str, Any]) -> DataSketch:
     names = ("mean", "std", "min", "max", "missing", "constant", "duplicates", "length")
     scalars = {name: float(data[name]) for name in names if name in data}
-    known = round_index, int(data["samples"]), data.get("inputs"), data.get("labels"), int(data.get("looks", 0)), scalars
+    known = (
+        round_index,
+        int(data["samples"]),
+        data.get("inputs"),
+        data.get("labels"),
+        int(data.get("looks", 0)),
+        scalars,
+    )
     if "means" not in data:
         return DataSketch(*known, labelled=False)
     upper = np.array(data["covariance"], dtype=np.float64)
     dimensions = (math.isqrt(8 * len(upper) + 1) - 1) // 2
+    if dimensions > MOST_DIMENSIONS or len(data["classes"]) > MOST_CLASSES:
+        raise ValueError("A sketch has no more classes and dimensions than clients send.")
     covariance = np.zeros((dimensions, dimensions))
     covariance[np.triu_indices(dimensions)] = upper
     covariance += np.triu(covariance, 1).T
@@ -93,7 +104,8 @@ class DataSketches:
                 continue
             self.version += 1
             before = self.newest.get(node)
-            if before is not None and sketch.looks > 0 and not self._back_again(node, sketch):
+            stable = sketch.looks > 0 or (before is not None and sketch.round - before.round >= STABLE)
+            if before is not None and stable and not self._back_again(node, sketch):
                 self.reference.setdefault(node, before)
             elif before is not None:
                 self.reference.pop(node, None)

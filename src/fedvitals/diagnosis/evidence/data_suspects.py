@@ -2,8 +2,8 @@
 """Which clients' data look wrong, and how: by what changed in them, and by comparison with their peers' data.
 
 Limits are log-likelihood ratios and deviations that none of about 9,000 healthy clients of the tuning sets exceeded
-(`fedvitals_studies.faultbank`, banks `tune` and `healthy-tune`), but for those of federations whose clients do not agree
-on what a class is. There, many clients stand out, and none of them is accused.
+(`fedvitals_studies.faultbank`, banks `tune` and `healthy-tune`), except in federations whose clients do not agree on
+what a class is. There many clients stand out, and none of them is accused.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def examine_data(history: History, round_index: int) -> DataExamination:
 def _another_population(
     suspects: Mapping[Node, DataSuspect], deviations: Mapping[Node, DataDeviation], clients: int
 ) -> frozenset[Node]:
-    """Return the suspects that are too many to be faulty: their data changed together, or many are nearly as unusual."""
+    """Return the suspects that are too many to be faulty: data that changed together, or many that are as unusual."""
     changed = {node for node, suspect in suspects.items() if suspect.change is not None}
     labels = {node for node, suspect in suspects.items() if suspect.kind.startswith("label")} - changed
     near = sum(own.noise > NOISE_LIMIT / 2 or own.flip > 0.6 * FLIP_LIMIT for own in deviations.values())
@@ -138,4 +138,6 @@ def _kind_of(deviation: DataDeviation) -> str | None:
 
 def _is_usual(deviation: DataDeviation | None) -> bool:
     """Return whether a client's data were compared well enough to say that nothing is unusual about them."""
-    return deviation is not None and deviation.resolved >= NOISE_LIMIT and abs(deviation.spread_score) < SPREAD_LIMIT / 2
+    return (
+        deviation is not None and deviation.resolved >= NOISE_LIMIT and abs(deviation.spread_score) < SPREAD_LIMIT / 2
+    )

@@ -115,13 +115,15 @@ class StackedRound:
             rows = (places.long() % self.samples[:, None] + self.firsts[:, None]).to(self.x.device)
             return self.x[rows], self.y[rows]
 
-        own = zip(self.firsts.tolist(), self.samples.tolist(), strict=True)
-        labels = [self.y[first : first + count] for first, count in own]
+        own = [*zip(self.firsts.tolist(), self.samples.tolist(), strict=True)]
+        labels, inputs = ([part[first : first + count] for first, count in own] for part in (self.y, self.x))
         faults = self.executor.site.experiment.faults
         silent = [node for node in self.nodes if fault_table.telemetry_is_lost(faults, self.round_index, node)]
         steps = None if bool((self.steps == self.steps[0]).all()) else self.steps.tolist()
         model_and_data = (self.executor.module, self.states, samples, self.executor.site.loss, labels)
-        return Stack(self.nodes, self.groups, *model_and_data, silent, steps, held=self.executor.layout.names)
+        return Stack(
+            self.nodes, self.groups, *model_and_data, silent, steps, inputs=inputs, held=self.executor.layout.names
+        )
 
     def step(self, step: int, watcher: WorkerObserver | None) -> None:
         """Perform one local iteration of all clients that take part in it."""

@@ -385,6 +385,7 @@ class StackSession:
         self._put_all(metrics)
         if labels is not None and not self._instruments.preset.brief:
             self._tell_labels(labels)
+            self._guarded("describing clients' data", self._tell_data)
 
     def _tell_labels(self, labels: Sequence[Any]) -> None:
         """Report the labels of each client: when first seen, and again when a check every few rounds finds a change."""
@@ -398,6 +399,17 @@ class StackSession:
             known[node], entropies[row] = histogram, label_entropy(histogram)
             self._columns.remarks.append((row, labels_remark(histogram)))
         self._columns.put("label.entropy", [*entropies.values()], np.array([*entropies], np.intp))
+
+    def _tell_data(self) -> None:
+        """Report what each client's data look like: when first seen, and again when they change."""
+        stack = self._stack
+        if stack.inputs is None or stack.labels is None:
+            return
+        told = self._instruments.data.look_at_all(stack.nodes, stack.inputs, stack.labels)
+        for row, (metrics, remark) in told.items():
+            for name, value in metrics.items():
+                self._columns.put(name, [value], np.array([row], np.intp))
+            self._columns.remarks.append((row, remark))
 
     def _fit_after(self) -> None:
         self._put_all(self._fit.trained(self._stack, self._model, self._batches))

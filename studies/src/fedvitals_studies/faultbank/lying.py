@@ -48,7 +48,7 @@ def lying(recording: Recording, liars: Mapping[Node, int]) -> Recording:
     families = {
         name: block if from_update(name) else _usual(block, guilty) for name, block in recording.families.items()
     }
-    told = [event for event in recording.told if event.name != "labels" or event.where.node not in liars]
+    told = [e for e in recording.told if e.name not in ("labels", "data") or e.where.node not in liars]
     return replace(recording, metrics=metrics, families=families, told=told)
 
 
