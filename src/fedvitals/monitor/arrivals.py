@@ -7,7 +7,7 @@ import functools
 import pickle  # only to ask whether a user's probe can go along; nothing is ever loaded from it
 import threading
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from fedvitals.measurements import Measurements, Telemetry, Transfers, places_of
 from fedvitals.monitor.losses import LostRecords
 from fedvitals.monitor.sender_results import column_values, first_values, gather, gather_rows, is_needed
 from fedvitals.monitor.spine import Spine
+from fedvitals.monitor.told_once import ToldOnce
 from fedvitals.monitor.workers import INITIAL_BYTES, WorkerObserver
 from fedvitals.probes.cohort import SENDER, WORKER, Cohort
 from fedvitals.probes.presets import Planned, Preset
@@ -63,7 +64,6 @@ from fedvitals.transport.wire.payload import LIMITS, decode
 if TYPE_CHECKING:
     from fedvitals.probes.backends import AnyInstruments
 
-LABELS = ("labels", "label.entropy")  # the event and the metric
 REFUSED = "telemetry.refused"  # the event that names a sender whose telemetry was not taken, or not all of it
 
 
@@ -88,8 +88,7 @@ class Arrivals:
         self._quotas = SenderQuotas()
         self._held: dict[Node, list[Record]] = {}  # what senders of the open round say of layers and updates
         self._expected: dict[Node, None] = {}
-        self._data: dict[Node, Any] = {}  # checksums of each client's data, as last told
-        self._labels: dict[Node, Any] = {}  # each client's label histogram, as last told
+        self._told_once = ToldOnce()
 
     def observer(self) -> WorkerObserver:
         """For a child process; it knows what is known now."""
@@ -132,7 +131,7 @@ class Arrivals:
             now = time.time()
             # Newest wins in every history: what says that it comes from the future would outlast what is measured here.
             new = [record if record.at <= now else replace(record, at=now) for record in new]
-            new = self._without_known_labels(new)
+            new = self._told_once.without_repeats(new)
             if sender is None or cohort is None:
                 self._emission.admit(new)
             else:
@@ -373,29 +372,6 @@ class Arrivals:
             record = replace(record, parent=here.span if group is None else edge_span(here.span, group))
         return replace(record, where=replace(record.where, round=here.round))
 
-    def _without_known_labels(self, records: list[Telemetry]) -> list[Telemetry]:
-        """A process that meets a client for the first time tells its labels and data; told once by another, that is
-        enough.
-        """
-        records = [record for record in records if not self._is_known_data(record)]
-        known: set[Node | None] = set()
-        for record in records:
-            if isinstance(record, Event) and record.name == "labels" and record.where.node is not None:
-                histogram = record.data.get("histogram")
-                if histogram is not None and self._labels.get(record.where.node) == histogram:
-                    known.add(record.where.node)
-                self._labels[record.where.node] = histogram
-        return records if not known else [kept for record in records for kept in _without_labels(record, known)]
-
-    def _is_known_data(self, record: Telemetry) -> bool:
-        """Return whether it tells of data as they were told before, by their checksums."""
-        if not isinstance(record, Event) or record.name != "data" or record.where.node is None:
-            return False
-        told = tuple(record.data.get(name) for name in ("inputs", "labels", "samples"))
-        known = None not in told and self._data.get(record.where.node) == told
-        self._data[record.where.node] = told
-        return known
-
     def _join(self, records: Sequence[Telemetry], cohort: Cohort | None, sender: Sender | None) -> None:
         """Add the clients that finished to the cohort, and what was measured of them to what the next round needs."""
         spans = {
@@ -495,17 +471,3 @@ def _goes(planned: Planned) -> bool:
             "Make it a function of a module; workers measure without it until then."
         ) from error
     return True
-
-
-def _without_labels(telemetry: Telemetry, nodes: Container[Node | None]) -> Iterator[Telemetry]:
-    """What is left of it without the labels of these nodes: single records, which keep their numbers, if less."""
-    if not isinstance(telemetry, Measurements):
-        records: Iterable[Record] = (telemetry,)
-    elif any(name in LABELS for name in telemetry.names) and any(node in nodes for node in telemetry.nodes):
-        records = telemetry.records()
-    else:
-        yield telemetry
-        return
-    for record in records:
-        if not (isinstance(record, Event | Metric) and record.where.node in nodes and record.name in LABELS):
-            yield record

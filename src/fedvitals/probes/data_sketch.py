@@ -187,8 +187,8 @@ class DataWatch:
             return None
         total = samples.size(data)
         few = samples.read(data, samples.spread_indices(total, CHECKED, 0))
-        unchanged = self._is_unchanged(known, _checksum_of(few))
-        known.wait = CHECK_ROUNDS if unchanged else min(2 * known.wait, LONGEST_WAIT)
+        is_new, unchanged = known.checksum is None, self._is_unchanged(known, _checksum_of(few))
+        known.wait = CHECK_ROUNDS if unchanged or is_new else min(2 * known.wait, LONGEST_WAIT)
         known.left = known.wait - 1
         if unchanged:
             return None

@@ -78,8 +78,9 @@ def compare_data(sketches: Mapping[Node, DataSketch]) -> dict[Node, DataDeviatio
     scores, ratios = spread_scores(comparable)
     unusual = {node for node, score in scores.items() if abs(score) > UNUSUAL_SPREAD}
     cells = _cells(comparable, unusual)
-    if cells is None:
-        return {}
+    if cells is None:  # scalars are all that may leave the clients
+        nothing = (0.0, math.nan, 0.0, None, 0.0, 0, 0.0, 0)
+        return {node: DataDeviation(*nothing, scores[node], ratios[node], math.nan, 0.0) for node in comparable}
     first = _deviations(cells, unusual, scores, ratios)
     evidence = {node: max(own.noise, own.flip) for node, own in first.items() if node not in unusual}
     most = max(0, int(MOST_OUTLYING * len(first)) - len(unusual))

@@ -8,7 +8,7 @@ what a class is. There many clients stand out, and none of them is accused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fedvitals.diagnosis.evidence.attendance import clients_of
@@ -64,7 +64,13 @@ def examine_data(history: History, round_index: int) -> DataExamination:
     """Return what the data of the clients in a round show."""
     sketches = data_sketches(history, round_index)
     present = [node for node in clients_of(history, round_index) if node in sketches.newest]
-    deviations = _deviations(history, sketches, present) if present else {}
+    return judge_data(sketches, present, _deviations(history, sketches, present) if present else {})
+
+
+def judge_data(
+    sketches: DataSketches, present: Sequence[Node], deviations: Mapping[Node, DataDeviation]
+) -> DataExamination:
+    """Return what the data of these clients show, from their sketches and how far these deviate from the others'."""
     changes = {node: change for node in present if (change := _change(sketches, node)) is not None}
     suspects, shifted = dict[Node, DataSuspect](), list[Node]()
     for node in present:

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong data are found in the round in which they appear, by whatever engine clients train."""
+
+import pytest
+
+import fedvitals as fv
+from fedvitals import lab
+
+FEDERATION = """
+dataset = "digits"
+model = {kind = "mlp", hidden = [16]}
+clients = 10
+rounds = 5
+seed = 3
+"""
+FAULTS = {
+    "LABEL_FLIP": '{kind = "label_flip", nodes = ["c3"], source = 1, target = 2, since = 2}',
+    "LABEL_NOISE": '{kind = "label_noise", nodes = ["c3"], rate = 0.6}',
+    "INPUT_NOISE": '{kind = "input_noise", nodes = ["c3"], deviation = 1.5, since = 2}',
+    "INPUT_SCALE": '{kind = "input_scale", nodes = ["c3"], factor = 10.0}',
+}
+
+
+def findings(engine, fault=None, **settings):
+    experiment = lab.read(FEDERATION + ("" if fault is None else f"faults = [{fault}]"))
+    with fv.Monitor(None, strict=True, **settings) as monitor:
+        lab.run(experiment, monitor, engine=engine)
+    return [(own.issue, own.where.node, own.where.round) for own in monitor.findings() if own.severity != "note"]
+
+
+@pytest.mark.parametrize("issue", FAULTS)
+def test_it_is_named_at_once(issue):
+    since = 2 if "since" in FAULTS[issue] else 0
+    told = findings("stacked", FAULTS[issue])
+    assert told[0] == (issue, "c3", since)
+    assert {(name, node) for name, node, _ in told} == {(issue, "c3")}
+
+
+def test_every_engine_tells_the_same():
+    expected = findings("stacked", FAULTS["LABEL_NOISE"])
+    assert findings("sequential", FAULTS["LABEL_NOISE"]) == findings("reuse", FAULTS["LABEL_NOISE"]) == expected
+
+
+def test_nothing_is_said_of_healthy_data():
+    assert findings("stacked") == []
+
+
+def test_another_scale_is_found_where_only_scalars_may_leave_a_client():
+    assert ("INPUT_SCALE", "c3", 0) in findings("stacked", FAULTS["INPUT_SCALE"], privacy=2)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clients' data against those of their peers and against their own, with data made by hand."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedvitals.diagnosis.evidence.data_changes import change_of_data
+from fedvitals.diagnosis.evidence.data_comparison import compare_data
+from fedvitals.diagnosis.evidence.data_sketches import DataSketches, read_sketch
+from fedvitals.diagnosis.evidence.data_suspects import _kind_of
+from fedvitals.probes.data_sketch import describe
+from fedvitals.records import Event, Where
+
+CLASSES = 5
+
+
+def client(seed, change=lambda x, y: (x, y), count=100):
+    stream = np.random.default_rng(seed)
+    centres = np.random.default_rng(99).normal(size=(CLASSES, 12)) * 1.5
+    y = stream.integers(0, CLASSES, count)
+    x = centres[y] + stream.normal(size=(count, 12)) + 3.0
+    return change(x, y)
+
+
+def event(x, y, node="c0", round_index=0, looks=0):
+    description = describe(torch.tensor(np.asarray(x, np.float32)), torch.tensor(y), len(y))
+    name, text, data = description.remark(looks)
+    return Event(Where("run", round_index, node), float(round_index), "info", name, text, data)
+
+
+def sketch(x, y, **place):
+    return read_sketch(event(x, y, **place))
+
+
+def cohort(**changes):
+    return {f"c{i}": sketch(*client(i, changes.get(f"c{i}", lambda x, y: (x, y)))) for i in range(10)}
+
+
+def flip(x, y):
+    return x, np.where(y == 1, 3, y)
+
+
+def noise(x, y):
+    return x, np.where(np.arange(len(y)) % 2 == 0, (y + 1 + np.arange(len(y)) // 2 % 4) % CLASSES, y)
+
+
+def sensor(x, y):
+    return x + np.random.default_rng(5).normal(size=x.shape) * 3, y
+
+
+def percent(x, y):
+    return x * 100, y
+
+
+def camera(x, y):
+    return x * 0.6 + 0.2, y
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [(flip, "label_flip"), (noise, "label_noise"), (sensor, "input_noise"), (percent, "input_scale"), (camera, "inputs")],
+)
+def test_a_client_with_wrong_data_is_named_and_nobody_else(change, kind):
+    kinds = {node: _kind_of(own) for node, own in compare_data(cohort(c4=change)).items()}
+    assert kinds.pop("c4") == kind
+    assert {*kinds.values()} == {None}
+
+
+def test_the_pair_and_the_shares_are_estimated():
+    deviation = compare_data(cohort(c4=flip))["c4"]
+    assert deviation.pair == (3, 1)
+    assert deviation.share == pytest.approx(0.5, abs=0.15)
+    assert compare_data(cohort(c4=noise))["c4"].rate == pytest.approx(0.55, abs=0.2)
+
+
+def test_one_liar_frames_nobody():
+    """It claims to have most samples of all classes, and that they lie elsewhere."""
+    sketches = cohort()
+    means = np.roll(sketches["c9"].means, 1, axis=0) * 5
+    sketches["c9"] = replace(sketches["c9"], counts=np.full(CLASSES, 1e9), means=means, freedom=10**9)
+    kinds = {node: _kind_of(own) for node, own in compare_data(sketches).items() if node != "c9"}
+    assert {*kinds.values()} == {None}
+
+
+def test_too_few_clients_are_not_compared():
+    assert compare_data(dict([*cohort(c1=flip).items()][:3])) == {}
+
+
+def test_of_scalars_alone_the_spread_is_compared():
+    scalars = {
+        node: replace(own, classes=(), means=np.zeros((0, 0)), covariance=np.zeros((0, 0)), labelled=False)
+        for node, own in cohort(c4=percent).items()
+    }
+    kinds = {node: _kind_of(own) for node, own in compare_data(scalars).items()}
+    assert kinds.pop("c4") == "input_scale"
+    assert {*kinds.values()} == {None}
+
+
+# -- own past ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [(flip, "label_flip"), (noise, "label_noise"), (sensor, "input_noise"), (percent, "input_scale"), (camera, "inputs")],
+)
+def test_what_changed_is_told(change, kind):
+    before = client(0)
+    told = change_of_data(sketch(*before), sketch(*change(*before), round_index=4))
+    assert (told.kind, told.since) == (kind, 4)
+    assert told.pair == ((1, 3) if change is flip else None)
+
+
+def test_a_little_more_light_is_no_fault():
+    x, y = client(0)
+    assert change_of_data(sketch(x, y), sketch(x * 1.3, y)) is None
+
+
+def test_new_samples_are_no_fault():
+    assert change_of_data(sketch(*client(0)), sketch(*client(1))) is None
+    assert change_of_data(sketch(*client(0)), sketch(*client(0, count=120))) is None
+
+
+def test_data_that_are_restored_are_well_again():
+    sketches = DataSketches()
+    well, wrong = client(0), flip(*client(0))
+    sketches.update([event(*well)])
+    sketches.update([event(*well), event(*wrong, round_index=4, looks=3)])
+    assert change_of_data(sketches.reference["c0"], sketches.newest["c0"]) is not None
+    sketches.update([event(*well, round_index=8, looks=3)])
+    assert "c0" not in sketches.reference
+
+
+def test_data_that_differ_at_each_look_are_not_compared_with_their_past():
+    sketches = DataSketches()
+    sketches.update([event(*client(0)), event(*flip(*client(0)), round_index=1, looks=0)])
+    assert not sketches.reference
+
+
+# -- hostile ----------------------------------------------------------------------------------------------------------
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(event(*client(0)).data)), junk))
+def test_whatever_a_client_sends_is_read_or_left_out(changes):
+    good = event(*client(0))
+    own = read_sketch(replace(good, data={**good.data, **changes}))
+    compare_data({**cohort(), **({} if own is None else {"liar": own})})
+
+
+def test_a_sketch_of_many_classes_is_left_out():
+    good = event(*client(0))
+    assert read_sketch(replace(good, data={**good.data, "classes": list(range(10**5))})) is None
+    assert read_sketch(replace(good, data={**good.data, "covariance": [0.0] * 10**5})) is None
