@@ -209,8 +209,8 @@ def _drawn(file: File) -> Iterator[Case]:
         raise ConfigError(
             f"The bank {file.name} has [[faults]], which need [settings] and [[domains]] to be drawn from."
         )
-    for run in () if file.settings is None else drawn_runs(
-        file.name, file.seed, file.settings, file.domains, file.faults
+    for run in (
+        () if file.settings is None else drawn_runs(file.name, file.seed, file.settings, file.domains, file.faults)
     ):
         yield Case(
             f"{file.name}/{run.name}",

@@ -209,7 +209,8 @@ class _Draw:
         if fault.culprits != "all" and not drawn:
             struck["nodes"] = self._struck_often(Experiment(**table), since)
         where_and_when = {key: struck[key] for key in ("nodes", "since", "until") if key in struck}
-        return Experiment(**table, faults=[struck, *({**where_and_when, **other} for other in fault.also)])
+        faults = [struck, *({**where_and_when, **other} for other in fault.also)]
+        return Experiment(**{**table, "faults": faults})
 
     def _late(self, since: int) -> int:
         """Another onset, in the second half of the run, if that is drawn and leaves rounds enough."""
@@ -262,4 +263,4 @@ def _members(topology: Any) -> int:
     """Return the fewest clients with which a topology is what it is: two at each edge, in each ring."""
     table: Mapping[str, Any] = {} if isinstance(topology, str) else topology
     own = {"hierarchical": 2 * table.get("edges", 1), "rings": 2 * table.get("rings", 3), "clustered": 4}
-    return max(1, own.get(_kind(topology), 1), table.get("buffer", 0))
+    return int(max(1, own.get(_kind(topology), 1), table.get("buffer", 0)))
