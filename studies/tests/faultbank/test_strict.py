@@ -133,7 +133,9 @@ def test_the_bars_of_the_issue_by_hand():
     bars = asked(*runs)
     micro = bars["F1 by issue and node, wrong names counted, all targets"]
     assert micro.obtained.value == pytest.approx(2 * (6 / 7) * (6 / 14) / (6 / 7 + 6 / 14))
-    assert bars["one class flipped, 15 % of the client's samples or more, recall"].obtained.value == pytest.approx(2 / 3)
+    assert bars["one class flipped, 15 % of the client's samples or more, recall"].obtained.value == pytest.approx(
+        2 / 3
+    )
     assert bars["recall, label noise of 0.4 or more"].verdict == "met"
     assert bars["recall, input noise"].verdict == "not measured"
     assert bars["alarms per 100 healthy rounds, all together"].obtained.value == pytest.approx(8)

@@ -55,6 +55,7 @@ class Struck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     partitions: list[Any] | None = None  # other ones than the domain's and the settings'
     least_clients: int = 1
     most_epochs: int | None = None  # of local training
+    transformed: float | None = None  # another share of transformed runs than the settings'
 
 
 class Transformation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -166,8 +167,9 @@ class _Draw:
         self.rounds = chance.choice(settings.rounds if self.participation == 1 else settings.rounds_partial)
 
     def transformation(self) -> Transformation | None:
-        settings = self._settings
-        if not settings.transformations or self._later.random() >= settings.transformed:
+        settings, share = self._settings, self._fault.transformed
+        share = settings.transformed if share is None else share
+        if not settings.transformations or self._later.random() >= share:
             return None
         possible = [
             each
