@@ -233,6 +233,10 @@ def test_one_client_dominates():
     assert len(more_y) == len(more_x) == 3 * len(y)
     assert torch.equal(more_x[60:120], x)
     assert torch.equal(more_y[120:], y)
+    numbers = torch.rand(4, 2)  # targets that are no classes
+    (fault,) = [fault_of("dominant_client", factor=3)]
+    more = fault_table.apply_data([fault], 0, "c1", torch.rand(4, 5), numbers, 0, 7)[1]
+    assert torch.equal(more, torch.cat([numbers] * 3))
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ class DominantClient(Fault, frozen=True):
     needs_others: ClassVar[bool] = True
 
     def data(self, x: Tensor, y: Tensor, classes: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        return x.repeat(self.factor, *[1] * (x.dim() - 1)), y.repeat(self.factor)
+        return x.repeat(self.factor, *[1] * (x.dim() - 1)), y.repeat(self.factor, *[1] * (y.dim() - 1))
 
 
 class ChannelsSwapped(Fault, frozen=True):

@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 
 from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE
+from fedvitals.lab.description import kind_of
+from fedvitals.lab.faults.table import FAULTS
 
 # By default a fault is answered by the issue in its truth alone. These have a second answer, and no more than that.
 ALSO: dict[str, str] = {
@@ -24,6 +26,41 @@ PAIRED = {"duplicate": "DUPLICATE_UPDATE", "mimic": "DUPLICATE_UPDATE"}
 
 # What an alarm on a client says about the client itself. The other families describe the state that the whole is in.
 ACCUSING = frozenset({"client", "system"})
+
+# What a user looks into first. A backdoor is made of data, but what the server has to defend against is the update.
+_KINDS_OF_FAMILIES = {
+    "labels": ("label_noise", "label_flip", "missing_classes"),
+    "inputs": ("input_noise", "input_scale", "channels_swapped"),
+    "update": (
+        *("stale_update", "free_rider", "duplicate", "sign_flip", "scaling", "gaussian", "little_is_enough"),
+        *("inner_product", "wrong_sample_count", "dominant_client", "shape_mismatch", "dtype_mismatch"),
+        *("optimal_little_is_enough", "optimal_inner_product", "mimic", "sybils"),
+        *("backdoor", "distributed_backdoor", "edge_case_backdoor", "neurotoxin", "model_replacement"),
+    ),
+    "training": (
+        *("wrong_learning_rate", "frozen_layer", "not_finite", "float16_underflow", "broken_batch_norm", "same_batch"),
+        *("rank_collapse", "adapter_scale", "forgetting", "padding", "short_texts"),
+    ),
+    "system": (
+        *("crash", "memory_hog", "disk_full", "drop_out", "straggler", "timeout", "lost_message"),
+        *("corrupted_message", "clock_skew", "telemetry_lost"),
+    ),
+    "whole run": (
+        *("exploding_initialisation", "vanishing_initialisation", "dead_units", "saturated_units", "overfitting"),
+        *("client_drift", "server_rate_too_high", "server_rate_too_low", "zero_weight", "group_left_behind"),
+    ),
+}
+FAMILY_OF = {kind: family for family, kinds in _KINDS_OF_FAMILIES.items() for kind in kinds}
+BACKDOORS = frozenset({"backdoor", "distributed_backdoor", "edge_case_backdoor", "neurotoxin", "model_replacement"})
+# What somebody does on purpose, and what happens to somebody's data: who lies about the one has no reason to lie about
+# the other.
+ATTACKS = BACKDOORS | {
+    *("free_rider", "duplicate", "sign_flip", "scaling", "gaussian", "little_is_enough", "inner_product"),
+    *("optimal_little_is_enough", "optimal_inner_product", "mimic", "sybils"),
+}
+DATA_FAULTS = frozenset(kind for kind, family in FAMILY_OF.items() if family in ("labels", "inputs")) | {
+    "group_left_behind"
+}
 
 # Other words for the same cause.
 _CAUSES = {
@@ -51,6 +88,27 @@ def cause_name(words: str) -> str:
     """«label noise», `label_noise` and `LABEL_NOISE` are one cause."""
     name = re.sub(r"[^A-Z0-9]+", "_", words.upper()).strip("_")
     return _CAUSES.get(name, name)
+
+
+def nature_of(kind: str) -> str:
+    """Return whether a fault is an attack, a fault of data, or neither."""
+    return "attacks" if kind in ATTACKS else "data faults" if kind in DATA_FAULTS else "other faults"
+
+
+def family_of_cause(cause: str) -> str | None:
+    """Return the family of a cause that was named, by a fault's kind or by an issue; None: it belongs to none."""
+    name = cause_name(cause)
+    for kind, family in FAMILY_OF.items():
+        if cause_name(kind) == name:
+            return family
+    for fault in FAULTS:
+        kind = kind_of(fault.__name__)
+        if name in {cause_name(code) for code in accepted(kind, fault.issue)} and fault.issue != "unusual_client":
+            return FAMILY_OF.get(kind)
+    known = ISSUES_BY_CODE.get(name)
+    if known is None or known.family == "client":
+        return None
+    return "system" if known.family == "system" else "whole run"
 
 
 def cause_is_right(cause: str, kind: str, issue: str) -> bool:

@@ -17,12 +17,14 @@ from fedvitals.lab.data.sources import search_folders
 from fedvitals.lab.description import kind_of
 from fedvitals.lab.engines.devices import resolve_device
 from fedvitals.report.markup import literal
+from fedvitals_studies.faultbank.bars import Bar
 from fedvitals_studies.faultbank.bundle import OUTCOMES, RUNS, merge
 from fedvitals_studies.faultbank.cases import Bank, Case, healthy_rounds
 from fedvitals_studies.faultbank.comparison import read_other
 from fedvitals_studies.faultbank.examine import examine_all, read_all, sources, to_examine
 from fedvitals_studies.faultbank.healthy import Healthy, summarise_matrix
 from fedvitals_studies.faultbank.healthy_page import write_matrix_page
+from fedvitals_studies.faultbank.outcome_lines import write_outcomes
 from fedvitals_studies.faultbank.page import write_page
 from fedvitals_studies.faultbank.pool import Done, is_there, load_about, watch_all
 from fedvitals_studies.faultbank.report import Summary, summarise
@@ -50,6 +52,11 @@ class Taken:
     files: Sequence[Path]
     absent: Sequence[Absent]
     failed: Sequence[tuple[str, str]]  # cases, and what went wrong
+
+    @property
+    def bars(self) -> Sequence[Bar]:
+        """What is asked for at present."""
+        return self.summary.bars if isinstance(self.summary, Healthy) else self.summary.asked
 
 
 def listing(bank: Bank) -> dict[str, Any]:
@@ -163,7 +170,8 @@ def _summary_of_bank(
         return Taken(bank, matrix, write_matrix_page(matrix, folder, found), absent, tuple(failed.items()))
     summary = summarise(outcomes)
     files = write_page(summary, outcomes, folder, found, dict(trained), other)
-    return Taken(bank, summary, (*files, write_rates(summary, bank, folder)), absent, tuple(failed.items()))
+    files = (*files, write_outcomes(outcomes, folder), write_rates(summary, bank, folder))
+    return Taken(bank, summary, files, absent, tuple(failed.items()))
 
 
 def _left_out(failed: Mapping[str, str]) -> Iterator[str]:

@@ -4,7 +4,8 @@
 A bank is a TOML file: settings to draw from, domains (a data set with a model), and faults with their strengths. It
 is expanded by its seed, the same everywhere; its digest is that of all experiments in it. Cases may also be written
 out one by one (`[[cases]]`), which is how others bring their own. A bank may be `like` another: drawn from the same
-settings, domains and faults, by another seed. A `[matrix]` of healthy settings is expanded by `matrix`.
+settings, domains and faults, by another seed. `[[controls]]` are healthy runs without a faulty twin. A `[matrix]` of
+healthy settings is expanded by `matrix`.
 """
 
 from __future__ import annotations
@@ -23,50 +24,12 @@ import msgspec
 
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.lab.experiment import Experiment
+from fedvitals_studies.faultbank.drawing import Domain, Settings, Struck, drawn_runs, transformation_of
 from fedvitals_studies.faultbank.matrix import Matrix, Setting, runs_of, scaled
 
 BANKS = Path(__file__).parent / "banks"
-GROUPED = ("hierarchical", "rings", "clustered")
 LATER = ('pool = "max"\n',)
 """Settings that the lab gained after a bank was published, as they are by default: the digest does not know them."""
-
-
-class Domain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A data set with a model, and the local trainings under which it learns."""
-
-    name: str
-    dataset: Any
-    model: Any
-    local: list[dict[str, Any]]
-    most_clients: int = 100
-
-
-class Struck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fault, how many cases of it, and the strengths that take turns."""
-
-    kind: str
-    cases: int
-    vary: list[dict[str, Any]] = msgspec.field(default_factory=lambda: [{}])
-    culprits: str = "some"  # «some»: one, or two to seven of thirty and more; «attackers»: a fifth; «all»: the run
-    strength: str | None = None  # which setting tells how strong it is
-    onset: bool = True  # whether it may begin later than the run
-    lasts: int | None = None  # so many rounds, from the onset on; None: to the end
-    also: list[dict[str, Any]] = msgspec.field(default_factory=list)  # other faults, of the same nodes and rounds
-    flips_largest: bool = False  # of a label flip: from the class of which the client has most
-    network: dict[str, Any] | None = None
-    domains: list[str] | None = None  # only these
-    topologies: list[str] | None = None
-
-
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is drawn for each case; an entry that stands there twice is drawn twice as often."""
-
-    clients: list[int]
-    partitions: list[Any]
-    participations: list[float]
-    topologies: list[Any]
-    rounds: list[int]
-    rounds_partial: list[int]  # where only some take part, more rounds are needed for the same evidence
 
 
 class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,6 +38,17 @@ class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     experiment: dict[str, Any]
     domain: str = "own"
+
+
+class Control(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A healthy federation that looks unlike the others, with so many seeds: nothing may be said of it."""
+
+    name: str
+    group: str  # by which alarms are counted
+    experiment: dict[str, Any]
+    domain: str = "control"
+    runs: int = 3
+    untold: bool = False  # nobody tells the monitor that updates are transformed
 
 
 class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,6 +60,8 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     domains: list[Domain] = msgspec.field(default_factory=list)
     faults: list[Struck] = msgspec.field(default_factory=list)
     cases: list[Written] = msgspec.field(default_factory=list)
+    controls: list[Control] = msgspec.field(default_factory=list)
+    levels: list[int] = msgspec.field(default_factory=list)  # privacy levels at which each run is examined once more
     matrix: Matrix | None = None
     twins: int | None = None  # of a matrix that it is like: seeds with faults
     only: list[str] | None = None  # of its settings
@@ -104,6 +80,9 @@ class Case:
     setting: str | None = None  # of a matrix, which is about our own detectors only: no baselines, no lies
     untold: bool = False  # nobody tells the monitor that updates are transformed
     control: Case | None = None  # a clean run that it shares with others; None: one of its own
+    transformation: str | None = None  # of updates on their way, by its name
+    control_group: str | None = None  # of a healthy run that is nobody's twin
+    levels: tuple[int, ...] = ()  # privacy levels at which it is examined once more
 
     @property
     def faulty(self) -> bool:
@@ -153,7 +132,7 @@ def read_bank(source: str | Path) -> Bank:
     file = _read(path)
     if file.like is not None:
         file = _like(file, path)
-    cases = (*_written(file), *_drawn(file), *_of_matrix(file))
+    cases = (*_written(file), *_drawn(file), *_controls(file), *_of_matrix(file))
     if not cases:
         raise ConfigError(
             f"{path} has no cases: give [[faults]] with [settings] and [[domains]], [[cases]], or a [matrix]."
@@ -182,24 +161,37 @@ def _read(path: Path) -> File:
 
 def _like(file: File, path: Path) -> File:
     """With what it takes from another bank filled in."""
-    if file.settings is not None or file.domains or file.faults or file.matrix is not None:
+    if file.settings is not None or file.domains or file.faults or file.controls or file.matrix is not None:
         raise ConfigError(
-            f"{path} is like {file.like}: it has no [settings], [[domains]], [[faults]] or [matrix] of its own."
+            f"{path} is like {file.like}: it has no [settings], [[domains]], [[faults]], [[controls]] or [matrix] of "
+            "its own."
         )
     other = _read(path_of(str(file.like)))
     # A billionth less, so that 1.1 times 10 are 11 in binary digits, too.
     faults = [msgspec.structs.replace(f, cases=math.ceil(f.cases * file.times - 1e-9)) for f in other.faults]
     matrix = None if other.matrix is None else scaled(other.matrix, file.times, file.twins, file.only)
-    return msgspec.structs.replace(file, settings=other.settings, domains=other.domains, faults=faults, matrix=matrix)
+    return msgspec.structs.replace(
+        file,
+        settings=other.settings,
+        domains=other.domains,
+        faults=faults,
+        controls=other.controls,
+        levels=other.levels,
+        matrix=matrix,
+    )
 
 
 def _written(file: File) -> Iterator[Case]:
     for case in file.cases:
-        try:
-            experiment = Experiment(**case.experiment)
-        except (ConfigError, TypeError) as error:
-            raise ConfigError(f"The case '{case.name}' of the bank {file.name} is no experiment: {error}") from error
-        yield Case(f"{file.name}/{case.name}", file.name, case.domain, experiment)
+        experiment = _described(file, case.name, case.experiment)
+        yield Case(f"{file.name}/{case.name}", file.name, case.domain, experiment, levels=tuple(file.levels))
+
+
+def _described(file: File, name: str, table: Mapping[str, Any]) -> Experiment:
+    try:
+        return Experiment(**table)
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"The case '{name}' of the bank {file.name} is no experiment: {error}") from error
 
 
 def _of_matrix(file: File) -> Iterator[Case]:
@@ -217,69 +209,37 @@ def _drawn(file: File) -> Iterator[Case]:
         raise ConfigError(
             f"The bank {file.name} has [[faults]], which need [settings] and [[domains]] to be drawn from."
         )
-    for place, fault in enumerate(file.faults):
-        domains = [d for d in file.domains if fault.domains is None or d.name in fault.domains]
-        if not domains:
-            raise ConfigError(f"No domain of the bank {file.name} is among those of {fault.kind}: {fault.domains}.")
-        for number in range(fault.cases):
-            assert file.settings is not None  # noqa: S101 - asked above
-            chance = random.Random(f"{file.seed}/{fault.kind}/{place}/{number}")  # noqa: S311 - no secrets here
-            # Domains and strengths take turns, at different paces, so that all pairs come up.
-            domain = domains[(number + place) % len(domains)]
-            turn = number if len(domains) == 1 else number // len(domains) + number
-            strength = fault.vary[turn % len(fault.vary)]
-            experiment = _experiment(file, fault, domain, strength, chance)
-            name = f"{file.name}/{fault.kind}-{place}/{number:02d}"
-            yield Case(name, file.name, domain.name, experiment, fault.strength, fault.flips_largest)
+    for run in (
+        () if file.settings is None else drawn_runs(file.name, file.seed, file.settings, file.domains, file.faults)
+    ):
+        yield Case(
+            f"{file.name}/{run.name}",
+            file.name,
+            run.domain,
+            run.experiment,
+            run.strength,
+            run.flips_largest,
+            untold=run.untold,
+            transformation=run.transformation,
+            levels=tuple(file.levels),
+        )
 
 
-def _experiment(
-    file: File, fault: Struck, domain: Domain, strength: Mapping[str, Any], chance: random.Random
-) -> Experiment:
-    settings = file.settings
-    assert settings is not None  # noqa: S101 - asked by the caller
-    clients = chance.choice([n for n in settings.clients if n <= domain.most_clients])
-    allowed = [t for t in settings.topologies if fault.topologies is None or _kind(t) in fault.topologies]
-    topology = chance.choice(allowed)
-    participation = 1.0
-    if clients >= 20 and _kind(topology) not in GROUPED:
-        participation = chance.choice(settings.participations)
-    rounds = chance.choice(settings.rounds if participation == 1 else settings.rounds_partial)
-    since = 0 if not fault.onset or chance.random() < 0.35 else chance.randint(3, max(3, min(10, rounds // 2)))
-    struck = {"kind": fault.kind, "since": since, **strength}
-    if fault.culprits != "all":
-        struck["nodes"] = _culprits(fault.culprits, clients, chance)
-    if fault.lasts is not None:
-        struck["until"] = since + fault.lasts - 1
-    where_and_when = {key: struck[key] for key in ("nodes", "since", "until") if key in struck}
-    table: dict[str, Any] = {
-        "name": f"{file.name}-{fault.kind}",
-        "dataset": domain.dataset,
-        "model": domain.model,
-        "local": chance.choice(domain.local),
-        "clients": clients,
-        "partition": chance.choice(settings.partitions),
-        "participation": participation,
-        "rounds": rounds,
-        "topology": topology,
-        "network": fault.network,
-        "faults": [struck, *({**where_and_when, **other} for other in fault.also)],
-        "seed": chance.randrange(2**31),
-    }
-    return Experiment(**table)
-
-
-def _kind(described: Any) -> str:
-    return described if isinstance(described, str) else str(described["kind"])
-
-
-def _culprits(how: str, clients: int, chance: random.Random) -> list[str]:
-    count = 1
-    if how == "attackers":
-        count = max(2, clients // 5)
-    elif how == "some" and clients >= 30 and chance.random() < 0.4:
-        count = chance.randint(2, 7)
-    return [f"c{index}" for index in sorted(chance.sample(range(clients), count))]
+def _controls(file: File) -> Iterator[Case]:
+    for control in file.controls:
+        for number in range(control.runs):
+            chance = random.Random(f"{file.seed}/control/{control.name}/{number}")  # noqa: S311 - no secrets here
+            table = {**control.experiment, "name": control.name, "seed": chance.randrange(2**31)}
+            yield Case(
+                f"{file.name}/control-{control.name}/{number:02d}",
+                file.name,
+                control.domain,
+                _described(file, control.name, table),
+                untold=control.untold,
+                transformation=transformation_of(table),
+                control_group=control.group,
+                levels=tuple(file.levels),
+            )
 
 
 def healthy_rounds(cases: Sequence[Case]) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from fedvitals import diagnosis
-from fedvitals_studies.faultbank import lying, outcome, pool, recording, score
+from fedvitals_studies.faultbank import accepted, lying, outcome, pool, privacy_levels, recording, score
 from fedvitals_studies.faultbank.baselines import history, sagemaker, updates
 from fedvitals_studies.faultbank.cases import Case
 from fedvitals_studies.faultbank.pool import Done
@@ -22,7 +22,7 @@ from fedvitals_studies.faultbank.workers import Ended, in_processes
 # What an outcome is made by, besides the diagnosis as a whole.
 MAKERS = (
     *(history, sagemaker, updates),
-    *(lying, outcome, score, recording),
+    *(accepted, lying, outcome, privacy_levels, score, recording),
 )
 Task = tuple[Case, Path, Path, str]
 
@@ -121,4 +121,5 @@ def _outcomes(case: Case, runs: Path) -> list[Outcome]:
     found = [outcome.outcome_of(case, recorded, about, twin)]
     if case.setting is None and outcome.liars(found[0].faults):
         found.append(outcome.outcome_of(case, recorded, about, twin, lies=True))
+    found += [outcome.outcome_of(case, recorded, about, twin, level=level) for level in case.levels]
     return found

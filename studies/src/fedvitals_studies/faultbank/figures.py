@@ -38,6 +38,19 @@ def _all_raised(judged: Judgements) -> list[float]:
     return [t + f for t, f in zip(_raised(judged, "true"), _raised(judged, "false"), strict=True)]
 
 
+def _right(judged: Judgements) -> list[float]:
+    return [sum(case.right for case in each.raised) for each in judged]
+
+
+def _wrong(judged: Judgements) -> list[float]:
+    return [sum(case.wrong for case in each.raised) for each in judged]
+
+
+def _strict_precision(judged: Judgements) -> Estimate:
+    right, wrong = _right(judged), _wrong(judged)
+    return share(right, [r + w for r, w in zip(right, wrong, strict=True)])
+
+
 def _on_clients(each: Judgement) -> list[Target]:
     return [target for target in each.targets if target.node is not None]
 
@@ -76,6 +89,11 @@ def _cause(judged: Judgements) -> Estimate:
     return share(right, _culprits_located(judged))
 
 
+def _family(judged: Judgements) -> Estimate:
+    right = [sum(t.is_located and t.family_right for t in _on_clients(each)) for each in judged]
+    return share(right, _culprits_located(judged))
+
+
 def _accused(judged: Judgements) -> Estimate:
     return rate([e.accused_client_rounds for e in judged], [e.healthy_client_rounds for e in judged], per=1)
 
@@ -110,6 +128,8 @@ def _damage(judged: Judgements) -> Estimate:
 FIGURES: dict[str, Callable[[Judgements], Estimate]] = {
     "f1": lambda j: harmonic(_hits(j), _targets(j), _raised(j, "true"), _raised(j, "false")),
     "precision": lambda j: share(_raised(j, "true"), _all_raised(j)),
+    "strict_f1": lambda j: harmonic(_hits(j), _targets(j), _right(j), _wrong(j)),
+    "strict_precision": _strict_precision,
     "recall": lambda j: share(_hits(j), _targets(j)),
     "node_f1": lambda j: harmonic(_culprits_located(j), _clients(j), _culprits(j)[0], _culprits(j)[2]),
     "node_recall": lambda j: share(_culprits_located(j), _clients(j)),
@@ -120,6 +140,7 @@ FIGURES: dict[str, Callable[[Judgements], Estimate]] = {
     "top_3": lambda j: _top(j, 3),
     "delay": lambda j: median([[target.delay for target in each.targets] for each in j]),
     "cause": _cause,
+    "family": _family,
     "accused_clean": lambda j: _accused(_clean(j)),
     "accused_faulty": lambda j: _accused(_faulty(j)),
     "alarms": _alarms,
@@ -158,6 +179,8 @@ GROUPS: dict[str, Callable[[Outcome], str]] = {
     "participation": lambda o: f"{100 * o.participation:.3g} % take part",
     "topology": lambda o: o.topology,
     "domain": lambda o: o.domain,
+    "transformation": lambda o: o.transformation or "updates as they are",
+    "control": lambda o: o.control or "no control",
 }
 
 

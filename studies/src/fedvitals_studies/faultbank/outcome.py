@@ -31,6 +31,7 @@ from fedvitals_studies.faultbank.baselines.history import BY_HISTORY, cohort_sco
 from fedvitals_studies.faultbank.baselines.updates import DIFFERENTIAL, KRUM, feddebug_accused, krum_accused
 from fedvitals_studies.faultbank.cases import Case
 from fedvitals_studies.faultbank.lying import lying
+from fedvitals_studies.faultbank.privacy_levels import at_level
 from fedvitals_studies.faultbank.recording import Recording
 from fedvitals_studies.faultbank.report import LYING, OURS
 from fedvitals_studies.faultbank.run import About
@@ -55,22 +56,32 @@ def outcome_of(
     twin: tuple[Recording, About] | None = None,
     *,
     lies: bool = False,
+    level: int | None = None,
 ) -> Outcome:
-    """What all methods say of a case; `twin`: the same run without its faults; `lies`: the culprits lie."""
+    """What all methods say of a case; `twin`: the same run without its faults; `lies`: the culprits lie.
+
+    `level`: a privacy level. Our detectors alone are asked, with what would have been released at that level.
+    """
     faults = planted(case, about, None if twin is None else twin[0])
     if lies:
         recording = lying(recording, liars(faults))
+    if level is not None:
+        recording = at_level(recording, level)
     experiment = case.experiment
     matrix = case.setting is not None
     ours = _Examined(recording, faults, about.present, with_messages=matrix)
-    methods, scores = ({}, {}) if matrix else _by_history(recording, about.present)
-    methods |= _by_updates(about, faults)
-    scores |= _scores_by_updates(about, faults)
+    methods, scores = ({}, {}) if matrix or level is not None else _by_history(recording, about.present)
+    if level is None:
+        methods |= _by_updates(about, faults)
+        scores |= _scores_by_updates(about, faults)
     examined = examination(recording)
     return Outcome(
         client_rounds=examined.client_rounds,
         not_judged=sum(examined.not_judged.values()),
         case=f"{case.name}{LYING}" if lies else case.name,
+        level=level,
+        transformation=f"{case.transformation}, untold" if case.untold else case.transformation,
+        control=case.control_group,
         bank=case.bank,
         domain=case.domain,
         dataset=_kind(experiment.dataset),

@@ -26,6 +26,7 @@ from fedvitals_studies.faultbank.report import (
     Summary,
 )
 from fedvitals_studies.faultbank.score import WITHIN, Outcome
+from fedvitals_studies.faultbank.strict import LEVEL_FIGURES, LIAR_FIGURES, STRICT_FIGURES, STRICT_KIND_FIGURES
 from fedvitals_studies.reproduce.results import as_json
 
 MARKS = {"met": "●", "missed": "○", "not measured": "–"}
@@ -42,6 +43,9 @@ HEADS = {
     "top_3": "top-3",
     "delay": "median delay",
     "cause": "cause right",
+    "family": "family right",
+    "strict_f1": "F1, wrong names counted",
+    "strict_precision": "precision, wrong names counted",
     "accused_clean": "accused, clean runs",
     "accused_faulty": "accused, faulty runs",
     "alarms": "alarms per 100 healthy rounds",
@@ -49,7 +53,9 @@ HEADS = {
     "attack": "attack succeeds",
     "damage": "accuracy lost",
 }
-PERCENT = frozenset({"top_1", "top_3", "cause", "accused_clean", "accused_faulty", "share", "time", "attack", "damage"})
+PERCENT = frozenset(
+    {"top_1", "top_3", "cause", "family", "accused_clean", "accused_faulty", "share", "time", "attack", "damage"}
+)
 ISSUE_FIGURES = ("f1", "precision", "recall", "alarms")
 METHODS = "Methods side by side"
 LYING_FIGURES = ("culprit_f1", "culprit_precision", "culprit_recall", "recall")
@@ -142,6 +148,7 @@ def _blocks(
     return [
         *_opening(summary, outcomes, remarks),
         *_bars(summary),
+        *_strict(summary),
         Heading(2, METHODS),
         _table(
             "The same runs, one table",
@@ -189,6 +196,37 @@ def _blocks(
     ]
 
 
+def _strict(summary: Summary) -> list[Block]:
+    """By issue and node, and what belongs to it."""
+    liars = _table("Culprits that lie", "fault", summary.liars, LIAR_FIGURES, "No clean runs.")
+    levels = _table(
+        "The same runs, with what each privacy level releases",
+        "level",
+        summary.levels,
+        LEVEL_FIGURES,
+        "Removed from the recording: what may not leave a client, and what the server computes from it.",
+    )
+    return [
+        Heading(2, "By issue and node"),
+        _table(
+            "Wrong names counted",
+            "runs",
+            summary.strict,
+            STRICT_FIGURES,
+            "«F1» and «precision» are the older, lenient figures: there a wrong name on the right client is no error. "
+            "Parts have the faulty runs with their clean twins.",
+        ),
+        _table("By fault kind, with the clean twins", "fault", summary.strict_kinds, STRICT_KIND_FIGURES),
+        *(
+            _table(f"Alarms by {name}, exact limits", name, rows, ("alarms",))
+            for name, rows in summary.alarm_groups.items()
+            if len(rows) > 1
+        ),
+        *([levels] if summary.levels else []),
+        *([liars] if summary.liars else []),
+    ]
+
+
 def _attacks(summary: Summary) -> list[Block]:
     if not summary.attacks:
         return []
@@ -210,7 +248,14 @@ def _bars(summary: Summary) -> list[Block]:
     return [
         Heading(2, "The bars"),
         Table(
-            "What was asked for, and what was obtained",
+            "What the issue «Find what is ill» asks for, and what was obtained",
+            ("bar", "asked", "obtained [95 %]", "verdict", ""),
+            tuple(bar_row(bar) for bar in summary.asked),
+            "A wrong name on the right client counts against precision. The limits of a group's alarms are those of a "
+            "Poisson rate.",
+        ),
+        Table(
+            "Older bars: a wrong name on the right client counts as precise",
             ("bar", "asked", "obtained [95 %]", "verdict", ""),
             tuple(bar_row(bar) for bar in summary.bars),
             "Verdicts are by the figure itself. Corrections and the cost with 100 clients × 20 layers are measured "
@@ -261,7 +306,7 @@ _DEFINITIONS = (
 
 
 def _opening(summary: Summary, outcomes: Sequence[Outcome], remarks: Sequence[str]) -> list[Block]:
-    verdicts = [bar.verdict for bar in summary.bars]
+    verdicts = [bar.verdict for bar in summary.asked]
     lengths = [outcome.rounds for outcome in outcomes]
     clients = [outcome.clients for outcome in outcomes]
     blocks: list[Block] = [
@@ -278,6 +323,7 @@ def _opening(summary: Summary, outcomes: Sequence[Outcome], remarks: Sequence[st
         f"rounds of a run: {min(lengths)} to {max(lengths)}; clients: {min(clients)} to {max(clients)}",
         f"domains: {', '.join(sorted({outcome.domain for outcome in outcomes}))}",
         f"beside them, runs heard again with culprits that lie: {sum(outcome.lying for outcome in outcomes)}",
+        f"and at lower privacy levels: {sum(outcome.level is not None for outcome in outcomes)}",
         f"cases left unjudged: {summary.unjudged}",
         f"time of the detectors: {words(summary.time, percent=True)} of the bank's rounds, which are tiny ones",
         *remarks,

@@ -6,10 +6,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fedvitals.errors import ConfigError, unknown
+from fedvitals_studies.faultbank import strict
+from fedvitals_studies.faultbank.asked import asked_bars
 from fedvitals_studies.faultbank.bars import Bar, bars, size_bars
 from fedvitals_studies.faultbank.figures import FIGURES, GROUPS, Judgements, Row, about, of_issue, row, split
 from fedvitals_studies.faultbank.intervals import Bin, Estimate, calibration, share
@@ -20,6 +22,7 @@ LABEL_FAULTS = ("label_noise", "label_flip")
 LYING = "/lying"  # at the end of a case's name: the same with culprits that lie
 HALF = 0.5  # of its domain's best: a model that has learnt at least so much is called trained
 ABSOLUTE = 0.7  # the harder reading, beside it
+LATER_GROUPS = ("transformation", "control")  # of which older banks have one only
 LONGEST = 12  # participations that a delay curve shows
 DAMAGE = (
     ("none: under 0.5 points", 0.5),
@@ -82,11 +85,17 @@ class Summary:
     time: Estimate  # of the detectors, as a share of the bank's rounds, which are far smaller than real ones
     unjudged: int  # cases about the whole run in a run that is ill: neither right nor wrong
     attacks: Sequence[Row] = ()  # backdoors, whose success is measured
+    asked: Sequence[Bar] = ()  # the bars of the issue «Find what is ill»
+    strict: Sequence[Row] = ()  # by issue and node, wrong names counted: all runs, and parts of them
+    strict_kinds: Sequence[Row] = ()
+    alarm_groups: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+    levels: Sequence[Row] = ()  # the same runs at lower privacy levels
+    liars: Sequence[Row] = ()  # culprits that lie: attackers, and those who have no reason to
 
     def as_facts(self) -> dict[str, Any]:
         """For JSON: the same, with the verdicts."""
         facts = asdict(self)
-        for name in ("bars", "size"):
+        for name in ("bars", "size", "asked"):
             for entry, bar in zip(facts[name], getattr(self, name), strict=True):
                 entry["verdict"], entry["certain"] = bar.verdict, bar.certain
         return facts
@@ -96,6 +105,7 @@ def summarise(outcomes: Sequence[Outcome], ours: str = OURS) -> Summary:
     """All figures of all methods on these runs; the tables in detail are of the method `ours`.
 
     A run in which the culprits lie is one of the others, heard otherwise: it counts where lies are the question, only.
+    So does a run that is examined at a lower privacy level.
     """
     names = sorted({method for outcome in outcomes for method in outcome.methods})
     if ours not in names:
@@ -104,19 +114,23 @@ def summarise(outcomes: Sequence[Outcome], ours: str = OURS) -> Summary:
     everything = {
         name: [judge(o, name) for o in outcomes if name in o.methods] for name in dict.fromkeys((ours, *names))
     }
-    by_method = {name: [each for each in judged if not each.outcome.lying] for name, judged in everything.items()}
-    outcomes, judged = [outcome for outcome in outcomes if not outcome.lying], by_method[ours]
+    by_method = {name: [each for each in judged if each.outcome.plain] for name, judged in everything.items()}
+    outcomes, judged = [outcome for outcome in outcomes if outcome.plain], by_method[ours]
+    lied = [each for each in everything[ours] if each.outcome.lying]
+    at_levels = [each for each in everything[ours] if each.outcome.level is not None]
     trained = _trained(outcomes, lambda best: HALF * best)
     kinds = _by_kind(judged)
     groups = {
         name: [row(g, each, GROUP_FIGURES) for g, each in split(judged, key).items()] for name, key in GROUPS.items()
     }
+    groups = {name: rows for name, rows in groups.items() if len(rows) > 1 or name not in LATER_GROUPS}
+    strict_kinds, alarm_groups = strict.by_kind(judged), strict.alarms_by_group(judged)
     error, reliability = calibration([outcome.probabilities for outcome in outcomes])
     return Summary(
         banks=sorted({outcome.bank for outcome in outcomes}),
         ours=ours,
         counts=_counts(outcomes, judged),
-        bars=bars(judged, [each for each in everything[ours] if each.outcome.lying], groups, kinds, error, trained),
+        bars=bars(judged, lied, groups, kinds, error, trained),
         size=size_bars(outcomes),
         methods=[row(name, each, METHOD_FIGURES) for name, each in by_method.items()],
         kinds=kinds,
@@ -134,6 +148,12 @@ def summarise(outcomes: Sequence[Outcome], ours: str = OURS) -> Summary:
         reliability=reliability,
         time=FIGURES["time"](judged),
         attacks=_attacks(judged),
+        asked=asked_bars(judged, lied, at_levels, alarm_groups, strict_kinds),
+        strict=strict.parts(judged),
+        strict_kinds=strict_kinds,
+        alarm_groups=alarm_groups,
+        levels=strict.by_level(judged, at_levels),
+        liars=strict.liars_by_nature(lied),
         unjudged=sum(case.verdict == "unjudged" for each in judged for case in each.raised),
     )
 
@@ -262,7 +282,11 @@ def _lying(by_method: Mapping[str, Judgements]) -> list[Row]:
     found = []
     for method, judged in by_method.items():
         lied = {each.outcome.case.removesuffix(LYING) for each in judged if each.outcome.lying}
-        faulty = [each for each in judged if each.culprits and each.outcome.case.removesuffix(LYING) in lied]
+        faulty = [
+            each
+            for each in judged
+            if each.culprits and each.outcome.level is None and each.outcome.case.removesuffix(LYING) in lied
+        ]
         for word, lies in (("honest", False), ("lying", True)):
             runs = [each for each in faulty if each.outcome.lying == lies]
             if runs:

@@ -130,9 +130,9 @@ def engine_of(experiment: lab.Experiment) -> str:
 
 
 def _watching(case: Case, experiment: lab.Experiment, site: Site, store: MemoryStore) -> Tee:
-    """Baselines look in the middle and at the end of the run; they have no answer for tokens, which are no noise."""
+    """Baselines look in the middle and at the end of the run; they have no answer for tokens, nor for numbers."""
     monitor = Monitor(None, probes=bank_preset(), host="lab", detectors=(), sinks=[store])
-    if site.dataset.vocabulary is not None or case.setting is not None:
+    if site.dataset.vocabulary is not None or site.dataset.targets != "classes" or case.setting is not None:
         return Tee(monitor)
     last = experiment.rounds - 1
     looks = (last // 2, last)

@@ -15,7 +15,16 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from fedvitals_studies.faultbank.accepted import OF_THE_WHOLE, PAIRED, accepted, accuses, cause_is_right, cause_name
+from fedvitals_studies.faultbank.accepted import (
+    FAMILY_OF,
+    OF_THE_WHOLE,
+    PAIRED,
+    accepted,
+    accuses,
+    cause_is_right,
+    cause_name,
+    family_of_cause,
+)
 
 WITHIN = 5  # participations (rounds, of the whole run) after the onset
 EXCHANGING = frozenset({"rings", "hierarchical"})  # inside a group everybody trains on what the culprit sent
@@ -89,10 +98,18 @@ class Outcome:
     attack: float | None = None  # success of a backdoor at the end: share of triggered samples taken for its target
     client_rounds: int = 0  # that detectors looked at
     not_judged: int = 0  # of these (`diagnosis.abstentions`)
+    level: int | None = None  # the privacy level at which it was examined once more; None: with all that was recorded
+    transformation: str | None = None  # of updates on their way, with «untold» where nobody told the monitor
+    control: str | None = None  # the group of a healthy run that is nobody's twin
 
     @property
     def clean(self) -> bool:
         return not self.faults
+
+    @property
+    def plain(self) -> bool:
+        """Whether it counts in the tables of all runs: it is neither a lie nor a look at a lower privacy level."""
+        return not self.lying and self.level is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +135,13 @@ class Target:
     def cause_right(self) -> bool:
         return self.cause is not None and cause_is_right(self.cause, self.fault.kind, self.fault.issue)
 
+    @property
+    def family_right(self) -> bool:
+        """Whether the cause that was named is of the fault's family, if it is not the right one itself."""
+        if self.cause is None:
+            return False
+        return self.cause_right or family_of_cause(self.cause) == FAMILY_OF.get(self.fault.kind, self.fault.family)
+
 
 @dataclass(frozen=True, slots=True)
 class Raised:
@@ -129,6 +153,11 @@ class Raised:
     rounds: Sequence[int]
     verdict: str = "false"  # «true», «false»; «unjudged»: a trouble of the whole after an onset elsewhere
     right: bool = False  # the right issue, too
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it counts against precision where a wrong name on the right client is wrong."""
+        return self.verdict != "unjudged" and not self.right
 
 
 @dataclass(frozen=True, slots=True)

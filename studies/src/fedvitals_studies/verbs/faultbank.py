@@ -26,7 +26,7 @@ TOLD = ("f1", "culprit_f1", "top_1", "delay", "alarms", "accused_clean", "cause"
     "--bank",
     default=None,
     metavar="NAME|FILE",
-    help="held-out (default), held-out-large, tune, healthy, healthy-tune, quick, or a TOML file.",
+    help="held-out (default), held-out-large, held-out-three, attacks, tune, healthy[-tune], quick, or a TOML file.",
 )
 @click.option("--quick", is_flag=True, help="The bank «quick»: small cases, a few minutes on two cores.")
 @click.option("--out", default=None, metavar="DIR", help="Where runs, outcomes and page go. Default: faultbank[-BANK].")
@@ -102,7 +102,7 @@ def command(
         with _bars() as stage:
             taken = take(chosen, folder, where, how, stage)
     _tell(taken, as_json)
-    missed = any(bar.verdict == "missed" for bar in taken.summary.bars)
+    missed = any(bar.verdict == "missed" for bar in taken.bars)
     return int(bool(taken.failed) or (judge and missed))
 
 
@@ -209,7 +209,7 @@ def _facts(taken: Taken) -> dict[str, Any]:
                 "verdict": bar.verdict,
                 "note": bar.note,
             }
-            for bar in taken.summary.bars
+            for bar in taken.bars
         ],
         **tables,
         "absent": taken.absent,
@@ -232,7 +232,7 @@ def _print(taken: Taken) -> None:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("", "bar", "asked", "obtained [95 %]"):
         table.add_column(column)
-    for bar in taken.summary.bars:
+    for bar in taken.bars:
         percent = bar.unit == "%"
         asked = f"{'≥' if bar.at_least else '≤'} {100 * bar.limit if percent else bar.limit:g}{' %' * percent}"
         table.add_row(f"{MARKS[bar.verdict]} {bar.verdict}", bar.name, asked, words(bar.obtained, percent))
