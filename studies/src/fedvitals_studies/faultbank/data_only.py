@@ -27,61 +27,108 @@ from fedvitals.probes.data_sketch import DataWatch
 from fedvitals.protocols import Node
 from fedvitals.records import Event, Where
 from fedvitals_studies.faultbank.cases import Case, read_bank
-from fedvitals_studies.faultbank.intervals import poisson_limits
-from fedvitals_studies.faultbank.run import filled
+from fedvitals_studies.faultbank.intervals import poisson_rate, share
+from fedvitals_studies.faultbank.run import filled, healthy_site
 
 KINDS = ("label_noise", "label_flip", "input_noise", "input_scale")
 
 
 @dataclass
 class DataFigures:
-    """Culprits and how many of them were accused, by kind of fault; healthy clients that were accused."""
+    """Culprits, and for each whether it was accused and rightly named, by kind of fault; and the false accusations."""
 
-    culprits: Counter[str] = field(default_factory=Counter)
-    accused: Counter[str] = field(default_factory=Counter)
-    named: Counter[str] = field(default_factory=Counter)  # with the right kind
+    accused: dict[str, list[bool]] = field(default_factory=dict)
+    named: dict[str, list[bool]] = field(default_factory=dict)
     clients: int = 0  # of clean runs
     rounds: int = 0
-    alarms: list[str] = field(default_factory=list)  # healthy clients that were accused
+    alarms: list[str] = field(default_factory=list)  # in clean runs
+    beside: list[str] = field(default_factory=list)  # healthy clients beside a culprit
     skipped: Counter[str] = field(default_factory=Counter)  # cases that cannot be run here, by what is missing
+
+    def add(self, case: Case, data: Path | None) -> None:
+        """Judge one case of a bank, if its fault is one of the data or it has none."""
+        if {kind_of(type(fault).__name__) for fault in case.experiment.faults} - {*KINDS}:
+            return
+        try:
+            site = prepare_site(filled(case, healthy_site(case.experiment, data)), data)
+            accused = accusations(site)
+        except ConfigError as error:
+            self.skipped[str(error).partition(".")[0]] += 1
+            return
+        experiment = site.experiment
+        culprits = {
+            node: kind_of(type(fault).__name__)
+            for fault in experiment.faults
+            for node in (experiment.nodes if fault.nodes == "all" else fault.nodes)
+        }
+        for node, kind in culprits.items():
+            self.accused.setdefault(kind, []).append(node in accused)
+            self.named.setdefault(kind, []).append(accused.get(node) == kind)
+        healthy = [f"{case.name} {node}: {kind}" for node, kind in accused.items() if node not in culprits]
+        if experiment.faults:
+            self.beside += healthy
+            return
+        self.alarms += healthy
+        self.clients, self.rounds = self.clients + experiment.clients, self.rounds + experiment.rounds
+
+    def lines(self) -> list[str]:
+        """Return the figures as lines of a Markdown table, with intervals."""
+        table = ["| kind | culprits | accused [95 %] | of these rightly named |", "| --- | --- | --- | --- |"]
+        for kind, accused in sorted(self.accused.items()):
+            found = share([float(own) for own in accused], [1.0] * len(accused))
+            named = f"{sum(self.named[kind])} of {sum(accused)}"
+            table.append(
+                f"| {kind} | {len(accused)} | {found.value:.2f} [{found.low:.2f}, {found.high:.2f}] | {named} |"
+            )
+        rate = poisson_rate(len(self.alarms), self.rounds)
+        alarms = f"{rate.value:.3f} [{rate.low:.3f}, {rate.high:.3f}] per 100 rounds"
+        table += [
+            "",
+            f"{len(self.alarms)} of {self.clients:,} healthy clients in {self.rounds:,} rounds accused: {alarms}.",
+        ]
+        table.append(f"Healthy clients accused beside a culprit: {len(self.beside)}.")
+        return table + [f"- {words}" for words in (*self.alarms, *self.beside)]
 
 
 def accusations(site: Site) -> dict[Node, str]:
     """Return the clients of a federation whose data are called wrong at any time, and the kind of fault."""
-    experiment = site.experiment
-    sketches, watch, accused = DataSketches(), DataWatch(), dict[Node, str]()
-    changes = {round_index for fault in experiment.faults for round_index in (fault.since, fault.until or 0)}
+    experiment, sketches, watch = site.experiment, DataSketches(), DataWatch()
+    accused: dict[Node, str] = {}
+    changes = {change for fault in experiment.faults for change in (fault.since, fault.until or 0)}
     if experiment.population is not None:
         changes.update(experiment.population.rounds_of_change(experiment.rounds))
     for round_index in sorted({0, *(change for change in changes if change < experiment.rounds)}):
-        events = []
-        for node in experiment.nodes:
-            for _ in range(2 if round_index else 1):  # data are looked at in the rounds between, too
-                told = watch.look(node, site.tensors(node, max(0, round_index - 1) if not _ else round_index))
-            if told is not None:
-                events.append(Event(Where("", round_index, node), float(round_index), "info", *told[1]))
-        sketches.update(events)
+        for before in range(max(0, round_index - 1), round_index):  # they were looked at then, and had not changed
+            _look(site, watch, before)
+        sketches.update(_look(site, watch, round_index))
         present = [node for node in experiment.nodes if node in sketches.newest]
         judged = judge_data(sketches, present, compare_data(sketches.newest))
         accused = {**{node: suspect.kind for node, suspect in judged.suspects.items()}, **accused}
     return accused
 
 
-def count_case(figures: DataFigures, case: Case, data: Path | None) -> None:
-    """Add one case of a bank to the figures."""
-    try:
-        site = prepare_site(filled(case, data), data)
-        accused = accusations(site)
-    except ConfigError as error:
-        figures.skipped[str(error).partition(".")[0]] += 1
-        return
-    faults = site.experiment.faults
-    culprits = {node: kind_of(type(fault).__name__) for fault in faults for node in site.experiment.nodes if fault.nodes == "all" or node in fault.nodes}
-    if not faults:
-        figures.clients += site.experiment.clients
-        figures.rounds += site.experiment.rounds
-    for node, kind in culprits.items():
-        figures.culprits[kind] += 1
-        figures.accused[kind] += node in accused
-        figures.named[kind] += accused.get(node) == kind
-    figures.alarms += [f"{case.name} {node}: {kind}" for node, kind in accused.items() if node not in culprits]
+def _look(site: Site, watch: DataWatch, round_index: int) -> list[Event]:
+    """Return what the clients tell of their data in a round."""
+    told = {node: watch.look(node, site.tensors(node, round_index)) for node in site.experiment.nodes}
+    place = {node: Where("", round_index, node) for node in told}
+    return [Event(place[node], float(round_index), "info", *own[1]) for node, own in told.items() if own is not None]
+
+
+def main() -> None:
+    """Run the cases of a bank and print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bank")
+    parser.add_argument("--data", type=Path, help="the folder of the data sets")
+    parser.add_argument("--every", type=int, default=1, help="only every so many cases")
+    asked = parser.parse_args()
+    bank, figures, began = read_bank(asked.bank), DataFigures(), time.perf_counter()
+    for case in bank.cases[:: asked.every]:
+        figures.add(case, asked.data)
+    print(f"Bank {bank.name}, digest {bank.digest}, {time.perf_counter() - began:.0f} s.\n")
+    print("\n".join(figures.lines()))
+    for words, count in figures.skipped.items():
+        print(f"Left out {count}: {words}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -104,12 +104,12 @@ def _at_home(updates: Mapping[Node, Any]) -> Mapping[Node, Any]:
     return found
 
 
-def _healthy(experiment: lab.Experiment, data: Path | None) -> Site:
+def healthy_site(experiment: lab.Experiment, data: Path | None) -> Site:
     """The federation without its faults: all that has to be known of it before it trains."""
     return Site.of(msgspec.structs.replace(experiment, faults=()), data)
 
 
-def _filled(case: Case, site: Site) -> lab.Experiment:
+def filled(case: Case, site: Site) -> lab.Experiment:
     """With what depends on the data filled in: a label flip begins at the class of which the client has most."""
     if not case.flips_largest:
         return case.experiment
@@ -145,8 +145,8 @@ def watch(case: Case, data: Path | None = None, device: str = "cpu") -> Watched:
     So does what the lab refuses there: `About.device` tells where it was.
     """
     torch.set_num_threads(1)
-    site = _healthy(case.experiment, data)
-    experiment = _filled(case, site)
+    site = healthy_site(case.experiment, data)
+    experiment = filled(case, site)
     if device != "cpu" and stacking_obstacle(site) is None:
         with contextlib.suppress(ConfigError):
             return _watched(case, experiment, site, data, "stacked", device)
