@@ -11,6 +11,7 @@ model serves them worse needs one.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -124,10 +125,9 @@ def main() -> None:
     bank, figures, began = read_bank(asked.bank), DataFigures(), time.perf_counter()
     for case in bank.cases[:: asked.every]:
         figures.add(case, asked.data)
-    print(f"Bank {bank.name}, digest {bank.digest}, {time.perf_counter() - began:.0f} s.\n")
-    print("\n".join(figures.lines()))
-    for words, count in figures.skipped.items():
-        print(f"Left out {count}: {words}.")
+    head = f"Bank {bank.name}, digest {bank.digest}, {time.perf_counter() - began:.0f} s."
+    left_out = [f"Left out {count}: {words}." for words, count in figures.skipped.items()]
+    sys.stdout.write("\n".join([head, "", *figures.lines(), *left_out, ""]))
 
 
 if __name__ == "__main__":
