@@ -33,6 +33,7 @@ MOST_OF_ARRAYS, MOST_OF_OTHERS = (
     1024,
     128,
 )  # samples that are described: of tensors, and of data that are read one by one
+MOST_NUMBERS = 1 << 20  # of tensors, unless that would be fewer samples than of others
 FEWEST_OF_CLASS = 4  # samples; means of fewer would show single samples
 MOST_CLASSES = 64  # the most frequent ones
 TOKENS = 4096  # random vectors for tokens, whose ids are taken modulo this
@@ -105,15 +106,17 @@ def _first_tensor(x: samples.Inputs) -> Tensor | None:
 
 def _number_metrics(flat: Tensor) -> dict[str, float]:
     numbers = flat.float()
-    finite = torch.isfinite(numbers)
-    kept = numbers if bool(finite.all()) else torch.where(finite, numbers, torch.nan)
-    mean = torch.nanmean(kept)
-    spread = torch.nanmean((kept - mean) ** 2).sqrt()
-    constant = (numbers == numbers[0]).all(0).double().mean()
-    edges = torch.nan_to_num(torch.stack(torch.aminmax(torch.nan_to_num(numbers))))
-    values = torch.stack([mean, spread, 1 - finite.double().mean(), constant, *edges]).double().cpu().tolist()
-    names = ("data.mean", "data.std", "data.missing", "data.constant", "data.min", "data.max")
-    return dict(zip(names, values, strict=True)) | {"data.duplicates": _duplicates(flat)}
+    missing, edges = 0.0, torch.stack(torch.aminmax(numbers))
+    kept = numbers
+    if not bool(torch.isfinite(edges).all()):  # the smallest and the largest of what is not finite are not, either
+        finite = torch.isfinite(numbers)
+        kept, missing = numbers[finite], 1 - float(finite.double().mean())
+        edges = torch.stack(torch.aminmax(kept)) if kept.numel() else torch.zeros_like(edges)
+    variance, mean = torch.var_mean(kept, correction=0)
+    constant = (numbers.amin(0) == numbers.amax(0)).double().mean()
+    values = torch.stack([mean, variance.sqrt(), constant, *edges]).double().cpu().tolist()
+    names = ("data.mean", "data.std", "data.constant", "data.min", "data.max")
+    return dict(zip(names, values, strict=True)) | {"data.missing": missing, "data.duplicates": _duplicates(flat)}
 
 
 def _token_metrics(flat: Tensor) -> dict[str, float]:
@@ -251,7 +254,8 @@ def tensors_of(data: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def _describe_tensors(x: Tensor, y: Tensor) -> DataDescription | None:
-    places = torch.as_tensor(samples.spread_indices(len(x), MOST_OF_ARRAYS, 0), device=x.device)
+    most = min(MOST_OF_ARRAYS, max(MOST_OF_OTHERS, MOST_NUMBERS * len(x) // max(x.numel(), 1)))
+    places = torch.as_tensor(samples.spread_indices(len(x), most, 0), device=x.device)
     return describe(x[places], y[places.to(y.device)], len(x))
 
 
