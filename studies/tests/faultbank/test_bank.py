@@ -4,7 +4,6 @@
 import json
 import math
 import re
-from collections import Counter
 from dataclasses import replace
 
 import msgspec
@@ -21,7 +20,6 @@ from fedvitals_studies.faultbank import pool
 from fedvitals_studies.faultbank.bank import without_absent
 from fedvitals_studies.faultbank.cases import read_bank
 from fedvitals_studies.faultbank.lying import lying
-from fedvitals_studies.faultbank.matrix import called
 from fedvitals_studies.faultbank.outcome import alarm_of, outcome_of, planted, stated, suspects_of
 from fedvitals_studies.faultbank.recording import ABSENT, KEPT, Recording
 from fedvitals_studies.faultbank.report import summarise
@@ -38,8 +36,6 @@ WRITTEN, DRAWN = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
 WHOLE = {"CorruptedMessage 1.0", "DropOut 1.0", "Duplicate 0.0", "LabelFlip 1.0", "LostMessage 1.0", "SignFlip 1.0"}
 HELD_OUT = "37e89738cd38138f2e9e17651b166c80"
 LARGE = "53b533b6b0ab44a4c506c6d3d95f5ab0"
-THREE = "7415f8d5954b845d915a2880f3c6d58b"
-ATTACKS = "66efad8bf49c26f6a8c0ea4ffb4a1c19"
 
 
 def in_file(folder, text):
@@ -80,52 +76,6 @@ def test_the_large_set_is_more_of_held_out_with_other_seeds():
                  lambda c: type(c.experiment.faults[0])):  # fmt: skip
         assert {what(case) for case in large.faulty} == {what(case) for case in held_out.faulty}
     assert not {c.experiment.seed for c in large.faulty} & {c.experiment.seed for c in held_out.faulty}
-
-
-@pytest.mark.parametrize(("name", "digest"), [("held-out-three", THREE), ("attacks", ATTACKS)])
-def test_the_newer_sets_are_those_whose_digests_were_published(name, digest):
-    assert read_bank(name).digest == digest
-    assert digest in PAGE
-
-
-def test_the_third_set_has_what_the_others_lack():
-    bank = read_bank("held-out-three")
-    faulty = [case for case in bank.faulty if case.faulty]
-    controls = [case for case in bank.faulty if not case.faulty]
-    assert 500 <= len(faulty) <= 700
-    assert len(bank.cases) == 2 * len(faulty) + len(controls)
-    assert {case.control_group for case in controls} >= {
-        "data that change", "feature skew", "long local training", "compression", "noise",
-    }  # fmt: skip
-    kinds = Counter(type(case.experiment.faults[0]).__name__ for case in faulty)
-    assert len(kinds) >= 39
-    assert min(kinds.values()) >= 10
-    clients = {case.experiment.clients for case in faulty}
-    assert (min(clients), max(clients)) == (2, 200)
-    assert {type(case.experiment.topology).__name__ for case in faulty} == {
-        "Centralized", "Clustered", "Hierarchical", "Rings", "Asynchronous",
-    }  # fmt: skip
-    assert {case.experiment.local.epochs for case in faulty} >= {1, 2, 3, 4, 5, 10}
-    transformed = [case for case in faulty if case.transformation is not None]
-    assert len(transformed) / len(faulty) == pytest.approx(1 / 3, abs=0.04)
-    assert 0.1 < sum(case.untold for case in transformed) / len(transformed) < 0.5
-    assert holds_for_each(case.twin.untold == case.untold and case.levels == (1, 2) for case in faulty)
-    onsets = [fault.since >= case.experiment.rounds // 2 for case in faulty for fault in case.experiment.faults]
-    assert sum(onsets) >= 50
-    assert sum(case.experiment.faults[0].every is not None for case in faulty) >= 40
-
-
-def test_culprits_take_part_often_enough_to_be_judged():
-    cases = [case for case in read_bank("held-out-three").faulty if case.experiment.participation < 1]
-    strikes = []
-    for case in cases:
-        rounds = called(case.experiment)
-        for fault in case.experiment.faults:
-            if fault.nodes not in ("all", ("server",)):
-                strikes += [sum(map(fault.active_in_round, rounds[node])) for node in fault.nodes]
-    assert len(strikes) > 50
-    assert sum(count >= 6 for count in strikes) >= 0.9 * len(strikes)
-    assert min(strikes) >= 2
 
 
 @pytest.mark.thorough
@@ -219,35 +169,6 @@ def test_an_outcome_tells_how_far_a_backdoor_came(tmp_path):
     assert row.name == "backdoor and scaling"
     assert row.figures["attack"].value == pytest.approx(found.attack)
     assert row.figures["damage"].value == pytest.approx(found.damage / 100)
-
-
-TRANSFORMED = """
-transformed = 1.0
-late = 1.0
-strikes = 3
-transformations = [{experiment = {compression = {kind = "top_k", share = 0.2, error_feedback = true}}, untold = true}]
-"""
-CONTROLS = """
-[[controls]]
-name = "new data"
-group = "data that change"
-runs = 2
-experiment = {dataset = "digits", clients = 4, rounds = 9}
-"""
-
-
-def test_drawn_runs_may_be_transformed_begin_late_and_have_controls_beside_them(tmp_path):
-    changed = CREEPING.replace("rounds_partial = [8]\n", f"rounds_partial = [8]\n{TRANSFORMED}")
-    (plain,), cases = (read_bank(in_file(tmp_path, text)).faulty for text in (CREEPING, f"{changed}{CONTROLS}"))
-    case, *controls = cases
-    assert (case.transformation, case.untold, case.twin.untold) == ("top_k, feedback", True, True)
-    assert case.experiment.compression.share == case.twin.experiment.compression.share == 0.2
-    assert case.experiment.faults[0].since == 4 or plain.experiment.faults[0].since == case.experiment.faults[0].since
-    assert case.experiment.seed == plain.experiment.seed
-    assert [(each.name, each.control_group, each.faulty) for each in controls] == [
-        (f"creeping/control-new data/{number:02d}", "data that change", False) for number in range(2)
-    ]
-    assert len({each.experiment.seed for each in controls}) == 2
 
 
 def test_a_case_of_ones_own_without_a_fault_is_a_control_and_needs_no_twin(tmp_path):

@@ -65,6 +65,7 @@ class Transformation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     untold: bool = False  # nobody tells the monitor
     topologies: list[str] | None = None
     without: list[str] = msgspec.field(default_factory=list)  # domains, by name or by tag, that cannot have it
+    all_take_part: bool = False  # only where everybody is asked in each round
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -176,6 +177,7 @@ class _Draw:
             for each in settings.transformations
             if (each.topologies is None or _kind(self.topology) in each.topologies)
             and not _named(self._domain, each.without)
+            and not (each.all_take_part and self.participation < 1)
         ]
         return self._later.choice(possible) if possible else None
 
