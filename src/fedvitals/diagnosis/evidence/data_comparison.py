@@ -48,6 +48,7 @@ class DataDeviation:
     pair: tuple[int, int] | None  # label, and the class that its samples are of
     share: float  # of the label's samples
     flips: int  # labels for which a flip is a likely explanation
+    usual_flip: float  # `flip` that a quarter of the other clients exceed
     excess: float
     cells: int  # classes that were compared
     spread_score: float  # deviations of the logarithm of the inputs' standard deviation
@@ -79,7 +80,7 @@ def compare_data(sketches: Mapping[Node, DataSketch]) -> dict[Node, DataDeviatio
     unusual = {node for node, score in scores.items() if abs(score) > UNUSUAL_SPREAD}
     cells = _cells(comparable, unusual)
     if cells is None:  # scalars are all that may leave the clients
-        nothing = (0.0, math.nan, 0.0, None, 0.0, 0, 0.0, 0)
+        nothing = (0.0, math.nan, 0.0, None, 0.0, 0, 0.0, 0.0, 0)
         return {node: DataDeviation(*nothing, scores[node], ratios[node], math.nan, 0.0) for node in comparable}
     first = _deviations(cells, unusual, scores, ratios)
     evidence = {node: max(own.noise, own.flip) for node, own in first.items() if node not in unusual}
@@ -178,16 +179,19 @@ def _deviations(
     contrast = np.array([min(1.0, max(ratios[node], 1e-3)) for node in cells.nodes])
     rates, errors = 1 - (1 - rates) / contrast, errors / contrast**2
     noise, resolved = _noise_scores(rates, errors, inside)
+    squares = (differences**2).sum(axis=2) / variances
+    flips = [
+        _best_flip(centres[row], differences[row], variances[row], squares[row], compared[row], known[row])
+        for row in range(len(cells.nodes))
+    ]
     deviations = {}
     for row, node in enumerate(cells.nodes):
-        squares = (differences[row] ** 2).sum(axis=1) / variances[row]
-        excess = float((squares[compared[row]] - cells.means.shape[2]).sum() / 2)
-        flip, place, share, flips = _best_flip(
-            centres[row], differences[row], variances[row], squares, compared[row], known[row]
-        )
+        flip, place, share, likely = flips[row]
         pair = None if place is None else (cells.labels[place[0]], cells.labels[place[1]])
+        excess = float((squares[row, compared[row]] - cells.means.shape[2]).sum() / 2)
+        usual = float(np.quantile([own[0] for other, own in enumerate(flips) if other != row], 0.75))
         deviations[node] = DataDeviation(
-            *(float(noise[row]), float(rates[row]), flip, pair, share, flips, excess, int(compared[row].sum())),
+            *(float(noise[row]), float(rates[row]), flip, pair, share, likely, usual, excess, int(compared[row].sum())),
             *(scores[node], ratios[node], _slope(cells, centres, compared, row), float(resolved[row])),
         )
     return deviations

@@ -20,6 +20,7 @@ from fedvitals.protocols import History, Node
 
 NOISE_LIMIT, LEAST_RATE = 8.0, 0.2  # of a log-likelihood ratio, and of the share of wrong labels that it tells of
 FLIP_LIMIT, LEAST_SHARE = 16.0, 0.35  # the same, of the samples of one label
+ABOVE_USUAL = 13.0  # by which a flip must exceed those of the other clients: samples may depend on each other
 EXPLAINED = 0.5  # of what is unusual about a client's data, the share that wrong labels must explain
 SPREAD_LIMIT = 4.5  # deviations of the logarithm of the inputs' standard deviation
 SPREAD_OF_FEW = 7.0  # the same of clients of which hardly a class can be compared
@@ -135,7 +136,7 @@ def _kind_of(deviation: DataDeviation) -> str | None:
         return "input_noise"
     explained = max(deviation.noise, deviation.flip) >= EXPLAINED * deviation.excess
     noise = deviation.noise > NOISE_LIMIT and deviation.rate > LEAST_RATE
-    flip = deviation.flip > FLIP_LIMIT and deviation.share > LEAST_SHARE
+    flip = deviation.flip > max(FLIP_LIMIT, deviation.usual_flip + ABOVE_USUAL) and deviation.share > LEAST_SHARE
     if explained and (noise or flip):
         several = deviation.flips > 1 and deviation.noise > deviation.flip / 3
         return "label_noise" if (noise and deviation.noise > deviation.flip) or several else "label_flip"
