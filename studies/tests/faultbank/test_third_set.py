@@ -14,7 +14,7 @@ pytestmark = pytest.mark.thorough  # hundreds of experiments are described
 
 PAGE = (ROOT / "docs" / "faultbank.md").read_text(encoding="utf-8")
 THREE = "3254215c71655dcc142bf008746fbbb2"
-ATTACKS = "66efad8bf49c26f6a8c0ea4ffb4a1c19"
+ATTACKS = "e93e69bcbf146e87e2c23962900241ea"
 DRAWN = """
 name = "mine"
 seed = 3
