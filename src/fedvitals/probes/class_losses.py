@@ -11,13 +11,16 @@ such rows are counted as `odd`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from fedvitals.stats import CLASS_COLUMNS, MOST_CLASSES, Array
 
+LAST_SHARE, LAST_SAMPLES = 4, 32  # `train.loss_last` is of the last quarter of a pass, and of at least 32 samples
 TOLERANCE = 1e-3  # of a row's gradient, against the one that its label would give; more for half precision
 ROUNDING = 1e-6  # of a row's weight: p_y − 1 cancels where the model is sure
 CERTAIN = 1e-4  # nats: below this loss, rounding may leave nothing of the label's own entry
@@ -25,54 +28,71 @@ WEIGHT_TOLERANCE = 0.02  # two classes: among rows of one step and label, which 
 ODD_SHARE = 0.01  # of all rows; with more of them, the loss is no cross-entropy of single labels
 
 
+Places = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+
 @dataclass(frozen=True, slots=True)
 class JudgedRows:
-    """Of each row of logits: its label, the model's guess, the loss, whether it counts, and whether it is odd."""
+    """Of each row of logits: its label, the model's guess, the loss, and whether it counts."""
 
     labels: Tensor
     guesses: Tensor
     losses: Tensor  # cross-entropy, whatever weight the training gives to the row
     counted: Tensor
-    odd: Tensor
-
-    def part(self, rows: slice) -> JudgedRows:
-        """Return some of the rows."""
-        parts = (self.labels, self.guesses, self.losses, self.counted, self.odd)
-        return JudgedRows(*(part[rows] for part in parts))
+    odd: Tensor | None = None  # whether the gradient is of no cross-entropy; None: labels were known
 
 
-def judge_gradients(logits: Tensor, gradients: Tensor, steps: Tensor | None = None) -> JudgedRows:
+def judge_gradients(
+    logits: Tensor, gradients: Tensor, outputs: Tensor | None = None, *, normalised: bool = False
+) -> JudgedRows:
     """Return what rows of logits, [rows, classes], and the gradients of these tell.
 
-    Rows without any gradient, such as padding, and rows that are not finite do not count. `steps` tells rows of
-    different steps apart; only two classes need it.
+    Rows without any gradient, such as padding, and rows that are not finite do not count. `outputs` tells rows of
+    different forward passes apart; only two classes need it. `normalised`: the rows are log-probabilities, of which
+    `nll_loss` gives the label's entry alone a gradient.
     """
     tolerance = max(TOLERANCE, 8 * torch.finfo(gradients.dtype).eps)
-    logits, gradients = logits.float(), gradients.float()
-    logs = logits.log_softmax(1)
-    largest, guesses = logs.max(1)
+    gradients = gradients.float()
+    guesses, shifted, chances, normaliser = _softmax(logits)
     lowest, places = gradients.min(1)
     negative = lowest < 0
-    labels = torch.where(negative, places, guesses)[:, None]
-    losses = -logs.gather(1, labels)[:, 0]
+    labels = torch.where(negative, places, guesses)
+    column = labels[:, None]
+    log_chance = shifted.gather(1, column).sub_(normaliser)  # log p_y
     size = gradients.abs().sum(1)
-    others = logs.exp().scatter_(1, labels, 0.0)
-    weights = (size + lowest) / others.sum(1)  # a sum over all but the label, of gradients and of probabilities
-    residual = (gradients - weights[:, None] * others).abs_().sum(1) + lowest
-    odd = residual + (size + 2 * lowest).abs() > tolerance * size + ROUNDING * weights
-    # Log-probabilities and their negative mean, as `nll_loss` takes them: the label's entry is the only one.
-    normalised = (logits[:, 0] - logs[:, 0]).abs() < TOLERANCE
-    odd &= ~(normalised & (size + lowest <= tolerance * size))
-    if logits.shape[1] == 2 and steps is not None:
-        odd |= _weights_differ(weights, 2 * steps + labels[:, 0], negative, max(WEIGHT_TOLERANCE, tolerance))
-    finite = size.isfinite() & ~largest.isnan()
-    certain = largest > -CERTAIN
-    odd = finite & torch.where(negative, odd, ~certain & (size > 0))
-    return JudgedRows(labels[:, 0], guesses, losses, finite & (negative | certain) & ~odd, odd)
+    others = log_chance.expm1()  # p_y − 1, which is minus the sum of the other probabilities, without cancellation
+    weights = -(size + lowest) / others[:, 0]
+    wanted = chances.scatter_(1, column, others)
+    residual = torch.addcmul(gradients, weights[:, None], wanted, value=-1).abs_().sum(1)
+    odd = residual > tolerance * size + ROUNDING * weights
+    if normalised:
+        odd &= size + lowest > tolerance * size
+    if outputs is not None:
+        odd |= _weights_differ(weights, 2 * outputs + labels, negative, max(WEIGHT_TOLERANCE, tolerance))
+    certain = normaliser[:, 0] < CERTAIN
+    finite = (size + normaliser[:, 0]).isfinite()
+    odd = torch.where(negative, odd, (size > 0) & ~certain) & finite
+    counted = (negative | certain) & finite & ~odd
+    return JudgedRows(labels, guesses, -log_chance[:, 0], counted, odd)
+
+
+def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return of each row its largest entry's place, the logits less that entry, the softmax, and [rows, 1] the
+    logarithm of the sum of exponentials of the shifted logits: 0 where the model is sure, and not finite with the row.
+
+    Of few classes that is several times as quick as `log_softmax` on a CPU, which the training has called anyway.
+    """
+    logits = logits.float()
+    largest, guesses = logits.max(1, keepdim=True)
+    shifted = logits - largest
+    chances = shifted.exp()
+    totals = chances.sum(1, keepdim=True)
+    return guesses[:, 0], shifted, chances.div_(totals), totals.log()
 
 
 def _weights_differ(weights: Tensor, kinds: Tensor, valid: Tensor, tolerance: float) -> Tensor:
-    """Return which rows have another weight than the rows of the same kind (a step and a label) on average.
+    """Return which rows have another weight than the rows of the same kind (an output and a label) on average.
 
     Of two classes every gradient that adds up to 0 looks like one of a label; soft labels show in the weights.
     """
@@ -86,49 +106,68 @@ def _weights_differ(weights: Tensor, kinds: Tensor, valid: Tensor, tolerance: fl
 
 def judge_labels(logits: Tensor, labels: Tensor) -> JudgedRows:
     """Return the same of rows whose labels are known; a negative label, such as that of padding, does not count."""
-    logs = logits.float().log_softmax(1)
-    largest, guesses = logs.max(1)
-    losses = -logs.gather(1, labels.clamp(min=0)[:, None])[:, 0]
-    counted = (labels >= 0) & ~largest.isnan()
-    return JudgedRows(labels.clamp(min=0), guesses, losses, counted, torch.zeros_like(counted))
+    guesses, shifted, _, normaliser = _softmax(logits)
+    known = labels.clamp(min=0)
+    losses = (normaliser - shifted.gather(1, known[:, None]))[:, 0]
+    return JudgedRows(known, guesses, losses, (labels >= 0) & normaliser[:, 0].isfinite())
+
+
+def last_quota(total: int) -> int:
+    """Return how many samples of a pass over so many `train.loss_last` is of."""
+    return min(total, max(LAST_SAMPLES, -(-total // LAST_SHARE)))
+
+
+def pass_masks(places: Places, total: Any, quota: Any, end: Any) -> tuple[Mask, Mask]:
+    """Return which samples belong to the first pass, and which to the end of the last.
+
+    places: numbers of samples in the order of the training, from 0. total: samples in a pass. end: of the training.
+    The end of a pass is its last `quota` samples; the last is the one in the last `total` samples of the training, so
+    that nobody needs to know beforehand when it ends.
+    """
+    before_end = places < end
+    return before_end & (places < total), before_end & (places % total >= total - quota) & (places >= end - total)
 
 
 class ClassTotals:
     """Sums over rows on their device, for one or more clients; nothing waits for the device.
 
-    `numbers` holds, of each client: confusion counts [classes, classes] and sums of losses and of their squares
-    [classes, 2], unless there are more than MOST_CLASSES classes; then, over the first pass, rows, their losses and
-    right answers; over the last pass, rows and losses; over both, all rows and odd ones.
+    `numbers` holds, of all clients: confusion counts [classes, classes] and sums of losses and of their squares
+    [classes, 2], of the first pass; without a table by class, because of more than MOST_CLASSES, only rows, losses and
+    right answers. Then rows and losses of the last pass, and counted and odd rows of all that was looked at.
     """
 
     def __init__(self, classes: int, device: torch.device, clients: int = 1) -> None:
-        self.classes, self.clients = classes, clients
-        self.tabulated = classes <= MOST_CLASSES
+        self.classes, self.clients, self.tabulated = classes, clients, classes <= MOST_CLASSES
         dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-        cells = classes if self.tabulated else 0
-        lengths = [clients * cells * cells, clients * cells * 2, clients * 7]
-        self.numbers = torch.zeros(sum(lengths), dtype=dtype, device=device)
-        confusion, sums, scalars = self.numbers.split(lengths)
+        self.numbers = torch.zeros(sum(self.lengths), dtype=dtype, device=device)
+        confusion, sums, scalars = self.numbers.split(self.lengths)
         self._confusion, self._sums, self._scalars = confusion, sums.view(-1, 2), scalars.view(clients, 7)
 
-    def add_first(self, rows: JudgedRows, client: Tensor | None = None) -> None:
-        """Add rows of the first pass; `client` is the place of each row's client, None for the only one."""
-        weights, losses = self._weighed(rows.losses, rows.counted)
-        right = weights * (rows.labels == rows.guesses)
-        self._add(0, torch.stack([weights, losses, right], 1), client)
-        if self.tabulated:
-            places = rows.labels if client is None else client * self.classes + rows.labels
-            self._confusion.index_add_(0, places * self.classes + rows.guesses, weights)
-            self._sums.index_add_(0, places, torch.stack([losses, losses * losses], 1))
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths of the parts of `numbers`."""
+        cells = self.classes if self.tabulated else 0
+        return [self.clients * cells * cells, self.clients * cells * 2, self.clients * 7]
+
+    def add_first(self, rows: JudgedRows, chosen: Tensor | None = None, client: Tensor | None = None) -> None:
+        """Add the chosen rows (None: all) of the first pass; `client` is each row's client, None for the only one."""
+        counted = rows.counted if chosen is None else rows.counted & chosen
+        weights, losses = self._weighed(rows.losses, counted)
+        if not self.tabulated:
+            self._add(0, torch.stack([weights, losses, weights * (rows.labels == rows.guesses)], 1), client)
+            return
+        places = rows.labels if client is None else client * self.classes + rows.labels
+        self._confusion.index_add_(0, places * self.classes + rows.guesses, weights)
+        self._sums.index_add_(0, places, torch.stack([losses, losses * losses], 1))
 
     def add_last(self, losses: Tensor, counted: Tensor, client: Tensor | None = None) -> None:
         """Add losses of the last pass, as far as they count."""
         self._add(3, torch.stack(self._weighed(losses, counted), 1), client)
 
     def add_judged(self, rows: JudgedRows) -> None:
-        """Count rows of a single client, and the odd ones among them."""
-        judged = torch.stack([rows.counted | rows.odd, rows.odd], 1)
-        self._add(5, judged.to(self.numbers.dtype), None)
+        """Count the rows of a single client, and those that are odd."""
+        if rows.odd is not None:
+            self._add(5, torch.stack([rows.counted, rows.odd], 1), None)
 
     def _weighed(self, losses: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
         return counted.to(self.numbers.dtype), torch.where(counted, losses, 0.0).to(self.numbers.dtype)
@@ -141,65 +180,56 @@ class ClassTotals:
             scalars.index_add_(0, client, columns)
 
 
-@dataclass(frozen=True, slots=True)
 class ClassSums:
-    """The numbers of `ClassTotals` on the host, with a leading axis of clients."""
+    """The numbers of `ClassTotals` on the host, with a leading axis of clients.
 
-    confusion: Array  # [clients, classes, classes]: label, guess; without classes where there are too many
-    losses: Array  # [clients, classes, 2]: sums, and sums of squares
-    scalars: Array  # [clients, 7]
+    `table` holds the matrices of the family `training.classes`, [clients, classes, columns]; no classes where there are
+    too many of them. `metrics` are the `train.*` metrics, [clients] each, NaN for what a client does not have.
+    """
 
-    @classmethod
-    def of(cls, totals: ClassTotals, numbers: Array) -> ClassSums:
-        """Return the numbers by their meaning."""
+    def __init__(self, totals: ClassTotals, numbers: Array) -> None:
         cells = totals.classes if totals.tabulated else 0
-        ends = np.cumsum([totals.clients * cells * cells, totals.clients * cells * 2])
-        confusion, losses, scalars = np.split(numbers, ends)
-        shape = (totals.clients, cells)
-        return cls(confusion.reshape(*shape, cells), losses.reshape(*shape, 2), scalars.reshape(totals.clients, 7))
+        confusion, losses, scalars = np.split(numbers, np.cumsum(totals.lengths[:2]))
+        pairs = confusion.reshape(totals.clients, cells * cells)
+        first, last, self._judged = np.split(scalars.reshape(totals.clients, 7), (3, 5), axis=1)
+        self.table = self._table(pairs.reshape(-1, cells, cells), losses.reshape(-1, cells, 2))
+        if totals.tabulated:
+            first = self.table.sum(1)[:, [CLASS_COLUMNS.index(name) for name in ("samples", "loss", "right")]]
+        self.samples = first[:, 0]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            means, last_means = first[:, 1:] / first[:, :1], last[:, 1] / last[:, 0]
+        self.metrics = {"train.loss_first": means[:, 0], "train.loss_last": last_means, "train.accuracy": means[:, 1]}
+        if totals.tabulated:
+            shares, pair = confused_pairs(pairs, self.table[..., 0])
+            self.metrics["train.confusion"] = shares
+            self.metrics["train.confused_label"], self.metrics["train.confused_guess"] = pair.T
+
+    @staticmethod
+    def _table(confusion: Array, losses: Array) -> Array:
+        table = np.empty((*confusion.shape[:2], len(CLASS_COLUMNS)))
+        table[..., 0], table[..., 4] = confusion.sum(2), confusion.sum(1)
+        table[..., 1:3], table[..., 3] = losses, np.diagonal(confusion, axis1=1, axis2=2)
+        return table
 
     @property
     def is_odd(self) -> bool:
         """Whether the gradients of the single client are not those of a cross-entropy of single labels."""
-        return bool(self.scalars[0, 6] > ODD_SHARE * self.scalars[0, 5])
-
-    @property
-    def measured(self) -> Array:
-        """Which clients have any sample that counts."""
-        return self.scalars[:, 0] > 0
-
-    def table(self) -> Array:
-        """Return the matrices of the family `training.classes`, [clients, classes, columns]."""
-        right = np.diagonal(self.confusion, axis1=1, axis2=2)
-        columns = [self.confusion.sum(2), self.losses[..., 0], self.losses[..., 1], right, self.confusion.sum(1)]
-        assert len(columns) == len(CLASS_COLUMNS)  # noqa: S101 - the order is that of the columns
-        return np.stack(columns, axis=-1)
-
-    def metrics(self) -> dict[str, Array]:
-        """Return the `train.*` metrics, [clients] each; NaN for what a client does not have."""
-        rows, losses, right, last_rows, last_losses = self.scalars.T[:5]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            metrics = {
-                "train.loss_first": losses / rows,
-                "train.loss_last": last_losses / last_rows,
-                "train.accuracy": right / rows,
-            }
-        if self.confusion.shape[1]:
-            shares, pairs = confused_pairs(self.confusion)
-            metrics["train.confusion"] = shares
-            metrics["train.confused_label"], metrics["train.confused_guess"] = pairs.T
-        return metrics
+        counted, odd = self._judged[0].tolist()
+        return bool(odd > ODD_SHARE * (counted + odd))
 
 
-def confused_pairs(counts: Array) -> tuple[Array, Array]:
+def confused_pairs(counts: Array, sizes: Array) -> tuple[Array, Array]:
     """Return how far errors concentrate in one pair of classes, and that pair, [clients, 2]; NaN where they do not.
 
-    counts: [clients, labels, guesses]. max over a≠b of max(C_ab − 1, 0) / (n_a + 2); of equal pairs the first.
+    counts: [clients, labels × guesses]; sizes: samples of each label, [clients, labels].
+    max over a≠b of max(C_ab − 1, 0) / (n_a + 2); of equal pairs the first.
     """
-    clients, classes, _ = counts.shape
-    sizes, wrong = counts.sum(axis=2, keepdims=True), counts.copy()
-    wrong[:, np.arange(classes), np.arange(classes)] = 0
-    shares = (np.maximum(wrong - 1, 0) / (sizes + 2)).reshape(clients, -1)
-    best = shares.argmax(axis=1)
-    largest = shares[np.arange(clients), best]
-    return largest, np.where(largest[:, None] > 0, np.stack(np.divmod(best, classes), axis=1), np.nan)
+    classes = sizes.shape[1]
+    shares = (counts - 1).reshape(len(counts), classes, classes) / (sizes + 2)[:, :, None]
+    flat = shares.reshape(len(counts), -1)
+    flat[:, :: classes + 1] = 0  # what was guessed right
+    best = flat.argmax(axis=1)
+    largest = np.maximum(flat[np.arange(len(flat)), best], 0)
+    pairs = np.stack(np.divmod(best, classes), axis=1).astype(np.float64)
+    pairs[largest <= 0] = np.nan
+    return largest, pairs

@@ -119,7 +119,7 @@ class ClientSession:
             return None
         if (view.node or "", type(view.model)) in instruments.unsuited_losses:
             return None
-        return TrainingLosses(view, lambda error: self._report(error, "training losses"))
+        return TrainingLosses(view, functools.partial(_report_losses, self._report))  # not `self`: that were a cycle
 
     def _stop_losses(self) -> None:
         if self._losses is not None:
@@ -285,8 +285,6 @@ class ClientSession:
             view.step, view.owned = step, owned
             if not self._steps:
                 self._begin_training(optimizer)
-            if self._losses is not None:
-                self._losses.step()
             if self._differences and step == self._steps > 0:
                 self._difference(step - 1)
             if step >= self._steps:
@@ -298,12 +296,18 @@ class ClientSession:
             for index, planned in self._stepwise:
                 if planned.when is always or planned.when(self._moment(index, step)):
                     self._rows[index].append((step, self._run(index, planned)))
-            self._clip.before_step(owned)
-            if self._prepared:
-                self._take_prepared(step)
+            self._after_backward(owned, step)
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the training
             self._report(error, "measuring a step")
         self.cost += time.perf_counter() - now
+
+    def _after_backward(self, owned: Sequence[Tensor | None], step: int) -> None:
+        """The backward pass of this step is over: whatever watched it has seen all of it."""
+        self._clip.before_step(owned)
+        if self._losses is not None:
+            self._losses.step()
+        if self._prepared:
+            self._take_prepared(step)
 
     def _record(
         self, optimizer: Optimizer, owned: Sequence[Tensor | None], step: int, index: int, planned: Planned
@@ -447,6 +451,10 @@ class ClientSession:
             work()
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the training
             self._report(error, what)
+
+
+def _report_losses(report: Report, error: Exception) -> None:
+    report(error, "training losses")
 
 
 def _catch_input(view: View, report: Report) -> Any:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training losses by class, from the training's own forward and backward passes: no pass of our own, and no labels.
 
-A forward hook sees the logits, a hook on these sees their gradient, and both together give each sample's label and loss
-(see `class_losses`). The table by class counts each sample once, as the received model finds it: the first pass over
-the client's data, or all steps where `data` is unknown. `train.loss_last` is of the last pass.
+A forward hook sees the logits, a hook on the way back their gradient, and both together give each sample's label and
+loss (see `class_losses`). The table by class counts each sample once, as the received model finds it: the first pass
+over the client's data, or all steps where `data` is unknown. `train.loss_last` is of the last quarter of the last pass.
 
 At a step only two small tensors are kept. They are evaluated together when the client's scope closes, or before they
 exceed MOST_WAITING numbers. Of an output with more than MOST_NUMBERS, some of the rows are looked at.
@@ -12,21 +12,24 @@ exceed MOST_WAITING numbers. Of an output with more than MOST_NUMBERS, some of t
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from fedvitals.catalog import CATALOG
 from fedvitals.errors import ConfigError, UnsuitedError
 from fedvitals.kernels.cuda.sums import upload
 from fedvitals.model_hooks import Hook, can_be_hooked
 from fedvitals.probes import samples
-from fedvitals.probes.class_losses import ClassSums, ClassTotals, judge_gradients
+from fedvitals.probes.class_losses import ClassSums, ClassTotals, Mask, Places, judge_gradients, last_quota, pass_masks
 from fedvitals.probes.differentiate import logits_of
 from fedvitals.probes.view import View
 from fedvitals.stats import Array
@@ -48,22 +51,19 @@ NOT_SEEN = (
 
 @dataclass(slots=True, eq=False)
 class _Output:
-    """One forward pass in training: logits [rows, classes], and their gradients once its backward pass has come; after
-    that has been evaluated, losses and whether they count, [rows] each.
-    """
+    """One forward pass in training: logits [rows, classes], and their gradients once its backward pass has come."""
 
     logits: Tensor | None
     stride: int  # every so many rows of the output are looked at
     version: int  # of the logits: a counter of changes in place
+    first: int  # the number of its first sample, in the order of the training
     samples: int  # in the batch
-    rows: int
     gradients: Tensor | None = None
-    first_rows: int = 0  # in the first pass
-    losses: tuple[Tensor, Tensor] | None = None
 
-    def rows_of(self, samples: int) -> int:
-        """Return how many rows so many samples of the batch have: several each, where these are sequences."""
-        return self.rows * min(samples, self.samples) // self.samples
+    def places(self) -> Places:
+        """Return the numbers of the samples that the rows are of: several rows each, where these are sequences."""
+        rows = 0 if self.logits is None else len(self.logits)
+        return self.first + np.arange(rows) * self.samples // max(1, rows)
 
 
 class MeasuredLosses:
@@ -80,15 +80,14 @@ class MeasuredLosses:
             raise UnsuitedError(NOT_MEASURED + self._reason)
         if self._totals is None or numbers is None:
             return {}, None
-        sums = ClassSums.of(self._totals, numbers)
+        sums = ClassSums(self._totals, numbers)
         if sums.is_odd:
             raise UnsuitedError(NOT_MEASURED + OTHER_LOSS)
-        if not sums.measured[0]:
+        if not sums.samples[0]:
             return {}, None
-        own = {name: float(values[0]) for name, values in sums.metrics().items()}
-        rare = ("train.loss_last", "train.confused_label", "train.confused_guess")
-        metrics = {name: number for name, number in own.items() if name not in rare or number == number}  # noqa: PLR0124
-        return metrics, sums.table()[0] if self._totals.tabulated else None
+        own = {name: float(values[0]) for name, values in sums.metrics.items()}
+        metrics = {name: number for name, number in own.items() if not (CATALOG[name].rare and math.isnan(number))}
+        return metrics, sums.table[0] if self._totals.tabulated else None
 
 
 class TrainingLosses:
@@ -103,13 +102,14 @@ class TrainingLosses:
         self._model, self._failed = type(view.model), failed
         self._reason: str | None = None
         self._total = _pass_length(view.data)  # samples in a pass; None: unknown
-        self._seen = 0  # samples of all backward passes so far
+        self._quota = 0 if self._total is None else last_quota(self._total)
+        self._samples = 0  # of all forward passes so far
         self._awaited: list[_Output] = []  # whose backward pass has not come yet
-        self._first: list[_Output] = []  # of the first pass, and not evaluated yet
-        self._last: deque[_Output] = deque()  # of the last pass so far, evaluated or not
-        self._last_samples = 0
-        self._waiting = 0  # numbers that are not evaluated yet
+        self._waiting: deque[_Output] = deque()  # to be evaluated
+        self._numbers = 0  # of these
+        self._evaluated: deque[tuple[Places, Tensor, Tensor]] = deque()  # that may be of the last pass: losses, counted
         self._totals: ClassTotals | None = None
+        self._normalised = False  # whether the outputs are log-probabilities
         self._handle: Any = None
         if can_be_hooked(view.model):
             hook = Hook(self._on_forward, self._broken)
@@ -118,9 +118,10 @@ class TrainingLosses:
             self._reason = "the model is compiled or scripted, and cannot be looked into."
 
     def step(self) -> None:
-        """Let go of outputs whose gradient has not come: an optimiser steps, and the next forward pass is another's."""
+        """Let go of outputs whose gradient has not come when an optimiser steps: they belong to no training."""
         for output in self._awaited:
             output.logits = None
+            self._samples -= output.samples
         self._awaited.clear()
 
     def remove(self) -> None:
@@ -129,16 +130,18 @@ class TrainingLosses:
             self._handle.remove()
             self._handle = None
         self.step()
-        self._first.clear()
-        self._last.clear()
+        self._waiting.clear()
+        self._evaluated.clear()
 
     def stop(self, steps: int) -> MeasuredLosses:
         """End it and return what was measured, in part still on its device; `steps` are those of the optimiser."""
         began = time.perf_counter()
-        if self._reason is None and steps and not self._seen:
+        self.step()
+        if self._reason is None and steps and self._totals is None:
             self._reason = NOT_SEEN
-        if self._reason is None and self._seen:
-            self._evaluate(end=True)
+        if self._reason is None:
+            self._evaluate()
+            self._add_last()
         measured = MeasuredLosses(self._totals, self._model, self._reason)
         self.remove()
         self.seconds += time.perf_counter() - began
@@ -163,107 +166,123 @@ class TrainingLosses:
         obstacle = _obstacle(logits)
         if obstacle is not None:
             self._refuse(obstacle)
-        elif logits.requires_grad and logits.numel() and not _is_captured(logits):
-            self._await_gradient(logits, _batch_size(logits, arguments, named))
+        elif logits.grad_fn is not None and logits.numel() and not _is_captured(logits):
+            batch = _batch_size(logits, arguments, named)
+            self.batch = self.batch or batch
+            if self._is_wanted(batch):
+                self._await_gradient(logits, batch)
+            self._samples += batch
         self.seconds += time.perf_counter() - began
 
+    def _is_wanted(self, batch: int) -> bool:
+        """Return whether a sample of the next batch belongs to the first pass, or to the end of any."""
+        total = self._total
+        return total is None or self._samples < total or self._samples % total + batch > total - self._quota
+
     def _await_gradient(self, logits: Tensor, batch: int) -> None:
-        rows = logits.detach()
-        if rows.dim() > 2:
-            rows = rows.flatten(0, -2)
-        stride = -(-logits.numel() // MOST_NUMBERS)
+        rows, stride = _rows(logits), -(-logits.numel() // MOST_NUMBERS)
         if stride > 1:
             rows = rows[::stride].clone()
-        output = _Output(rows, stride, rows._version, batch, len(rows))  # noqa: SLF001 - what autograd itself checks
-        self.batch = self.batch or batch
+        output = _Output(rows, stride, rows._version, self._samples, batch)  # noqa: SLF001 - what autograd itself checks
         self._awaited.append(output)
         if len(self._awaited) > MOST_AWAITED:  # passes without a way back, as in an evaluation
             self._awaited.pop(0).logits = None
-        logits.register_hook(Hook(functools.partial(self._on_gradient, output), self._broken))
+        # On the node and not on the tensor: that is quicker, and the same.
+        logits.grad_fn.register_prehook(functools.partial(self._on_backward, output, logits.output_nr))  # type: ignore[union-attr]
+        self._normalised = self._normalised or type(logits.grad_fn).__name__.startswith("LogSoftmax")
 
-    def _on_gradient(self, output: _Output, gradient: Tensor) -> None:
-        if output.logits is None or output.gradients is not None or self._reason is not None:
+    def _on_backward(self, output: _Output, place: int, gradients: Sequence[Tensor | None]) -> None:
+        """Take the gradient of an output, the first time that it comes; runs inside the backward pass."""
+        gradient = gradients[place]
+        if output.logits is None or output.gradients is not None or gradient is None or self._reason is not None:
             return
         began = time.perf_counter()
-        self._awaited.remove(output)
-        rows = gradient.detach()
-        if rows.dim() > 2:
-            rows = rows.flatten(0, -2)
-        output.gradients = rows if output.stride == 1 else rows[:: output.stride].clone()
-        if output.logits._version != output.version:  # noqa: SLF001
-            self._refuse("the model's output is changed in place before the loss.")
-        elif self._totals is not None and output.logits.shape[1] != self._totals.classes:
-            self._refuse("the model's outputs have differing numbers of classes.")
-        else:
-            self._keep(output, output.logits)
+        try:
+            self._awaited.remove(output)
+            self._take(output, output.logits, gradient)
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the training
+            self._broken(error)
         self.seconds += time.perf_counter() - began
 
-    def _keep(self, output: _Output, logits: Tensor) -> None:
-        """Keep an output for as long as it may belong to the first or the last pass."""
+    def _take(self, output: _Output, logits: Tensor, gradient: Tensor) -> None:
         if self._totals is None:
             self._totals = ClassTotals(logits.shape[1], logits.device)
-        self._waiting += logits.numel()
-        if self._total is None or self._seen < self._total:
-            output.first_rows = output.rows if self._total is None else output.rows_of(self._total - self._seen)
-            self._first.append(output)
-        self._seen += output.samples
-        if self._total is not None:
-            self._last.append(output)
-            self._last_samples += output.samples
-            while self._last_samples - self._last[0].samples >= self._total:
-                old = self._last.popleft()
-                self._last_samples -= old.samples
-                if old.logits is not None and not old.first_rows:
-                    self._waiting -= old.logits.numel()
-        if self._waiting >= MOST_WAITING:
-            self._evaluate()
+        if logits._version != output.version:  # noqa: SLF001
+            self._refuse("the model's output is changed in place before the loss.")
+        elif logits.shape[1] != self._totals.classes or logits.device != self._totals.numbers.device:
+            self._refuse("the model's outputs have differing numbers of classes, or are on several devices.")
+        else:
+            rows = _rows(gradient)
+            output.gradients = rows if output.stride == 1 else rows[:: output.stride].clone()
+            self._waiting.append(output)
+            self._numbers += logits.numel()
+            self._forget_middle()
+            if self._numbers >= MOST_WAITING:
+                self._evaluate()
+
+    def _forget_middle(self) -> None:
+        """Let go of outputs that lie behind the first pass and before the last."""
+        total = self._total
+        if total is None:
+            return
+        while self._evaluated and self._evaluated[0][0][-1] < self._samples - total:
+            self._evaluated.popleft()
+        behind = [o for o in self._waiting if o.first >= total and o.first + o.samples <= self._samples - total]
+        for output in behind:
+            self._waiting.remove(output)
+            self._numbers -= 0 if output.logits is None else output.logits.numel()
 
     # -- all that waits, at once --------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _evaluate(self, *, end: bool = False) -> None:
-        """Evaluate the outputs that wait, and add up those of the first pass; at the end also those of the last."""
-        last = [output for output in self._last if output.logits is not None]
-        outputs = [*self._first, *(output for output in last if not output.first_rows)]
-        pairs = [(o.logits, o.gradients) for o in outputs if o.logits is not None and o.gradients is not None]
-        if self._totals is None or not pairs:
+    def _evaluate(self) -> None:
+        """Evaluate the outputs that wait, and add up those of the first pass."""
+        outputs = [
+            (o, o.logits, o.gradients) for o in self._waiting if o.logits is not None and o.gradients is not None
+        ]
+        if self._totals is None or not outputs:
             return
-        logits, gradients = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-        judged = judge_gradients(logits, gradients, self._steps_of(outputs, logits))
+        logits, gradients = torch.cat([z for _, z, _ in outputs]), torch.cat([g for _, _, g in outputs])
+        places = np.concatenate([output.places() for output, _, _ in outputs])
+        numbers = None
+        if self._totals.classes == 2:
+            sizes = [len(z) for _, z, _ in outputs]
+            numbers = upload(torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)), logits.device)
+        judged = judge_gradients(logits, gradients, numbers, normalised=self._normalised)
         self._totals.add_judged(judged)
-        first = sum(output.first_rows for output in self._first)
-        if first:
-            self._totals.add_first(judged.part(slice(first)) if first < len(logits) else judged)
-        waiting = sum(output.rows for output in last)  # outputs are in their order, so these come last
-        losses, counted = judged.losses[len(logits) - waiting :], judged.counted[len(logits) - waiting :]
-        if end:
-            self._add_last(losses, counted)
-            return
-        for output in outputs:
-            output.logits = output.gradients = None
-        sizes = [output.rows for output in last]
-        for output, *parts in zip(last, losses.split(sizes), counted.split(sizes), strict=True):
-            output.losses = (parts[0], parts[1])
-        self._first.clear()
-        self._waiting = 0
+        first, _ = self._masks(places)
+        if first.any():
+            self._totals.add_first(judged, None if first.all() else _to_device(first, logits))
+        if self._total is not None:
+            self._evaluated.append((places, judged.losses, judged.counted))
+        self._waiting.clear()
+        self._numbers = 0
 
-    def _steps_of(self, outputs: Sequence[_Output], logits: Tensor) -> Tensor | None:
-        """Return which output each row is of, for tasks of two classes."""
-        if logits.shape[1] != 2:
-            return None
-        sizes = torch.tensor([output.rows for output in outputs])
-        return upload(torch.arange(len(sizes)).repeat_interleave(sizes), logits.device)
+    def _masks(self, places: Places) -> tuple[Mask, Mask]:
+        """Return which rows are of the first pass, and which of the end of the last as far as it is known."""
+        if self._total is None:
+            return np.ones(len(places), np.bool_), np.zeros(len(places), np.bool_)
+        return pass_masks(places, self._total, self._quota, self._samples)
 
-    def _add_last(self, losses: Tensor, counted: Tensor) -> None:
-        """Add the losses of the last pass: those evaluated before, then these."""
-        if self._totals is None or self._total is None:
+    @torch.no_grad()
+    def _add_last(self) -> None:
+        """Add the losses of the last pass."""
+        if self._totals is None:
             return
-        before = [output.losses for output in self._last if output.losses is not None]
-        if before:
-            losses = torch.cat([*(part for part, _ in before), losses])
-            counted = torch.cat([*(part for _, part in before), counted])
-        surplus = self._last[0].rows_of(max(0, self._last_samples - self._total))
-        self._totals.add_last(losses[surplus:], counted[surplus:])
+        for places, losses, counted in self._evaluated:
+            _, last = self._masks(places)
+            if last.any():
+                self._totals.add_last(losses, counted if last.all() else counted & _to_device(last, counted))
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Return [rows, classes] of an output or its gradient, without its graph."""
+    own = tensor.detach()
+    return own if own.dim() == 2 else own.flatten(0, -2)
+
+
+def _to_device(mask: Mask, like: Tensor) -> Tensor:
+    return upload(torch.from_numpy(mask), like.device)
 
 
 def _obstacle(logits: Any) -> str | None:

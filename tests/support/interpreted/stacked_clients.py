@@ -122,7 +122,7 @@ def plans():
                 assert model is small_resnet
                 continue
             gradients = torch.zeros_like(states)
-            losses = plan.gradients(site.layout.views(states), site.layout.views(gradients), x, y)
+            losses, _ = plan.gradients(site.layout.views(states), site.layout.views(gradients), x, y)
             found[plan.name] = (losses, gradients, plan.outputs(site.layout.views(states), x))
         for got in found.values():
             for own, wanted in zip(got, found["mapped"], strict=True):
