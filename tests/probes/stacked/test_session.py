@@ -18,9 +18,10 @@ from fedvitals.probes.nonlinearity import nonlinearity
 from fedvitals.probes.presets import Planned, Preset, preset
 from fedvitals.probes.scale import scale
 from fedvitals.probes.weights import weights
-from fedvitals.protocols import Stack, WorkerObserver
+from fedvitals.protocols import WorkerObserver
 from fedvitals.records import Event, LayerStats, Metric, Span
 from fedvitals.schedule import always, every
+from fedvitals.stack import Stack
 from fedvitals_studies.bench.workloads import paper_cnn
 from support.conditions import holds_for_each
 from support.models import cnn, mlp, watched

@@ -30,7 +30,8 @@ from fedvitals.lab.local import Adam
 from fedvitals.lab.stacked.plans import StackPlan, available_plans
 from fedvitals.lab.stacked.round import MOST_KEPT, StackedRound, clip_rows, moment_count
 from fedvitals.lab.topologies.exchanges import StackExchange, exchange_for_stack
-from fedvitals.protocols import Stack, WorkerObserver
+from fedvitals.protocols import WorkerObserver
+from fedvitals.stack import Stack
 from fedvitals.stats import INFS, NANS, SUM_SQUARES
 
 if TYPE_CHECKING:

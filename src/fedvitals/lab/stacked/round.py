@@ -18,7 +18,8 @@ from fedvitals.lab.engines.training import stop_if_not_finite
 from fedvitals.lab.faults import table as fault_table
 from fedvitals.lab.local import Adam, Clip, Local, Optimizer, PlainSGD
 from fedvitals.lab.losses import CrossEntropy
-from fedvitals.protocols import Stack, WorkerObserver
+from fedvitals.protocols import WorkerObserver
+from fedvitals.stack import Stack
 
 if TYPE_CHECKING:
     from fedvitals.lab.stacked.executor import StackedExecutor

@@ -41,8 +41,9 @@ from fedvitals.probes.stacked.scale import stacked_scale
 from fedvitals.probes.stacked.training_losses import stacked_losses
 from fedvitals.probes.view import View
 from fedvitals.probes.weights import weights
-from fedvitals.protocols import Moment, Stack
+from fedvitals.protocols import Moment
 from fedvitals.schedule import always, at_exit
+from fedvitals.stack import Stack
 from fedvitals.stats import INFS, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array
 
 
