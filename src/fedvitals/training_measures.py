@@ -81,7 +81,7 @@ TRAINING_MEASURES: tuple[Measure, ...] = (
     Measure(
         "train.loss_last",
         "nats",
-        "The same of the last pass: the client's last as many samples as it has.",
+        "The same of the last eighth of the last pass, and of at least 16 samples; absent if no pass came to its end.",
         "mean over samples of −log p_y",
         needs=_CROSS_ENTROPY + ", and `data`",
         rare=True,

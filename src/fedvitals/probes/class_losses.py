@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fedvitals.stats import CLASS_COLUMNS, MOST_CLASSES, Array
 
-LAST_SHARE, LAST_SAMPLES = 4, 32  # `train.loss_last` is of the last quarter of a pass, and of at least 32 samples
+LAST_SHARE, LAST_SAMPLES = 8, 16  # `train.loss_last` is of the last eighth of a pass, and of at least 16 samples
 TOLERANCE = 1e-3  # of a row's gradient, against the one that its label would give; more for half precision
 ROUNDING = 1e-6  # of a row's weight: p_y − 1 cancels where the model is sure
 CERTAIN = 1e-4  # nats: below this loss, rounding may leave nothing of the label's own entry
@@ -65,16 +65,17 @@ def judge_gradients(
     weights = -(size + lowest) / others[:, 0]
     wanted = chances.scatter_(1, column, others)
     residual = torch.addcmul(gradients, weights[:, None], wanted, value=-1).abs_().sum(1)
-    odd = residual > tolerance * size + ROUNDING * weights
+    odd = residual > torch.add(tolerance * size, weights, alpha=ROUNDING)
     if normalised:
         odd &= size + lowest > tolerance * size
     if outputs is not None:
         odd |= _weights_differ(weights, 2 * outputs + labels, negative, max(WEIGHT_TOLERANCE, tolerance))
-    certain = normaliser[:, 0] < CERTAIN
-    finite = (size + normaliser[:, 0]).isfinite()
+    losses, surprise = log_chance[:, 0].neg(), normaliser[:, 0]
+    if logits.is_cpu and bool(negative.all()) and bool((size + surprise).sum().isfinite()):
+        return JudgedRows(labels, guesses, losses, ~odd, odd)  # as a rule; on a device, asking would wait for it
+    certain, finite = surprise < CERTAIN, (size + surprise).isfinite()
     odd = torch.where(negative, odd, (size > 0) & ~certain) & finite
-    counted = (negative | certain) & finite & ~odd
-    return JudgedRows(labels, guesses, -log_chance[:, 0], counted, odd)
+    return JudgedRows(labels, guesses, losses, (negative | certain) & finite & ~odd, odd)
 
 
 def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -190,9 +191,9 @@ class ClassSums:
     def __init__(self, totals: ClassTotals, numbers: Array) -> None:
         cells = totals.classes if totals.tabulated else 0
         confusion, losses, scalars = np.split(numbers, np.cumsum(totals.lengths[:2]))
-        pairs = confusion.reshape(totals.clients, cells * cells)
+        pairs, losses = confusion.reshape(totals.clients, cells**2), losses.reshape(totals.clients, cells, 2)
         first, last, self._judged = np.split(scalars.reshape(totals.clients, 7), (3, 5), axis=1)
-        self.table = self._table(pairs.reshape(-1, cells, cells), losses.reshape(-1, cells, 2))
+        self.table = self._table(pairs.reshape(totals.clients, cells, cells), losses)
         if totals.tabulated:
             first = self.table.sum(1)[:, [CLASS_COLUMNS.index(name) for name in ("samples", "loss", "right")]]
         self.samples = first[:, 0]

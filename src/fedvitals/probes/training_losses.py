@@ -3,7 +3,7 @@
 
 A forward hook sees the logits, a hook on the way back their gradient, and both together give each sample's label and
 loss (see `class_losses`). The table by class counts each sample once, as the received model finds it: the first pass
-over the client's data, or all steps where `data` is unknown. `train.loss_last` is of the last quarter of the last pass.
+over the client's data, or all steps where `data` is unknown. `train.loss_last` is of the last eighth of the last pass.
 
 At a step only two small tensors are kept. They are evaluated together when the client's scope closes, or before they
 exceed MOST_WAITING numbers. Of an output with more than MOST_NUMBERS, some of the rows are looked at.
@@ -16,7 +16,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,20 +48,24 @@ NOT_SEEN = (
 )
 
 
-@dataclass(slots=True, eq=False)
 class _Output:
     """One forward pass in training: logits [rows, classes], and their gradients once its backward pass has come."""
 
-    logits: Tensor | None
-    stride: int  # every so many rows of the output are looked at
-    version: int  # of the logits: a counter of changes in place
-    first: int  # the number of its first sample, in the order of the training
-    samples: int  # in the batch
-    gradients: Tensor | None = None
+    __slots__ = ("first", "gradients", "logits", "samples", "stride", "version")
+
+    def __init__(self, logits: Tensor, stride: int, samples: int) -> None:
+        """`stride`: every so many rows of the output are looked at. `samples`: in the batch."""
+        self.logits: Tensor | None = logits
+        self.gradients: Tensor | None = None
+        self.stride, self.samples = stride, samples
+        self.first = 0  # the number of its first sample, in the order of the backward passes
+        self.version = logits._version  # noqa: SLF001 - autograd's own counter of changes in place
 
     def places(self) -> Places:
         """Return the numbers of the samples that the rows are of: several rows each, where these are sequences."""
         rows = 0 if self.logits is None else len(self.logits)
+        if rows == self.samples:
+            return np.arange(self.first, self.first + rows)
         return self.first + np.arange(rows) * self.samples // max(1, rows)
 
 
@@ -103,9 +106,9 @@ class TrainingLosses:
         self._reason: str | None = None
         self._total = _pass_length(view.data)  # samples in a pass; None: unknown
         self._quota = 0 if self._total is None else last_quota(self._total)
-        self._samples = 0  # of all forward passes so far
+        self._samples = 0  # that the training has seen so far
         self._awaited: list[_Output] = []  # whose backward pass has not come yet
-        self._waiting: deque[_Output] = deque()  # to be evaluated
+        self._waiting: list[_Output] = []  # to be evaluated
         self._numbers = 0  # of these
         self._evaluated: deque[tuple[Places, Tensor, Tensor]] = deque()  # that may be of the last pass: losses, counted
         self._totals: ClassTotals | None = None
@@ -121,7 +124,6 @@ class TrainingLosses:
         """Let go of outputs whose gradient has not come when an optimiser steps: they belong to no training."""
         for output in self._awaited:
             output.logits = None
-            self._samples -= output.samples
         self._awaited.clear()
 
     def remove(self) -> None:
@@ -137,11 +139,11 @@ class TrainingLosses:
         """End it and return what was measured, in part still on its device; `steps` are those of the optimiser."""
         began = time.perf_counter()
         self.step()
-        if self._reason is None and steps and self._totals is None:
-            self._reason = NOT_SEEN
         if self._reason is None:
             self._evaluate()
             self._add_last()
+        if self._reason is None and steps and self._totals is None:
+            self._reason = NOT_SEEN
         measured = MeasuredLosses(self._totals, self._model, self._reason)
         self.remove()
         self.seconds += time.perf_counter() - began
@@ -166,58 +168,59 @@ class TrainingLosses:
         obstacle = _obstacle(logits)
         if obstacle is not None:
             self._refuse(obstacle)
-        elif logits.grad_fn is not None and logits.numel() and not _is_captured(logits):
+        elif logits.grad_fn is not None and not _is_captured(logits):
             batch = _batch_size(logits, arguments, named)
-            self.batch = self.batch or batch
-            if self._is_wanted(batch):
+            # Whether a sample of it may belong to the first pass, or to the end of any.
+            total, now = self._total, self._samples
+            awaited = sum(output.samples for output in self._awaited) if self._awaited else 0
+            if total is None or now < total or now % total + awaited + batch > total - self._quota:
                 self._await_gradient(logits, batch)
-            self._samples += batch
+            else:
+                self._samples += batch
         self.seconds += time.perf_counter() - began
 
-    def _is_wanted(self, batch: int) -> bool:
-        """Return whether a sample of the next batch belongs to the first pass, or to the end of any."""
-        total = self._total
-        return total is None or self._samples < total or self._samples % total + batch > total - self._quota
-
     def _await_gradient(self, logits: Tensor, batch: int) -> None:
-        rows, stride = _rows(logits), -(-logits.numel() // MOST_NUMBERS)
-        if stride > 1:
+        node, numbers = logits.grad_fn, logits.numel()
+        if not numbers or node is None:
+            return
+        rows, stride = _rows(logits), 1
+        if numbers > MOST_NUMBERS:
+            stride = -(-numbers // MOST_NUMBERS)
             rows = rows[::stride].clone()
-        output = _Output(rows, stride, rows._version, self._samples, batch)  # noqa: SLF001 - what autograd itself checks
+        output = _Output(rows, stride, batch)
+        if self.batch is None:
+            self.batch, self._normalised = batch, type(node).__name__.startswith("LogSoftmax")
         self._awaited.append(output)
         if len(self._awaited) > MOST_AWAITED:  # passes without a way back, as in an evaluation
             self._awaited.pop(0).logits = None
         # On the node and not on the tensor: that is quicker, and the same.
-        logits.grad_fn.register_prehook(functools.partial(self._on_backward, output, logits.output_nr))  # type: ignore[union-attr]
-        self._normalised = self._normalised or type(logits.grad_fn).__name__.startswith("LogSoftmax")
+        node.register_prehook(functools.partial(self._on_backward, output, logits.output_nr))
 
     def _on_backward(self, output: _Output, place: int, gradients: Sequence[Tensor | None]) -> None:
         """Take the gradient of an output, the first time that it comes; runs inside the backward pass."""
-        gradient = gradients[place]
-        if output.logits is None or output.gradients is not None or gradient is None or self._reason is not None:
+        logits, gradient = output.logits, gradients[place]
+        if logits is None or gradient is None or output.gradients is not None or self._reason is not None:
             return
         began = time.perf_counter()
         try:
             self._awaited.remove(output)
-            self._take(output, output.logits, gradient)
+            if logits._version == output.version:  # noqa: SLF001
+                self._keep(output, logits, gradient)
+            else:
+                self._refuse("the model's output is changed in place before the loss.")
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the training
             self._broken(error)
         self.seconds += time.perf_counter() - began
 
-    def _take(self, output: _Output, logits: Tensor, gradient: Tensor) -> None:
-        if self._totals is None:
-            self._totals = ClassTotals(logits.shape[1], logits.device)
-        if logits._version != output.version:  # noqa: SLF001
-            self._refuse("the model's output is changed in place before the loss.")
-        elif logits.shape[1] != self._totals.classes or logits.device != self._totals.numbers.device:
-            self._refuse("the model's outputs have differing numbers of classes, or are on several devices.")
-        else:
-            rows = _rows(gradient)
-            output.gradients = rows if output.stride == 1 else rows[:: output.stride].clone()
-            self._waiting.append(output)
-            self._numbers += logits.numel()
+    def _keep(self, output: _Output, logits: Tensor, gradient: Tensor) -> None:
+        output.first, rows = self._samples, _rows(gradient)
+        self._samples += output.samples
+        output.gradients = rows if output.stride == 1 else rows[:: output.stride].clone()
+        self._waiting.append(output)
+        self._numbers += logits.numel()
+        if self._numbers >= MOST_WAITING:
             self._forget_middle()
-            if self._numbers >= MOST_WAITING:
+            if self._numbers >= MOST_WAITING // 2:
                 self._evaluate()
 
     def _forget_middle(self) -> None:
@@ -225,38 +228,41 @@ class TrainingLosses:
         total = self._total
         if total is None:
             return
-        while self._evaluated and self._evaluated[0][0][-1] < self._samples - total:
+        since = self._samples - total
+        while self._evaluated and self._evaluated[0][0][-1] < since:
             self._evaluated.popleft()
-        behind = [o for o in self._waiting if o.first >= total and o.first + o.samples <= self._samples - total]
-        for output in behind:
-            self._waiting.remove(output)
-            self._numbers -= 0 if output.logits is None else output.logits.numel()
+        self._waiting = [output for output in self._waiting if output.first < total or output.first >= since]
+        self._numbers = sum(output.logits.numel() for output in self._waiting if output.logits is not None)
 
     # -- all that waits, at once --------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _evaluate(self) -> None:
         """Evaluate the outputs that wait, and add up those of the first pass."""
-        outputs = [
-            (o, o.logits, o.gradients) for o in self._waiting if o.logits is not None and o.gradients is not None
-        ]
-        if self._totals is None or not outputs:
+        self._forget_middle()
+        waiting = [(output, output.logits, output.gradients) for output in self._waiting]
+        outputs = [(o, z, g) for o, z, g in waiting if z is not None and g is not None]
+        self._waiting, self._numbers = [], 0
+        if not outputs:
+            return
+        known = [] if self._totals is None else [(self._totals.classes, self._totals.numbers.device)]
+        if len({*known, *((z.shape[1], z.device) for _, z, _ in outputs)}) > 1:
+            self._refuse("the model's outputs have differing numbers of classes, or are on several devices.")
             return
         logits, gradients = torch.cat([z for _, z, _ in outputs]), torch.cat([g for _, _, g in outputs])
+        totals = self._totals = self._totals or ClassTotals(logits.shape[1], logits.device)
         places = np.concatenate([output.places() for output, _, _ in outputs])
         numbers = None
-        if self._totals.classes == 2:
+        if totals.classes == 2:
             sizes = [len(z) for _, z, _ in outputs]
             numbers = upload(torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)), logits.device)
         judged = judge_gradients(logits, gradients, numbers, normalised=self._normalised)
-        self._totals.add_judged(judged)
+        totals.add_judged(judged)
         first, _ = self._masks(places)
         if first.any():
-            self._totals.add_first(judged, None if first.all() else _to_device(first, logits))
+            totals.add_first(judged, None if first.all() else _to_device(first, logits))
         if self._total is not None:
             self._evaluated.append((places, judged.losses, judged.counted))
-        self._waiting.clear()
-        self._numbers = 0
 
     def _masks(self, places: Places) -> tuple[Mask, Mask]:
         """Return which rows are of the first pass, and which of the end of the last as far as it is known."""

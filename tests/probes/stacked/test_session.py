@@ -65,6 +65,7 @@ FULL = Preset(
     ),
     fit_percent=None,
     difference_each_step=True,
+    training_losses=True,
 )
 
 
@@ -115,7 +116,13 @@ class Federation:
 
     def stack(self, states, **settings):
         labels = [*self.y]
-        given = {"loss": functional.cross_entropy, "labels": labels, **settings}
+        own = {
+            "optimizer.learning_rate": RATE,
+            "optimizer.momentum": 0,
+            "optimizer.weight_decay": 0,
+            "batch.size": self.batch,
+        }
+        given = {"loss": functional.cross_entropy, "labels": labels, "settings": own, **settings}
         if len({*self.own}) > 1:
             given["steps"] = self.own
         return Stack(NODES, GROUPS, self.module, states, self.samples, **given)
@@ -125,10 +132,12 @@ class Federation:
         states = self.states()
 
         def loss(trained, rest, x, y):
-            return functional.cross_entropy(functional_call(self.module, {**trained, **rest}, (x,)), y)
+            logits = functional_call(self.module, {**trained, **rest}, (x,))
+            return functional.cross_entropy(logits, y), logits
 
+        outputs = {}
         if observer is not None:
-            observer.stack_begin(self.stack(states, **settings))
+            observer.stack_begin(self.stack(states, **{"outputs": lambda: outputs, **settings}))
         sizes = [t.numel() for _, t in self.tensors]
         for step in range(self.steps):
             views = states.split(sizes, 1)
@@ -136,7 +145,8 @@ class Federation:
             trained = {n: state.pop(n) for n, p in self.module.named_parameters() if p.requires_grad}
             parts = [self.part(min(step, own - 1)) for own in self.own]  # who is done gets the last one again
             batch = [torch.stack([all_[i, part] for i, part in enumerate(parts)]) for all_ in (self.x, self.y)]
-            found, losses = vmap(grad_and_value(loss))(trained, state, *batch)
+            found, (losses, logits) = vmap(grad_and_value(loss, has_aux=True))(trained, state, *batch)
+            outputs[step] = (logits, batch[1])
             names = [name for name, _ in self.module.named_parameters()]
             parts = [found[n] if n in found else torch.zeros_like(state[n]) for n in names]
             matrix = torch.cat([part.flatten(1) for part in parts], 1)
@@ -246,8 +256,25 @@ def test_stacked_clients_record_what_each_would_alone(make):
     assert {"fit.loss_before", "fit.confusion", "loss", "samples", "label.entropy", "scale.gsc", "scale.gsc_error",
             "nonlinearity.nlc", "gradient.change", "weight.update_ratio", "steps", "time.client"} <= told  # fmt: skip
     families = {r.family for r in sink.of(LayerStats) if r.where.node == "c0"}
-    assert {"gradient", "gradient.steps", "weight", "update"} <= families
+    assert {"gradient", "gradient.steps", "weight", "update", "training.classes"} <= families
+    assert {"train.loss_first", "train.accuracy", "train.confusion", "optimizer.learning_rate", "batch.size"} <= told
     assert ("buffer" in families) == (make is normalised)
+
+
+@pytest.mark.parametrize("own", [[12, 12, 12], [5, 12, 8]])
+def test_training_losses_of_several_passes(own):
+    """Also of clients that rest, and of a pass that ends in the midst of a batch."""
+    torch.manual_seed(0)
+    federation = Federation(mlp(), (12,), 3, steps=12, samples=32, own=own)
+    planned = Preset("losses", (), fit_percent=0, training_losses=True)
+    twin, _ = observed(planned, federation.alone)
+    sink, _ = observed(planned, federation.stacked)
+    check_alike(sink, twin)
+    assert len(sink.metrics("train.loss_last")) == len(NODES)
+    for node in NODES:
+        assert sink.layers("training.classes", node=node).matrix[:, 0].sum() == 32
+    silent, _ = observed(planned, lambda observer: federation.stacked(observer, outputs=None))
+    assert not silent.metrics("train.loss_first")
 
 
 def test_exact_gradient_scale():
