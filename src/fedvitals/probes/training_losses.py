@@ -231,7 +231,7 @@ class TrainingLosses:
         since = self._samples - total
         while self._evaluated and self._evaluated[0][0][-1] < since:
             self._evaluated.popleft()
-        self._waiting = [output for output in self._waiting if output.first < total or output.first >= since]
+        self._waiting = [o for o in self._waiting if o.first < total or o.first + o.samples > since]
         self._numbers = sum(output.logits.numel() for output in self._waiting if output.logits is not None)
 
     # -- all that waits, at once --------------------------------------------------------------------------------------

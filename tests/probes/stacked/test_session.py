@@ -34,19 +34,9 @@ POOLED = 1e-3
 TIMED = ("time.", "memory.", "monitor.", "throughput.", "bottleneck.", "machine.", "process.", "gpu.")
 # A batch of clients does not tell how many samples each of its batches has, nor whose memory is whose.
 SHARES = (
-    "growth",
-    "model",
-    "buffers",
-    "gradients",
-    "optimizer",
-    "activations",
-    "batch",
-    "telemetry",
-    "tensors",
-    "limit",
-    "cuda_allocated",
-    "cuda_reserved",
-)
+    "growth", "model", "buffers", "gradients", "optimizer", "activations", "batch", "telemetry", "tensors", "limit",
+    "cuda_allocated", "cuda_reserved",
+)  # fmt: skip
 ALONE = ("throughput.samples", "time.critical", *(f"memory.{name}" for name in SHARES))
 RATE = 0.05
 NODES = ["c0", "c1", "c2"]
@@ -259,22 +249,6 @@ def test_stacked_clients_record_what_each_would_alone(make):
     assert {"gradient", "gradient.steps", "weight", "update", "training.classes"} <= families
     assert {"train.loss_first", "train.accuracy", "train.confusion", "optimizer.learning_rate", "batch.size"} <= told
     assert ("buffer" in families) == (make is normalised)
-
-
-@pytest.mark.parametrize("own", [[12, 12, 12], [5, 12, 8]])
-def test_training_losses_of_several_passes(own):
-    """Also of clients that rest, and of a pass that ends in the midst of a batch."""
-    torch.manual_seed(0)
-    federation = Federation(mlp(), (12,), 3, steps=12, samples=32, own=own)
-    planned = Preset("losses", (), fit_percent=0, training_losses=True)
-    twin, _ = observed(planned, federation.alone)
-    sink, _ = observed(planned, federation.stacked)
-    check_alike(sink, twin)
-    assert len(sink.metrics("train.loss_last")) == len(NODES)
-    for node in NODES:
-        assert sink.layers("training.classes", node=node).matrix[:, 0].sum() == 32
-    silent, _ = observed(planned, lambda observer: federation.stacked(observer, outputs=None))
-    assert not silent.metrics("train.loss_first")
 
 
 def test_exact_gradient_scale():
