@@ -25,8 +25,8 @@ Set by `Monitor(privacy=)`: 3 by default in a lab or a plain loop, 2 in a deploy
 
 CLASSES = (
     "`training.classes`: a row for each class (a column of the outputs; at most 100), over a client's first pass over "
-    "its samples: samples of that label, the sum of their losses, of the squares of these, right guesses, and how often "
-    "the class was guessed. From these derive: {statistics}."
+    "its samples: samples of that label, the sum of their losses, of the squares of these, right guesses, and how "
+    "often the class was guessed. From these derive: {statistics}."
 )
 
 
