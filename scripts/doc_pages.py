@@ -9,7 +9,7 @@ from fedvitals.catalog import LEVELS, MEASURES
 from fedvitals.diagnosis.abstentions import ACCEPTED, NEWEST, NOT_JUDGED
 from fedvitals.diagnosis.issues.table import FAMILIES as ISSUE_FAMILIES
 from fedvitals.diagnosis.issues.table import ISSUES, Issue, measured_rates
-from fedvitals.stats import DERIVED, FAMILIES, PEERS
+from fedvitals.stats import CLASS_STATISTICS, DERIVED, FAMILIES, PEERS
 from fedvitals.store.schema import LAYER_STATISTICS, TABLES, VERSION
 
 PRIVACY = """
@@ -21,6 +21,13 @@ Set by `Monitor(privacy=)`: 3 by default in a lab or a plain loop, 2 in a deploy
 - `update.*`, the families `update` and sketches need their level to leave a client. A server computes them itself from the updates that it holds: that is not telemetry, and passes at every level.
 - Run, layer names and shapes, names of nodes, loggers and `timed` blocks are told at every level: do not put secrets there.
 """  # noqa: E501 - a paragraph of Markdown is one line
+
+
+CLASSES = (
+    "`training.classes`: a row for each class (a column of the outputs; at most 100), over a client's first pass over "
+    "its samples: samples of that label, the sum of their losses, of the squares of these, right guesses, and how "
+    "often the class was guessed. From these derive: {statistics}."
+)
 
 
 def metrics_page() -> str:
@@ -61,6 +68,8 @@ def metrics_page() -> str:
         "`update.peers`: how a client's update d_i stands among its round's; NaN where there is nothing to compare:",
         "",
         *(f"- {column}: {meaning}." for column, meaning in PEERS.items()),
+        "",
+        CLASSES.format(statistics=", ".join(CLASS_STATISTICS)),
         "",
         "## Privacy",
         "",

@@ -6,25 +6,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from fedvitals.records import Event, LayerStats, Metric, Record, Sketch, Snapshot
 from fedvitals.stats import FAMILIES
+from fedvitals.training_measures import DATA_MEASURES, LABELLED, LOSS_UNIT, TRAINING_MEASURES, Measure
 
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    name: str
-    unit: str
-    meaning: str
-    formula: str = ""
-    level: int = 2  # per-client scalars need level 2 (see docs/metrics.md, «Privacy»)
-    needs: str = ""  # what the user must hand in for it to be there
-    rare: bool = False  # absent means none, not unmeasured
-
-
-_LABELLED = "`data` that yields (x, y), and `loss`"
 _MODEL = "a model"
 _UPDATE = "a model in `monitor.client`, or `monitor.updates`"
 _INPUTS = "a classifier: one row of outputs per sample"
@@ -37,33 +24,12 @@ _MACHINE: dict[str, Any] = {"level": 0, "needs": "psutil; for GPUs nvidia-ml-py;
 
 _NOT_JUDGED: dict[str, Any] = {"level": 0, "rare": True}
 _REASONS = ("masked", "unseen", "transformed", "unmeasured", "few_clients")  # see `diagnosis.abstentions`
-_LOSS_UNIT = "1"  # the task's own: nats for a cross-entropy, squares of what is predicted for a squared error
-
-
-def _data_measures() -> tuple[Measure, ...]:
-    """Return the measures of a client's own samples, told when they are new or have changed (`probes.data_sketch`)."""
-    needs = "`data` that can be read by index; told when the data change"
-    numbers = f"{needs}; inputs that are numbers"
-    return (
-        Measure("data.mean", "1", "Mean of all inputs.", "mean of all finite inputs", needs=numbers),
-        Measure(
-            "data.std", "1", "Spread of all inputs.", "√ mean of (x − mean)² over all finite inputs", needs=numbers
-        ),
-        Measure("data.min", "1", "Smallest input.", level=3, needs=numbers),
-        Measure("data.max", "1", "Largest input.", level=3, needs=numbers),
-        Measure("data.missing", "share", "Inputs that are NaN or infinite.", needs=numbers),
-        Measure("data.constant", "share", "Features with the same value in every sample.", needs=numbers),
-        Measure("data.duplicates", "share", "Samples that equal an earlier one.", needs=needs),
-        Measure("data.length", "tokens", "Tokens of a sample other than 0, on average.", needs=f"{needs}; tokens"),
-    )
-
-
 MEASURES: tuple[Measure, ...] = (
     Measure(
         "loss",
-        _LOSS_UNIT,
+        LOSS_UNIT,
         "Training loss: what the user logged, else `fit.loss_after`; in the task's own unit (cross-entropy: nats).",
-        needs="`monitor.log(loss=...)`, or " + _LABELLED,
+        needs="`monitor.log(loss=...)`, or " + LABELLED,
     ),
     Measure(
         "accuracy",
@@ -79,7 +45,7 @@ MEASURES: tuple[Measure, ...] = (
     ),
     Measure(
         "local.loss",
-        _LOSS_UNIT,
+        LOSS_UNIT,
         "The same for the loss.",
         "mean over the samples",
         needs="the lab, clients that evaluate on Flower, or `monitor.log`",
@@ -96,53 +62,7 @@ MEASURES: tuple[Measure, ...] = (
         level=0,
         rare=True,
     ),
-    Measure(
-        "fit.loss_before",
-        _LOSS_UNIT,
-        "Loss of the received model on own samples, before training.",
-        "mean over at most 64 samples",
-        needs=_LABELLED,
-    ),
-    Measure(
-        "fit.loss_after",
-        _LOSS_UNIT,
-        "Loss of the trained model, on the same samples as before.",
-        "mean over at most 64 samples",
-        needs=_LABELLED,
-    ),
-    Measure("fit.accuracy_before", "share", "Accuracy of the received model on own samples.", needs=_LABELLED),
-    Measure("fit.accuracy_after", "share", "Accuracy of the trained model on own samples.", needs=_LABELLED),
-    Measure("fit.loss_p90", _LOSS_UNIT, "Ninth decile of the received model's loss on own samples.", needs=_LABELLED),
-    Measure(
-        "fit.confusion",
-        "share",
-        "How far the received model's errors gather in one pair of classes.",
-        "max over a≠b of max(C_ab − 1, 0) / (n_a + 2)",
-        needs=_LABELLED,
-    ),
-    Measure(
-        "fit.confused_label",
-        "class",
-        "The label in that pair; absent if nothing is confused.",
-        level=3,
-        needs=_LABELLED,
-        rare=True,
-    ),
-    Measure("fit.confused_guess", "class", "What the model takes it for.", level=3, needs=_LABELLED, rare=True),
-    Measure(
-        "fit.confident_wrong",
-        "share",
-        "Own samples that the received model gets wrong, and is sure of it.",
-        "share with p > 0.7 for another class than the label",
-        needs=_LABELLED,
-    ),
-    Measure(
-        "fit.samples",
-        "samples",
-        "Own samples behind the `fit.*` values of this round: 8 to 64, by the work of the training. A client is due "
-        "once in each 2 rounds (`light`: 20) or oftener; `fedvitals show` counts.",
-        needs=_LABELLED,
-    ),
+    *TRAINING_MEASURES,
     Measure(
         "gradient.norm",
         "1",
@@ -318,8 +238,8 @@ MEASURES: tuple[Measure, ...] = (
     ),
     Measure("clients", "clients", "Clients that took part in the round.", level=0),
     Measure("clients.failed", "clients", "Clients whose scope ended with an exception.", level=0),
-    *_data_measures(),
-    Measure("label.entropy", "nats", "Entropy of the client's label histogram.", level=3, needs=_LABELLED),
+    *DATA_MEASURES,
+    Measure("label.entropy", "nats", "Entropy of the client's label histogram.", level=3, needs=LABELLED),
     Measure("time.round", "seconds", "Length of the round.", level=0),
     Measure(
         "update.staleness",

@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from fedvitals.errors import ConfigError
 from fedvitals.records import Action, Event, Finding, Record
+from fedvitals.stack import Stack
 from fedvitals.stats import Array
 
 Node = str
@@ -156,36 +157,6 @@ class Detector(Protocol):
 
 Correction = Callable[[Finding, History], Action | None]
 """From a finding to what could be done about it, as data; the host decides and applies."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """Clients that train together as one batch: no module of their own to hook, but all their states in one matrix.
-
-    `states`, [clients, size], changes in place as they train: the parameters of `module` in their order, flattened one
-    after the other, then its buffers; only those in `held`, if it is given. `samples(n)` gives n of each client's own
-    samples, [clients, n, ...], and labels.
-    """
-
-    nodes: Sequence[Node]
-    groups: Sequence[str | None]
-    module: Any  # names, shapes and the forward pass; its own numbers mean nothing
-    states: Any
-    samples: Callable[[int], tuple[Any, Any]]
-    loss: Callable[..., Any] | None = None
-    labels: Sequence[Any] | None = None  # each client's own, all of them
-    silent: Sequence[Node] = ()  # who trains along, and of whom nothing that is measured gets home
-    steps: Sequence[int] | None = None  # each one's own number, where they differ: who is done rests, in the matrix too
-    # The host's own quick way from states [clients, size] and samples [clients, n, ...] to outputs [clients, n, ...],
-    # differentiable by both; None: the module is applied to each client's part.
-    forward: Callable[[Any, Any], Any] | None = None
-    # Nine sums of every step's gradients so far, [steps, clients, layers, 9] on the device, where the host records them
-    # itself on its way; None: whoever watches measures in `stack_step`.
-    sums: Callable[[], Any] | None = None
-    inputs: Sequence[Any] | None = None  # each client's own, all of them, as `labels`
-    held: Sequence[str] | None = (
-        None  # names of the tensors in `states`; the others are the module's own, for everybody
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedvitals.errors import ConfigError, RecordError
-from fedvitals.stats import FAMILIES, Array, derive, merge
+from fedvitals.stats import CLASS_ROWS, FAMILIES, Array, derive, merge
 
 Json = Mapping[str, Any]
 AnyName = object
@@ -131,7 +131,7 @@ class Layer:
 class LayerTable:
     """The layers that the rows of a LayerStats matrix stand for, named by its digest."""
 
-    rows: str  # "parameter", "buffer", "module" or "model" (one row, for all weights together)
+    rows: str  # "parameter", "buffer", "module", "model" (one row, for all weights together) or "class"
     layers: tuple[Layer, ...]
     digest: str = ""
     names: tuple[str, ...] = field(init=False, repr=False, compare=False)  # of the layers, in order
@@ -140,6 +140,12 @@ class LayerTable:
         object.__setattr__(self, "names", tuple(layer.name for layer in self.layers))
         text = repr((self.rows, [(layer.name, layer.shape, layer.dtype) for layer in self.layers]))
         object.__setattr__(self, "digest", hashlib.blake2b(text.encode(), digest_size=8).hexdigest())
+
+
+@functools.lru_cache(maxsize=16)
+def class_table(classes: int) -> LayerTable:
+    """Return the table of a family whose rows are the classes 0 … classes − 1, named by their numbers."""
+    return LayerTable(CLASS_ROWS, tuple(Layer(str(label), (), "") for label in range(classes)))
 
 
 @dataclass(frozen=True, slots=True)

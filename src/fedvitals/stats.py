@@ -31,6 +31,8 @@ STEP_COLUMNS = (
     "change_max_step",
 )
 HEALTH_COLUMNS = ("units", "dead", "saturated", "sign_diverse")
+CLASS_COLUMNS = ("samples", "loss", "loss_squares", "right", "guessed")
+MOST_CLASSES = 100  # with a row of their own in `training.classes`; a task with more has no such table
 ALIGNMENT_COLUMNS = ("cosine_mean", "cosine_previous", "share")
 PEER_COLUMNS = (
     "cosine",
@@ -60,6 +62,8 @@ PEERS = {
     "spread": "`‖d‖₁ / (‖d‖₂ √D)`: 1 where all coordinates move alike, small where few do",
 }
 """The columns of the family `update.peers`."""
+
+CLASS_ROWS = "class"  # the kind of a table whose rows are classes, and no layers of a model
 
 # The histogram has one bin per sign and binary exponent; values outside 2^-48 .. 2^16 fall into the end bins.
 LOWEST_EXPONENT, EXPONENTS = -48, 64
@@ -103,7 +107,7 @@ class Family:
     """What the columns of a layer matrix mean, which table its rows belong to, and how two of them become one."""
 
     columns: tuple[str, ...]
-    rows: str  # "parameter", "buffer", "module" or "model" (a single row): which layer table
+    rows: str  # "parameter", "buffer", "module", "model" (a single row) or "class": which layer table
     merge: Callable[[Array], Array] | None  # None: a ratio that cannot be added
     level: int = 3  # privacy level from which it may leave a client
 
@@ -120,6 +124,7 @@ FAMILIES: dict[str, Family] = {
     "update.peers": Family(PEER_COLUMNS, "model", None),
     "activation": Family(STATISTICS, "module", merge_sums),
     "activation.health": Family(HEALTH_COLUMNS, "module", merge_counts),
+    "training.classes": Family(CLASS_COLUMNS, CLASS_ROWS, merge_counts),
 }
 
 
@@ -176,6 +181,20 @@ DERIVED: dict[str, Callable[[Array], Array]] = {
 }
 
 
+def _class_loss_std(m: Array) -> Array:
+    with np.errstate(over="ignore", invalid="ignore"):
+        variance = _over(m[..., 2], m[..., 0]) - _over(m[..., 1], m[..., 0]) ** 2
+    return np.sqrt(np.maximum(variance, 0))
+
+
+# The same of `training.classes`; NaN means that the class has no samples.
+CLASS_STATISTICS: dict[str, Callable[[Array], Array]] = {
+    "loss_mean": lambda m: _over(m[..., 1], m[..., 0]),
+    "loss_std": _class_loss_std,
+    "accuracy": lambda m: _over(m[..., 3], m[..., 0]),
+}
+
+
 def statistics_of(family: str) -> tuple[str, ...]:
     """Every statistic that `derive` knows for a family."""
     columns = FAMILIES[family].columns
@@ -185,6 +204,8 @@ def statistics_of(family: str) -> tuple[str, ...]:
         return (*columns, "norm_mean")
     if columns is HEALTH_COLUMNS:
         return (*columns, "dead_fraction", "saturated_fraction", "sign_diversity")
+    if columns is CLASS_COLUMNS:
+        return (*columns, *CLASS_STATISTICS)
     return columns
 
 
@@ -200,6 +221,8 @@ def derive(family: str, matrix: Any, statistic: str) -> Array:
     fraction = {"dead_fraction": 1, "saturated_fraction": 2, "sign_diversity": 3}.get(statistic)
     if columns is HEALTH_COLUMNS and fraction is not None:
         return _over(matrix[..., fraction], matrix[..., 0])
+    if columns is CLASS_COLUMNS and statistic in CLASS_STATISTICS:
+        return CLASS_STATISTICS[statistic](matrix)
     known = ", ".join(statistics_of(family))
     raise ValueError(f"Unknown statistic '{statistic}' of family '{family}'. Known: {known}.")
 

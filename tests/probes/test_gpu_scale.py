@@ -18,7 +18,7 @@ from fedvitals.probes.stacked.model import StackModel
 from fedvitals.probes.stacked.nonlinearity import stacked_nonlinearity
 from fedvitals.probes.stacked.scale import scale_samples, scale_summaries, stacked_scale
 from fedvitals.probes.stacked.scale_graph import ScaleGraph
-from fedvitals.protocols import Stack
+from fedvitals.stack import Stack
 from support.conditions import holds_for_each
 
 pytestmark = pytest.mark.gpu

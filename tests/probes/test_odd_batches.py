@@ -107,7 +107,8 @@ def test_outputs_of_every_kind_are_measured_or_left_out_with_the_reason(shape, l
     monitor, sink = run(model, (X, Y), loss, lambda m: loss(m(X), Y))
     assert sink.metrics("fit.loss_before")
     assert bool(sink.metrics("scale.gsc")) == scaled
-    assert len(sink.events("probe.abstains")) == (not scaled)
+    assert len(sink.events("probe.abstains")) == (0 if scaled else 2)  # gradient scale, and training losses
+    assert bool(sink.metrics("train.loss_first")) == scaled
     assert not sink.events("monitor.error")
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert "not all was judged" not in str(monitor.findings())

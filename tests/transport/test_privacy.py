@@ -54,8 +54,10 @@ CLAIM = {
     1: set(),
     2: {
         "local.accuracy", "local.loss", "absolute_error", "local.absolute_error", "attack.success",
-        "accuracy", "data.constant", "data.duplicates", "data.length", "data.mean", "data.missing", "data.std",
-        "fit.accuracy_after", "fit.accuracy_before", "fit.confident_wrong", "fit.confusion",
+        "accuracy", "batch.size", "data.constant", "data.duplicates", "data.length", "data.mean", "data.missing",
+        "data.std", "fit.accuracy_after", "fit.accuracy_before", "fit.confident_wrong", "fit.confusion",
+        "optimizer.learning_rate", "optimizer.momentum", "optimizer.weight_decay", "train.accuracy", "train.confusion",
+        "train.loss_first", "train.loss_last",
         "fit.loss_after", "fit.loss_before", "fit.loss_p90", "fit.samples", "gradient.change",
         "gradient.change_round", "gradient.nonfinite", "gradient.norm", "gradient.norm_last", "gradient.norm_max",
         "gradient.norm_unclipped", "loss",
@@ -68,7 +70,10 @@ CLAIM = {
         "weight.difference", "weight.difference_absolute", "weight.drift", "weight.drift_init", "weight.nonfinite",
         "weight.norm", "weight.update_ratio",
     },
-    3: {"data.max", "data.min", "fit.confused_guess", "fit.confused_label", "label.entropy"},
+    3: {
+        "data.max", "data.min", "fit.confused_guess", "fit.confused_label", "label.entropy", "train.confused_guess",
+        "train.confused_label",
+    },
     4: set(),
 }  # fmt: skip
 
@@ -226,7 +231,7 @@ def check_kinds(sink, privacy, detailed, deep, timed):
     assert {"steps", "time.client", "update.norm"} <= metrics.keys()
     assert ({"loss", "samples", "user.mine"} <= metrics.keys()) == (privacy >= 2)
     families = {r.family for r in sink.of(LayerStats) if r.where.node != "server" and not r.family.startswith("update")}
-    wanted = {"gradient", "gradient.steps", "weight"}
+    wanted = {"gradient", "gradient.steps", "training.classes", "weight"}
     if deep:
         wanted |= {"gradient.histogram", "gradient.full", "activation", "activation.health"}
     assert families == (wanted if detailed else set())

@@ -21,12 +21,13 @@ from fedvitals.monitor.open_clients import OpenClient, UnsettledClients
 from fedvitals.monitor.spine import Spine
 from fedvitals.monitor.stacks import Stacks
 from fedvitals.probes.results import Key, Results
-from fedvitals.protocols import Node, Stack
+from fedvitals.protocols import Node
 from fedvitals.records import AnyName, Span, Transfer, Where, group_name, node_name
 from fedvitals.resources.capture import OPERATORS, Capture, Captures
 from fedvitals.resources.memory import resident_bytes
 from fedvitals.resources.turns import turn_over
 from fedvitals.scope import Scope
+from fedvitals.stack import Stack
 from fedvitals.time_parts import CLIENT
 from fedvitals.transport.logs import bounded
 from fedvitals.transport.recorder import where

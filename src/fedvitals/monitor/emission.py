@@ -12,8 +12,9 @@ from fedvitals.monitor.run_context import RunContext
 from fedvitals.monitor.scopes import ClientThreads
 from fedvitals.probes.node_columns import NodeColumns
 from fedvitals.probes.results import Key, Results, measurements_of
-from fedvitals.records import LayerTable, Record
+from fedvitals.records import LayerTable, Record, class_table
 from fedvitals.scope import Scope
+from fedvitals.stats import CLASS_ROWS, FAMILIES
 from fedvitals.transport.payload_buffer import PayloadBuffer
 from fedvitals.transport.recorder import ScopeRecorder
 from fedvitals.transport.sink_writer import SinkWriter
@@ -72,6 +73,9 @@ class Emission:
                 batches[-1].append((key, results))
             else:  # a sum over clients, which the privacy policy looks at by itself
                 batches += [(key, results)], []
+        self._describe_classes(
+            {len(matrix) for _, own in rows for family, matrix, _ in own.matrices if _is_by_class(family)}
+        )
         now, table_of = time.time(), self._context.table_of
         tables = [measurements_of(scope.run, scope.round, now, batch, table_of) for batch in batches]
         # From here on nothing fails: all of it is handed over, or nothing was.
@@ -88,6 +92,7 @@ class Emission:
 
     def columns(self, scope: Scope, columns: NodeColumns, without: Collection[int] = ()) -> Measurements:
         """Hand over what was measured of many nodes in a round, except of those in the rows `without`; returns it."""
+        self._describe_classes(columns.layer_counts(_is_by_class))
         table = columns.measurements(scope.run, scope.round, time.time(), self._context.table_of, without)
         if len(table):
             self.emit(table)
@@ -96,6 +101,11 @@ class Emission:
                 node, group = columns.keys[row]
                 self.record.event(replace(scope, node=node, group=group), "info", name, message, data)
         return table
+
+    def _describe_classes(self, counts: Collection[int]) -> None:
+        """Record the tables of so many classes, which only the outputs of a training tell."""
+        for classes in counts:
+            self.layer_tables({CLASS_ROWS: class_table(classes)})
 
     def layer_tables(self, tables: Mapping[str, LayerTable], *, own: bool = True) -> None:
         """Record layer tables the first time they are seen.
@@ -113,3 +123,7 @@ class Emission:
     def flush(self, timeout: float, *, own: bool = False) -> bool:
         """Wait until everything is written. `own`: by the store and the detectors only, not by the user's sinks."""
         return self.writer is None or self.writer.flush(timeout, own=own)
+
+
+def _is_by_class(family: str) -> bool:
+    return FAMILIES[family].rows == CLASS_ROWS

@@ -20,10 +20,11 @@ from fedvitals.monitor.workers import WorkerObserver
 from fedvitals.probes.backends import flatten_and_sum_each
 from fedvitals.probes.results import Key, Results, metric_of_nodes
 from fedvitals.probes.update_forms import as_layers, tables_of_update
-from fedvitals.protocols import Node, Stack, TapeRecorder
+from fedvitals.protocols import Node, TapeRecorder
 from fedvitals.records import Action, AnyName, Record, Truth, Where, as_round_index, node_name, printable
 from fedvitals.resources.clocks import why_impossible
 from fedvitals.resources.time_ledger import Exchange
+from fedvitals.stack import Stack
 from fedvitals.stats import Array
 from fedvitals.transport.logs import bounded
 from fedvitals.transport.privacy import SCALARS, TRUSTED_HOSTS, described_policy, policy_for

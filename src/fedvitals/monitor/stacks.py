@@ -15,10 +15,11 @@ import numpy as np
 from fedvitals.measurements import Measurements
 from fedvitals.monitor.spine import Spine
 from fedvitals.probes.node_columns import NodeColumns
-from fedvitals.protocols import Node, Stack
+from fedvitals.protocols import Node
 from fedvitals.records import Span, Where, group_name, node_name
 from fedvitals.resources.memory import resident_bytes
 from fedvitals.scope import Scope
+from fedvitals.stack import Stack
 from fedvitals.time_parts import CLIENT, edge_span
 from fedvitals.transport.timing import new_span_id
 

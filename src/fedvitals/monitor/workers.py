@@ -35,7 +35,6 @@ from fedvitals.probes.allowance import Turn
 from fedvitals.probes.backends import WorkerInstruments
 from fedvitals.probes.presets import Preset
 from fedvitals.probes.results import Results
-from fedvitals.protocols import Stack
 from fedvitals.records import (
     AnyName,
     LayerTable,
@@ -45,6 +44,7 @@ from fedvitals.records import (
 )
 from fedvitals.resources.capture import Capture
 from fedvitals.scope import Scope
+from fedvitals.stack import Stack
 from fedvitals.transport.payload_buffer import PayloadBuffer
 from fedvitals.transport.privacy import PrivacyPolicy
 from fedvitals.transport.traceparent import arrived

@@ -34,14 +34,14 @@ def _measure_nothing(_optimizer: Optimizer, _owned: Owned, _step: int, _skipped:
     """Do nothing, for hooks that were removed while another thread was calling them."""
 
 
-def _nothing() -> None:
+def _nothing(_optimizer: Optimizer) -> None:
     """Do nothing before the first step."""
 
 
 class StepCounter:
     """Counts the optimiser steps on a model's parameters without measuring anything; `first` is called before them."""
 
-    def __init__(self, parameters: Sequence[Tensor], first: Callable[[], None] = _nothing) -> None:
+    def __init__(self, parameters: Sequence[Tensor], first: Callable[[Optimizer], None] = _nothing) -> None:
         self.steps, self._first = 0, first
         self._ids = {id(p) for p in parameters}
         self._mine: dict[int, tuple[Optimizer, int]] = {}  # steps so far; negative: acts on other parameters
@@ -59,7 +59,7 @@ class StepCounter:
             known = (optimizer, 0 if own else -1)
         steps = known[1] + 1 if known[1] >= 0 else -1
         if steps == 1 and not self.steps:
-            self._first()
+            self._first(optimizer)
         self._mine[id(optimizer)] = (optimizer, steps)
         self.steps = max(self.steps, steps)  # two optimisers of one model step together
 

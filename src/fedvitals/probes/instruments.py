@@ -52,6 +52,7 @@ class Instruments:
         self._initial_sketch: tuple[int, Tensor | None] = (0, None)
         self.trained: frozenset[str] = frozenset()  # names of the parameters that train in any model seen so far
         self.unsuited: set[tuple[int, type]] = set()  # probes, by place, and the models that they cannot measure
+        self.unsuited_losses: set[tuple[str, type]] = set()  # clients and models whose training losses are unknown
         self.shards = ShardGroup()
         self.snapshot_buffers: list[Tensor] = []
         self.data = DataWatch()

@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from fedvitals.catalog import CATALOG, public_name
-from fedvitals.errors import ConfigError, unknown
+from fedvitals.errors import ConfigError, UnsuitedError, unknown
 from fedvitals.kernels import GradientRecorder
 from fedvitals.probes.gradients import summarise
 from fedvitals.probes.host_copies import HostCopies
@@ -24,9 +24,11 @@ from fedvitals.probes.instruments import Instruments
 from fedvitals.probes.presets import Planned
 from fedvitals.probes.results import Results
 from fedvitals.probes.snapshot import MeasuredUpdate
+from fedvitals.probes.training_losses import MeasuredLosses
 from fedvitals.probes.weights import movement, whole_model
+from fedvitals.records import class_table
 from fedvitals.schedule import at_exit, budget
-from fedvitals.stats import FAMILIES, Array, merge
+from fedvitals.stats import CLASS_ROWS, FAMILIES, Array, merge
 
 Report = Callable[[Exception, str], None]
 Rows = list[list[tuple[int, Mapping[str, Any]]]]  # of each probe: the steps, and what was measured at them
@@ -35,11 +37,21 @@ AddUp = Callable[[list[Array], list[Array]], tuple[list[Array], list[Array], tup
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """A client's optimiser steps: how many, how many of them were skipped, and norms before clipping."""
+    """A client's optimiser steps: how many, how many of them were skipped, norms before clipping, the optimiser's
+    settings by metric, and losses.
+    """
 
     steps: int
-    skipped: int | Tensor  # possibly on a device
+    skipped: int | Tensor  # possibly on a device, as in all these
     unclipped_norms: Sequence[Tensor | Array]
+    settings: Mapping[str, float | Tensor] = field(default_factory=dict)
+    losses: MeasuredLosses | None = None
+
+    def on_device(self) -> list[Tensor | Array]:
+        """Return what may still be on a device."""
+        losses = None if self.losses is None else self.losses.numbers
+        scalars = (self.skipped, *self.settings.values(), losses)
+        return [*(part for part in scalars if isinstance(part, Tensor)), *self.unclipped_norms]
 
 
 class PendingResults:
@@ -72,9 +84,8 @@ class PendingResults:
             recorder.forget_parameters()
         at_steps = [values for own in rows for _, measured in own for values in measured.values()]
         probed = [values for values in at_steps if isinstance(values, Tensor)]
-        skipped = [totals.skipped] if isinstance(totals.skipped, Tensor) else []
         self._gradients = len(gradients)
-        self._copied = [*gradients, *probed, *skipped, *totals.unclipped_norms]
+        self._copied = [*gradients, *probed, *totals.on_device()]
         buffers = [] if weighed is None else [weighed[1]]
         self._copies = HostCopies([*self._copied, *buffers, *update.tensors])
         self._kept_bytes = 0 if update.vector is None else update.vector.nbytes
@@ -97,6 +108,7 @@ class PendingResults:
         self.discard()
         on_host = self._fetch()
         self._tell_steps(on_host)
+        self._guarded("training losses", functools.partial(self._tell_losses, on_host))
         if self._recorded is not None:
             self._guarded("merging gradients", functools.partial(self._merge_recorded, self._recorded, on_host))
         for index, planned in enumerate(preset.probes):
@@ -141,9 +153,24 @@ class PendingResults:
         skipped = on_host.get(id(totals.skipped), totals.skipped)
         if skipped:
             self.results.take({"steps.skipped": skipped})
+        self.results.take({name: on_host.get(id(setting), setting) for name, setting in totals.settings.items()})
         unclipped = max((float(on_host[id(norm)]) for norm in totals.unclipped_norms), default=0.0)
         if unclipped:
             self.results.take({"gradient.norm_unclipped": unclipped})
+
+    def _tell_losses(self, on_host: Mapping[int, Array]) -> None:
+        losses = self._totals.losses
+        if losses is None:
+            return
+        try:
+            metrics, table = losses.results(on_host.get(id(losses.numbers)))
+        except UnsuitedError:
+            self._instruments.unsuited_losses.add((self._node, losses.model))
+            raise
+        self.results.take(metrics)
+        if table is not None:
+            self.results.matrices.append(("training.classes", table, None))
+            self.results.tables = {**self.results.tables, CLASS_ROWS: class_table(len(table)).digest}
 
     def _merge(self, index: int, planned: Planned, on_host: Mapping[int, Array]) -> None:
         """Merge a probe's measurements of single steps to one client-round."""

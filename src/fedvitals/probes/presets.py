@@ -5,6 +5,7 @@
 | --- | --- | --- | --- |
 | samples, timing, memory | client-round | client-round | client-round |
 | fit | in turns, 0.2 % of the training's work | in turns, 0.7 % | each client-round, 64 samples |
+| training losses by class | no | client-round | client-round |
 | gradients | norm, as the scope closes | each step, stored merged | each step, stored each step; histogram |
 | weights | global model, each round | and each client-round | and their difference at each step |
 | updates | norm, cosine to the others | and per layer, own past, peers, sketch | the same |
@@ -72,6 +73,7 @@ class Preset:
     brief: bool = False  # of a client's weights and update only the norm and the cosine to the others
     difference_each_step: bool = False
     fit_floor_rounds: int = FLOOR_ROUNDS  # each client's fit is measured once in so many rounds, at any cost
+    training_losses: bool = False  # by class, of the samples that a client trains on
 
 
 def preset(name: str) -> Preset:
@@ -101,7 +103,9 @@ def preset(name: str) -> Preset:
         case "standard":
             in_turns = Planned(scale(), percent=SCALE_PERCENT, floor_rounds=SCALE_ROUNDS)
             probes = (Planned(gradients, always), Planned(weights), in_turns)
-            return Preset("standard", probes, fit_percent=FIT_PERCENT, fit_floor_rounds=FIT_ROUNDS)
+            return Preset(
+                "standard", probes, fit_percent=FIT_PERCENT, fit_floor_rounds=FIT_ROUNDS, training_losses=True
+            )
         case _:
             return Preset(
                 "deep",
@@ -116,6 +120,7 @@ def preset(name: str) -> Preset:
                 ),
                 fit_percent=None,
                 difference_each_step=True,
+                training_losses=True,
             )
 
 

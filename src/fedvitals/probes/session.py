@@ -25,10 +25,12 @@ from fedvitals.probes.fit import label_entropy, labels_of, labels_remark
 from fedvitals.probes.gradients import gradients
 from fedvitals.probes.hooks import StepCounter, StepHooks
 from fedvitals.probes.instruments import Instruments
+from fedvitals.probes.optimizer_settings import optimizer_settings
 from fedvitals.probes.pending_results import PendingResults, Report, StepTotals
 from fedvitals.probes.presets import Planned
 from fedvitals.probes.results import Results
 from fedvitals.probes.snapshot import MeasuredUpdate, ParameterSnapshot
+from fedvitals.probes.training_losses import MeasuredLosses, TrainingLosses
 from fedvitals.probes.training_start import equals, fits, on_load
 from fedvitals.probes.view import View, flatten
 from fedvitals.probes.weights import weights
@@ -70,6 +72,7 @@ class ClientSession:
         self._takes: dict[int, Take] = {}
         self._steps = 0
         self._skipped: int | Tensor = 0
+        self._settings: Mapping[str, float | Tensor] = {}
         self._step_began = self._step_seconds = 0.0
         self._sharded = is_sharded(view.parameters)
         self._differences = instruments.preset.difference_each_step and not self._sharded
@@ -93,9 +96,11 @@ class ClientSession:
         self._hooks: StepHooks | StepCounter = (
             StepHooks(view.parameters, measure, self._clip.look)
             if at_steps
-            else StepCounter(view.parameters, self._check_start)
+            else StepCounter(view.parameters, self._begin_training)
         )
         self._on_load = None if self._sharded else on_load(view.model, self._loaded, report)
+        self._losses = self._watch_losses()
+        self._measured_losses: MeasuredLosses | None = None
         self._last_input = _catch_input(view, report) if instruments.wants_inputs and view.data is None else None
         self._began = self._step_began = time.perf_counter()
         self.cost = self._set_up = self._began - began
@@ -107,6 +112,22 @@ class ClientSession:
             self.abandon()  # nobody would hold this session, and its hooks would stay for ever
             raise
 
+    def _watch_losses(self) -> TrainingLosses | None:
+        """Return the hooks that measure training losses, unless this client's are known to be of another kind."""
+        view, instruments = self._view, self._instruments
+        if not instruments.preset.training_losses:
+            return None
+        if (view.node or "", type(view.model)) in instruments.unsuited_losses:
+            return None
+        return TrainingLosses(view, functools.partial(_report_losses, self._report))  # not `self`: that were a cycle
+
+    def _stop_losses(self) -> None:
+        if self._losses is not None:
+            self._measured_losses = self._losses.stop(self._steps)
+            self.cost += self._losses.seconds
+            if self._losses.batch is not None:
+                self._settings = {**self._settings, "batch.size": self._losses.batch}
+
     def abandon(self) -> None:
         if self._clock is not None:
             self._clock.remove()
@@ -115,6 +136,8 @@ class ClientSession:
                 handle.remove()
         self._hooks.remove()
         self._clip.remove()
+        if self._losses is not None:
+            self._losses.remove()
         for take in self._takes.values():
             take()
         self._takes.clear()
@@ -127,11 +150,12 @@ class ClientSession:
         if self._clock is not None:
             self._clock.stop(self._steps, self._step_began, self.cost - self._set_up)
         self.optimizers = self._hooks.optimizers()  # before the hooks are gone
+        if isinstance(self._hooks, StepCounter):
+            self._steps = self._hooks.steps
+        self._guarded("training losses", self._stop_losses)
         self.abandon()
         instruments, view = self._instruments, self._view
         instruments.clipping_seen |= self._clip.confirmed
-        if isinstance(self._hooks, StepCounter):
-            self._steps = self._hooks.steps
         instruments.turns.note(view.node or "", self._steps)
         view.owned = view.parameters
         for index, planned in enumerate(instruments.preset.probes):
@@ -158,7 +182,7 @@ class ClientSession:
             None if self._recorded is None else self._recorded[1],
             [recorder for _, recorder in self._recorders.values()],
             self._measure_update(),
-            StepTotals(self._steps, self._skipped, self._clip.norms),
+            StepTotals(self._steps, self._skipped, self._clip.norms, self._settings, self._measured_losses),
             None if self._weighed is None else (self._weighed, sums([b for _, b in view.named_buffers])),
             self._report,
             functools.partial(instruments.shards.add_up, view.parameters, place) if self._sharded else None,
@@ -260,7 +284,7 @@ class ClientSession:
             view = self._view
             view.step, view.owned = step, owned
             if not self._steps:
-                self._check_start()
+                self._begin_training(optimizer)
             if self._differences and step == self._steps > 0:
                 self._difference(step - 1)
             if step >= self._steps:
@@ -272,12 +296,18 @@ class ClientSession:
             for index, planned in self._stepwise:
                 if planned.when is always or planned.when(self._moment(index, step)):
                     self._rows[index].append((step, self._run(index, planned)))
-            self._clip.before_step(owned)
-            if self._prepared:
-                self._take_prepared(step)
+            self._after_backward(owned, step)
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the training
             self._report(error, "measuring a step")
         self.cost += time.perf_counter() - now
+
+    def _after_backward(self, owned: Sequence[Tensor | None], step: int) -> None:
+        """The backward pass of this step is over: whatever watched it has seen all of it."""
+        self._clip.before_step(owned)
+        if self._losses is not None:
+            self._losses.step()
+        if self._prepared:
+            self._take_prepared(step)
 
     def _record(
         self, optimizer: Optimizer, owned: Sequence[Tensor | None], step: int, index: int, planned: Planned
@@ -375,8 +405,13 @@ class ClientSession:
         if untrained or (fits(shared, view.parameters) and equals(shared, view.parameters)):
             self._begin_again()
 
+    def _begin_training(self, optimizer: Optimizer) -> None:
+        """Before the first step: read the optimiser's settings, and check where the training starts."""
+        self._settings = optimizer_settings(optimizer)
+        self._check_start()
+
     def _check_start(self) -> None:
-        """Before the first step: whether the weights are still those that were copied as the scope opened."""
+        """Check whether the weights are still those that were copied as the scope opened."""
         if not self._sharded and self._snapshot.is_outdated():
             self._guarded("looking at replaced weights", self._begin_again)
 
@@ -424,6 +459,10 @@ class ClientSession:
             work()
         except Exception as error:  # noqa: BLE001 - nothing of ours may stop the training
             self._report(error, what)
+
+
+def _report_losses(report: Report, error: Exception) -> None:
+    report(error, "training losses")
 
 
 def _catch_input(view: View, report: Report) -> Any:

@@ -13,6 +13,7 @@ from fedvitals.catalog import CATALOG, HOSTS, from_update
 from fedvitals.errors import RecordError
 from fedvitals.measurements import Measurements, Telemetry, run_of
 from fedvitals.records import LayerStats, LayerTable, Metric, Record, Run, Span, Transfer
+from fedvitals.stats import CLASS_ROWS
 from fedvitals.time_parts import CLIENT, ROUND_SECONDS, of_the_whole
 from fedvitals.transport.sender import OF_CLIENTS, quoted
 from fedvitals.transport.sender_limits import LAYER_NAME_CHARACTERS, LeftOut, name_of
@@ -22,7 +23,7 @@ OF_WORKERS = (*OF_CLIENTS, Run, Transfer, Measurements)  # what a worker process
 
 # What one layer table may hold: far more than any model has, and little enough that a sum or a product of sizes fits
 # into 64 bits and into a float without rounding.
-ROW_KINDS = ("parameter", "buffer", "module", "model")
+ROW_KINDS = ("parameter", "buffer", "module", "model", CLASS_ROWS)
 LAYERS, DIMENSIONS = 100_000, 64
 DTYPE_CHARACTERS = 128  # a payload holds a repeated text once, a store with each layer
 LAYER_VALUES, TABLE_VALUES = 1 << 48, 1 << 52
@@ -34,7 +35,10 @@ LARGEST_COUNT = 2.0**60
 LONGEST_SECONDS = 366.0 * 86_400  # of anything that a client times
 
 # What probes measure once in a training. Memory and machines are sampled, and the rest users may log.
-MEASURED_ONCE = ("gradient.", "nonlinearity.", "scale.", "steps", "time.client", "time.step", "update.", "weight.")
+MEASURED_ONCE = (
+    "batch.", "gradient.", "nonlinearity.", "optimizer.", "scale.", "steps", "time.client", "time.step", "train.",
+    "update.", "weight.",
+)  # fmt: skip
 
 # Processes whose deliveries are remembered, of our own workers and of a sender; and gaps in the numbers of such a one.
 SOURCES, SOURCES_OF_SENDER, GAPS_OF_SENDER = 10_000, 100, 1_000

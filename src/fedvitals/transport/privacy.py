@@ -32,6 +32,7 @@ from fedvitals.errors import ConfigError
 from fedvitals.measurements import Emitted, Measurements, Transfers
 from fedvitals.records import Action, Event, Finding, LayerStats, Metric, Record, Run, Sketch, Span, Transfer, Truth
 from fedvitals.stats import (
+    CLASS_COLUMNS,
     COUNT,
     FAMILIES,
     HEALTH_COLUMNS,
@@ -57,6 +58,7 @@ ADDING: Mapping[tuple[str, ...], Iterable[int]] = {
     STEP_COLUMNS: (0, 1),
     HISTOGRAM_COLUMNS: range(len(HISTOGRAM_COLUMNS)),
     HEALTH_COLUMNS: range(len(HEALTH_COLUMNS)),
+    CLASS_COLUMNS: range(len(CLASS_COLUMNS)),
 }
 
 DATA_SCALARS = ("mean", "std", "missing", "constant", "duplicates", "length")

@@ -33,8 +33,9 @@ CLIENT_METRICS = frozenset(
     name
     for name in CATALOG
     if name.startswith((
-        "accuracy", "data.", "fit.", "gradient.", "gpu.", "label.", "local.", "loss", "machine.", "memory.",
-        "nonlinearity.", "process.", "samples", "scale.", "steps", "throughput.", "update.", "weight.",
+        "accuracy", "batch.", "data.", "fit.", "gradient.", "gpu.", "label.", "local.", "loss", "machine.", "memory.",
+        "nonlinearity.", "optimizer.", "process.", "samples", "scale.", "steps", "throughput.", "train.", "update.",
+        "weight.",
     ))
 ) - {
     "gradient.change_round", "update.base_age", "update.differs", "update.factor", "update.samples", "update.staleness",

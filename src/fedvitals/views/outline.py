@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fedvitals.catalog import meaning_of, unit_of
 from fedvitals.records import Run, is_client, natural
-from fedvitals.stats import FAMILIES, statistics_of
+from fedvitals.stats import CLASS_ROWS, FAMILIES, statistics_of
 from fedvitals.store.marks import Mark, marks
 from fedvitals.store.read import queries
 from fedvitals.store.read.metrics import SeriesByNode, series_of
@@ -43,8 +43,9 @@ def known_metric(name: str) -> Known:
 
 
 def known_families(reader: Reader, run: str) -> list[FamilyKnown]:
-    """Read which families of layer statistics a run has."""
-    families = [name for name in queries.layer_families(reader, run) if name in FAMILIES]
+    """Read which families of statistics of its models' layers a run has; not those whose rows are classes."""
+    measured = queries.layer_families(reader, run)
+    families = [name for name in measured if name in FAMILIES and FAMILIES[name].rows != CLASS_ROWS]
     return [FamilyKnown(name, FAMILIES[name].rows, tuple(statistics_of(name))) for name in families]
 
 

@@ -63,7 +63,13 @@ def camera(x, y):
 
 @pytest.mark.parametrize(
     ("change", "kind"),
-    [(flip, "label_flip"), (noise, "label_noise"), (sensor, "input_noise"), (percent, "input_scale"), (camera, "inputs")],
+    [
+        (flip, "label_flip"),
+        (noise, "label_noise"),
+        (sensor, "input_noise"),
+        (percent, "input_scale"),
+        (camera, "inputs"),
+    ],
 )
 def test_a_client_with_wrong_data_is_named_and_nobody_else(change, kind):
     kinds = {node: _kind_of(own) for node, own in compare_data(cohort(c4=change)).items()}
@@ -106,7 +112,13 @@ def test_of_scalars_alone_the_spread_is_compared():
 
 @pytest.mark.parametrize(
     ("change", "kind"),
-    [(flip, "label_flip"), (noise, "label_noise"), (sensor, "input_noise"), (percent, "input_scale"), (camera, "inputs")],
+    [
+        (flip, "label_flip"),
+        (noise, "label_noise"),
+        (sensor, "input_noise"),
+        (percent, "input_scale"),
+        (camera, "inputs"),
+    ],
 )
 def test_what_changed_is_told(change, kind):
     before = client(0)

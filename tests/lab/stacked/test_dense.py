@@ -29,7 +29,7 @@ def test_by_hand_is_as_by_autograd(name):
 
     expected, losses = vmap(grad_and_value(loss))(weights, x, y)
     into = {n: torch.empty_like(w) for n, w in weights.items()}
-    found = DensePlan.of(module).gradients(weights, into, x, y)
+    found, _ = DensePlan.of(module).gradients(weights, into, x, y)
     torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-6)
     for n, gradient in expected.items():
         torch.testing.assert_close(into[n], gradient, rtol=1e-4, atol=1e-6)

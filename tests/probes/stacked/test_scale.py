@@ -20,7 +20,7 @@ from fedvitals.probes.stacked.nonlinearity import stacked_nonlinearity
 from fedvitals.probes.stacked.scale import deflated, measure_scale, scale_samples, scale_summaries, stacked_scale
 from fedvitals.probes.stacked.scale_graph import ScaleGraph
 from fedvitals.probes.stacked.signs import BufferedSigns, DeviceSigns, HostSigns, joint_seed
-from fedvitals.protocols import Stack
+from fedvitals.stack import Stack
 
 STACKABLE = [
     (lab.paper_cnn(), (3, 14, 14), 5),

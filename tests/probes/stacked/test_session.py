@@ -18,9 +18,10 @@ from fedvitals.probes.nonlinearity import nonlinearity
 from fedvitals.probes.presets import Planned, Preset, preset
 from fedvitals.probes.scale import scale
 from fedvitals.probes.weights import weights
-from fedvitals.protocols import Stack, WorkerObserver
+from fedvitals.protocols import WorkerObserver
 from fedvitals.records import Event, LayerStats, Metric, Span
 from fedvitals.schedule import always, every
+from fedvitals.stack import Stack
 from fedvitals_studies.bench.workloads import paper_cnn
 from support.conditions import holds_for_each
 from support.models import cnn, mlp, watched
@@ -33,19 +34,9 @@ POOLED = 1e-3
 TIMED = ("time.", "memory.", "monitor.", "throughput.", "bottleneck.", "machine.", "process.", "gpu.")
 # A batch of clients does not tell how many samples each of its batches has, nor whose memory is whose.
 SHARES = (
-    "growth",
-    "model",
-    "buffers",
-    "gradients",
-    "optimizer",
-    "activations",
-    "batch",
-    "telemetry",
-    "tensors",
-    "limit",
-    "cuda_allocated",
-    "cuda_reserved",
-)
+    "growth", "model", "buffers", "gradients", "optimizer", "activations", "batch", "telemetry", "tensors", "limit",
+    "cuda_allocated", "cuda_reserved",
+)  # fmt: skip
 ALONE = ("throughput.samples", "time.critical", *(f"memory.{name}" for name in SHARES))
 RATE = 0.05
 NODES = ["c0", "c1", "c2"]
@@ -64,6 +55,7 @@ FULL = Preset(
     ),
     fit_percent=None,
     difference_each_step=True,
+    training_losses=True,
 )
 
 
@@ -114,7 +106,13 @@ class Federation:
 
     def stack(self, states, **settings):
         labels = [*self.y]
-        given = {"loss": functional.cross_entropy, "labels": labels, "inputs": [*self.x], **settings}
+        own = {
+            "optimizer.learning_rate": RATE,
+            "optimizer.momentum": 0,
+            "optimizer.weight_decay": 0,
+            "batch.size": self.batch,
+        }
+        given = {"loss": functional.cross_entropy, "labels": labels, "inputs": [*self.x], "settings": own, **settings}
         if len({*self.own}) > 1:
             given["steps"] = self.own
         return Stack(NODES, GROUPS, self.module, states, self.samples, **given)
@@ -124,10 +122,12 @@ class Federation:
         states = self.states()
 
         def loss(trained, rest, x, y):
-            return functional.cross_entropy(functional_call(self.module, {**trained, **rest}, (x,)), y)
+            logits = functional_call(self.module, {**trained, **rest}, (x,))
+            return functional.cross_entropy(logits, y), logits
 
+        outputs = {}
         if observer is not None:
-            observer.stack_begin(self.stack(states, **settings))
+            observer.stack_begin(self.stack(states, **{"outputs": lambda: outputs, **settings}))
         sizes = [t.numel() for _, t in self.tensors]
         for step in range(self.steps):
             views = states.split(sizes, 1)
@@ -135,7 +135,8 @@ class Federation:
             trained = {n: state.pop(n) for n, p in self.module.named_parameters() if p.requires_grad}
             parts = [self.part(min(step, own - 1)) for own in self.own]  # who is done gets the last one again
             batch = [torch.stack([all_[i, part] for i, part in enumerate(parts)]) for all_ in (self.x, self.y)]
-            found, losses = vmap(grad_and_value(loss))(trained, state, *batch)
+            found, (losses, logits) = vmap(grad_and_value(loss, has_aux=True))(trained, state, *batch)
+            outputs[step] = (logits, batch[1])
             names = [name for name, _ in self.module.named_parameters()]
             parts = [found[n] if n in found else torch.zeros_like(state[n]) for n in names]
             matrix = torch.cat([part.flatten(1) for part in parts], 1)
@@ -245,7 +246,8 @@ def test_stacked_clients_record_what_each_would_alone(make):
     assert {"fit.loss_before", "fit.confusion", "loss", "samples", "label.entropy", "scale.gsc", "scale.gsc_error",
             "nonlinearity.nlc", "gradient.change", "weight.update_ratio", "steps", "time.client"} <= told  # fmt: skip
     families = {r.family for r in sink.of(LayerStats) if r.where.node == "c0"}
-    assert {"gradient", "gradient.steps", "weight", "update"} <= families
+    assert {"gradient", "gradient.steps", "weight", "update", "training.classes"} <= families
+    assert {"train.loss_first", "train.accuracy", "train.confusion", "optimizer.learning_rate", "batch.size"} <= told
     assert ("buffer" in families) == (make is normalised)
 
 

@@ -122,7 +122,7 @@ def plans():
                 assert model is small_resnet
                 continue
             gradients = torch.zeros_like(states)
-            losses = plan.gradients(site.layout.views(states), site.layout.views(gradients), x, y)
+            losses, _ = plan.gradients(site.layout.views(states), site.layout.views(gradients), x, y)
             found[plan.name] = (losses, gradients, plan.outputs(site.layout.views(states), x))
         for got in found.values():
             for own, wanted in zip(got, found["mapped"], strict=True):
@@ -138,6 +138,7 @@ class Watcher(NullObserver):
 
     def stack_end(self, failed):
         self.sums = self.stack.sums() if self.stack.sums else None
+        self.outputs = {step: [part.clone() for part in kept] for step, kept in self.stack.outputs().items()}
 
 
 def stacked_round():
@@ -200,7 +201,10 @@ def check_buffers(e, exchange):
             for u in executor.train(fewer, watcher, torch.empty(3, len(start)))
         ]
         found.append((updates, watcher, executor.kept))
-    (plain, _, remembered), (ours, watcher, kept_there) = found
+    (plain, seen, remembered), (ours, watcher, kept_there) = found
+    assert watcher.outputs.keys() == seen.outputs.keys() != set()
+    for step, kept in watcher.outputs.items():
+        torch.testing.assert_close(kept, seen.outputs[step], atol=2e-5, rtol=1e-3)
     for (node, state, losses), (other, wanted, expected) in zip(ours, plain, strict=True):
         assert node == other
         torch.testing.assert_close(state, wanted, atol=2e-6, rtol=1e-4)

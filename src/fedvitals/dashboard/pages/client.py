@@ -45,7 +45,9 @@ MESSAGE, TRACEBACK = 2_000, 20_000  # characters
 FACTS = (
     "samples", "update.samples", "steps", "steps.skipped", "label.entropy", "fit.samples", "fit.loss_before",
     "fit.loss_after", "fit.loss_p90", "fit.accuracy_before", "fit.accuracy_after", "fit.confusion",
-    "fit.confused_label", "fit.confused_guess", "fit.confident_wrong", "throughput.samples", "update.staleness",
+    "fit.confused_label", "fit.confused_guess", "fit.confident_wrong", "train.loss_first", "train.loss_last",
+    "train.accuracy", "train.confusion", "train.confused_label", "train.confused_guess", "optimizer.learning_rate",
+    "optimizer.momentum", "optimizer.weight_decay", "batch.size", "throughput.samples", "update.staleness",
     "update.zero", "update.duplicates", "update.differs", "update.factor", "update.base_age", "time.clock_error",
     "memory.growth",
 )  # fmt: skip

@@ -14,7 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.stats import FAMILIES, HISTOGRAM_COLUMNS, STATISTICS, STEP_COLUMNS, Array, derive, statistics_of
+from fedvitals.stats import (
+    CLASS_ROWS,
+    FAMILIES,
+    HISTOGRAM_COLUMNS,
+    STATISTICS,
+    STEP_COLUMNS,
+    Array,
+    derive,
+    statistics_of,
+)
 from fedvitals.store.packing import NONE, Part, entries_of, matrices, newest, numbers_of
 from fedvitals.store.read import queries
 from fedvitals.store.read.layers import blocks_newest_first, layer_names, read_block
@@ -59,8 +68,12 @@ def families_of(reader: Reader, run: str) -> list[str]:
     """Families of layer statistics that the run has, those about updates and gradients first."""
     order = ("update", "gradient", "gradient.steps", "update.alignment")
     measured = queries.layer_families(reader, run)
-    known = [name for name in measured if name in FAMILIES and FAMILIES[name].columns is not HISTOGRAM_COLUMNS]
+    known = [name for name in measured if name in FAMILIES and _is_of_layers(name)]
     return sorted(known, key=lambda name: (order.index(name) if name in order else len(order), name))
+
+
+def _is_of_layers(family: str) -> bool:
+    return FAMILIES[family].columns is not HISTOGRAM_COLUMNS and FAMILIES[family].rows != CLASS_ROWS
 
 
 def client_layers(

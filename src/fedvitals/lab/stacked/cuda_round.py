@@ -28,9 +28,10 @@ from fedvitals.kernels.cuda.sums import DeviceRing
 from fedvitals.lab.engines.tasks import Task
 from fedvitals.lab.local import Adam
 from fedvitals.lab.stacked.plans import StackPlan, available_plans
-from fedvitals.lab.stacked.round import StackedRound, clip_rows, moment_count
+from fedvitals.lab.stacked.round import MOST_KEPT, StackedRound, clip_rows, moment_count
 from fedvitals.lab.topologies.exchanges import StackExchange, exchange_for_stack
-from fedvitals.protocols import Stack, WorkerObserver
+from fedvitals.protocols import WorkerObserver
+from fedvitals.stack import Stack
 from fedvitals.stats import INFS, NANS, SUM_SQUARES
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ _WARM_UPS = 2  # what is compiled or chosen at a first call is so before the cap
 _NEARLY = 1.3
 _TIMED = 3  # replays of each plan, of which the quickest counts
 
+MOST_RING = 4 * MOST_KEPT  # numbers of logits of all steps, of which few may be kept
 _FEW = 8  # clients whose memory is measured
 _SHARE = 0.6  # of the free memory that a stack may take: what watches it needs some, too
 
@@ -86,6 +88,7 @@ class CudaBuffers:
         numbers = torch.arange(len(self.sizes), dtype=torch.int32)
         self.layer_of = numbers.repeat_interleave(torch.tensor(self.sizes)).to(device)
         self._rings: dict[str, DeviceRing] = {}
+        self.outputs: Tensor | None = None  # logits of every step, where they are kept
         self._graphs: dict[tuple[Hashable, ...], Replayed] = {}
         self._data: tuple[Tensor, Tensor] | None = None
         self._pool = _pool(device)
@@ -96,6 +99,15 @@ class CudaBuffers:
             trained = [True] * len(self.sizes)
             self._rings[name] = DeviceRing(self.sizes, trained, self.clients, slots, self.executor.device)
         return self._rings[name]
+
+    def output_ring(self, like: Tensor) -> Tensor:
+        """Return the memory for the logits of every step, [steps + 1, clients, ...], creating it on first use.
+
+        The first use is a warm-up, and no capture: the memory is not a graph's own.
+        """
+        if self.outputs is None:
+            self.outputs = torch.zeros(self.steps + 1, *like.shape, dtype=like.dtype, device=like.device)
+        return self.outputs
 
     def graph(self, key: tuple[Hashable, ...], work: Callable[[], None]) -> Replayed:
         """Return the work as a graph, captured on first use after a warm-up at the idle row."""
@@ -203,12 +215,14 @@ class CudaStackedRound(StackedRound):
         watcher: WorkerObserver | None,
     ) -> None:
         self._buffer_pool, self._watched = buffer_pool, watcher is not None
-        self._taken, self._pulled, self._shifted = 0, False, False
+        self._taken, self._pulled, self._shifted, self._keeps_outputs = 0, False, False, False
         super().__init__(executor, tasks)
+        few = (self.buffers.steps + 1) * self.step_logits <= MOST_RING
+        self._keeps_outputs = self._watched and any(self.kept_steps) and few
         self._fill_table()
         self.executor.plan = plan = self._fastest_plan()
         # What a captured graph depends on, besides its data.
-        switches = (self._watched, self._pulled, self._shifted)
+        switches = (self._watched, self._pulled, self._shifted, self._keeps_outputs)
         self._graph_key = (plan.name, self.local.clip, self._optimizer_settings(), *switches)
         has_gradient_faults = bool(self.gradient_faults) or self.stop_at_nonfinite
         parts = [[self._compute_gradients, self._measure], [self._optimise]]
@@ -303,8 +317,10 @@ class CudaStackedRound(StackedRound):
         rows = buffers.rows.index_select(0, buffers.counter)[0]
         x = self.x.index_select(0, rows.view(-1)).unflatten(0, rows.shape)
         y = self.y.index_select(0, rows.view(-1)).unflatten(0, rows.shape)
-        losses = self.executor.plan.gradients(buffers.weights, buffers.layers, x, y)
+        losses, outputs = self.executor.plan.gradients(buffers.weights, buffers.layers, x, y)
         buffers.losses.index_copy_(0, buffers.counter, losses[None])
+        if self._keeps_outputs:
+            buffers.output_ring(outputs).index_copy_(0, buffers.counter, outputs[None])
         if self._shifted and buffers.shifts is not None:
             buffers.gradients.add_(buffers.shifts)
 
@@ -369,7 +385,15 @@ class CudaStackedRound(StackedRound):
             super().stack(),
             forward=lambda states, x: plan.outputs(layout.views(states), x),
             sums=lambda: ring[: self._taken, : len(self.nodes)],
+            outputs=self._kept_outputs if self._keeps_outputs else None,
         )
+
+    def _kept_outputs(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return logits and labels of the steps that are kept, and taken."""
+        clients, logits = len(self.nodes), self.buffers.outputs
+        steps = [step for step in range(self._taken) if self.kept_steps[step]]
+        rows = self.buffers.rows[: self._taken, :clients]
+        return {step: (logits[step, :clients], self.y[rows[step]]) for step in steps} if logits is not None else {}
 
     def _find_stack_exchange(self, step: int) -> StackExchange | None:
         kinds = {task.exchange for task in self.tasks}

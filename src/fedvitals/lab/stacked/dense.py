@@ -62,8 +62,10 @@ class DensePlan:
             h = h if activation is None else activation.forward(h)
         return h
 
-    def gradients(self, weights: Mapping[str, Tensor], into: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        """Write the gradients `into` existing tensors, and return each client's mean loss."""
+    def gradients(
+        self, weights: Mapping[str, Tensor], into: Mapping[str, Tensor], x: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write the gradients `into` existing tensors, and return each client's mean loss, and the logits."""
         inputs, h = [], x.flatten(2)
         for weight, bias, activation in self.layers:
             inputs.append(h)
@@ -83,4 +85,4 @@ class DensePlan:
                 back = torch.bmm(back, weights[weight])
                 activation = self.layers[number - 1][2]
                 back = back if activation is None else activation.backward(back, inputs[number])
-        return losses
+        return losses, h

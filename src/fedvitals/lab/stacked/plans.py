@@ -42,8 +42,8 @@ class StackPlan(Protocol):
         """Return the logits, [clients, n, classes], of samples [clients, n, ...]; differentiable by autograd."""
         ...
 
-    def gradients(self, weights: Weights, into: Weights, x: Tensor, y: Tensor) -> Tensor:
-        """Write the gradients `into` existing tensors, and return each client's mean loss."""
+    def gradients(self, weights: Weights, into: Weights, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the gradients `into` existing tensors, and return each client's mean loss, and the logits."""
         ...
 
 
@@ -56,23 +56,24 @@ class MappedPlan:
         def apply(parameters: dict[str, Tensor], x: Tensor) -> Any:
             return functional_call(module, parameters, (x,))
 
-        def loss_of(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-            return loss(apply(parameters, x).float(), y)
+        def loss_of(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            outputs = apply(parameters, x).float()
+            return loss(outputs, y), outputs
 
         self._apply: Callable[..., Any] = vmap(apply)
-        self._differentiate: Callable[..., Any] = vmap(grad_and_value(loss_of))
+        self._differentiate: Callable[..., Any] = vmap(grad_and_value(loss_of, has_aux=True))
         self._half = precision == "bfloat16"
 
     def outputs(self, weights: Weights, x: Tensor) -> Tensor:
         with autocast(self._half, x):
             return self._apply(dict(weights), x)  # type: ignore[no-any-return]
 
-    def gradients(self, weights: Weights, into: Weights, x: Tensor, y: Tensor) -> Tensor:
+    def gradients(self, weights: Weights, into: Weights, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         with autocast(self._half, x):
-            gradients, losses = self._differentiate(dict(weights), x, y)
+            gradients, (losses, outputs) = self._differentiate(dict(weights), x, y)
         for name, gradient in gradients.items():
             into[name].copy_(gradient)
-        return losses  # type: ignore[no-any-return]
+        return losses, outputs
 
 
 class AutogradPlan:
@@ -84,7 +85,7 @@ class AutogradPlan:
     def outputs(self, weights: Weights, x: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def gradients(self, weights: Weights, into: Weights, x: Tensor, y: Tensor) -> Tensor:
+    def gradients(self, weights: Weights, into: Weights, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
         with torch.enable_grad():
             outputs = self.outputs(leaves, x).float()
@@ -94,7 +95,7 @@ class AutogradPlan:
                 losses = torch.stack([self.loss(*own) for own in zip(outputs, y, strict=True)])
             gradients = torch.autograd.grad(losses.sum(), [*leaves.values()])
         torch._foreach_copy_([*into.values()], list(gradients))
-        return losses.detach()
+        return losses.detach(), outputs.detach()
 
 
 def dense_layer(weights: Weights, name: str, h: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ On a CPU everything is here; on CUDA `cuda_round.py` performs the same steps wit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,16 @@ from torch import Tensor
 from fedvitals.lab.engines.tasks import Node, Task, Update
 from fedvitals.lab.engines.training import stop_if_not_finite
 from fedvitals.lab.faults import table as fault_table
-from fedvitals.lab.local import Adam, Clip, Optimizer
-from fedvitals.protocols import Stack, WorkerObserver
+from fedvitals.lab.local import Adam, Clip, Local, Optimizer, PlainSGD
+from fedvitals.lab.losses import CrossEntropy
+from fedvitals.protocols import WorkerObserver
+from fedvitals.stack import Stack
 
 if TYPE_CHECKING:
     from fedvitals.lab.stacked.executor import StackedExecutor
+
+
+MOST_KEPT = 1 << 26  # numbers of logits that are kept for an observer
 
 
 class StackedRound:
@@ -47,12 +53,26 @@ class StackedRound:
         self.stepping = self._rows_with_fault("step")
         self.before = [0.0] * len(self.nodes)  # steps that each optimiser has taken already
         self.losses = torch.zeros(int(self.steps.max()), len(self.nodes), device=executor.device)
+        self._outputs: dict[int, tuple[Tensor, Tensor]] = {}  # logits and labels of kept steps
+        self.kept_steps = self._steps_to_keep()
         self.allocate()
         for row in self._rows_with_fault("state"):
             views = executor.layout.views(self.states[row])
             fault_table.apply_state(e.faults, self.round_index, self.nodes[row], views, e.seed)
         if e.local.keep_optimizer:
             self._restore_moments()
+
+    def _steps_to_keep(self) -> list[bool]:
+        """Return of each step whether its logits are kept for an observer: if it belongs to any client's first or last
+        pass over its samples. None is kept where the loss is no cross-entropy of single labels, or they are too many.
+        """
+        site, batch, loss = self.executor.site, self.local.step_samples, self.executor.site.loss
+        first = torch.arange(len(self.losses))[:, None] * batch
+        kept = (first < self.samples) | (first + batch > self.steps * batch - self.samples)
+        steps = kept.any(1).tolist()
+        self.step_logits = math.prod((len(self.nodes), batch, *site.dataset.y.shape[1:], *site.dataset.outputs[:1]))
+        single = isinstance(loss, CrossEntropy) and not loss.smoothing and not loss.mixup
+        return steps if single and sum(steps) * self.step_logits <= MOST_KEPT else [False] * len(steps)
 
     def _rows_with_fault(self, hook: str) -> list[int]:
         """Return the rows of the clients on which a fault acts at this hook."""
@@ -122,14 +142,21 @@ class StackedRound:
         steps = None if bool((self.steps == self.steps[0]).all()) else self.steps.tolist()
         model_and_data = (self.executor.module, self.states, samples, self.executor.site.loss, labels)
         return Stack(
-            self.nodes, self.groups, *model_and_data, silent, steps, inputs=inputs, held=self.executor.layout.names
+            *(self.nodes, self.groups, *model_and_data, silent, steps),
+            inputs=inputs,
+            held=self.executor.layout.names,
+            outputs=(lambda: self._outputs) if any(self.kept_steps) else None,
+            settings=optimizer_metrics(self.settings),
         )
 
     def step(self, step: int, watcher: WorkerObserver | None) -> None:
         """Perform one local iteration of all clients that take part in it."""
         rows = self.rows[step]
-        losses = self.executor.plan.gradients(self.weights, self.layers, self.x[rows], self.y[rows])
+        labels = self.y[rows]
+        losses, outputs = self.executor.plan.gradients(self.weights, self.layers, self.x[rows], labels)
         self.losses[step] = losses
+        if watcher is not None and self.kept_steps[step]:
+            self._outputs[step] = (outputs, labels)
         if self.stop_at_nonfinite:
             self.stop_where_not_finite(losses, step)
         if self.shifts is not None:
@@ -250,3 +277,14 @@ def moment_count(optimizer: Optimizer) -> int:
     if isinstance(optimizer, Adam):
         return 2
     return 1 if optimizer.momentum else 0
+
+
+def optimizer_metrics(settings: Sequence[Local]) -> dict[str, list[float]]:
+    """Return the clients' local settings by metric, as a probe reads them from an optimiser of torch."""
+    metrics = {"batch.size": [float(local.step_samples // local.accumulate) for local in settings]}
+    optimizers = [local.optimizer for local in settings]
+    if not any(isinstance(optimizer, PlainSGD) for optimizer in optimizers):
+        metrics["optimizer.learning_rate"] = [optimizer.learning_rate for optimizer in optimizers]
+        metrics["optimizer.momentum"] = [o.beta1 if isinstance(o, Adam) else o.momentum for o in optimizers]
+        metrics["optimizer.weight_decay"] = [optimizer.weight_decay for optimizer in optimizers]
+    return metrics

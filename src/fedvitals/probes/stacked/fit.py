@@ -16,7 +16,7 @@ from fedvitals.probes.allowance import FIRST_SAMPLES, Turn
 from fedvitals.probes.fit import Fit, confidently_wrong, confusion, is_classifier, per_sample
 from fedvitals.probes.stacked.model import StackModel, rows_of
 from fedvitals.probes.view import evaluation_without_gradients
-from fedvitals.protocols import Stack
+from fedvitals.stack import Stack
 from fedvitals.stats import Array
 
 Batch = tuple[Sequence[int], Tensor, Tensor]  # rows of clients, and the samples and labels of each

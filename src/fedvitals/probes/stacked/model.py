@@ -13,7 +13,7 @@ from torch.func import functional_call, vmap
 
 from fedvitals.kernels.cuda.sums import upload
 from fedvitals.probes.view import trained_parameters
-from fedvitals.protocols import Stack
+from fedvitals.stack import Stack
 from fedvitals.stats import Array
 
 # Input values that go through the models at a time: a convolution's activations are many times larger.

@@ -38,10 +38,12 @@ from fedvitals.probes.stacked.model import StackModel, rows_of
 from fedvitals.probes.stacked.nonlinearity import stacked_nonlinearity
 from fedvitals.probes.stacked.recorder import HostSums, StackHistogram, StackRecorder
 from fedvitals.probes.stacked.scale import stacked_scale
+from fedvitals.probes.stacked.training_losses import stacked_losses
 from fedvitals.probes.view import View
 from fedvitals.probes.weights import weights
-from fedvitals.protocols import Moment, Stack
+from fedvitals.protocols import Moment
 from fedvitals.schedule import always, at_exit
+from fedvitals.stack import Stack
 from fedvitals.stats import INFS, NANS, SUM, SUM_MAGNITUDES, SUM_SQUARES, Array
 
 
@@ -131,6 +133,7 @@ class StackSession:
         if instruments.preset.difference_each_step and self._steps:
             self._guarded("weight differences", self._tell_differences)
         self._guarded("merging gradients", self._merge)
+        self._guarded("training losses", self._tell_losses)
         for index, planned in enumerate(instruments.preset.probes):
             if planned.when is at_exit:
                 self._guarded(f"the probe '{planned.name}'", functools.partial(self._run_at_exit, index, planned))
@@ -269,6 +272,25 @@ class StackSession:
             changes = np.abs(mean - before) / before
         columns.put("gradient.change_round", changes[known], members[known])
         self._instruments.norms.update(norms)
+
+    def _tell_losses(self) -> None:
+        """Record the optimiser's settings, and training losses if the host keeps what they need."""
+        stack, wanted = self._stack, self._instruments.preset.training_losses
+        for name, numbers in stack.settings.items() if self._steps else ():
+            if wanted or name != "batch.size":  # which a client alone tells by the hook of its losses
+                self._columns.put(name, np.asarray(numbers, np.float64))
+        if not wanted or stack.outputs is None:
+            return
+        samples = None if stack.labels is None else sample_counts(stack)
+        losses = stacked_losses(stack.outputs(), self._own_steps(), samples)
+        if losses is None:
+            return
+        measured = losses.samples > 0
+        for name, values in losses.metrics.items():
+            self._put(name, values, measured & ~np.isnan(values) if CATALOG[name].rare else measured)
+        if losses.table.shape[1]:
+            rows = np.flatnonzero(measured)
+            self._columns.put_matrices("training.classes", losses.table[rows], rows)
 
     def _run_at_exit(self, index: int, planned: Planned) -> None:
         """Run a probe of the scope's end for the clients of which it is due in this round."""

@@ -18,10 +18,11 @@ from torch import Tensor
 from fedvitals.errors import ConfigError
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.federation import ServerState
-from fedvitals.protocols import Message, NullObserver, Stack, WorkerObserver
+from fedvitals.protocols import Message, NullObserver, WorkerObserver
 from fedvitals.replay.player.player import PlaybackObserver, Player
 from fedvitals.replay.tape.digests import Tensors, state_digest_of
 from fedvitals.replay.tape.reader import TapeReader
+from fedvitals.stack import Stack
 
 MEMORY = 512 << 20  # bytes of weights and gradients
 

@@ -26,7 +26,8 @@ from fedvitals.probes.stacked.nonlinearity import stacked_nonlinearity
 from fedvitals.probes.stacked.scale import scale_samples, scale_summaries
 from fedvitals.probes.stacked.scale_graph import ScaleGraph
 from fedvitals.probes.view import View
-from fedvitals.protocols import NullObserver, Stack
+from fedvitals.protocols import NullObserver
+from fedvitals.stack import Stack
 from fedvitals.stats import COUNT, SUM, SUM_MAGNITUDES, Array
 
 COLUMNS = [COUNT, SUM, SUM_MAGNITUDES]

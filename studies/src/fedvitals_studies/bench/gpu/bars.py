@@ -25,7 +25,8 @@ from fedvitals.lab.engines.engine import Engine
 from fedvitals.lab.engines.site import Site
 from fedvitals.lab.engines.tasks import Task
 from fedvitals.lab.models import catalog
-from fedvitals.protocols import NullObserver, Observer, Stack
+from fedvitals.protocols import NullObserver, Observer
+from fedvitals.stack import Stack
 from fedvitals_studies.bench.gpu.kernel import kernel_rows
 from fedvitals_studies.bench.gpu.llm import llm_rows
 from fedvitals_studies.bench.gpu.precision import precision_rows

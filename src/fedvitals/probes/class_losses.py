@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses, right answers and confusions by class, of rows of logits whose labels are known or follow from a gradient.
+
+For a cross-entropy, the gradient of a row of logits is w (p − e_y): p is the softmax of the row, e_y is 1 at the label
+and 0 elsewhere, and w > 0 is the row's weight in the loss. So the label is the only negative entry, the row adds up to
+0, and its other entries are proportional to p. That holds for the mean and the sum, for class weights, for scaled and
+accumulated losses, and for any loss that depends on p_y alone. Soft or smoothed labels and other losses break it, and
+such rows are counted as `odd`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedvitals.stats import CLASS_COLUMNS, MOST_CLASSES, Array
+
+LAST_SHARE, LAST_SAMPLES = 8, 16  # `train.loss_last` is of the last eighth of a pass, and of at least 16 samples
+TOLERANCE = 1e-3  # of a row's gradient, against the one that its label would give; more for half precision
+ROUNDING = 1e-6  # of a row's weight: p_y − 1 cancels where the model is sure
+CERTAIN = 1e-4  # nats: below this loss, rounding may leave nothing of the label's own entry
+WEIGHT_TOLERANCE = 0.02  # two classes: among rows of one step and label, which have the same weight
+ODD_SHARE = 0.01  # of all rows; with more of them, the loss is no cross-entropy of single labels
+
+
+Places = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedRows:
+    """Of each row of logits: its label, the model's guess, the loss, and whether it counts."""
+
+    labels: Tensor
+    guesses: Tensor
+    losses: Tensor  # cross-entropy, whatever weight the training gives to the row
+    counted: Tensor
+    odd: Tensor | None = None  # whether the gradient is of no cross-entropy; None: labels were known
+
+
+def judge_gradients(
+    logits: Tensor, gradients: Tensor, outputs: Tensor | None = None, *, normalised: bool = False
+) -> JudgedRows:
+    """Return what rows of logits, [rows, classes], and the gradients of these tell.
+
+    Rows without any gradient, such as padding, and rows that are not finite do not count. `outputs` tells rows of
+    different forward passes apart; only two classes need it. `normalised`: the rows are log-probabilities, of which
+    `nll_loss` gives the label's entry alone a gradient.
+    """
+    tolerance = max(TOLERANCE, 8 * torch.finfo(gradients.dtype).eps)
+    gradients = gradients.float()
+    guesses, shifted, chances, normaliser = _softmax(logits)
+    lowest, places = gradients.min(1)
+    negative = lowest < 0
+    labels = torch.where(negative, places, guesses)
+    column = labels[:, None]
+    log_chance = shifted.gather(1, column).sub_(normaliser)  # log p_y
+    size = gradients.abs().sum(1)
+    others = log_chance.expm1()  # p_y − 1, which is minus the sum of the other probabilities, without cancellation
+    weights = -(size + lowest) / others[:, 0]
+    wanted = chances.scatter_(1, column, others)
+    residual = torch.addcmul(gradients, weights[:, None], wanted, value=-1).abs_().sum(1)
+    odd = residual > torch.add(tolerance * size, weights, alpha=ROUNDING)
+    if normalised:
+        odd &= size + lowest > tolerance * size
+    if outputs is not None:
+        odd |= _weights_differ(weights, 2 * outputs + labels, negative, max(WEIGHT_TOLERANCE, tolerance))
+    losses, surprise = log_chance[:, 0].neg(), normaliser[:, 0]
+    if logits.is_cpu and bool(negative.all()) and bool((size + surprise).sum().isfinite()):
+        return JudgedRows(labels, guesses, losses, ~odd, odd)  # as a rule; on a device, asking would wait for it
+    certain, finite = surprise < CERTAIN, (size + surprise).isfinite()
+    odd = torch.where(negative, odd, (size > 0) & ~certain) & finite
+    return JudgedRows(labels, guesses, losses, (negative | certain) & finite & ~odd, odd)
+
+
+def _softmax(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return of each row its largest entry's place, the logits less that entry, the softmax, and [rows, 1] the
+    logarithm of the sum of exponentials of the shifted logits: 0 where the model is sure, and not finite with the row.
+
+    Of few classes that is several times as quick as `log_softmax` on a CPU, which the training has called anyway.
+    """
+    logits = logits.float()
+    largest, guesses = logits.max(1, keepdim=True)
+    shifted = logits - largest
+    chances = shifted.exp()
+    totals = chances.sum(1, keepdim=True)
+    return guesses[:, 0], shifted, chances.div_(totals), totals.log()
+
+
+def _weights_differ(weights: Tensor, kinds: Tensor, valid: Tensor, tolerance: float) -> Tensor:
+    """Return which rows have another weight than the rows of the same kind (an output and a label) on average.
+
+    Of two classes every gradient that adds up to 0 looks like one of a label; soft labels show in the weights.
+    """
+    usable = valid & weights.isfinite()
+    totals = weights.new_zeros(2, 2 * len(weights))
+    totals[0].index_add_(0, kinds, torch.where(usable, weights, 0.0))
+    totals[1].index_add_(0, kinds, usable.to(weights.dtype))
+    usual = (totals[0] / totals[1])[kinds]
+    return usable & ((weights - usual).abs() > tolerance * usual)
+
+
+def judge_labels(logits: Tensor, labels: Tensor) -> JudgedRows:
+    """Return the same of rows whose labels are known; a negative label, such as that of padding, does not count."""
+    guesses, shifted, _, normaliser = _softmax(logits)
+    known = labels.clamp(min=0)
+    losses = (normaliser - shifted.gather(1, known[:, None]))[:, 0]
+    return JudgedRows(known, guesses, losses, (labels >= 0) & normaliser[:, 0].isfinite())
+
+
+def last_quota(total: int) -> int:
+    """Return how many samples of a pass over so many `train.loss_last` is of."""
+    return min(total, max(LAST_SAMPLES, -(-total // LAST_SHARE)))
+
+
+def pass_masks(places: Places, total: Any, quota: Any, end: Any) -> tuple[Mask, Mask]:
+    """Return which samples belong to the first pass, and which to the end of the last.
+
+    places: numbers of samples in the order of the training, from 0. total: samples in a pass. end: of the training.
+    The end of a pass is its last `quota` samples; the last is the one in the last `total` samples of the training, so
+    that nobody needs to know beforehand when it ends.
+    """
+    before_end = places < end
+    return before_end & (places < total), before_end & (places % total >= total - quota) & (places >= end - total)
+
+
+class ClassTotals:
+    """Sums over rows on their device, for one or more clients; nothing waits for the device.
+
+    `numbers` holds, of all clients: confusion counts [classes, classes] and sums of losses and of their squares
+    [classes, 2], of the first pass; without a table by class, because of more than MOST_CLASSES, only rows, losses and
+    right answers. Then rows and losses of the last pass, and counted and odd rows of all that was looked at.
+    """
+
+    def __init__(self, classes: int, device: torch.device, clients: int = 1) -> None:
+        self.classes, self.clients, self.tabulated = classes, clients, classes <= MOST_CLASSES
+        dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+        self.numbers = torch.zeros(sum(self.lengths), dtype=dtype, device=device)
+        confusion, sums, scalars = self.numbers.split(self.lengths)
+        self._confusion, self._sums, self._scalars = confusion, sums.view(-1, 2), scalars.view(clients, 7)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths of the parts of `numbers`."""
+        cells = self.classes if self.tabulated else 0
+        return [self.clients * cells * cells, self.clients * cells * 2, self.clients * 7]
+
+    def add_first(self, rows: JudgedRows, chosen: Tensor | None = None, client: Tensor | None = None) -> None:
+        """Add the chosen rows (None: all) of the first pass; `client` is each row's client, None for the only one."""
+        counted = rows.counted if chosen is None else rows.counted & chosen
+        weights, losses = self._weighed(rows.losses, counted)
+        if not self.tabulated:
+            self._add(0, torch.stack([weights, losses, weights * (rows.labels == rows.guesses)], 1), client)
+            return
+        places = rows.labels if client is None else client * self.classes + rows.labels
+        self._confusion.index_add_(0, places * self.classes + rows.guesses, weights)
+        self._sums.index_add_(0, places, torch.stack([losses, losses * losses], 1))
+
+    def add_last(self, losses: Tensor, counted: Tensor, client: Tensor | None = None) -> None:
+        """Add losses of the last pass, as far as they count."""
+        self._add(3, torch.stack(self._weighed(losses, counted), 1), client)
+
+    def add_judged(self, rows: JudgedRows) -> None:
+        """Count the rows of a single client, and those that are odd."""
+        if rows.odd is not None:
+            self._add(5, torch.stack([rows.counted, rows.odd], 1), None)
+
+    def _weighed(self, losses: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+        return counted.to(self.numbers.dtype), torch.where(counted, losses, 0.0).to(self.numbers.dtype)
+
+    def _add(self, first: int, columns: Tensor, client: Tensor | None) -> None:
+        scalars = self._scalars[:, first : first + columns.shape[1]]
+        if client is None:
+            scalars += columns.sum(0)
+        else:
+            scalars.index_add_(0, client, columns)
+
+
+class ClassSums:
+    """The numbers of `ClassTotals` on the host, with a leading axis of clients.
+
+    `table` holds the matrices of the family `training.classes`, [clients, classes, columns]; no classes where there are
+    too many of them. `metrics` are the `train.*` metrics, [clients] each, NaN for what a client does not have.
+    """
+
+    def __init__(self, totals: ClassTotals, numbers: Array) -> None:
+        cells = totals.classes if totals.tabulated else 0
+        confusion, losses, scalars = np.split(numbers, np.cumsum(totals.lengths[:2]))
+        pairs, losses = confusion.reshape(totals.clients, cells**2), losses.reshape(totals.clients, cells, 2)
+        first, last, self._judged = np.split(scalars.reshape(totals.clients, 7), (3, 5), axis=1)
+        self.table = self._table(pairs.reshape(totals.clients, cells, cells), losses)
+        if totals.tabulated:
+            first = self.table.sum(1)[:, [CLASS_COLUMNS.index(name) for name in ("samples", "loss", "right")]]
+        self.samples = first[:, 0]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            means, last_means = first[:, 1:] / first[:, :1], last[:, 1] / last[:, 0]
+        self.metrics = {"train.loss_first": means[:, 0], "train.loss_last": last_means, "train.accuracy": means[:, 1]}
+        if totals.tabulated:
+            shares, pair = confused_pairs(pairs, self.table[..., 0])
+            self.metrics["train.confusion"] = shares
+            self.metrics["train.confused_label"], self.metrics["train.confused_guess"] = pair.T
+
+    @staticmethod
+    def _table(confusion: Array, losses: Array) -> Array:
+        table = np.empty((*confusion.shape[:2], len(CLASS_COLUMNS)))
+        table[..., 0], table[..., 4] = confusion.sum(2), confusion.sum(1)
+        table[..., 1:3], table[..., 3] = losses, np.diagonal(confusion, axis1=1, axis2=2)
+        return table
+
+    @property
+    def is_odd(self) -> bool:
+        """Whether the gradients of the single client are not those of a cross-entropy of single labels."""
+        counted, odd = self._judged[0].tolist()
+        return bool(odd > ODD_SHARE * (counted + odd))
+
+
+def confused_pairs(counts: Array, sizes: Array) -> tuple[Array, Array]:
+    """Return how far errors concentrate in one pair of classes, and that pair, [clients, 2]; NaN where they do not.
+
+    counts: [clients, labels × guesses]; sizes: samples of each label, [clients, labels].
+    max over a≠b of max(C_ab − 1, 0) / (n_a + 2); of equal pairs the first.
+    """
+    classes = sizes.shape[1]
+    shares = (counts - 1).reshape(len(counts), classes, classes) / (sizes + 2)[:, :, None]
+    flat = shares.reshape(len(counts), -1)
+    flat[:, :: classes + 1] = 0  # what was guessed right
+    best = flat.argmax(axis=1)
+    largest = np.maximum(flat[np.arange(len(flat)), best], 0)
+    pairs = np.stack(np.divmod(best, classes), axis=1).astype(np.float64)
+    pairs[largest <= 0] = np.nan
+    return largest, pairs

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training losses by class of stacked clients: the same numbers as `training_losses`, from logits that the host keeps.
+
+The host knows the labels, so no gradient is needed. All is computed on the device, and comes home in one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedvitals.kernels.cuda.sums import upload
+from fedvitals.probes.class_losses import ClassSums, ClassTotals, Places, judge_labels, last_quota, pass_masks
+
+TOGETHER = 1 << 22  # numbers of logits that are evaluated at a time
+_NO_PASS = 1 << 62  # samples in a pass whose length is not known
+
+Outputs = Mapping[int, tuple[Tensor, Tensor]]
+
+
+def stacked_losses(outputs: Outputs, steps: Sequence[int], samples: Sequence[int] | None) -> ClassSums | None:
+    """Return the sums of all clients; None if nothing was kept.
+
+    outputs: logits [clients, n, ..., classes] and labels [clients, n, ...] by step. steps: of each client. samples: in
+    a pass of each client; None: unknown.
+    """
+    if not outputs:
+        return None
+    logits, _ = next(iter(outputs.values()))
+    clients, batch, classes = logits.shape[0], logits.shape[1], logits.shape[-1]
+    totals = ClassTotals(classes, logits.device, clients)
+    own = [_NO_PASS] * clients if samples is None else [max(1, count) for count in samples]
+    length = np.array(own)[:, None]
+    quota = np.array([0 if count == _NO_PASS else last_quota(count) for count in own])[:, None]
+    end = np.array(steps)[:, None] * batch
+    for places, chosen in _portions(outputs, batch):
+        first, last = pass_masks(places, length, quota, end)
+        _add(totals, chosen, torch.from_numpy(first), torch.from_numpy(last))
+    return ClassSums(totals, totals.numbers.cpu().double().numpy())
+
+
+def _portions(outputs: Outputs, batch: int) -> Iterator[tuple[Places, tuple[Tensor, Tensor]]]:
+    """Yield steps that are evaluated together: the numbers of their samples, [1, n], and logits and labels."""
+    steps = sorted(outputs)
+    together = max(1, TOGETHER // max(1, outputs[steps[0]][0].numel()))
+    for begin in range(0, len(steps), together):
+        chosen = steps[begin : begin + together]
+        places = np.concatenate([step * batch + np.arange(batch) for step in chosen])[None]
+        yield places, tuple(torch.cat([outputs[step][part] for step in chosen], 1) for part in (0, 1))  # type: ignore[misc]
+
+
+@torch.no_grad()
+def _add(totals: ClassTotals, outputs: tuple[Tensor, Tensor], first: Tensor, last: Tensor) -> None:
+    """Add the samples in the masks, [clients, n], to the totals."""
+    logits, labels = outputs
+    rows = labels[0, 0].numel()  # of each sample: several, where these are sequences
+    judged = judge_labels(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
+    client = torch.arange(totals.clients).repeat_interleave(first.shape[1] * rows)
+    masks = torch.stack([first, last]).flatten(1).repeat_interleave(rows, 1)
+    client, masks = upload(client, logits.device), upload(masks, logits.device)
+    totals.add_first(judged, masks[0], client)
+    totals.add_last(judged.losses, judged.counted & masks[1], client)

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training losses by class, from the training's own forward and backward passes: no pass of our own, and no labels.
+
+A forward hook sees the logits, a hook on the way back their gradient, and both together give each sample's label and
+loss (see `class_losses`). The table by class counts each sample once, as the received model finds it: the first pass
+over the client's data, or all steps where `data` is unknown. `train.loss_last` is of the last eighth of the last pass.
+
+At a step only two small tensors are kept. They are evaluated together when the client's scope closes, or before they
+exceed MOST_WAITING numbers. Of an output with more than MOST_NUMBERS, some of the rows are looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from fedvitals.catalog import CATALOG
+from fedvitals.errors import ConfigError, UnsuitedError
+from fedvitals.kernels.cuda.sums import upload
+from fedvitals.model_hooks import Hook, can_be_hooked
+from fedvitals.probes import samples
+from fedvitals.probes.class_losses import ClassSums, ClassTotals, Mask, Places, judge_gradients, last_quota, pass_masks
+from fedvitals.probes.differentiate import logits_of
+from fedvitals.probes.view import View
+from fedvitals.stats import Array
+
+MOST_NUMBERS = 1 << 20  # of one output; of a larger one, rows that are spread evenly
+MOST_WAITING = 1 << 20  # of outputs that wait to be evaluated, and as many of their gradients
+MOST_AWAITED = 32  # outputs without a backward pass
+
+NOT_MEASURED = "Training losses by class are not measured: "
+OTHER_LOSS = (
+    "they are defined for the cross-entropy of one label per sample, and the gradient of this model's outputs is of "
+    "another loss (soft, mixed or smoothed labels, regression, several labels per sample)."
+)
+NOT_SEEN = (
+    "no forward and backward pass of the model was seen, although it trained. It may be compiled, or called otherwise "
+    "than by model(x)."
+)
+
+
+class _Output:
+    """One forward pass in training: logits [rows, classes], and their gradients once its backward pass has come."""
+
+    __slots__ = ("first", "gradients", "logits", "samples", "stride", "version")
+
+    def __init__(self, logits: Tensor, stride: int, samples: int) -> None:
+        """`stride`: every so many rows of the output are looked at. `samples`: in the batch."""
+        self.logits: Tensor | None = logits
+        self.gradients: Tensor | None = None
+        self.stride, self.samples = stride, samples
+        self.first = 0  # the number of its first sample, in the order of the backward passes
+        self.version = logits._version  # noqa: SLF001 - autograd's own counter of changes in place
+
+    def places(self) -> Places:
+        """Return the numbers of the samples that the rows are of: several rows each, where these are sequences."""
+        rows = 0 if self.logits is None else len(self.logits)
+        if rows == self.samples:
+            return np.arange(self.first, self.first + rows)
+        return self.first + np.arange(rows) * self.samples // max(1, rows)
+
+
+class MeasuredLosses:
+    """What was summed over a client's training, on its way to the host. Raises UnsuitedError if it cannot be told."""
+
+    def __init__(self, totals: ClassTotals | None, model: type, reason: str | None) -> None:
+        self.model = model
+        self.numbers = None if totals is None or reason is not None else totals.numbers
+        self._totals, self._reason = totals, reason
+
+    def results(self, numbers: Array | None) -> tuple[dict[str, float], Array | None]:
+        """Return the metrics and the matrix of `training.classes`, from `numbers` on the host."""
+        if self._reason is not None:
+            raise UnsuitedError(NOT_MEASURED + self._reason)
+        if self._totals is None or numbers is None:
+            return {}, None
+        sums = ClassSums(self._totals, numbers)
+        if sums.is_odd:
+            raise UnsuitedError(NOT_MEASURED + OTHER_LOSS)
+        if not sums.samples[0]:
+            return {}, None
+        own = {name: float(values[0]) for name, values in sums.metrics.items()}
+        metrics = {name: number for name, number in own.items() if not (CATALOG[name].rare and math.isnan(number))}
+        return metrics, sums.table[0] if self._totals.tabulated else None
+
+
+class TrainingLosses:
+    """Hooks on a client's model from its creation until `stop`; `seconds` is what they took of the training.
+
+    Call `step` at each optimiser step. `failed` is told of errors of ours.
+    """
+
+    def __init__(self, view: View, failed: Callable[[Exception], None]) -> None:
+        self.seconds = 0.0
+        self.batch: int | None = None  # samples in the first forward pass of the training
+        self._model, self._failed = type(view.model), failed
+        self._reason: str | None = None
+        self._total = _pass_length(view.data)  # samples in a pass; None: unknown
+        self._quota = 0 if self._total is None else last_quota(self._total)
+        self._samples = 0  # that the training has seen so far
+        self._awaited: list[_Output] = []  # whose backward pass has not come yet
+        self._waiting: list[_Output] = []  # to be evaluated
+        self._numbers = 0  # of these
+        self._evaluated: deque[tuple[Places, Tensor, Tensor]] = deque()  # that may be of the last pass: losses, counted
+        self._totals: ClassTotals | None = None
+        self._normalised = False  # whether the outputs are log-probabilities
+        self._handle: Any = None
+        if can_be_hooked(view.model):
+            hook = Hook(self._on_forward, self._broken)
+            self._handle = view.model.register_forward_hook(hook, with_kwargs=True)
+        else:
+            self._reason = "the model is compiled or scripted, and cannot be looked into."
+
+    def step(self) -> None:
+        """Let go of outputs whose gradient has not come when an optimiser steps: they belong to no training."""
+        for output in self._awaited:
+            output.logits = None
+        self._awaited.clear()
+
+    def remove(self) -> None:
+        """Remove the hooks, and let go of all outputs."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        self.step()
+        self._waiting.clear()
+        self._evaluated.clear()
+
+    def stop(self, steps: int) -> MeasuredLosses:
+        """End it and return what was measured, in part still on its device; `steps` are those of the optimiser."""
+        began = time.perf_counter()
+        self.step()
+        if self._reason is None:
+            self._evaluate()
+            self._add_last()
+        if self._reason is None and steps and self._totals is None:
+            self._reason = NOT_SEEN
+        measured = MeasuredLosses(self._totals, self._model, self._reason)
+        self.remove()
+        self.seconds += time.perf_counter() - began
+        return measured
+
+    def _broken(self, error: Exception) -> None:
+        self._refuse("measuring them failed.")
+        self._failed(error)
+
+    def _refuse(self, reason: str) -> None:
+        """Measure nothing more in this client-round."""
+        self._reason = self._reason or reason
+        self.remove()
+
+    # -- at each forward and backward pass ----------------------------------------------------------------------------
+
+    def _on_forward(self, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any], output: Any) -> None:
+        if not module.training or not torch.is_grad_enabled() or self._reason is not None:
+            return
+        began = time.perf_counter()
+        logits = output if type(output) is Tensor else logits_of(output)
+        obstacle = _obstacle(logits)
+        if obstacle is not None:
+            self._refuse(obstacle)
+        elif logits.grad_fn is not None and not _is_captured(logits):
+            batch = _batch_size(logits, arguments, named)
+            # Whether a sample of it may belong to the first pass, or to the end of any.
+            total, now = self._total, self._samples
+            awaited = sum(output.samples for output in self._awaited) if self._awaited else 0
+            if total is None or now < total or now % total + awaited + batch > total - self._quota:
+                self._await_gradient(logits, batch)
+            else:
+                self._samples += batch
+        self.seconds += time.perf_counter() - began
+
+    def _await_gradient(self, logits: Tensor, batch: int) -> None:
+        node, numbers = logits.grad_fn, logits.numel()
+        if not numbers or node is None:
+            return
+        rows, stride = _rows(logits), 1
+        if numbers > MOST_NUMBERS:
+            stride = -(-numbers // MOST_NUMBERS)
+            rows = rows[::stride].clone()
+        output = _Output(rows, stride, batch)
+        if self.batch is None:
+            self.batch, self._normalised = batch, type(node).__name__.startswith("LogSoftmax")
+        self._awaited.append(output)
+        if len(self._awaited) > MOST_AWAITED:  # passes without a way back, as in an evaluation
+            self._awaited.pop(0).logits = None
+        # On the node and not on the tensor: that is quicker, and the same.
+        node.register_prehook(functools.partial(self._on_backward, output, logits.output_nr))
+
+    def _on_backward(self, output: _Output, place: int, gradients: Sequence[Tensor | None]) -> None:
+        """Take the gradient of an output, the first time that it comes; runs inside the backward pass."""
+        logits, gradient = output.logits, gradients[place]
+        if logits is None or gradient is None or output.gradients is not None or self._reason is not None:
+            return
+        began = time.perf_counter()
+        try:
+            self._awaited.remove(output)
+            if logits._version == output.version:  # noqa: SLF001
+                self._keep(output, logits, gradient)
+            else:
+                self._refuse("the model's output is changed in place before the loss.")
+        except Exception as error:  # noqa: BLE001 - nothing of ours may stop the training
+            self._broken(error)
+        self.seconds += time.perf_counter() - began
+
+    def _keep(self, output: _Output, logits: Tensor, gradient: Tensor) -> None:
+        output.first, rows = self._samples, _rows(gradient)
+        self._samples += output.samples
+        output.gradients = rows if output.stride == 1 else rows[:: output.stride].clone()
+        self._waiting.append(output)
+        self._numbers += logits.numel()
+        if self._numbers >= MOST_WAITING:
+            self._forget_middle()
+            if self._numbers >= MOST_WAITING // 2:
+                self._evaluate()
+
+    def _forget_middle(self) -> None:
+        """Let go of outputs that lie behind the first pass and before the last."""
+        total = self._total
+        if total is None:
+            return
+        since = self._samples - total
+        while self._evaluated and self._evaluated[0][0][-1] < since:
+            self._evaluated.popleft()
+        self._waiting = [o for o in self._waiting if o.first < total or o.first + o.samples > since]
+        self._numbers = sum(output.logits.numel() for output in self._waiting if output.logits is not None)
+
+    # -- all that waits, at once --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        """Evaluate the outputs that wait, and add up those of the first pass."""
+        self._forget_middle()
+        waiting = [(output, output.logits, output.gradients) for output in self._waiting]
+        outputs = [(o, z, g) for o, z, g in waiting if z is not None and g is not None]
+        self._waiting, self._numbers = [], 0
+        if not outputs:
+            return
+        known = [] if self._totals is None else [(self._totals.classes, self._totals.numbers.device)]
+        if len({*known, *((z.shape[1], z.device) for _, z, _ in outputs)}) > 1:
+            self._refuse("the model's outputs have differing numbers of classes, or are on several devices.")
+            return
+        logits, gradients = torch.cat([z for _, z, _ in outputs]), torch.cat([g for _, _, g in outputs])
+        totals = self._totals = self._totals or ClassTotals(logits.shape[1], logits.device)
+        places = np.concatenate([output.places() for output, _, _ in outputs])
+        numbers = None
+        if totals.classes == 2:
+            sizes = [len(z) for _, z, _ in outputs]
+            numbers = upload(torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)), logits.device)
+        judged = judge_gradients(logits, gradients, numbers, normalised=self._normalised)
+        totals.add_judged(judged)
+        first, _ = self._masks(places)
+        if first.any():
+            totals.add_first(judged, None if first.all() else _to_device(first, logits))
+        if self._total is not None:
+            self._evaluated.append((places, judged.losses, judged.counted))
+
+    def _masks(self, places: Places) -> tuple[Mask, Mask]:
+        """Return which rows are of the first pass, and which of the end of the last as far as it is known."""
+        if self._total is None:
+            return np.ones(len(places), np.bool_), np.zeros(len(places), np.bool_)
+        return pass_masks(places, self._total, self._quota, self._samples)
+
+    @torch.no_grad()
+    def _add_last(self) -> None:
+        """Add the losses of the last pass."""
+        if self._totals is None:
+            return
+        for places, losses, counted in self._evaluated:
+            _, last = self._masks(places)
+            if last.any():
+                self._totals.add_last(losses, counted if last.all() else counted & _to_device(last, counted))
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Return [rows, classes] of an output or its gradient, without its graph."""
+    own = tensor.detach()
+    return own if own.dim() == 2 else own.flatten(0, -2)
+
+
+def _to_device(mask: Mask, like: Tensor) -> Tensor:
+    return upload(torch.from_numpy(mask), like.device)
+
+
+def _obstacle(logits: Any) -> str | None:
+    """Return why an output cannot be measured; None if it can."""
+    if not isinstance(logits, Tensor):
+        returned = f"a {type(logits).__name__}"
+    elif type(logits) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(logits):  # noqa: SLF001
+        returned = f"a tensor of another kind ({type(logits).__name__}, or one inside torch.func)"
+    elif logits.dim() in (2, 3) and logits.shape[-1] > 1 and logits.is_floating_point():
+        return None
+    else:
+        returned = f"a tensor of shape {tuple(logits.shape)}"
+    return f"they need outputs [samples, classes] or [samples, steps, classes], and this model returns {returned}."
+
+
+def _is_captured(logits: Tensor) -> bool:
+    """Return whether this is the capture of a CUDA graph, whose tensors nobody may keep."""
+    return logits.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _batch_size(logits: Tensor, arguments: Sequence[Any], named: Mapping[str, Any]) -> int:
+    """Return the samples in a batch: the length of the first input, else of the output."""
+    for part in arguments or named.values():
+        if isinstance(part, Tensor) and part.dim():
+            return max(1, len(part))
+    return len(logits)
+
+
+def _pass_length(data: Any) -> int | None:
+    """Return how many samples one pass over the data has; None if that is unknown."""
+    try:
+        total = 0 if data is None else samples.size(data)
+    except ConfigError:
+        return None  # which `fit` reports
+    if isinstance(data, DataLoader) and data.drop_last and data.batch_size:
+        total -= total % data.batch_size
+    return total or None

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of the catalogue about a client's local training: how well the model fits, its losses, the settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    name: str
+    unit: str
+    meaning: str
+    formula: str = ""
+    level: int = 2  # per-client scalars need level 2 (see docs/metrics.md, «Privacy»)
+    needs: str = ""  # what the user must hand in for it to be there
+    rare: bool = False  # absent means none, not unmeasured
+
+
+LABELLED = "`data` that yields (x, y), and `loss`"
+LOSS_UNIT = "1"  # the task's own: nats for a cross-entropy, squares of what is predicted for a squared error
+_CROSS_ENTROPY = "a classifier that trains by cross-entropy on one label per sample; `standard` or `deep`"
+_OPTIMIZER = "a model that an optimiser of torch trains"
+
+TRAINING_MEASURES: tuple[Measure, ...] = (
+    Measure(
+        "fit.loss_before",
+        LOSS_UNIT,
+        "Loss of the received model on own samples, before training.",
+        "mean over at most 64 samples",
+        needs=LABELLED,
+    ),
+    Measure(
+        "fit.loss_after",
+        LOSS_UNIT,
+        "Loss of the trained model, on the same samples as before.",
+        "mean over at most 64 samples",
+        needs=LABELLED,
+    ),
+    Measure("fit.accuracy_before", "share", "Accuracy of the received model on own samples.", needs=LABELLED),
+    Measure("fit.accuracy_after", "share", "Accuracy of the trained model on own samples.", needs=LABELLED),
+    Measure("fit.loss_p90", LOSS_UNIT, "Ninth decile of the received model's loss on own samples.", needs=LABELLED),
+    Measure(
+        "fit.confusion",
+        "share",
+        "How far the received model's errors gather in one pair of classes.",
+        "max over a≠b of max(C_ab − 1, 0) / (n_a + 2)",
+        needs=LABELLED,
+    ),
+    Measure(
+        "fit.confused_label",
+        "class",
+        "The label in that pair; absent if nothing is confused.",
+        level=3,
+        needs=LABELLED,
+        rare=True,
+    ),
+    Measure("fit.confused_guess", "class", "What the model takes it for.", level=3, needs=LABELLED, rare=True),
+    Measure(
+        "fit.confident_wrong",
+        "share",
+        "Own samples that the received model gets wrong, and is sure of it.",
+        "share with p > 0.7 for another class than the label",
+        needs=LABELLED,
+    ),
+    Measure(
+        "fit.samples",
+        "samples",
+        "Own samples behind the `fit.*` values of this round: 8 to 64, by the work of the training. A client is due "
+        "once in each 2 rounds (`light`: 20) or oftener; `fedvitals show` counts.",
+        needs=LABELLED,
+    ),
+    Measure(
+        "train.loss_first",
+        "nats",
+        "Mean cross-entropy of the samples in the client's first pass over its data, each as its step found it (all "
+        "steps where `data` is unknown); without the training's class weights.",
+        "mean over samples of −log p_y",
+        needs=_CROSS_ENTROPY,
+    ),
+    Measure(
+        "train.loss_last",
+        "nats",
+        "The same of the last eighth of the last pass, and of at least 16 samples; absent if no pass came to its end.",
+        "mean over samples of −log p_y",
+        needs=_CROSS_ENTROPY + ", and `data`",
+        rare=True,
+    ),
+    Measure(
+        "train.accuracy",
+        "share",
+        "Samples of the first pass whose largest logit is that of their label.",
+        needs=_CROSS_ENTROPY,
+    ),
+    Measure(
+        "train.confusion",
+        "share",
+        "How far the errors of the first pass gather in one pair of classes.",
+        "max over a≠b of max(C_ab − 1, 0) / (n_a + 2)",
+        needs=_CROSS_ENTROPY + ", of at most 100 classes",
+    ),
+    Measure(
+        "train.confused_label",
+        "class",
+        "The label in that pair; absent if nothing is confused.",
+        level=3,
+        needs=_CROSS_ENTROPY,
+        rare=True,
+    ),
+    Measure("train.confused_guess", "class", "What the model takes it for.", level=3, needs=_CROSS_ENTROPY, rare=True),
+    Measure(
+        "optimizer.learning_rate",
+        "1",
+        "Learning rate at the client's first step, of the optimiser's first group of parameters.",
+        needs=_OPTIMIZER,
+        rare=True,
+    ),
+    Measure(
+        "optimizer.momentum",
+        "1",
+        "Momentum at the first step; of Adam and its like their first beta.",
+        needs=_OPTIMIZER,
+        rare=True,
+    ),
+    Measure("optimizer.weight_decay", "1", "Weight decay at the first step.", needs=_OPTIMIZER, rare=True),
+    Measure(
+        "batch.size",
+        "samples",
+        "Samples in the first forward pass of the client's training.",
+        needs="a model; `standard` or `deep`",
+        rare=True,
+    ),
+)
+
+
+def _data_measures() -> tuple[Measure, ...]:
+    needs = "`data` that can be read by index; told when the data change"
+    numbers = f"{needs}; inputs that are numbers"
+    spread = "√ mean of (x − mean)² over all finite inputs"
+    return (
+        Measure("data.mean", "1", "Mean of all inputs.", "mean of all finite inputs", needs=numbers),
+        Measure("data.std", "1", "Spread of all inputs.", spread, needs=numbers),
+        Measure("data.min", "1", "Smallest input.", level=3, needs=numbers),
+        Measure("data.max", "1", "Largest input.", level=3, needs=numbers),
+        Measure("data.missing", "share", "Inputs that are NaN or infinite.", needs=numbers),
+        Measure("data.constant", "share", "Features with the same value in every sample.", needs=numbers),
+        Measure("data.duplicates", "share", "Samples that equal an earlier one.", needs=needs),
+        Measure("data.length", "tokens", "Tokens of a sample other than 0, on average.", needs=f"{needs}; tokens"),
+    )
+
+
+DATA_MEASURES = _data_measures()
+"""Of a client's own samples, told when they are new or have changed (`probes.data_sketch`)."""
