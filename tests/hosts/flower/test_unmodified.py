@@ -22,8 +22,8 @@ from fedvitals.cli import doctor, flower
 from fedvitals.cli.main import main
 from fedvitals.errors import ConfigError
 from fedvitals.hosts.flower.environment import FlowerEnvironment
-from fedvitals.hosts.startup_path import SITE_FOLDER
 from fedvitals.hosts.flower.superlink import superlink
+from fedvitals.hosts.startup_path import SITE_FOLDER
 from fedvitals.store import open_reader
 from fedvitals.store.read import queries
 from support.flower.processes import QUIET, deployed

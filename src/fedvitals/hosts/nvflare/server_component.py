@@ -33,7 +33,6 @@ logger = logging.getLogger("fedvitals")
 SIMULATED = "simulate_job"  # the id of every job in the simulator
 TOPIC = "fedvitals.failure"  # of messages in which a site tells why a task failed, where its result cannot
 HIGHEST_LEVEL = 4  # of the privacy levels
-FAILURES_KEPT = 1_000
 
 
 class ServerWatch(Filter):  # type: ignore[misc] # NVFlare has no types
@@ -58,7 +57,6 @@ class ServerWatch(Filter):  # type: ignore[misc] # NVFlare has no types
         self.tracebacks, self.guard, self.cure, self.filters = tracebacks, guard, cure, filters
         self._rounds: ServerRounds | None = None
         self._failed = False  # whether watching could not begin
-        self._failures: dict[str, Any] = {}  # envelopes of failures, by the id of the task
         self._stated: set[str] = set()
         self._histories: dict[str, list[str]] = {}  # the newest filter history of each site
         handlers: dict[str, Callable[[ServerRounds, FLContext], None]] = {
@@ -158,9 +156,8 @@ class ServerWatch(Filter):  # type: ignore[misc] # NVFlare has no types
         request = None if node is None else rounds.take_request(task_id, node)
         if request is None or node is None:
             return
-        failure = self._failures.pop(task_id, None)
         with rounds.lock:
-            panic = task_results.read_result(rounds, request, result, header, failure)
+            panic = task_results.read_result(rounds, request, result, header)
         if panic is not None:
             self.system_panic(panic, fl_ctx)
         self._note_history(rounds, node, result)
@@ -181,17 +178,9 @@ class ServerWatch(Filter):  # type: ignore[misc] # NVFlare has no types
     def _failure_arrived(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
         """Take a site's message of why a task failed. Its id, which only the site knows, says whose it is."""
         del topic, fl_ctx
-        rounds = self._rounds
-        task_id, header = request.get("task_id"), request.get(KEY)
-        try:
-            if rounds is not None and isinstance(task_id, str) and rounds.request_of(task_id) is not None:
-                failure = read_envelope(header, 1e9).failure
-                while len(self._failures) >= FAILURES_KEPT:
-                    self._failures.pop(next(iter(self._failures)))
-                if failure is not None:
-                    self._failures[task_id] = failure
-        except RecordError as error:
-            logger.debug("fedvitals refuses a message of a failure: %s", error)
+        rounds, task_id, header = self._rounds, request.get("task_id"), request.get(KEY)
+        if rounds is not None and isinstance(task_id, str):
+            rounds.guarded("reading a failure", _failure_read, rounds, task_id, header)
         return make_reply("OK")
 
 
@@ -210,6 +199,22 @@ def _authenticated_name(result: Shareable) -> str | None:
 def _workflows(fl_ctx: FLContext) -> list[str]:
     config = getattr(fl_ctx.get_prop(FLContextKey.RUNNER), "config", None)
     return [type(workflow.controller).__name__ for workflow in getattr(config, "workflows", ())]
+
+
+def _failure_read(rounds: ServerRounds, task_id: str, header: Any) -> None:
+    with rounds.lock:
+        request = rounds.request_of(task_id)
+        if request is None:
+            return
+        try:
+            failure = read_envelope(header, 1e9).failure
+        except RecordError as error:
+            text = f"Telemetry of {request.node} cannot be: {error}"
+            data = {"phase": request.phase}
+            rounds.monitor.host.event("warning", "telemetry.refused", text, node=request.node, data=data)
+            return
+        if failure is not None:
+            task_results.read_failure(rounds, request, failure)
 
 
 # -- events ---------------------------------------------------------------------------------------------------------

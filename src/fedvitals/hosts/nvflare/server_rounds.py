@@ -50,6 +50,7 @@ class SiteRequest:
     data: Shareable | None = None  # what it was sent
     fetched: bool = True
     returned: float | None = None  # when its result arrived
+    failed: bool = False  # whether the site told that it failed, by a message before any result
 
 
 class ServerRounds:
@@ -277,6 +278,8 @@ class ServerRounds:
             text = f"{node} was asked to {request.phase}, and is not connected."
             gone = {**data, "exception": "CLIENT_DISCONNECTED", "code": "CLIENT_DISCONNECTED"}
             self.monitor.host.event("warning", "client.dropped_out", text, node=node, data=gone)
+            return
+        if request.failed:  # reported when the site told
             return
         phase.late[node] = None
         if request.fetched:

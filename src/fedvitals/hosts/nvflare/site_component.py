@@ -8,6 +8,7 @@ see all that leaves. An error on our side costs only telemetry.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -26,7 +27,12 @@ from fedvitals.errors import RecordError
 from fedvitals.hosts.nvflare import filters, models
 from fedvitals.hosts.nvflare.envelope import KEY, ResultEnvelope, SiteFailure, read_envelope
 from fedvitals.hosts.nvflare.server_rounds import EVALUATION_TASKS, TRAIN
-from fedvitals.hosts.nvflare.site_failures import LoggedExceptions, failure_of, take_written_failure
+from fedvitals.hosts.nvflare.site_failures import (
+    FailureFileWatch,
+    LoggedExceptions,
+    failure_of,
+    take_written_failure,
+)
 from fedvitals.hosts.nvflare.site_settings import SiteSettings
 from fedvitals.hosts.nvflare.site_task import SiteTask
 from fedvitals.resources.process_start import process_started
@@ -47,6 +53,15 @@ class OpenTask:
     size: int
     watched: SiteTask | None = None  # where the executor trains on this thread
     answered: bool = False  # whether its result carries our header
+    failures: FailureFileWatch | None = None  # where a script of its own process may fail
+    failure: SiteFailure | None = None  # which it told
+
+    def close(self) -> None:
+        """End what is open."""
+        if self.failures is not None:
+            self.failures.stop()
+        if self.watched is not None:
+            self.watched.close()
 
 
 class SiteWatch(Filter):  # type: ignore[misc] # NVFlare has no types
@@ -117,8 +132,8 @@ class SiteWatch(Filter):  # type: ignore[misc] # NVFlare has no types
     def _end(self, fl_ctx: FLContext) -> None:
         del fl_ctx
         self._exceptions.remove()
-        if self._task is not None and self._task.watched is not None:
-            self._task.watched.close()
+        if self._task is not None:
+            self._task.close()
         self._task = None
 
     # -- tasks --------------------------------------------------------------------------------------------------------
@@ -132,6 +147,9 @@ class SiteWatch(Filter):  # type: ignore[misc] # NVFlare has no types
         self._task = OpenTask(task_id, time.time(), time.process_time(), models.bytes_of(data))
         if _trains_here(fl_ctx, name, data):
             self._task.watched = self._watch(fl_ctx, self._settings, data)
+        elif self._failure_file is not None:
+            report = functools.partial(self._script_failed, self._task, fl_ctx.get_engine())
+            self._task.failures = FailureFileWatch(self._failure_file, report)
 
     def _watch(self, fl_ctx: FLContext, settings: SiteSettings, data: Shareable) -> SiteTask:
         """Open the scope of a task that an executor works on, on this thread."""
@@ -145,9 +163,11 @@ class SiteWatch(Filter):  # type: ignore[misc] # NVFlare has no types
         task, result = self._task, fl_ctx.get_prop(FLContextKey.TASK_RESULT)
         if task is None or self._settings is None or not isinstance(result, Shareable):
             return
+        if task.failures is not None:
+            task.failures.stop()
         envelope = self._envelope(task, result)
         if result.get_return_code() != ReturnCode.OK:
-            envelope = replace(envelope, failure=self._failure())
+            envelope = replace(envelope, failure=self._failure(task))
         result.set_header(KEY, envelope.header())
         task.answered = True
 
@@ -165,11 +185,13 @@ class SiteWatch(Filter):  # type: ignore[misc] # NVFlare has no types
         cpu = time.process_time() - task.cpu
         return ResultEnvelope(b"", task.received, now, process_started() or task.received, cpu)
 
-    def _failure(self) -> SiteFailure | None:
+    def _failure(self, task: OpenTask) -> SiteFailure | None:
         """Return why the task failed, as far as the site lets it go."""
         error = self._exceptions.first
         written = None if self._failure_file is None else take_written_failure(self._failure_file)
-        failure = failure_of(error) if error is not None else written
+        return self._released(failure_of(error) if error is not None else written or task.failure)
+
+    def _released(self, failure: SiteFailure | None) -> SiteFailure | None:
         settings = self._settings
         if failure is None or settings is None:
             return None
@@ -182,16 +204,30 @@ class SiteWatch(Filter):  # type: ignore[misc] # NVFlare has no types
         task, self._task = self._task, None
         if task is None or task.answered or self._settings is None:
             return
-        if task.watched is not None:
-            task.watched.close()
-        failure = self._failure()
-        if failure is None:
+        task.close()
+        failure = self._failure(task)
+        if failure is not None:
+            _tell_failure(fl_ctx.get_engine(), fl_ctx, task, failure)
+
+    def _script_failed(self, task: OpenTask, engine: Any, failure: SiteFailure) -> None:
+        """Tell the server at once that a script failed whose process NVFlare still takes for alive."""
+        task.failure = failure
+        released = self._released(failure)
+        if released is None:
             return
-        now = time.time()
-        envelope = ResultEnvelope(b"", task.received, now, now, time.process_time() - task.cpu, failure)
-        message = Shareable({"task_id": task.task_id, KEY: envelope.header()})
-        engine: Any = fl_ctx.get_engine()
-        engine.fire_and_forget_aux_request(topic=TOPIC, request=message, fl_ctx=fl_ctx, optional=True)
+        try:
+            with engine.new_context() as fl_ctx:
+                _tell_failure(engine, fl_ctx, task, released)
+        except Exception as error:  # noqa: BLE001 - the site trains on, whatever happens to us
+            logger.warning("fedvitals could not tell the server of a failure: %s", error)
+
+
+def _tell_failure(engine: Any, fl_ctx: FLContext, task: OpenTask, failure: SiteFailure) -> None:
+    """Send the server a message of why a task failed, which nobody waits for."""
+    now = time.time()
+    envelope = ResultEnvelope(b"", task.received, now, now, time.process_time() - task.cpu, failure)
+    message = Shareable({"task_id": task.task_id, KEY: envelope.header()})
+    engine.fire_and_forget_aux_request(topic=TOPIC, request=message, fl_ctx=fl_ctx, optional=True)
 
 
 def _trains_here(fl_ctx: FLContext, task_name: str, data: Any) -> bool:

@@ -11,7 +11,9 @@ import contextlib
 import json
 import logging
 import sys
+import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from fedvitals.hosts.nvflare.envelope import LONGEST_MESSAGE, LONGEST_TRACEBACK, SiteFailure
@@ -21,6 +23,32 @@ LOGGERS = (
     "nvflare.private.fed.client.client_runner.ClientRunner",
 )
 LARGEST_FILE = 200_000  # bytes
+INTERVAL_SECONDS = 0.5  # between two looks for a file
+
+
+class FailureFileWatch:
+    """Looks for what a training script writes about its end while a task is worked on, and calls `report` with it.
+
+    NVFlare may not notice for minutes: threads of its own keep the process alive whose script has failed.
+    """
+
+    def __init__(self, path: Path, report: Callable[[SiteFailure], None]) -> None:
+        self._path, self._report = path, report
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="fedvitals-failures", daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._over.wait(INTERVAL_SECONDS):
+            failure = take_written_failure(self._path, of_trainer=True)
+            if failure is not None:
+                self._report(failure)
+                return
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._over.set()
+        self._thread.join(1.0)
 
 
 class LoggedExceptions(logging.Handler):
@@ -58,16 +86,21 @@ def failure_of(error: BaseException) -> SiteFailure:
     return SiteFailure(type(error).__name__, str(error)[:LONGEST_MESSAGE], text)
 
 
-def take_written_failure(path: Path) -> SiteFailure | None:
-    """Return what a training script wrote about its end, and remove it; None if it wrote nothing."""
+def take_written_failure(path: Path, *, of_trainer: bool = False) -> SiteFailure | None:
+    """Return what a process of the site wrote about its end, and remove it; None if there is nothing.
+
+    `of_trainer`: only if it is the script that talks to NVFlare, and no other program.
+    """
     try:
         text = path.read_text(encoding="utf-8")[:LARGEST_FILE]
     except OSError:
         return None
-    with contextlib.suppress(OSError):
-        path.unlink()
     try:
         fields = json.loads(text)
+        if of_trainer and fields["trainer"] is not True:
+            return None
+        with contextlib.suppress(OSError):
+            path.unlink()
         return SiteFailure(*(str(fields[name]) for name in ("exception", "message", "traceback")))
     except (ValueError, KeyError, TypeError):
         return None

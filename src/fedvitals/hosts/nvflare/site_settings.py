@@ -39,7 +39,7 @@ class SiteSettings:
                 f"{PRIVACY} is a level from 0 to 4, got '{allowed}'. Nothing leaves this site until it is."
             )
         level = min(asked.level, int(allowed)) if allowed else asked.level
-        return cls(probes, level, asked.tracebacks and environment.get(TRACEBACKS, "1") not in ("", "0"))
+        return cls(probes, level, asked.tracebacks and environment.get(TRACEBACKS) != "0")
 
     @classmethod
     def of_trainer(cls, environment: Mapping[str, str]) -> SiteSettings:

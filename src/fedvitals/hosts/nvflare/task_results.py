@@ -15,7 +15,6 @@ from nvflare.apis.shareable import Shareable
 
 from fedvitals.errors import RecordError
 from fedvitals.hosts import update_guard
-from fedvitals.hosts.array_models import Values
 from fedvitals.hosts.metric_names import with_known_names
 from fedvitals.hosts.nvflare import models
 from fedvitals.hosts.nvflare.envelope import ResultEnvelope, SiteFailure, journey_id, read_envelope, run_name
@@ -30,13 +29,11 @@ from fedvitals.transport.sender import NO_ROUND, Sender
 NO_WEIGHT = 1e-12
 
 
-def read_result(
-    server_rounds: ServerRounds, request: SiteRequest, result: Shareable, header: Any, failure: SiteFailure | None
-) -> str | None:
+def read_result(server_rounds: ServerRounds, request: SiteRequest, result: Shareable, header: Any) -> str | None:
     """Report a result that arrived; return why the job must end, where the guard says so.
 
-    `header`: the telemetry that came with it, unread; None if there was none. `failure`: what the site told by another
-    way of why the task failed. An update that is to be left out is replaced in place.
+    `header`: the telemetry that came with it, unread; None if there was none. An update that is to be left out is
+    replaced in place.
     """
     monitor, node = server_rounds.monitor, request.node
     at = max(request.returned or time.time(), request.sent)
@@ -45,8 +42,8 @@ def read_result(
     code = result.get_return_code()
     server_rounds.answered(request, failed=code != ReturnCode.OK)
     if code != ReturnCode.OK:
-        own = envelope.failure if envelope is not None and envelope.failure is not None else failure
-        report_failure(server_rounds, request, str(code), own)
+        if not request.failed:
+            report_failure(server_rounds, request, str(code), None if envelope is None else envelope.failure)
         return None
     monitor.host.transfer(node, "server", size, kind="update" if request.phase == TRAIN else request.phase)
     dxo = models.dxo_of(result)
@@ -56,11 +53,19 @@ def read_result(
     return _check_update(server_rounds, request, result, dxo) if request.phase == TRAIN else None
 
 
+def read_failure(server_rounds: ServerRounds, request: SiteRequest, failure: SiteFailure) -> None:
+    """Report that a task failed, by a message of its site that comes before its result, or instead of it."""
+    if not request.failed:
+        request.failed = True
+        server_rounds.answered(request, failed=True)
+        report_failure(server_rounds, request, ReturnCode.EXECUTION_EXCEPTION, failure)
+
+
 def report_failure(server_rounds: ServerRounds, request: SiteRequest, code: str, failure: SiteFailure | None) -> None:
     """Report that a site failed, by the event `client.failed`."""
-    told = client_failure_of(request.node, code, request.phase, failure)
-    data = {**told.data, "round": request.round_index}
-    server_rounds.monitor.host.event("error", "client.failed", told.message, node=request.node, data=data)
+    known = client_failure_of(request.node, code, request.phase, failure)
+    data = {**known.data, "round": request.round_index}
+    server_rounds.monitor.host.event("error", "client.failed", known.message, node=request.node, data=data)
 
 
 def _read_telemetry(
@@ -152,35 +157,29 @@ def _check_update(server_rounds: ServerRounds, request: SiteRequest, result: Sha
             f"fedvitals, guard='fail': round {request.round_index}: {why}, in the update of {request.node}. "
             "Aggregating it would make the model so. guard='drop' leaves such updates out; 'report' lets them pass."
         )
-    leave_out(dxo, {} if sent is None else sent.values)
+    sent_dxo = models.dxo_of(request.data)
+    leave_out(dxo, {} if sent_dxo is None else sent_dxo.data)
     return None
 
 
-def leave_out(dxo: DXO, start: Mapping[str, Values]) -> None:
-    """Replace an update in place by none at all, with hardly any weight.
+def leave_out(dxo: DXO, start: Mapping[Any, Any]) -> None:
+    """Replace an update in place by none at all, with hardly any weight. `start`: the entries that the site was sent.
 
     NVFlare's controllers end a job when too few results are good, and average what is there: so the result stays a good
     one, says that nothing changed, and weighs nothing beside the others.
     """
     for name, entry in [*dxo.data.items()]:
-        before = start.get(str(name))
-        if dxo.data_kind == DataKind.WEIGHT_DIFF or before is None:
-            dxo.data[name] = entry * 0 if _is_finite(entry) else _zeros_like(entry)
-        else:
-            dxo.data[name] = _like(before, entry)
+        before = None if dxo.data_kind == DataKind.WEIGHT_DIFF else start.get(name)
+        dxo.data[name] = _zeros_like(entry) if before is None else _like(before, entry)
     dxo.meta[MetaKey.NUM_STEPS_CURRENT_ROUND] = NO_WEIGHT
 
 
-def _is_finite(entry: Any) -> bool:
-    return bool(np.isfinite(np.asarray(entry, np.float64)).all())
-
-
 def _zeros_like(entry: Any) -> Any:
-    return np.zeros_like(entry) if isinstance(entry, np.ndarray) else entry.new_zeros(entry.shape)
+    return entry.new_zeros(entry.shape) if hasattr(entry, "new_zeros") else np.zeros_like(entry)
 
 
-def _like(before: Values, entry: Any) -> Any:
+def _like(before: Any, entry: Any) -> Any:
     """Return values in the form of another entry: an array, or a tensor of its type."""
-    if isinstance(entry, np.ndarray):
-        return before.astype(entry.dtype, copy=True)
-    return entry.new_tensor(before)
+    if hasattr(entry, "new_tensor"):
+        return entry.new_tensor(np.asarray(before))
+    return np.array(before, dtype=getattr(entry, "dtype", None))

@@ -110,6 +110,7 @@ def note_failure(path: str) -> None:
         try:
             text = "".join(traceback.format_exception(error))
             fields = {"exception": kind.__name__, "message": str(error)[:1_000], "traceback": text[-20_000:]}
+            fields["trainer"] = "nvflare.client.cell.api" in sys.modules  # else some other program that it started
             part = f"{path}.{os.getpid()}"
             with open(part, "w", encoding="utf-8") as file:  # noqa: PTH123
                 json.dump(fields, file)

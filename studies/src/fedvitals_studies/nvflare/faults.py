@@ -26,7 +26,7 @@ EXPECTED = {
     "nan": ("NAN_UPDATE",),
     "noise": ("LABEL_NOISE", "LABEL_FLIP"),
 }
-TIMEOUT_SECONDS = 8  # for `slow`, which sleeps for 30
+TIMEOUT_SECONDS = 30  # for `slow`, which sleeps for 75, and `kill`; the first round includes the sites' start
 
 
 def one_run(settings: JobSettings, folder: Path) -> list[dict[str, Any]]:
