@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from fedvitals.hosts.nvflare.site_failures import (
 )
 from fedvitals.hosts.nvflare.site_settings import SiteSettings
 from fedvitals.hosts.nvflare.site_task import SiteTask
+from fedvitals.hosts.startup_path import SITE_FOLDER
 from fedvitals.resources.process_start import process_started
 from fedvitals.transport.privacy import WORDS
 
@@ -121,6 +123,8 @@ class SiteWatch(Filter):  # type: ignore[misc] # NVFlare has no types
             )
             self._failure_file = root.absolute() / f"fedvitals-failure-{os.getpid()}.json"
             os.environ.update(settings.variables(os.environ, str(self._failure_file)))
+            if str(SITE_FOLDER) not in sys.path:  # from which NVFlare makes the PYTHONPATH of what it starts
+                sys.path.insert(0, str(SITE_FOLDER))
 
     def _watch_client_api(self, settings: SiteSettings) -> None:
         from nvflare.client.in_process.api import InProcessClientAPI  # noqa: PLC0415 - sites need it, servers do not
@@ -132,6 +136,8 @@ class SiteWatch(Filter):  # type: ignore[misc] # NVFlare has no types
     def _end(self, fl_ctx: FLContext) -> None:
         del fl_ctx
         self._exceptions.remove()
+        if str(SITE_FOLDER) in sys.path:
+            sys.path.remove(str(SITE_FOLDER))
         if self._task is not None:
             self._task.close()
         self._task = None
