@@ -32,6 +32,11 @@ from fedvitals.monitor.monitor import Monitor
 logger = logging.getLogger("fedvitals")
 SIMULATED = "simulate_job"  # the id of every job in the simulator
 TOPIC = "fedvitals.failure"  # of messages in which a site tells why a task failed, where its result cannot
+PEER_CONTROLLER = "ServerSideController"  # of swarm learning, and of all workflows that sites run among themselves
+UNSEEN = (
+    "Sites train and aggregate among themselves in this workflow: the server sees neither their rounds nor their "
+    "updates, and nothing is measured of them."
+)
 HIGHEST_LEVEL = 4  # of the privacy levels
 
 
@@ -116,7 +121,11 @@ class ServerWatch(Filter):  # type: ignore[misc] # NVFlare has no types
         )
         names = self.filters or []
         hides = bool(filters.hiding(names))
-        config = {"job": job_id, "workflows": _workflows(fl_ctx), "filters": names}
+        config = {
+            "job": job_id,
+            "workflows": [type(controller).__name__ for controller in _controllers(fl_ctx)],
+            "filters": names,
+        }
         most = filters.LEVEL if hides else HIGHEST_LEVEL
         monitor.host.describe("nvflare", {"nvflare": config}, trace=trace_id(job_id), most=most)
         encrypts = any(name in filters.ENCRYPTING for name in names)
@@ -124,6 +133,8 @@ class ServerWatch(Filter):  # type: ignore[misc] # NVFlare has no types
         monitor.host.before_close(self._rounds.end)
         close_at_exit(self._rounds)
         self._state(self._rounds, names, "the job's filters")
+        if _is_left_to_sites(fl_ctx):
+            monitor.host.event("warning", "workflow.unseen", UNSEEN, data={"workflows": config["workflows"]})
         engine = fl_ctx.get_engine()
         engine.register_aux_message_handler(topic=TOPIC, message_handle_func=self._failure_arrived)
         asking = "" if monitor.file is None else f" --store {shlex.quote(str(monitor.file))}"
@@ -196,9 +207,14 @@ def _authenticated_name(result: Shareable) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _workflows(fl_ctx: FLContext) -> list[str]:
+def _controllers(fl_ctx: FLContext) -> list[Any]:
     config = getattr(fl_ctx.get_prop(FLContextKey.RUNNER), "config", None)
-    return [type(workflow.controller).__name__ for workflow in getattr(config, "workflows", ())]
+    return [workflow.controller for workflow in getattr(config, "workflows", ())]
+
+
+def _is_left_to_sites(fl_ctx: FLContext) -> bool:
+    kinds = (kind.__name__ for controller in _controllers(fl_ctx) for kind in type(controller).__mro__)
+    return PEER_CONTROLLER in kinds
 
 
 def _failure_read(rounds: ServerRounds, task_id: str, header: Any) -> None:

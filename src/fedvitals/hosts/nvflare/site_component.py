@@ -42,6 +42,7 @@ from fedvitals.transport.privacy import WORDS
 
 logger = logging.getLogger("fedvitals")
 TOPIC = "fedvitals.failure"  # of messages that tell why a task failed, where its result cannot
+PEER_CONTROLLER = "ClientSideController"  # of swarm learning, and of all workflows that sites run among themselves
 CLIENT_API = "ClientAPIExecutor"  # whose scripts begin and end their tasks by the Client API
 
 
@@ -116,6 +117,8 @@ class SiteWatch(Filter):  # type: ignore[misc] # NVFlare has no types
             settings = settings.limited_to(filters.LEVEL)
         self._settings = settings
         self._exceptions.install()
+        if _sites_train_each_other(fl_ctx):
+            return  # what a script sends goes to another site, which must not learn its numbers
         self._watch_client_api(settings)
         if self.trainers:
             root = Path(
@@ -245,6 +248,13 @@ def _trains_here(fl_ctx: FLContext, task_name: str, data: Any) -> bool:
     runner = fl_ctx.get_prop(FLContextKey.RUNNER)
     executor = None if runner is None else runner.find_executor(task_name)
     return executor is not None and all(kind.__name__ != CLIENT_API for kind in type(executor).__mro__)
+
+
+def _sites_train_each_other(fl_ctx: FLContext) -> bool:
+    """Return whether sites send their results to one another, as in swarm learning."""
+    router = getattr(fl_ctx.get_prop(FLContextKey.RUNNER), "task_router", None)
+    executors = getattr(router, "task_table", {}).values()
+    return any(kind.__name__ == PEER_CONTROLLER for executor in executors for kind in type(executor).__mro__)
 
 
 def _hiding_filters(fl_ctx: FLContext) -> list[str]:
