@@ -26,7 +26,6 @@ EXPECTED = {
     "nan": ("NAN_UPDATE",),
     "noise": ("LABEL_NOISE", "LABEL_FLIP"),
 }
-TIMEOUT_SECONDS = 30  # for `slow`, which sleeps for 75, and `kill`; the first round includes the sites' start
 
 
 def one_run(settings: JobSettings, folder: Path) -> list[dict[str, Any]]:
@@ -79,9 +78,8 @@ def main() -> None:
     faults = [*EXPECTED] if options.fault == "all" else [options.fault]
     for fault in faults:
         for seed in map(int, options.seeds.split(",")):
-            timeout = TIMEOUT_SECONDS if fault in ("slow", "kill") else 0
             settings = JobSettings(
-                options.workflow, options.sites, options.rounds, seed, fault, external=options.external, timeout=timeout
+                options.workflow, options.sites, options.rounds, seed, fault, external=options.external
             )
             place = options.folder.absolute() / f"{options.workflow}-{fault}-{seed}{'-external' * options.external}"
             began = time.time()

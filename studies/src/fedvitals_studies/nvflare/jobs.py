@@ -14,7 +14,10 @@ WORKFLOWS = ("fedavg", "scatter-and-gather", "fedopt", "cyclic")
 
 @dataclass(frozen=True, slots=True)
 class JobSettings:
-    """What a job trains, and which fault is planted. `timeout`: seconds that scatter-and-gather waits for sites."""
+    """What a job trains, and which fault is planted.
+
+    `patience`: seconds that scatter-and-gather waits for the last site when all others have answered.
+    """
 
     workflow: str = "scatter-and-gather"
     sites: int = 6
@@ -25,7 +28,7 @@ class JobSettings:
     since: int = 2
     external: bool = False
     watched: bool = True  # whether the script has `fv.watch`
-    timeout: int = 0
+    patience: int = 10
 
     @property
     def script_arguments(self) -> str:
@@ -102,8 +105,7 @@ def _scatter_and_gather(settings: JobSettings, name: str) -> Any:
     controller = ScatterAndGather(
         min_clients=settings.sites - 1,
         num_rounds=settings.rounds,
-        wait_time_after_min_received=settings.timeout or 10,
-        train_timeout=settings.timeout,
+        wait_time_after_min_received=settings.patience,
         aggregator_id=aggregator,
         persistor_id=persistor,
         shareable_generator_id=generator,

@@ -62,7 +62,7 @@ def plant(fault: str, params: dict[str, Any]) -> None:
     if fault == "fail":
         raise PlantedError("planted on purpose")
     if fault == "slow":
-        time.sleep(75)
+        time.sleep(25)
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "nan":
