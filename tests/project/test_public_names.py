@@ -37,7 +37,8 @@ import fedvitals as fv
 for module in (fv.sinks, fv.probes, fv.errors):
     dir(module)
 fv.Where, fv.Finding, fv.Metric, fv.Event
-heavy = {"torch", "opentelemetry", "google", "prometheus_client", "tensorboard", "mlflow", "wandb", "flwr", "nvflare", "pyarrow"}
+heavy = {"torch", "opentelemetry", "google", "prometheus_client", "tensorboard", "mlflow", "wandb", "pyarrow"}
+heavy |= {"flwr", "nvflare"}
 print(*sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
 """
 

@@ -21,6 +21,7 @@ from nvflare.apis.fl_constant import FLContextKey, FLMetaKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import make_reply
 from nvflare.app_common.abstract.fl_model import FLModel
+from nvflare.app_common.ccwf.client_ctl import ClientSideController
 from nvflare.app_common.filters import SVTPrivacy
 from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.client.config import ConfigKey
@@ -163,7 +164,7 @@ class Engine:
 class Site:
     """A site whose events are fired by hand."""
 
-    def __init__(self, tmp_path, monkeypatch, filters=(), **settings):
+    def __init__(self, tmp_path, monkeypatch, filters=(), router=None, **settings):
         for name in ("receive", "send"):
             monkeypatch.setattr(InProcessClientAPI, name, getattr(InProcessClientAPI, name))
         for name in ("PYTHONPATH", "FEDVITALS_PRIVACY", "FEDVITALS_TRACEBACKS", "FEDVITALS_PROBES"):
@@ -172,7 +173,8 @@ class Site:
             monkeypatch.setenv(name, "")
         self.engine, self.watch = Engine(), SiteWatch(**settings)
         self.context = FLContext()
-        runner = SimpleNamespace(find_executor=lambda _: Trains(), task_result_filters={"train:out": [*filters]})
+        of_job = {"train:out": [*filters]}
+        runner = SimpleNamespace(find_executor=lambda _: Trains(), task_result_filters=of_job, task_router=router)
         place = {FLContextKey.RUNNER: runner, FLContextKey.APP_ROOT: str(tmp_path), FLContextKey.CURRENT_JOB_ID: JOB}
         for name, value in place.items():
             self.context.set_prop(name, value, private=name != FLContextKey.CURRENT_JOB_ID)
@@ -270,3 +272,15 @@ def test_a_failure_file_that_is_none_is_ignored(site, tmp_path):
     reply = make_reply(ReturnCode.EXECUTION_EXCEPTION)
     own.fire(EventType.AFTER_TASK_EXECUTION, TASK_RESULT=reply)
     assert read_envelope(reply.get_header(KEY), 1e9).failure is None
+
+
+def test_in_swarm_learning_a_script_tells_nothing_because_its_result_goes_to_another_site(tmp_path, monkeypatch):
+    class Swarm(ClientSideController):
+        def do_learn_task(self, name, data, fl_ctx, abort_signal): ...
+        def start_workflow(self, shareable, fl_ctx, abort_signal): ...
+
+    router = SimpleNamespace(task_table={"swarm_*": object.__new__(Swarm)})
+    own = Site(tmp_path, monkeypatch, router=router)
+    assert not os.environ["FEDVITALS_NVFLARE_TRAINER"]
+    assert not hasattr(InProcessClientAPI.receive, trainer.MARK)
+    own.end()
