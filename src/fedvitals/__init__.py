@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fedvitals import sinks as sinks
     from fedvitals.diagnosis.corrections.policy import CorrectionPolicy as CorrectionPolicy
     from fedvitals.hosts import flower as flower
+    from fedvitals.hosts import nvflare as nvflare
     from fedvitals.hosts.loop.single_model import watch as watch
     from fedvitals.monitor.monitor import Monitor as Monitor
     from fedvitals.probes.presets import preset as preset
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Monitor": "fedvitals.monitor.monitor",
     "flower": "fedvitals.hosts.flower",
+    "nvflare": "fedvitals.hosts.nvflare",
     "lab": "fedvitals.lab",
     "plot": "fedvitals.plot",
     "probes": "fedvitals.probes",
@@ -82,11 +84,12 @@ def __getattr__(name: str) -> Any:
     try:
         module = importlib.import_module(home)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "torch":
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("torch", "nvflare"):
             raise
         from fedvitals.errors import MissingExtraError  # noqa: PLC0415 - nothing is loaded before it is needed
 
-        raise MissingExtraError("torch", _EXTRA.get(name, "torch"), f"fedvitals.{name}") from error
+        raise MissingExtraError(missing, _EXTRA.get(name, missing), f"fedvitals.{name}") from error
     public = module if home.endswith(f".{name}") else getattr(module, name)  # a package stands for itself
     globals()[name] = public
     return public

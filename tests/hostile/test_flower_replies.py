@@ -9,8 +9,8 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
 from fedvitals.hosts.flower import replies
-from fedvitals.hosts.flower.reply_envelope import SMALLEST_BUDGET
 from fedvitals.hosts.flower.server_rounds import ServerRounds
+from fedvitals.hosts.telemetry_budget import SMALLEST_BUDGET
 from fedvitals.measurements import stamped
 from fedvitals.records import Finding, Metric, Where
 from fedvitals.transport.wire.payload import encode

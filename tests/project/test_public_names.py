@@ -26,7 +26,7 @@ ROOT = GOLDEN.parents[2]
 WIDTH = 120
 PUBLIC_MODULES = {
     "fedvitals",
-    *(f"fedvitals.{name}" for name in ("errors", "flower", "lab", "plot", "probes", "sinks")),
+    *(f"fedvitals.{name}" for name in ("errors", "flower", "lab", "nvflare", "plot", "probes", "sinks")),
 }
 # What pages show of parts that are not public: receiving OpenTelemetry.
 DEEP_IMPORTS = {"docs/opentelemetry.md": "fedvitals.hosts.otlp."}
@@ -37,7 +37,8 @@ import fedvitals as fv
 for module in (fv.sinks, fv.probes, fv.errors):
     dir(module)
 fv.Where, fv.Finding, fv.Metric, fv.Event
-heavy = {"torch", "opentelemetry", "google", "prometheus_client", "tensorboard", "mlflow", "wandb", "flwr", "pyarrow"}
+heavy = {"torch", "opentelemetry", "google", "prometheus_client", "tensorboard", "mlflow", "wandb", "pyarrow"}
+heavy |= {"flwr", "nvflare"}
 print(*sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
 """
 

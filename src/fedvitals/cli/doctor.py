@@ -35,6 +35,7 @@ EXTRAS = {
     "mlflow": "mlflow",
     "wandb": "wandb",
     "flower": "flwr",
+    "nvflare": "nvflare",
     "system": "psutil",
     "parquet": "pyarrow",
     "plots": "matplotlib",

@@ -35,6 +35,7 @@ VERBS = {
     "alerts": "fedvitals.cli.alerts",
     "lab": "fedvitals.cli.lab.command",
     "flower": "fedvitals.cli.flower",
+    "nvflare": "fedvitals.cli.nvflare",
     "doctor": "fedvitals.cli.doctor",
 }
 STUDIES = ("faultbank", "reproduce", "bench")  # verbs of the distribution fedvitals-studies, in the order of `--help`

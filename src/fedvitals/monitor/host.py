@@ -81,7 +81,7 @@ class HostObserver:
                 f"Monitor(privacy={privacy}) would tell of single clients, and this federation hides them (secure "
                 f"aggregation or differential privacy): at most level {most} goes with it. Leave privacy= out."
             )
-        level = min(policy_for(host, privacy).level, most)
+        level = min(policy_for(host, privacy, cohort, tracebacks).level, most)
         policy = replace(policy_for(host, level, cohort, tracebacks), hides=most < SCALARS)
         known = self.monitored.run.config
         ours = {**known["fedvitals"], **described_policy(policy)}

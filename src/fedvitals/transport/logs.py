@@ -21,7 +21,7 @@ from fedvitals.scope import Scope, current
 
 MESSAGE_BYTES = 4096
 TRACEBACK_BYTES = 16_384
-NARRATING = "flwr"  # a framework's own account of its rounds, which we give better
+NARRATING = ("flwr", "nvflare")  # frameworks' own accounts of their rounds, which we give better
 OURS = "fedvitals"  # loggers whose lines never become events, and the name of the handler that `configure` installs
 
 # What every log record has; the rest came in through `extra`.
@@ -94,7 +94,7 @@ class EventHandler(logging.Handler):
 
 
 def _narrates(record: logging.LogRecord) -> bool:
-    return record.levelno < logging.WARNING and record.name.partition(".")[0] == NARRATING
+    return record.levelno < logging.WARNING and record.name.partition(".")[0] in NARRATING
 
 
 def _speak_if_nobody_does(record: logging.LogRecord, handler: EventHandler) -> None:

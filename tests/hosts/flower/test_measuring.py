@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flwr.serverapp.strategy import FedAvg
 
-from fedvitals.hosts.flower.background_work import BackgroundWork
+from fedvitals.hosts.background_work import BackgroundWork
 from fedvitals.hosts.flower.known_models import KnownModels
 from fedvitals.probes.array_difference import ArrayDifference
 from fedvitals.records import LayerStats

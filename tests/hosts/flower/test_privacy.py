@@ -12,9 +12,11 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 import fedvitals as fv
 from fedvitals.catalog import level_of
 from fedvitals.errors import ConfigError
-from fedvitals.hosts.flower.reply_envelope import KEY, LARGEST_PAYLOAD, REPLY_SHARE, SMALLEST_BUDGET, telemetry_budget
+from fedvitals.hosts.flower.reply_envelope import KEY
+from fedvitals.hosts.telemetry_budget import REPLY_SHARE, SMALLEST_BUDGET, telemetry_budget
 from fedvitals.measurements import single_records
 from fedvitals.records import Event, Finding, LayerStats, Metric, Run, Sketch, Span
+from fedvitals.transport.sender_limits import MESSAGE_BYTES
 from fedvitals.transport.wire.payload import decode
 from support.conditions import holds_for_each
 from support.flower.federation import LAYERS, RUNS, client_app, federate, is_round, model, node_of, training, watched
@@ -116,7 +118,7 @@ def test_what_finds_no_room_is_left_out_and_said_and_what_matters_stays():
 def test_the_room_is_stated():
     assert telemetry_budget(0) == telemetry_budget(1000) == SMALLEST_BUDGET
     assert telemetry_budget(10_000_000) == int(REPLY_SHARE * 10_000_000)
-    assert telemetry_budget(10**12) == LARGEST_PAYLOAD
+    assert telemetry_budget(10**12) == MESSAGE_BYTES
 
 
 # -- federations that hide their clients ------------------------------------------------------------------------------

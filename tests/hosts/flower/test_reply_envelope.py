@@ -15,7 +15,7 @@ import fedvitals as fv
 from fedvitals.errors import RecordError
 from fedvitals.hosts.flower import reply_envelope
 from fedvitals.hosts.flower.replies import read_reply
-from fedvitals.hosts.flower.reply_envelope import EMPTY_PAYLOAD, FIELDS, KEY, LARGEST_PAYLOAD, VERSION
+from fedvitals.hosts.flower.reply_envelope import EMPTY_PAYLOAD, FIELDS, KEY, VERSION
 from fedvitals.hosts.flower.server_rounds import ClientRequest, ServerRounds
 from fedvitals.measurements import stamped
 from fedvitals.records import (
@@ -36,6 +36,7 @@ from fedvitals.stats import empty_sums
 from fedvitals.store import open_reader
 from fedvitals.store.read.queries import list_runs
 from fedvitals.time_parts import JOURNEY, ROUND
+from fedvitals.transport.sender_limits import MESSAGE_BYTES
 from fedvitals.transport.wire.fields import Limits
 from fedvitals.transport.wire.payload import decode, encode
 from support.conditions import holds_for_each
@@ -93,7 +94,7 @@ WRONG = {
     "a newer version": with_fields(version=VERSION + 1),
     "a version of another kind": with_fields(version=True),
     "no version": without("version"),
-    "too much": with_fields(payload=bytes(LARGEST_PAYLOAD + 1)),
+    "too much": with_fields(payload=bytes(MESSAGE_BYTES + 1)),
     "one field too many": with_fields(extra=1.0),
     **{f"no {name}": without(name) for name in FIELDS if name != "version"},
     "text for bytes": with_fields(payload="fv"),
@@ -221,7 +222,7 @@ def test_more_records_than_anybody_needs_are_refused_though_they_are_small(hones
     """Deflated, they are a few kilobytes."""
     endless = Limits(bytes=1 << 30, head=1 << 30, records=1 << 30)
     bomb = encode([Metric(replace(HERE, node=LIAR), 1.0, "loss", 1.0)] * 110_000, endless)
-    assert len(bomb) < LARGEST_PAYLOAD
+    assert len(bomb) < MESSAGE_BYTES
     check_refused(*lied_to(with_fields(payload=bomb)), honest)
 
 

@@ -9,7 +9,7 @@ from flwr.serverapp.strategy import FedAvg
 from torch import nn
 
 import fedvitals as fv
-from fedvitals.hosts.flower.reply_envelope import SMALLEST_BUDGET
+from fedvitals.hosts.telemetry_budget import SMALLEST_BUDGET
 from fedvitals.records import Finding, LayerStats, Metric
 from support.flower.federation import RUNS, client_app, federate, training, watched
 

@@ -21,8 +21,9 @@ import pytest
 from fedvitals.cli import doctor, flower
 from fedvitals.cli.main import main
 from fedvitals.errors import ConfigError
-from fedvitals.hosts.flower.environment import SITE_FOLDER, FlowerEnvironment
+from fedvitals.hosts.flower.environment import FlowerEnvironment
 from fedvitals.hosts.flower.superlink import superlink
+from fedvitals.hosts.startup_path import SITE_FOLDER
 from fedvitals.store import open_reader
 from fedvitals.store.read import queries
 from support.flower.processes import QUIET, deployed
@@ -202,8 +203,7 @@ def test_the_app_runs_as_ever_whatever_is_wrong_with_us(watched, tmp_path, troub
 def test_the_sitecustomize_that_was_there_is_run_and_takes_our_place(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("word = 'theirs'\n")
     look = (
-        "import sitecustomize as s, sys; "
-        "print(s.word, [type(f).__name__ for f in sys.meta_path].count('FlowerImportHook'))"
+        "import sitecustomize as s, sys; print(s.word, [type(f).__name__ for f in sys.meta_path].count('ImportHook'))"
     )
     assert python("-c", look, path=[SITE_FOLDER, tmp_path], FEDVITALS_FLOWER="1")[0] == "theirs 1\n"
     assert python("-c", look, path=[SITE_FOLDER, tmp_path], FEDVITALS_FLOWER="")[0] == "theirs 0\n"

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from fedvitals.errors import ConfigError
-from fedvitals.hosts.flower import guard as guards
+from fedvitals.hosts import update_guard
 from fedvitals.hosts.flower.grid_hooks import MARK, hook_grid
 from fedvitals.hosts.flower.legacy import is_legacy, watch_legacy
 from fedvitals.hosts.flower.protection import LEVEL, hiding_strategy
@@ -27,7 +27,9 @@ What = TypeVar("What")
 HIGHEST_LEVEL = 4  # of the privacy levels
 
 
-def attach(what: What, monitor: Monitor, *, guard: str = guards.REPORT, layers: Sequence[str] | None = None) -> What:
+def attach(
+    what: What, monitor: Monitor, *, guard: str = update_guard.REPORT, layers: Sequence[str] | None = None
+) -> What:
     """Let `monitor` watch a strategy, or the grid of a custom loop. Returns the same object.
 
     `guard`: what to do with an update that contains NaN or infinity, before it is aggregated: «report» names the client
@@ -50,7 +52,7 @@ def attach(what: What, monitor: Monitor, *, guard: str = guards.REPORT, layers: 
     hidden = hiding_strategy(what)
     server_rounds = ServerRounds(
         monitor,
-        guard_mode=guards.check_guard(guard),
+        guard_mode=update_guard.check_guard(guard),
         layers=None if layers is None else tuple(layers),
         weight=str(getattr(what, "weighted_by_key", "num_examples" if is_legacy(what) else "num-examples")),
         hidden=hidden,

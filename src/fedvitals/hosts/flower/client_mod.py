@@ -10,18 +10,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import os
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import Context, Error, Message
 from flwr.common.constant import ErrorCode
 
 from fedvitals.errors import MissingExtraError
+from fedvitals.hosts import array_models
 from fedvitals.hosts.flower import arrays
 from fedvitals.hosts.flower.protection import LEVEL, hiding_mods
 from fedvitals.hosts.flower.replaying import in_replay
@@ -33,15 +32,14 @@ from fedvitals.hosts.flower.reply_envelope import (
     node_name,
     round_of_message,
     run_name,
-    telemetry_budget,
     trace_id,
 )
+from fedvitals.hosts.telemetry_budget import telemetry_budget
 from fedvitals.monitor.workers import WorkerObserver
-from fedvitals.probes import numpy_updates
 from fedvitals.probes.allowance import Turn
-from fedvitals.probes.backends import torch_is_loaded
 from fedvitals.probes.presets import Preset, check_name, resolve
 from fedvitals.records import Layer, LayerTable
+from fedvitals.resources.process_start import process_started
 from fedvitals.scope import Scope
 from fedvitals.transport.privacy import WORDS, PrivacyPolicy, policy_for
 from fedvitals.transport.traceparent import entered
@@ -208,9 +206,9 @@ class ClientMod:
         if sent is None or got is None or [*sent] != [*got]:
             return
         before, after = arrays.values_of(sent, self._layers), arrays.values_of(got, self._layers)
-        dtype = str(arrays.difference_dtype(after))
+        dtype = str(array_models.difference_dtype(after))
         layers = tuple(Layer(name, tuple(values.shape), dtype) for name, values in after.items())
-        worker.tell_layers(node, "update", _sums(before, after), LayerTable("parameter", layers))
+        worker.tell_layers(node, "update", array_models.update_sums(before, after), LayerTable("parameter", layers))
 
     def _guarded(self, doing: str, work: Callable[[], Any]) -> Any:
         try:
@@ -233,13 +231,6 @@ def _identity(node_config: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _sums(before: Mapping[str, arrays.Values], after: Mapping[str, arrays.Values]) -> Any:
-    """Return nine statistics of each layer of an update, by torch's kernel where torch is loaded, else by NumPy."""
-    if torch_is_loaded():
-        return arrays.difference_of(before, after).sums()
-    return numpy_updates.sums(arrays.update_of(before, after))
-
-
 _REFUSED = (
     "fedvitals: privacy level %d is refused: with %s among the mods nobody may learn of a single client, and telemetry "
     "would tell. Level %d holds. Say client_mod(privacy=1) to say so yourself."
@@ -259,13 +250,3 @@ def _unwatched(worker: WorkerObserver) -> Callable[..., Any]:
         yield worker
 
     return watch
-
-
-def process_started() -> float | None:
-    """Return when this process began, since the epoch; None where the system does not say (Linux does)."""
-    try:
-        fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, AttributeError):
-        return None
-    return time.time() - age

@@ -16,8 +16,9 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 from fedvitals.diagnosis.corrections.catalog import positive_argument, target_of
 from fedvitals.diagnosis.corrections.correction_trials import FIRST_MODEL
 from fedvitals.errors import ConfigError
+from fedvitals.hosts import array_models
+from fedvitals.hosts.array_models import Values
 from fedvitals.hosts.flower import arrays
-from fedvitals.hosts.flower.arrays import Values
 from fedvitals.probes.backends import torch_is_installed
 from fedvitals.protocols import Observer
 from fedvitals.records import Action
@@ -149,7 +150,7 @@ def correct_reply(
     if in_force.longest is not None and model is not None and [*start] == [*got]:
         import torch  # noqa: PLC0415 - for corrections alone
 
-        change = arrays.difference_of(start, got).tensors()
+        change = array_models.difference_of(start, got).tensors()
         norm = float(torch.linalg.vector_norm(change.vector.double()))
         if norm > in_force.longest:  # what is not finite stays what it is: others shall see it
             shorter = {

@@ -7,18 +7,16 @@ which Flower starts, read it (`hosts.flower.unmodified`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from fedvitals.errors import ConfigError
+from fedvitals.hosts.startup_path import with_site_folder
 from fedvitals.store import store_target
 
 SWITCH_VARIABLE = "FEDVITALS_FLOWER"
-# Its sitecustomize.py is run by each Python that has this folder on its path.
-SITE_FOLDER = Path(__file__).resolve().with_name("site")
 VARIABLE_NAMES = {
     "store": "FEDVITALS_STORE",
     "run": "FEDVITALS_RUN",
@@ -63,11 +61,8 @@ class FlowerEnvironment:
             settings["tracebacks"] = int(settings["tracebacks"])
         if "tape" in settings:
             settings["tape"] = Path(settings["tape"]).absolute().as_posix()
-        path = inherited.get("PYTHONPATH", "")
-        if path.split(os.pathsep)[0] != str(SITE_FOLDER):
-            path = f"{SITE_FOLDER}{os.pathsep}{path}" if path else str(SITE_FOLDER)
         named = {VARIABLE_NAMES[name]: str(value) for name, value in settings.items()}
-        return {SWITCH_VARIABLE: "1", "PYTHONPATH": path, **named}
+        return {SWITCH_VARIABLE: "1", "PYTHONPATH": with_site_folder(inherited), **named}
 
 
 def absolute_store(store: str | None) -> str:

@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord
 
-from fedvitals.hosts.flower.arrays import ArrayOutline, ReusableVector, Values, values_of
-from fedvitals.probes.backends import torch_is_loaded
+from fedvitals.hosts.array_models import ArrayOutline, ReusableVector, Values, new_outline
+from fedvitals.hosts.flower.arrays import values_of
 
 if TYPE_CHECKING:
-    from fedvitals.hosts.flower.outline import Outline
+    from fedvitals.hosts.outline import Outline
 
 
 class KnownModels:
@@ -45,16 +45,8 @@ class KnownModels:
         """Return the outline of a model, with its values loaded."""
         values = self.values(record)
         if self._outline is None or not self._outline.fits(values):
-            self._outline = _new_outline(values)
+            self._outline = new_outline(values)
         elif values is not self._loaded:  # a round mostly begins with the model that the last one ended with
             self._outline.load(values)
         self._loaded = values
         return self._outline
-
-
-def _new_outline(values: Mapping[str, Values]) -> Outline | ArrayOutline:
-    if not torch_is_loaded():
-        return ArrayOutline(values)
-    from fedvitals.hosts.flower.outline import Outline  # noqa: PLC0415 - imports torch
-
-    return Outline(values)

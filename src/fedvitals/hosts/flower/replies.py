@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import Message, MetricRecord
 
 from fedvitals.errors import RecordError
+from fedvitals.hosts import update_guard
 from fedvitals.hosts.flower import arrays, corrections, guard, protection
 from fedvitals.hosts.flower.failures import client_failure_of, dead_process
-from fedvitals.hosts.flower.reply_envelope import KEY, ReplyEnvelope, bytes_of, journey_id, run_name, telemetry_budget
+from fedvitals.hosts.flower.reply_envelope import KEY, ReplyEnvelope, bytes_of, journey_id, run_name
 from fedvitals.hosts.flower.reply_envelope import read_envelope as read_letter
+from fedvitals.hosts.metric_names import with_known_names
+from fedvitals.hosts.telemetry_budget import telemetry_budget
 from fedvitals.records import Action
 from fedvitals.resources.clocks import why_impossible
 from fedvitals.transport.sender import NO_ROUND, Sender
@@ -23,9 +26,7 @@ if TYPE_CHECKING:
 
 TRAIN = "train"
 UNKNOWN = (3, 4)  # codes: the message or its reply is not kept any more, which says nothing of the client
-LOSSES = ("loss", "train_loss", "train-loss", "eval_loss", "eval-loss", "val_loss", "test_loss")
 LEGACY_METRICS = ("fitres.metrics", "evaluateres.metrics")  # of the older API, among its settings
-ACCURACIES = ("accuracy", "acc", "eval_acc", "eval-acc", "eval_accuracy", "val_accuracy", "test_accuracy")
 
 
 def read_reply(server_rounds: ServerRounds, request: ClientRequest, reply: Message, at: float) -> Message | None:
@@ -144,16 +145,6 @@ def _log_metrics(server_rounds: ServerRounds, request: ClientRequest, reply: Mes
         )
 
 
-def with_known_names(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics with the loss and accuracy under the names that have a meaning here."""
-    renamed = dict(metrics)
-    for own, names in (("loss", LOSSES), ("accuracy", ACCURACIES)):
-        first = next((name for name in names if name in metrics), None)
-        if first is not None:
-            renamed[own] = renamed.pop(first)
-    return renamed
-
-
 def _check_update(server_rounds: ServerRounds, request: ClientRequest, reply: Message) -> Message | None:
     if protection.masked(request.message.content) or protection.masked(reply.content):
         return None
@@ -166,8 +157,8 @@ def _check_update(server_rounds: ServerRounds, request: ClientRequest, reply: Me
         answers = server_rounds.measure_update(request, start, end)
     left = next((a for a in answers if a.kind == "exclude" and a.target == request.node), None)
     why = None if left is None else str(left.arguments.get("why", "it cannot be used"))
-    if why is None and server_rounds.guard_mode != guard.REPORT:
-        why = guard.nonfinite_words(end)
+    if why is None and server_rounds.guard_mode != update_guard.REPORT:
+        why = update_guard.nonfinite_words(end)
         if why is not None:
             _refuse(server_rounds, request, why)
     in_force = server_rounds.corrections.in_force
@@ -185,7 +176,7 @@ def _refuse(server_rounds: ServerRounds, request: ClientRequest, why: str) -> No
     server_rounds.monitor.host.event(
         "error", "update.left_out", text, node=request.node, data={"guard": server_rounds.guard_mode}
     )
-    if server_rounds.guard_mode == guard.FAIL:
+    if server_rounds.guard_mode == update_guard.FAIL:
         raise guard.NonFiniteUpdateError(
             f"Round {request.round_index}: {why}, in the update of node {request.node}. Aggregating it would make the "
             'model so. guard="drop" leaves such updates out; guard="report" lets them pass.'

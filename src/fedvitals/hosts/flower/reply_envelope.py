@@ -22,10 +22,8 @@ from fedvitals.transport.sender_limits import MESSAGE_BYTES
 KEY = "fedvitals"  # of the record in a reply
 ROUND_KEYS = ("server-round", "server_round", "current_round")
 VERSION = 1
-LARGEST_PAYLOAD = MESSAGE_BYTES  # bytes of a payload, ever
 PROCESSORS = 10_000  # more than any machine has
 EMPTY_PAYLOAD = b"\0"  # for an empty payload: Flower fails to count the bytes of a record with an empty value
-REPLY_SHARE, SMALLEST_BUDGET = 0.01, 32 << 10  # of the larger of request and reply; and what any reply may carry
 FIELDS = {"version": int, "payload": bytes, "received": float, "replied": float, "started": float, "cpu": float}
 
 
@@ -50,11 +48,6 @@ class ReplyEnvelope:
         """Return the envelope as a record for the reply."""
         own: dict[str, Any] = {name: getattr(self, name) for name in FIELDS if name != "version"}
         return ConfigRecord({"version": VERSION, **own, "payload": self.payload or EMPTY_PAYLOAD})
-
-
-def telemetry_budget(message_bytes: int) -> int:
-    """Return the bytes of telemetry that a reply may carry. `message_bytes`: of the larger of request and reply."""
-    return min(LARGEST_PAYLOAD, max(SMALLEST_BUDGET, int(REPLY_SHARE * message_bytes)))
 
 
 def bytes_of(content: Mapping[str, Any]) -> int:
@@ -92,8 +85,8 @@ def read_envelope(record: Any, source: int, node: str, away: float) -> ReplyEnve
         )
     fields: dict[str, Any] = {name: record[name] for name in FIELDS if name != "version"}
     envelope = ReplyEnvelope(**{**fields, "payload": b"" if fields["payload"] == EMPTY_PAYLOAD else fields["payload"]})
-    if len(envelope.payload) > LARGEST_PAYLOAD:
-        raise RecordError(f"Telemetry of {len(envelope.payload)} bytes, where {LARGEST_PAYLOAD} are taken at most.")
+    if len(envelope.payload) > MESSAGE_BYTES:
+        raise RecordError(f"Telemetry of {len(envelope.payload)} bytes, where {MESSAGE_BYTES} are taken at most.")
     if not 0 <= envelope.cpu <= PROCESSORS * (away + 1):
         raise RecordError(f"Telemetry with {envelope.cpu:.3g} s of processor time, which no machine can have.")
     return envelope

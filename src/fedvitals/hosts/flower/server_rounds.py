@@ -14,19 +14,21 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from flwr.app import ArrayRecord, Message
 
+from fedvitals.hosts import array_models, participation, update_guard
+from fedvitals.hosts.background_work import BackgroundWork
 from fedvitals.hosts.flower import arrays, corrections, guard, protection, replies
-from fedvitals.hosts.flower.background_work import BackgroundWork
 from fedvitals.hosts.flower.connections import NodeConnections
 from fedvitals.hosts.flower.corrections import FlowerCorrections
 from fedvitals.hosts.flower.known_models import KnownModels
-from fedvitals.hosts.flower.replies import with_known_names
 from fedvitals.hosts.flower.reply_envelope import bytes_of, node_name, round_of_message
 from fedvitals.hosts.flower.tape.server import ServerTape
+from fedvitals.hosts.metric_names import with_known_names
+from fedvitals.hosts.participation import PhaseParticipation
 from fedvitals.monitor.guard import CAUSES_OF_CLIENT, CAUSES_REPORTED
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.probes.backends import torch_is_loaded
@@ -35,7 +37,6 @@ from fedvitals.resources.node_spans import covered
 
 logger = logging.getLogger("fedvitals")
 TRAIN, EVALUATE = "train", "evaluate"
-NODES_IN_EVENT = 200  # nodes in one event
 UNANSWERED_KEPT = 10_000  # messages without an answer that are remembered
 
 
@@ -52,17 +53,6 @@ class ClientRequest:
     busy: bool = False  # the node still owed an answer when it was asked
 
 
-@dataclass
-class PhaseParticipation:
-    """Which clients did what in one round's training or evaluation."""
-
-    asked: dict[str, None] = field(default_factory=dict)
-    answered: dict[str, None] = field(default_factory=dict)
-    failed: dict[str, None] = field(default_factory=dict)
-    late: dict[str, None] = field(default_factory=dict)
-    busy: dict[str, None] = field(default_factory=dict)
-
-
 class ServerRounds:
     """Follows a server's rounds. `weight`: the metric by which clients are weighted. `hidden`: what forbids
     reporting single clients.
@@ -72,7 +62,7 @@ class ServerRounds:
         self,
         monitor: Monitor,
         *,
-        guard_mode: str = guard.REPORT,
+        guard_mode: str = update_guard.REPORT,
         layers: Sequence[str] | None = None,
         weight: str = "num-examples",
         hidden: str | None = None,
@@ -320,7 +310,7 @@ class ServerRounds:
         self.monitor.host.event("warning", "update.late", text, node=request.node, data=data)
 
     def measure_update(
-        self, request: ClientRequest, start: Mapping[str, arrays.Values], end: Mapping[str, arrays.Values]
+        self, request: ClientRequest, start: Mapping[str, array_models.Values], end: Mapping[str, array_models.Values]
     ) -> Sequence[Action]:
         """Measure a client's update on a thread of our own, until the round's end; nobody waits for it.
 
@@ -330,8 +320,8 @@ class ServerRounds:
 
         def measure() -> Sequence[Action]:
             if torch_is_loaded():
-                return host.update_difference(round_index, node, arrays.difference_of(start, end), clients)
-            return host.updates(round_index, {node: arrays.update_of(start, end, self.models.spare)})
+                return host.update_difference(round_index, node, array_models.difference_of(start, end), clients)
+            return host.updates(round_index, {node: array_models.update_of(start, end, self.models.spare)})
 
         host, round_index, node = self.monitor.host, request.round_index, request.node
         if host.corrects_at_once:
@@ -356,10 +346,7 @@ class ServerRounds:
             if request.phase == name and request.node in phase.asked:
                 self._pending.pop(key)
                 self._late(key, request)
-        lists = {kind: [*getattr(phase, kind)] for kind in ("asked", "answered", "failed", "late", "busy")}
-        counts = ", ".join(f"{len(nodes)} {kind}" for kind, nodes in lists.items() if nodes or kind == "asked")
-        data = {"phase": name, **{kind: nodes[:NODES_IN_EVENT] for kind, nodes in lists.items()}}
-        self.monitor.host.event("info", "cohort", f"{name}: {counts}.", data=data)
+        participation.report(self.monitor.host, name, phase)
 
     def _guarded(self, doing: str, work: Callable[[], Any], node: str | None = None) -> Any:
         """Return the result of our own work, or None if it failed; reported once per cause and node."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watch an app without a line in it: the handlers to which `site/sitecustomize.py` redirects calls of Flower's classes.
+"""Watch an app without a line in it: the handlers to which `hosts/site/` redirects calls of Flower's classes.
 
 They do what a user would write: `client_mod()` first among the mods of each ClientApp, and `attach` to the strategy
 that is started, else to the grid before the first message. An app that attaches its own monitor keeps it, and gets no

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedvitals.hosts.flower.arrays import Values
+from fedvitals.hosts.array_models import Values
 
 
 class Outline(nn.Module):

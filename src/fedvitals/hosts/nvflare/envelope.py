@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The telemetry in a site's result: one header, a dict with our wire bytes, a few times, and why the task failed.
+
+It comes from a machine that may lie: everything in it is checked, and believed only about its sender. What a site is
+sent is never changed. What both sides must know is derived from what NVFlare tells both: job, site, task and round.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fedvitals.errors import RecordError
+from fedvitals.records import printable
+from fedvitals.resources.clocks import LATEST
+from fedvitals.transport.sender_limits import MESSAGE_BYTES
+
+KEY = "fedvitals"  # of the header in a result, and of the entry in a model's meta that a trainer sends
+VERSION = 1
+PROCESSORS = 10_000  # more than any machine has
+LONGEST_TRACEBACK, LONGEST_MESSAGE = 20_000, 1_000  # characters
+FIELDS = {
+    "version": int, "payload": bytes, "received": float, "replied": float, "started": float, "cpu": float,
+    "failure": dict,
+}  # fmt: skip
+FAILURE_FIELDS = {"exception": str, "message": str, "traceback": str}
+_EXCEPTION = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,99}")
+
+
+@dataclass(frozen=True, slots=True)
+class SiteFailure:
+    """Why a task failed at a site: the class of the exception; its words only where the site lets them go."""
+
+    exception: str
+    message: str = ""
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ResultEnvelope:
+    """The telemetry of one result. Times are the site's own, since the epoch; `cpu`: processor seconds of the task."""
+
+    payload: bytes
+    received: float
+    replied: float
+    started: float  # of the process that trains
+    cpu: float
+    failure: SiteFailure | None = None
+
+    @property
+    def is_dated(self) -> bool:
+        """Whether its times lie between 1970 and 2099."""
+        return all(0 <= t <= LATEST for t in (self.received, self.replied, self.started))
+
+    def header(self) -> dict[str, Any]:
+        """Return the envelope as plain data for a header."""
+        failure = self.failure
+        reason = {} if failure is None else {name: getattr(failure, name) for name in FAILURE_FIELDS}
+        own = {name: getattr(self, name) for name in FIELDS if name not in ("version", "failure")}
+        return {"version": VERSION, **own, "failure": reason}
+
+
+def read_envelope(header: Any, away: float) -> ResultEnvelope:
+    """Return the envelope of a result, whose times are not checked yet. Raises RecordError saying what is wrong.
+
+    `away`: seconds from the task's assignment to its result, by the server's clock.
+    """
+    if type(header) is not dict:
+        raise RecordError(f"Under the header '{KEY}' of a result lies a {type(header).__name__}, not a dict.")
+    if header.get("version") != VERSION:
+        version = printable(str(header.get("version"))[:40])
+        raise RecordError(
+            f"Telemetry of version {version}, where {VERSION} is understood: update the older of the two sides."
+        )
+    wrong = [name for name, kind in FIELDS.items() if type(header.get(name)) is not kind]
+    if wrong or len(header) != len(FIELDS):
+        raise RecordError(
+            f"Telemetry with fields that are missing, too many or of another kind: {wrong or 'too many'}."
+        )
+    if len(header["payload"]) > MESSAGE_BYTES:
+        raise RecordError(f"Telemetry of {len(header['payload'])} bytes, where {MESSAGE_BYTES} are taken at most.")
+    if not 0 <= header["cpu"] <= PROCESSORS * (away + 1):
+        raise RecordError(f"Telemetry with {header['cpu']:.3g} s of processor time, which no machine can have.")
+    fields = {name: header[name] for name in FIELDS if name not in ("version", "failure")}
+    return ResultEnvelope(**fields, failure=_read_failure(header["failure"]))
+
+
+def _read_failure(fields: Mapping[Any, Any]) -> SiteFailure | None:
+    if not fields:
+        return None
+    if set(fields) != set(FAILURE_FIELDS) or any(
+        type(fields[name]) is not kind for name, kind in FAILURE_FIELDS.items()
+    ):
+        raise RecordError("Telemetry tells of a failure by fields that are missing, too many or of another kind.")
+    if not _EXCEPTION.fullmatch(fields["exception"]):
+        raise RecordError("Telemetry tells of a failure whose exception has no name that a class can have.")
+    message, traceback = fields["message"][:LONGEST_MESSAGE], fields["traceback"][-LONGEST_TRACEBACK:]
+    return SiteFailure(fields["exception"], message, traceback)
+
+
+# -- what both sides know -------------------------------------------------------------------------------------------
+
+
+def run_name(job_id: str) -> str:
+    """Return what a site calls the run; the server knows it by its id in the store."""
+    return f"nvflare-{job_id}"[:200]
+
+
+def trace_id(job_id: str) -> str:
+    """Return the trace id of a job."""
+    return hashlib.blake2b(f"nvflare/job/{job_id}".encode(), digest_size=16).hexdigest()
+
+
+def journey_id(job_id: str, site: str, round_index: int | None) -> str:
+    """Return the id of the span of a training task's way to a site and back."""
+    place = f"nvflare/{job_id}/{site}/{round_index}"
+    return hashlib.blake2b(place.encode(), digest_size=8).hexdigest()

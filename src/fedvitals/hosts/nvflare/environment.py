@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment variables by which jobs are watched that have no line of ours; all processes of a job inherit them.
+
+This module loads neither NVFlare nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fedvitals.errors import ConfigError
+from fedvitals.hosts.startup_path import with_site_folder
+
+SWITCH_VARIABLE = "FEDVITALS_NVFLARE"
+VARIABLE_NAMES = {
+    "store": "FEDVITALS_STORE",
+    "run": "FEDVITALS_RUN",
+    "probes": "FEDVITALS_PROBES",
+    "privacy": "FEDVITALS_PRIVACY",
+    "tracebacks": "FEDVITALS_TRACEBACKS",
+    "guard": "FEDVITALS_GUARD",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NvflareEnvironment:
+    """The settings that can be given without a line of code. None: the default."""
+
+    store: str | None = None
+    run: str | None = None
+    probes: str | None = None
+    privacy: int | None = None
+    tracebacks: bool | None = None
+    guard: str | None = None
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> NvflareEnvironment:
+        """Return the settings of these environment variables; an empty variable counts as unset."""
+        values: dict[str, Any] = {name: environment.get(variable) for name, variable in VARIABLE_NAMES.items()}
+        values = {name: value for name, value in values.items() if value}
+        if "privacy" in values:
+            if not values["privacy"].isdecimal():
+                raise ConfigError(f"{VARIABLE_NAMES['privacy']} is a level from 0 to 4, got '{values['privacy']}'.")
+            values["privacy"] = int(values["privacy"])
+        if "tracebacks" in values:
+            values["tracebacks"] = values["tracebacks"] != "0"
+        return cls(**values)
+
+    def variables(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables that make a process, and all that it starts, watched.
+
+        `inherited`: the environment that they are added to; its values hold where these settings are None.
+        """
+        settings = {name: value for name, value in asdict(self).items() if value is not None}
+        if "tracebacks" in settings:
+            settings["tracebacks"] = int(settings["tracebacks"])
+        named = {VARIABLE_NAMES[name]: str(value) for name, value in settings.items()}
+        return {SWITCH_VARIABLE: "1", "PYTHONPATH": with_site_folder(inherited), **named}

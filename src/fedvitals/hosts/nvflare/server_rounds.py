@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Report what an NVFlare server job does to a monitor, round by round: which sites were asked, which answered, when,
+and with what.
+
+Sites are known by the names that NVFlare's server has authenticated. Events come on many threads. Nothing here may stop
+or change the job: a failure of ours is reported once, and the result is passed on as it came.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nvflare.apis.shareable import Shareable
+
+from fedvitals.hosts import array_models, participation
+from fedvitals.hosts.array_models import ArrayOutline, ReusableVector, Values, new_outline
+from fedvitals.hosts.background_work import BackgroundWork
+from fedvitals.hosts.metric_names import with_known_names
+from fedvitals.hosts.nvflare import models
+from fedvitals.hosts.participation import PhaseParticipation
+from fedvitals.monitor.guard import CAUSES_OF_CLIENT, CAUSES_REPORTED
+from fedvitals.monitor.monitor import Monitor
+from fedvitals.probes.backends import torch_is_loaded
+from fedvitals.records import Action
+from fedvitals.resources.node_spans import covered
+
+logger = logging.getLogger("fedvitals")
+TRAIN, EVALUATE = "train", "evaluate"
+EVALUATION_TASKS = ("validate", "evaluate", "cross_validate")
+UNANSWERED_KEPT = 10_000  # tasks without an answer that are remembered
+MOST_WAITING = 4  # updates that wait to be measured; more are measured at once, so that memory does not grow
+
+
+@dataclass(slots=True)
+class SiteRequest:
+    """A task that a site has fetched, or should."""
+
+    node: str
+    phase: str
+    round_index: int
+    sent: float
+    size: int
+    data: Shareable | None = None  # what it was sent
+    fetched: bool = True
+    returned: float | None = None  # when its result arrived
+    failed: bool = False  # whether the site told that it failed, by a message before any result
+
+
+class ServerRounds:
+    """Follows the rounds of one job. `job_id`: as NVFlare calls it. `hides`: a filter keeps single sites hidden."""
+
+    def __init__(self, monitor: Monitor, job_id: str, *, guard_mode: str, hides: bool = False) -> None:
+        self.monitor, self.job_id, self.guard_mode, self.hides = monitor, job_id, guard_mode, hides
+        self.round_index: int | None = None  # of the open round
+        self._last = -1  # the newest round that has begun
+        self.start: dict[str, Values] | None = None  # the model that the open round began with
+        self.left_out: frozenset[str] = frozenset()  # sites in quarantine
+        self._announced: int | None = None  # a round that began before its model was known
+        self._newest: dict[str, Values] | None = None  # the round's aggregate, once it is known
+        self._outline: Any = None
+        self._metrics: dict[str, float] = {}
+        self.lock = threading.RLock()
+        self._pending: dict[str, SiteRequest] = {}  # by the id of the task
+        self._unanswered: dict[str, SiteRequest] = {}  # given up by the server
+        self._phases: dict[str, PhaseParticipation] = {}
+        self._away: set[str] = set()  # sites that NVFlare says are disconnected
+        self._worked: list[tuple[float, float]] = []
+        self._began = 0.0
+        self._aggregation_began: float | None = None
+        self._reported: dict[str | None, set[str]] = {}
+        self._measuring = BackgroundWork("fedvitals-updates")
+        self._waiting = 0
+        self._spare = ReusableVector()
+
+    # -- rounds -------------------------------------------------------------------------------------------------------
+
+    def announce(self, round_index: int, model: models.Arrays | None) -> None:
+        """Begin a round, at once if its model is known, else when the first site is sent it."""
+        with self.lock:
+            if round_index in (self.round_index, self._announced):
+                return
+            self.end()
+            known = self._newest if model is None or model.is_difference else model.values
+            if known:
+                self.begin(round_index, known)
+            else:
+                self._announced = round_index
+
+    def begin(self, round_index: int, start: dict[str, Values] | None) -> None:
+        """Begin a round and end the one before, unless it is open already."""
+        with self.lock:
+            if self.round_index == round_index:
+                return
+            if self._announced == round_index:
+                self._announced = None
+            self.end()
+            self._guarded("prescribing", lambda: self._follow(self.monitor.host.prescribed(round_index)))
+            self.round_index = self._last = round_index
+            self.start, self._newest = start, None
+            self._began = time.time()
+            outline = None if start is None else self._guarded("reading a model", lambda: self._outline_of(start))
+            # In a context of its own: the threads of NVFlare come and go, and none may stay inside of this round.
+            contextvars.copy_context().run(self.monitor.host.round_begin, round_index, outline)
+
+    def _outline_of(self, values: dict[str, Values]) -> Any:
+        if self._outline is None or not self._outline.fits(values) or isinstance(self._outline, ArrayOutline):
+            self._outline = new_outline(values)
+        else:
+            self._outline.load(values)
+        return self._outline
+
+    def end(self, model: models.Arrays | None = None) -> None:
+        """End the open round; `model`: its last model, where it is known."""
+        with self.lock:
+            if self.round_index is None and self._announced is not None:
+                self.begin(self._announced, self._newest)  # nobody came for its model
+            if self.round_index is None:
+                return
+            self._measuring.wait()
+            for name, phase in self._phases.items():
+                self._report_phase(name, phase)
+            whole = max(time.time() - self._began, 1e-9)
+            self.monitor.host.log({"time.worked": min(1.0, covered(self._worked) / whole)})
+            after = self._newest if model is None or model.is_difference else model.values
+            outline = None if after is None else self._guarded("reading a model", lambda: self._outline_of(after))
+            contextvars.copy_context().run(self.monitor.host.round_end, self.round_index, outline, self._metrics)
+            self.round_index, self._newest = None, after
+            self._phases, self._worked, self._metrics = {}, [], {}
+
+    def close(self) -> None:
+        """End the open round and the run."""
+        self.end()
+        self.monitor.close()
+
+    def failed(self, reason: str) -> None:
+        """Report that the job was ended by NVFlare's server."""
+        data = {"exception": "FATAL_SYSTEM_ERROR"}
+        self.monitor.host.event("error", "round.failed", reason[:1000], data=data)
+
+    def aggregating(self) -> None:
+        """Note that the server begins to aggregate."""
+        self._aggregation_began = time.time()
+
+    def aggregated(self, model: models.Arrays | None, metrics: Mapping[str, Any], contributions: int | None) -> None:
+        """Note the result of an aggregation: the new model or the change to it, and averaged metrics."""
+        with self.lock:
+            now = time.time()
+            if self._aggregation_began is not None:
+                self._worked.append((self._aggregation_began, now))
+                self.monitor.host.spent("aggregate", now - self._aggregation_began)
+                self._aggregation_began = None
+            if contributions == 0 or model is None or not (model.values or model.unread):
+                answered = len(self._phases.get(TRAIN, PhaseParticipation()).answered)
+                text = f"The server made no model of {answered} answers."
+                self.monitor.host.event("error", "aggregation.failed", text, data={"answered": answered})
+            elif not model.is_difference:
+                self._newest = model.values
+            elif self.start is not None:
+                self._newest = models.added(self.start, model.values)
+            numbers = {str(name): float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+            self._metrics.update(with_known_names(numbers))
+
+    def _follow(self, actions: Sequence[Action]) -> None:
+        """Apply the corrections of the coming round that can be applied here; refuse the others, with the reason."""
+        quarantined = set()
+        for action in actions:
+            if action.kind == "quarantine" and action.target is not None:
+                quarantined.add(action.target)
+            elif action.kind != "checkpoint":
+                self.monitor.host.refused(action, f"'{action.kind}' is not applied to NVFlare jobs; quarantine is.")
+        self.left_out = frozenset(quarantined)
+
+    # -- tasks --------------------------------------------------------------------------------------------------------
+
+    def task_fetched(self, task_id: str, request: SiteRequest, round_index: int | None, targets: Sequence[str]) -> None:
+        """Note that a site was sent a task, which begins a round if it is of a new one.
+
+        `targets`: all sites that the same task is for; those that never come for it count as late.
+        """
+        with self.lock:
+            phase, node = request.phase, request.node
+            if phase == TRAIN:
+                self._begin_with(request, round_index)
+            request.round_index = self.round_index or 0
+            participants = self._phases.setdefault(phase, PhaseParticipation())
+            for target in targets:
+                if target not in participants.asked:
+                    participants.asked[target] = None
+                    waiting = SiteRequest(target, phase, request.round_index, request.sent, 0, fetched=False)
+                    self._pending[f"{phase}/{target}"] = waiting
+            self._pending.pop(f"{phase}/{node}", None)
+            participants.asked[node] = None
+            self._pending[task_id] = request
+            if self._is_busy(node):
+                participants.busy[node] = None
+                text = f"{node} is asked to {phase}, and still owes an answer."
+                self.monitor.host.event("info", "client.busy", text, node=node, data={"phase": phase})
+            kind = "model" if phase == TRAIN else phase
+            self.monitor.host.transfer("server", node, request.size, kind=kind)
+
+    def _begin_with(self, request: SiteRequest, round_index: int | None) -> None:
+        if round_index is None:  # the workflow does not count: a new round begins when a site is asked again
+            training = self._phases.get(TRAIN, PhaseParticipation())
+            again = self.round_index is None or request.node in training.answered or request.node in training.failed
+            round_index = self._last + 1 if again else self.round_index
+        if round_index is None or round_index == self.round_index:
+            return
+        sent = models.arrays_of(request.data)
+        self.begin(round_index, None if sent is None or sent.is_difference else sent.values)
+
+    def _is_busy(self, node: str) -> bool:
+        return any(owing.node == node for owing in self._unanswered.values())
+
+    def result_arrived(self, task_id: str) -> None:
+        """Note when the result of a task came in, before the server's filters see it."""
+        with self.lock:
+            request = self._pending.get(task_id)
+            if request is not None:
+                request.returned = time.time()
+
+    def take_request(self, task_id: str, node: str) -> SiteRequest | None:
+        """Return the task that a result of a site answers; None if it was not asked, or given up already."""
+        with self.lock:
+            request = self._pending.get(task_id)
+            if request is None or request.node != node:
+                self._answered_late(task_id, node)
+                return None
+            self._pending.pop(task_id)
+            for key in [key for key, owing in self._unanswered.items() if owing.node == node]:
+                self._unanswered.pop(key)
+            return request
+
+    def request_of(self, task_id: str) -> SiteRequest | None:
+        """Return the task of this id, answered or not; None if there was none."""
+        with self.lock:
+            return self._pending.get(task_id) or self._unanswered.get(task_id)
+
+    def _answered_late(self, task_id: str, node: str) -> None:
+        request = self._unanswered.get(task_id)
+        if request is None or request.node != node:
+            return
+        self._unanswered.pop(task_id)
+        waited = time.time() - request.sent
+        answer = f"The answer of {node} to round {request.round_index}"
+        text = f"{answer} came after {waited:.1f} s, when nobody waited any more."
+        data = {"phase": request.phase, "waited": waited, "round": request.round_index}
+        self.monitor.host.event("info", "client.answered_late", text, node=node, data=data)
+
+    def answered(self, request: SiteRequest, *, failed: bool) -> None:
+        """Note that a site answered, or failed."""
+        participants = self._phases.setdefault(request.phase, PhaseParticipation())
+        (participants.failed if failed else participants.answered)[request.node] = None
+
+    def worked(self, began: float, ended: float) -> None:
+        """Note a stretch in which somebody worked."""
+        self._worked.append((began, ended))
+
+    def _report_phase(self, name: str, phase: PhaseParticipation) -> None:
+        """Report a phase; sites that did not answer by the round's end count as late, or as gone."""
+        for key, request in [*self._pending.items()]:
+            if request.phase == name and request.node in phase.asked:
+                self._pending.pop(key)
+                self._late(key, request, phase)
+        participation.report(self.monitor.host, name, phase)
+
+    def _late(self, task_id: str, request: SiteRequest, phase: PhaseParticipation) -> None:
+        node, waited = request.node, time.time() - request.sent
+        data = {"phase": request.phase, "waited": waited, "round": request.round_index}
+        if node in self._away:
+            phase.failed[node] = None
+            text = f"{node} was asked to {request.phase}, and is not connected."
+            gone = {**data, "exception": "CLIENT_DISCONNECTED", "code": "CLIENT_DISCONNECTED"}
+            self.monitor.host.event("warning", "client.dropped_out", text, node=node, data=gone)
+            return
+        if request.failed:  # reported when the site told
+            return
+        phase.late[node] = None
+        if request.fetched:
+            self._unanswered[task_id] = request
+            request.data = None
+            while len(self._unanswered) > UNANSWERED_KEPT:
+                self._unanswered.pop(next(iter(self._unanswered)))
+        asked = f"was asked to {request.phase}" if request.fetched else f"did not come for its task to {request.phase}"
+        text = f"{node} {asked} and did not answer within {waited:.1f} s."
+        self.monitor.host.event("warning", "update.late", text, node=node, data=data)
+
+    # -- connections --------------------------------------------------------------------------------------------------
+
+    def disconnected(self, node: str) -> None:
+        """Report that NVFlare takes a site for gone."""
+        with self.lock:
+            if node not in self._away:
+                self._away.add(node)
+                text = f"{node} is no longer connected."
+                self.monitor.host.event("warning", "client.disconnected", text, node=node)
+
+    def reconnected(self, node: str) -> None:
+        """Report that a site is back."""
+        with self.lock:
+            if node in self._away:
+                self._away.discard(node)
+                self.monitor.host.event("info", "client.connected", f"{node} is connected again.", node=node)
+
+    # -- updates ------------------------------------------------------------------------------------------------------
+
+    def measure_update(
+        self, request: SiteRequest, start: Mapping[str, Values], end: Mapping[str, Values]
+    ) -> Sequence[Action]:
+        """Measure a site's update on a thread of our own, until the round's end; nobody waits for it.
+
+        If a correction may follow from it at once, or too many wait already, it is measured here.
+        """
+        host, round_index, node = self.monitor.host, request.round_index, request.node
+        clients = len(self._phases.get(TRAIN, PhaseParticipation()).asked)
+
+        def measure() -> Sequence[Action]:
+            if torch_is_loaded():
+                return host.update_difference(round_index, node, array_models.difference_of(start, end), clients)
+            return host.updates(round_index, {node: array_models.update_of(start, end, self._spare)})
+
+        def measure_later() -> None:
+            try:
+                self._guarded("measuring an update", measure, node)
+            finally:
+                self._waiting -= 1
+
+        if host.corrects_at_once or self._waiting >= MOST_WAITING:
+            return self._guarded("measuring an update", measure, node) or ()
+        self._waiting += 1
+        self._measuring.submit(measure_later)
+        return ()
+
+    def guarded(self, doing: str, work: Callable[..., Any], *arguments: Any, node: str | None = None) -> Any:
+        """Do a piece of our own work; see `_guarded`."""
+        return self._guarded(doing, functools.partial(work, *arguments), node)
+
+    def _guarded(self, doing: str, work: Callable[[], Any], node: str | None = None) -> Any:
+        """Return the result of our own work, or None if it failed; reported once per cause and node."""
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001 - the job goes on, whatever happens to us
+            cause = f"{doing}: {type(error).__name__}: {error}"[:1000]
+            reported = self._reported.setdefault(node, set())
+            if cause not in reported and len(reported) < (CAUSES_REPORTED if node is None else CAUSES_OF_CLIENT):
+                reported.add(cause)
+                about = "" if node is None else f" (site '{node}')"
+                logger.warning("fedvitals could not finish %s%s; training goes on.", cause, about)
+                data = {"doing": doing, "exception": type(error).__name__}
+                self.monitor.host.event("warning", "monitor.error", cause, node=node, data=data)
+            return None

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a task failed at a site: NVFlare sends the server a return code, and keeps the exception in the site's log.
+
+Exceptions of executors, and of scripts that train inside of the site's process, are seen when NVFlare logs them, since
+they are being handled then. A script in a process of its own writes the one that ends it to a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from fedvitals.hosts.nvflare.envelope import LONGEST_MESSAGE, LONGEST_TRACEBACK, SiteFailure
+
+LOGGERS = (
+    "nvflare.app_common.executors.task_script_runner.TaskScriptRunner",
+    "nvflare.private.fed.client.client_runner.ClientRunner",
+)
+LARGEST_FILE = 200_000  # bytes
+INTERVAL_SECONDS = 0.5  # between two looks for a file
+
+
+class FailureFileWatch:
+    """Looks for what a training script writes about its end while a task is worked on, and calls `report` with it.
+
+    NVFlare may not notice for minutes: threads of its own keep the process alive whose script has failed.
+    """
+
+    def __init__(self, path: Path, report: Callable[[SiteFailure], None]) -> None:
+        self._path, self._report = path, report
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="fedvitals-failures", daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._over.wait(INTERVAL_SECONDS):
+            failure = take_written_failure(self._path, of_trainer=True)
+            if failure is not None:
+                self._report(failure)
+                return
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._over.set()
+        self._thread.join(1.0)
+
+
+class LoggedExceptions(logging.Handler):
+    """Keeps the first exception that NVFlare logs while a task is worked on."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.first: BaseException | None = None
+
+    def install(self) -> None:
+        """Listen to the loggers of NVFlare that log what ends a task."""
+        for name in LOGGERS:
+            logging.getLogger(name).addHandler(self)
+
+    def remove(self) -> None:
+        """Listen no more."""
+        for name in LOGGERS:
+            logging.getLogger(name).removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note the exception that is being handled where this was logged."""
+        del record
+        error = sys.exc_info()[1]
+        if error is not None and self.first is None:
+            self.first = error
+
+    def forget(self) -> None:
+        """Forget what was noted: a new task begins."""
+        self.first = None
+
+
+def failure_of(error: BaseException) -> SiteFailure:
+    """Return an exception as what may be told of it, all of it."""
+    text = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
+    return SiteFailure(type(error).__name__, str(error)[:LONGEST_MESSAGE], text)
+
+
+def take_written_failure(path: Path, *, of_trainer: bool = False) -> SiteFailure | None:
+    """Return what a process of the site wrote about its end, and remove it; None if there is nothing.
+
+    `of_trainer`: only if it is the script that talks to NVFlare, and no other program.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")[:LARGEST_FILE]
+    except OSError:
+        return None
+    try:
+        fields = json.loads(text)
+        if of_trainer and fields["trainer"] is not True:
+            return None
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return SiteFailure(*(str(fields[name]) for name in ("exception", "message", "traceback")))
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watch a job without a line in its script: the handler to which `hosts/site/` redirects the making of job folders.
+
+NVFlare makes a folder of each job, whether it is exported, submitted or simulated. Once it is made, our two components
+are written into its configuration.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedvitals.hosts.nvflare.environment import NvflareEnvironment
+from fedvitals.hosts.nvflare.job_folder import watch_folder
+
+logger = logging.getLogger("fedvitals")
+
+
+def generate_job_config(original: Callable[..., Any], config: Any, job_root: Any, *more: Any, **others: Any) -> Any:
+    """Call `FedJobConfig.generate_job_config`, and let the job that it wrote be watched."""
+    outcome = original(config, job_root, *more, **others)
+    try:
+        watch_folder(Path(job_root) / str(config.job_name), NvflareEnvironment.read(os.environ))
+    except Exception as error:  # noqa: BLE001 - the job runs, whatever happens to us
+        logger.warning("fedvitals does not watch this job (%s: %s); it runs as ever.", type(error).__name__, error)
+    return outcome
