@@ -4,7 +4,7 @@
 Every sample is projected onto the same few directions for all clients (a random projection; inputs of few features as
 they are; of tokens the mean of a random vector per token). What leaves the client are the means of these projections by
 class, their pooled covariance within classes, and scalars such as the spread of the inputs; no sample by itself. The
-server compares them with the peers' (`diagnosis.evidence.data_comparison`): labels that are wrong move the means of
+server compares them with the peers' (`diagnosis.evidence.compared_data`): labels that are wrong move the means of
 classes towards each other, noise on inputs raises their spread.
 """
 
@@ -195,7 +195,7 @@ class DataWatch:
         known.left = known.wait - 1
         if unchanged:
             return None
-        return _told(known, describe(*samples.read(data, samples.spread_indices(total, MOST_OF_OTHERS, 0)), total))
+        return _report(known, describe(*samples.read(data, samples.spread_indices(total, MOST_OF_OTHERS, 0)), total))
 
     def look_at_all(
         self, nodes: Sequence[str], inputs: Sequence[Tensor], labels: Sequence[Tensor]
@@ -211,7 +211,7 @@ class DataWatch:
             known = self._known.setdefault(node, _KnownData())
             if self._is_unchanged(known, zlib.crc32(own.tobytes(), zlib.crc32(few.tobytes()))):
                 continue
-            report = _told(known, _describe_tensors(inputs[row], labels[row]))
+            report = _report(known, _describe_tensors(inputs[row], labels[row]))
             if report is not None:
                 told[row] = report
         return told
@@ -229,13 +229,13 @@ class DataWatch:
         few = x[torch.as_tensor(samples.spread_indices(len(x), CHECKED, 0), device=x.device)]
         if self._is_unchanged(known, _checksum_of((few, y))):
             return None
-        return _told(known, _describe_tensors(x, y))
+        return _report(known, _describe_tensors(x, y))
 
     @staticmethod
-    def _is_unchanged(known: _KnownData, found: int) -> bool:
-        unchanged = known.checksum == found
+    def _is_unchanged(known: _KnownData, checksum: int) -> bool:
+        unchanged = known.checksum == checksum
         known.looks += unchanged
-        known.checksum = found
+        known.checksum = checksum
         return unchanged
 
 
@@ -259,7 +259,7 @@ def _describe_tensors(x: Tensor, y: Tensor) -> DataDescription | None:
     return describe(x[places], y[places.to(y.device)], len(x))
 
 
-def _told(
+def _report(
     known: _KnownData, description: DataDescription | None
 ) -> tuple[dict[str, float], tuple[str, str, Mapping[str, Any]]] | None:
     looks, known.looks = known.looks, 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detectors of wrong data, from what clients tell of their own samples (`evidence.data_suspects`)."""
+"""Detectors of wrong data, from what clients tell of their own samples (`evidence.suspect_data`)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fedvitals.diagnosis.evidence.data_changes import DataChange
-from fedvitals.diagnosis.evidence.data_comparison import DataDeviation
-from fedvitals.diagnosis.evidence.data_suspects import DataSuspect, examine_data
+from fedvitals.diagnosis.evidence.changed_data import DataChange
+from fedvitals.diagnosis.evidence.compared_data import DataDeviation
 from fedvitals.diagnosis.evidence.fault_kinds import ISSUE_OF, WORDS
+from fedvitals.diagnosis.evidence.suspect_data import DataSuspect, examine_data
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding, Suspect

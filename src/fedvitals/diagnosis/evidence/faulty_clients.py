@@ -19,10 +19,10 @@ from fedvitals.diagnosis.abstentions import unjudged_clients
 from fedvitals.diagnosis.detectors.copies import duplicates, free_riders
 from fedvitals.diagnosis.evidence.attendance import groups_of
 from fedvitals.diagnosis.evidence.damage import deciding_client
-from fedvitals.diagnosis.evidence.data_suspects import examine_data
 from fedvitals.diagnosis.evidence.exact_relations import exact_relations
 from fedvitals.diagnosis.evidence.fault_kinds import DATA_FAULTS, ISSUE_OF, WORDS
 from fedvitals.diagnosis.evidence.log_odds import EvidenceModel, shipped_model
+from fedvitals.diagnosis.evidence.suspect_data import examine_data
 from fedvitals.diagnosis.evidence.trend import CAP, EvidenceTrend
 from fedvitals.diagnosis.evidence.update_mismatch import update_mismatches
 from fedvitals.diagnosis.evidence.vital_signs import SIGNS, TELEMETRY

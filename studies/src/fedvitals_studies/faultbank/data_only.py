@@ -4,7 +4,7 @@
     python -m fedvitals_studies.faultbank.data_only held-out --data DIR
 
 Each client's data are described when a run begins and whenever they change, as in a monitored run, and judged as the
-detectors of data do (`diagnosis.evidence.data_suspects`), with all clients taking part. Groups are left out: whether a
+detectors of data do (`diagnosis.evidence.suspect_data`), with all clients taking part. Groups are left out: whether a
 model serves them worse needs one.
 """
 
@@ -17,9 +17,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedvitals.diagnosis.evidence.data_comparison import compare_data
-from fedvitals.diagnosis.evidence.data_sketches import DataSketches
-from fedvitals.diagnosis.evidence.data_suspects import judge_data
+from fedvitals.diagnosis.evidence.compared_data import compare_data
+from fedvitals.diagnosis.evidence.described_data import DataSketches
+from fedvitals.diagnosis.evidence.suspect_data import judge_data
 from fedvitals.errors import ConfigError
 from fedvitals.lab.description import kind_of
 from fedvitals.lab.engines.site import Site

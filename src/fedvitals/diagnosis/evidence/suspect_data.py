@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fedvitals.diagnosis.evidence.attendance import clients_of
-from fedvitals.diagnosis.evidence.data_changes import DataChange, change_of_data
-from fedvitals.diagnosis.evidence.data_comparison import DataDeviation, compare_data
-from fedvitals.diagnosis.evidence.data_sketches import DataSketch, DataSketches, data_sketches
+from fedvitals.diagnosis.evidence.changed_data import DataChange, change_of_data
+from fedvitals.diagnosis.evidence.compared_data import DataDeviation, compare_data
+from fedvitals.diagnosis.evidence.described_data import DataSketch, DataSketches, data_sketches
 from fedvitals.diagnosis.history_cutoff import shared, state_of
 from fedvitals.protocols import History, Node
 

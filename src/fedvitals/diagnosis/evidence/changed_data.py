@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedvitals.diagnosis.evidence.data_sketches import DataSketch
+from fedvitals.diagnosis.evidence.described_data import DataSketch
 
 FROM_ONE_TO_ONE = 0.8  # of the labels that changed, the share that is one class's, for another
 LEAST_MOVED = 0.02  # of all labels

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedvitals.diagnosis.evidence.data_changes import change_of_data
-from fedvitals.diagnosis.evidence.data_comparison import compare_data
-from fedvitals.diagnosis.evidence.data_sketches import DataSketches, read_sketch
-from fedvitals.diagnosis.evidence.data_suspects import _kind_of
+from fedvitals.diagnosis.evidence.changed_data import change_of_data
+from fedvitals.diagnosis.evidence.compared_data import compare_data
+from fedvitals.diagnosis.evidence.described_data import DataSketches, read_sketch
+from fedvitals.diagnosis.evidence.suspect_data import _kind_of
 from fedvitals.probes.data_sketch import describe
 from fedvitals.records import Event, Where
 
