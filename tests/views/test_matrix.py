@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import math
+import sys
 import threading
 import warnings
 
@@ -429,3 +430,18 @@ def test_what_is_computed_from_a_small_matrix_is_not_kept(monkeypatch):
     assert kept[3] == again[3]
     part = small.take([3, 4], 10, 20)  # whose deviations are from the whole cohort
     assert np.array_equal(part.deviations(), again[1][[3, 4], 10:21])
+
+
+def test_rounds_that_follow_each_other_take_no_memory():
+    """Of ten clients a tuple of rounds takes nearly as much as their values, for each metric that is remembered."""
+    names = [f"c{i}" for i in range(10)]
+    matrix = matrix_of(names, [3], np.zeros((10, 1)))
+    short = sys.getsizeof(matrix.rounds)
+    for number in range(4, 2000):
+        matrix = matrix.grown([number], len(matrix.rounds))
+    assert list(matrix.rounds) == list(range(3, 2000))
+    assert sys.getsizeof(matrix.rounds) == short
+    gap = matrix.grown([2500, 2501], len(matrix.rounds))
+    assert list(gap.rounds) == [*range(3, 2000), 2500, 2501]
+    assert cohort.compact([]) == matrix_of([], [], np.empty((0, 0))).rounds
+    assert list(cohort.compact([2, 4])) == [2, 4]
