@@ -2,6 +2,7 @@
 """The questions of the command line and the dashboard, and people's own SQL."""
 
 import math
+import sqlite3
 
 import numpy as np
 import pytest
@@ -241,3 +242,18 @@ def test_a_reader_holds_half_a_megabyte_of_pages(reader):
     """A walk over all rounds fills what it may hold, in each of a server's readers at once."""
     reader.database.connection.set_authorizer(None)
     assert reader.database.rows("PRAGMA cache_size") == [(-500,)]
+
+
+def test_a_reader_keeps_few_prepared_statements(tmp_path, monkeypatch):
+    """Each of a server's readers fills what it may keep, the one that is seldom needed after hours."""
+    kept, connect = [], sqlite3.connect
+
+    def noted(*arguments, cached_statements=128, **options):
+        kept.append(cached_statements)
+        return connect(*arguments, cached_statements=cached_statements, **options)
+
+    with open_store(tmp_path / "runs.db") as store:
+        store.write([RUN])
+    monkeypatch.setattr(sqlite3, "connect", noted)
+    with open_reader(tmp_path / "runs.db"):
+        assert kept == [16]
