@@ -2,6 +2,7 @@
 """The questions of the command line and the dashboard, and people's own SQL."""
 
 import math
+import sqlite3
 
 import numpy as np
 import pytest
@@ -9,8 +10,11 @@ import pytest
 from fedvitals.errors import ConfigError, StoreError, unknown
 from fedvitals.records import Event, Finding, LayerStats, Run, Where
 from fedvitals.store import open_reader, open_store
+from fedvitals.store.dialect import Database
 from fedvitals.store.read import queries
 from fedvitals.store.read.ask import query
+from fedvitals.store.read.federation_layers import whole_layers
+from fedvitals.store.read.layer_history import layer_history
 from fedvitals.store.schema import TABLES
 from fedvitals.store.upkeep import compaction
 from support.store_contract import RUN, TABLE, metric, same, stats, sums
@@ -212,3 +216,44 @@ def test_people_cannot_write(reader, sql, tmp_path, monkeypatch):
 def test_a_wrong_query_is_answered(reader, sql):
     with pytest.raises(StoreError, match=r"The query failed: .* docs/schema.md"):
         query(reader, sql)
+
+
+def test_a_reader_sends_few_texts_of_statements_however_long_a_run_gets(tmp_path, monkeypatch):
+    """A connection keeps what it has prepared by its text, so that a list of another length is another statement."""
+    texts, run_statement, rounds = set(), Database._run, 70
+
+    def noted(database, sql, values):
+        texts.add(sql)
+        return run_statement(database, sql, values)
+
+    monkeypatch.setattr(Database, "_run", noted)
+    with open_store(tmp_path / "runs.db") as store:
+        store.write([RUN])
+        for number in range(rounds):
+            store.write([stats(number, client, number, number + 1) for client in ("c1", "c2")])
+            with open_reader(tmp_path / "runs.db") as reader:
+                assert len(whole_layers(reader, "r-1", "gradient")[0]) == number + 1
+                assert len(layer_history(reader, "r-1", "gradient", "c1").rounds) == number + 1
+    lists = [text for text in texts if " IN (?" in text]
+    assert 2 <= len(lists) <= 2 * (rounds.bit_length() + 1), lists
+
+
+def test_a_reader_holds_half_a_megabyte_of_pages(reader):
+    """A walk over all rounds fills what it may hold, in each of a server's readers at once."""
+    reader.database.connection.set_authorizer(None)
+    assert reader.database.rows("PRAGMA cache_size") == [(-500,)]
+
+
+def test_a_reader_keeps_few_prepared_statements(tmp_path, monkeypatch):
+    """Each of a server's readers fills what it may keep, the one that is seldom needed after hours."""
+    kept, connect = [], sqlite3.connect
+
+    def noted(*arguments, cached_statements=128, **options):
+        kept.append(cached_statements)
+        return connect(*arguments, cached_statements=cached_statements, **options)
+
+    with open_store(tmp_path / "runs.db") as store:
+        store.write([RUN])
+    monkeypatch.setattr(sqlite3, "connect", noted)
+    with open_reader(tmp_path / "runs.db"):
+        assert kept == [16]

@@ -34,7 +34,7 @@ class Band:
     Of finite values: `odd` counts the others.
     """
 
-    rounds: tuple[int, ...]
+    rounds: Sequence[int]
     min: Reals
     p5: Reals
     median: Reals
@@ -71,7 +71,7 @@ class Matrix:
     """Values [nodes × rounds]. Rows may be anything that has a name: clients, layers."""
 
     nodes: tuple[str, ...]
-    rounds: tuple[int, ...]
+    rounds: Sequence[int]  # ascending; see `compact`
     values: Floats  # NaN where nothing was told, and where NaN was
     there: Flags
     _known: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -87,7 +87,7 @@ class Matrix:
         if row is None:
             return [], []
         here = np.flatnonzero(self.there[row])
-        return [self.rounds[i] for i in here], self.values[row, here].astype(float).tolist()
+        return [self.rounds[i] for i in here.tolist()], self.values[row, here].astype(float).tolist()
 
     def row(self, node: str) -> int | None:
         """Return the place of a node's row; None where there is none."""
@@ -114,7 +114,7 @@ class Matrix:
             earlier[ORDERED] = tuple(part[:unchanged] for part in earlier[ORDERED])
         if DEVIATIONS in earlier:
             earlier[DEVIATIONS] = earlier[DEVIATIONS][:, :unchanged]
-        return Matrix(self.nodes, (*self.rounds, *rounds), values, there, {EARLIER: earlier})
+        return Matrix(self.nodes, compact((*self.rounds, *rounds)), values, there, {EARLIER: earlier})
 
     def take(
         self, rows: Sequence[int] | Whole | None = None, first: int | None = None, last: int | None = None
@@ -215,7 +215,7 @@ class Matrix:
         return self.once(("bucket", width), lambda: self._bucket(width))
 
     def _bucket(self, width: int) -> Buckets:
-        first, last = self.rounds[::width], (*self.rounds[width - 1 :: width],)
+        first, last = (*self.rounds[::width],), (*self.rounds[width - 1 :: width],)
         last = last if len(last) == len(first) else (*last, self.rounds[-1])
         finite = np.isfinite(self.values)
         if width == 1:
@@ -260,6 +260,15 @@ def _blocks(values: npt.NDArray[Any], width: int, nothing: Any) -> npt.NDArray[A
     )
 
 
+def compact(rounds: Sequence[int]) -> Sequence[int]:
+    """Return ascending rounds as a range where each follows the one before, else as a tuple.
+
+    A tuple takes 40 bytes a round, as much as the values of ten clients; a range takes none.
+    """
+    follow = range(rounds[0], rounds[0] + len(rounds)) if rounds else range(0)
+    return follow if len(rounds) and rounds[-1] == follow[-1] else tuple(rounds)
+
+
 def single(values: npt.ArrayLike) -> Floats:
     """Return the values as float32; what is finite stays so."""
     wide = np.asarray(values, float)
@@ -271,7 +280,7 @@ def matrix_of(nodes: Sequence[str], rounds: Sequence[int], values: npt.ArrayLike
     """Make a matrix of any rows, for example layers × rounds; without `there`, NaN means that nothing was told."""
     numbers = single(values)
     known = ~np.isnan(numbers) if there is None else np.asarray(there, bool)
-    return Matrix(tuple(nodes), tuple(int(number) for number in rounds), numbers, known)
+    return Matrix(tuple(nodes), compact([int(number) for number in rounds]), numbers, known)
 
 
 EMPTY = matrix_of((), (), np.empty((0, 0)))

@@ -17,7 +17,7 @@ from fedvitals.store.read import metrics
 from fedvitals.store.read.nodes import nodes_by_number
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.upkeep.removal import removals
-from fedvitals.views.cohort import EMPTY, Floats, Matrix, Reals, Whole, by_name, single
+from fedvitals.views.cohort import EMPTY, Floats, Matrix, Reals, Whole, by_name, compact, single
 
 __all__ = ["Matrices", "Matrix", "metric_matrix", "round_sums", "share"]
 
@@ -89,7 +89,7 @@ def _arranged(reader: Reader, nodes: Whole, rounds: Whole, values: Floats, there
     some = there.any(axis=0)
     if not some.all():
         rounds, values, there = rounds[some], values[:, some], there[:, some]
-    matrix = Matrix(tuple(names[i] for i in order), tuple(rounds.tolist()), values, there)
+    matrix = Matrix(tuple(names[i] for i in order), compact(rounds.tolist()), values, there)
     return _Held(nodes[order], matrix)
 
 
@@ -113,7 +113,7 @@ def _grown(reader: Reader, held: _Held, nodes: Whole, rounds: Whole) -> tuple[_H
         labels = tuple(names[i] for i in order)
     else:
         labels = held.matrix.nodes
-    return _Held(numbers, Matrix(labels, tuple(columns.tolist()), values, there)), columns
+    return _Held(numbers, Matrix(labels, compact(columns.tolist()), values, there)), columns
 
 
 def _added(reader: Reader, key: tuple[int, int], held: _Held, news: Reals, until: int) -> _Held:

@@ -162,7 +162,7 @@ def _peak(reader: Reader, run: str, name: str, matrix: Matrix) -> MemoryPeak | N
     if values.size and not np.isnan(values).all():
         place = int(np.nanargmin(values) if pick is min else np.nanargmax(values))
         row, column = np.unravel_index(place, values.shape)
-        peaks.append((float(values[row, column]), str(matrix.nodes[row]), matrix.rounds[column], *_growth(matrix)))
+        peaks.append((float(values[row, column]), str(matrix.nodes[row]), matrix.rounds[int(column)], *_growth(matrix)))
     for node in (None, "server"):
         rounds, own = reader.history(run).series(name, node)
         finite = [(v, n) for n, v in zip(rounds, own, strict=True) if np.isfinite(v)]

@@ -16,6 +16,7 @@ from fedvitals.errors import StoreError
 from fedvitals.stats import FAMILIES, Array
 from fedvitals.store.packing import NONE, Entries, Numbers, entries_of, layers_in, matrices, numbers_of
 from fedvitals.store.read.layers import layer_names
+from fedvitals.store.read.nodes import padded, placeholders
 from fedvitals.store.read.reader import Reader
 
 MOST = 64_000_000  # bytes of clients' numbers that are used where the whole itself was not told
@@ -111,10 +112,10 @@ def _numbers(reader: Reader, family: str, blocks: Sequence[_Block]) -> Numbers:
     """The numbers of the wanted entries, one block's after the other's, [layers, columns, entries]."""
     parts = []
     for some in _portions(family, blocks):
-        marks = ", ".join("?" * len(some))
+        arrivals = padded([block.arrival for block in some])
         rows = reader.database.rows(
-            f"SELECT block, layer, numbers FROM layer_matrix WHERE block IN ({marks})",  # noqa: S608
-            [block.arrival for block in some],
+            f"SELECT block, layer, numbers FROM layer_matrix WHERE block IN ({placeholders(arrivals)})",  # noqa: S608
+            arrivals,
         )
         by_block = {arrival: list(same) for arrival, same in groupby(sorted(rows, key=itemgetter(0, 1)), itemgetter(0))}
         for block in some:

@@ -58,12 +58,19 @@ class SqlHistory:
 
     def _ask(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         """Rows of a statement whose first value is this run; none as long as the store does not know the run."""
+        return list(self._each(sql, *values))
+
+    def _each(self, sql: str, *values: Any) -> Iterator[tuple[Any, ...]]:
         if self._number is None:
             self._number = self._names.number(self._run)
-        return [] if self._number is None else self._database.rows(sql, (self._number, *values))
+        if self._number is not None:
+            yield from self._database.each_row(sql, (self._number, *values))
 
     def rounds(self) -> list[int]:
-        return [row[0] for row in self._ask("SELECT round FROM run_round WHERE run = ? ORDER BY round")]
+        # One by one: of a long run, the rows would take more memory than the rounds.
+        return [
+            round_index for (round_index,) in self._each("SELECT round FROM run_round WHERE run = ? ORDER BY round")
+        ]
 
     def nodes(self) -> list[Node]:
         rows = self._ask("SELECT s.text FROM run_node AS n JOIN symbol AS s ON s.id = n.node WHERE n.run = ?")

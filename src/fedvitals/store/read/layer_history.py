@@ -19,6 +19,7 @@ from fedvitals.stats import FAMILIES, Array
 from fedvitals.store.packing import NONE, entries_of, matrices, numbers_of
 from fedvitals.store.read.federation_layers import whole_layers
 from fedvitals.store.read.layers import layer_names
+from fedvitals.store.read.nodes import padded, placeholders
 from fedvitals.store.read.reader import Reader
 
 BYTES = 120_000_000  # of numbers that are read: about half a second
@@ -106,11 +107,11 @@ def _thinned(blocks: list[tuple[int, ...]], most: int) -> list[tuple[int, ...]]:
 def _read(
     reader: Reader, family: str, arrivals: list[int], symbol: int, newest: dict[int, tuple[float, Array]]
 ) -> None:
-    marks = ", ".join("?" * len(arrivals))
+    wanted = padded(arrivals)
     rows = reader.database.rows(
         "SELECT b.arrival, m.layer, b.entries, b.coordinates, b.details, m.numbers FROM layer_block AS b "  # noqa: S608
-        f"JOIN layer_matrix AS m ON m.block = b.arrival WHERE b.arrival IN ({marks})",
-        tuple(arrivals),
+        f"JOIN layer_matrix AS m ON m.block = b.arrival WHERE b.arrival IN ({placeholders(wanted)})",
+        wanted,
     )
     rows.sort(key=itemgetter(0, 1))
     for _, same in groupby(rows, key=itemgetter(0)):

@@ -19,7 +19,7 @@ import numpy as np
 from fedvitals.protocols import Node
 from fedvitals.records import Metric, is_client, natural
 from fedvitals.store import rows
-from fedvitals.store.read.nodes import placeholders
+from fedvitals.store.read.nodes import padded, placeholders
 from fedvitals.store.read.reader import Reader
 
 # The names that a run has metrics of, by one seek each: DISTINCT would walk over every value of the run.
@@ -240,7 +240,7 @@ def series_of(reader: Reader, run: str, names: Collection[str], nodes: Iterable[
         columns.setdefault((name, node), _SeriesColumns()).add(*row)
     known = sorted({node for _, node in columns if node is not None})
     node_names: dict[int | None, Node | None] = {None: None, **dict(zip(known, reader.names.texts(known), strict=True))}
-    return {(name, node_names[node]): own.newest_by_round() for (name, node), own in columns.items()}
+    return {(name, node_names[node]): columns.pop((name, node)).newest_by_round() for name, node in [*columns]}
 
 
 class _SeriesColumns:
@@ -333,8 +333,9 @@ def newest_in_cell(reader: Reader, run: int, name: int, node: int, round_index: 
 
 def values_between(reader: Reader, run: int, names: Sequence[int], after: int, up_to: int) -> list[tuple[Any, ...]]:
     """Return name, round, node and value of what arrived of these metrics after `after`."""
-    sql = f"SELECT m.name, m.round, m.node, m.value {_NEWS} AND m.name IN ({placeholders(names)})"
-    return reader.database.rows(sql, (after, up_to, run, *names))
+    wanted = padded(names)
+    sql = f"SELECT m.name, m.round, m.node, m.value {_NEWS} AND m.name IN ({placeholders(wanted)})"
+    return reader.database.rows(sql, (after, up_to, run, *wanted))
 
 
 def sums_by_round(

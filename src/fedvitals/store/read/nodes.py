@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TypeVar
 
 from fedvitals.protocols import Node
 from fedvitals.records import is_client
 from fedvitals.store.read.reader import Reader
+
+T = TypeVar("T")
 
 
 def nodes_by_number(reader: Reader, run: str) -> dict[int, str]:
@@ -58,7 +61,7 @@ def rounds_attended(reader: Reader, run: str, nodes: Collection[str]) -> dict[No
     """
     attended: dict[Node | None, list[int]] = {}
     for part in portions(sorted(nodes)):
-        rows = reader.database.rows(
+        rows = reader.database.each_row(
             # CROSS JOIN, because SQLite keeps its order: a seek for each node and round.
             "SELECT s.text, r.round FROM symbol AS s CROSS JOIN run_round AS r WHERE "  # noqa: S608 - placeholders
             f"s.text IN ({placeholders(part)}) AND r.run = ? AND EXISTS (SELECT 1 FROM metric AS m WHERE m.run = r.run "
@@ -74,6 +77,16 @@ def rounds_attended(reader: Reader, run: str, nodes: Collection[str]) -> dict[No
 def placeholders(parameters: Collection[object]) -> str:
     """Return one placeholder for each parameter, as a list in SQL has them."""
     return ", ".join("?" * len(parameters))
+
+
+def padded(parameters: Sequence[T]) -> list[T]:
+    """Return parameters of an IN, the last repeated until their number is a power of two.
+
+    A connection keeps the statements that it has prepared, by their text. Lists that grow with a run would make it a
+    new text, and another statement that is kept, each time.
+    """
+    size = 1 << max(0, len(parameters) - 1).bit_length()
+    return [*parameters, *list(parameters[-1:]) * (size - len(parameters))]
 
 
 def portions(names: Sequence[str], size: int = 500) -> list[Sequence[str]]:
