@@ -50,7 +50,7 @@ def test_recipes_and_jobs_get_one_component_on_each_side_and_none_of_our_files(w
     assert ours == {"store": str(tmp_path / "runs.db"), "run": "digits", "privacy": 1, "guard": "drop"}
     assert components(site)[SITE_PATH] == {"privacy": 1}
     assert "site_script.py" in files
-    assert not {"server_component.py", "site_component.py", "attach.py"} & {*files}
+    assert not {"server_component.py", "component.py", "attach.py"} & {*files}
 
 
 def test_a_relative_store_is_one_of_the_folder_in_which_the_line_was_run(tmp_path, monkeypatch):

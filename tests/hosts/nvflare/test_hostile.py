@@ -11,8 +11,8 @@ pytest.importorskip("nvflare", reason="needs nvflare: pip install 'fedvitals[nvf
 
 from fedvitals.errors import RecordError
 from fedvitals.hosts.nvflare.envelope import FIELDS, KEY, ResultEnvelope, SiteFailure, read_envelope
-from fedvitals.hosts.nvflare.site_settings import SiteSettings
-from fedvitals.hosts.nvflare.site_task import SiteTask
+from fedvitals.hosts.nvflare.site.settings import SiteSettings
+from fedvitals.hosts.nvflare.site.task import SiteTask
 from fedvitals.transport.sender_limits import MESSAGE_BYTES
 from support.nvflare_rounds import JOB, changed, model, result, served
 

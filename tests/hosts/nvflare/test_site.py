@@ -30,11 +30,11 @@ from nvflare.fuel.data_event.data_bus import DataBus
 
 import fedvitals as fv
 from fedvitals.errors import ConfigError
-from fedvitals.hosts.nvflare import trainer
 from fedvitals.hosts.nvflare.envelope import KEY, read_envelope
-from fedvitals.hosts.nvflare.site_component import SiteWatch
-from fedvitals.hosts.nvflare.site_failures import LOGGERS
-from fedvitals.hosts.nvflare.site_settings import SiteSettings
+from fedvitals.hosts.nvflare.site import trainer
+from fedvitals.hosts.nvflare.site.component import SiteWatch
+from fedvitals.hosts.nvflare.site.failures import LOGGERS
+from fedvitals.hosts.nvflare.site.settings import SiteSettings
 from fedvitals.hosts.startup_path import SITE_FOLDER
 from fedvitals.scope import current
 from support.nvflare_rounds import JOB, changed, message, model, result, served

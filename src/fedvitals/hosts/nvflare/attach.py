@@ -17,7 +17,7 @@ from fedvitals.hosts import update_guard
 from fedvitals.hosts.nvflare import filters
 from fedvitals.hosts.nvflare.job_folder import absolute_store
 from fedvitals.hosts.nvflare.server_component import ServerWatch
-from fedvitals.hosts.nvflare.site_component import SiteWatch
+from fedvitals.hosts.nvflare.site.component import SiteWatch
 from fedvitals.probes.presets import check_name
 from fedvitals.transport.privacy import policy_for
 

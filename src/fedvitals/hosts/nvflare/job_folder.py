@@ -19,7 +19,7 @@ from fedvitals.store import store_target
 
 SERVER_FILE, SITE_FILE = "config_fed_server.json", "config_fed_client.json"
 SERVER_PATH = "fedvitals.hosts.nvflare.server_component.ServerWatch"
-SITE_PATH = "fedvitals.hosts.nvflare.site_component.SiteWatch"
+SITE_PATH = "fedvitals.hosts.nvflare.site.component.SiteWatch"
 ID = "fedvitals"
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # By the variable that switches a framework's hooks on: where its classes are, and who of ours is told of which call.
 # Of Flower, both in the newest version and in the oldest that we know.
 FLOWER, NVFLARE = "fedvitals.hosts.flower.unmodified", "fedvitals.hosts.nvflare.unmodified"
-TRAINER = "fedvitals.hosts.nvflare.trainer"
+TRAINER = "fedvitals.hosts.nvflare.site.trainer"
 CLIENT, SERVER = ("ClientApp", "__init__", FLOWER, "client_app"), ("ServerApp", "__call__", FLOWER, "server_app")
 HOOKED_METHODS = {
     "FEDVITALS_FLOWER": {

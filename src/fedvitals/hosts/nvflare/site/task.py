@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from fedvitals.hosts import array_models
 from fedvitals.hosts.array_models import Values
 from fedvitals.hosts.nvflare.envelope import ResultEnvelope, journey_id, run_name, trace_id
-from fedvitals.hosts.nvflare.site_settings import SiteSettings
+from fedvitals.hosts.nvflare.site.settings import SiteSettings
 from fedvitals.hosts.telemetry_budget import telemetry_budget
 from fedvitals.monitor.workers import WorkerObserver
 from fedvitals.probes.allowance import Turn

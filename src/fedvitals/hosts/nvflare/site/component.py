@@ -28,14 +28,14 @@ from fedvitals.errors import RecordError
 from fedvitals.hosts.nvflare import filters, models
 from fedvitals.hosts.nvflare.envelope import KEY, ResultEnvelope, SiteFailure, read_envelope
 from fedvitals.hosts.nvflare.server_rounds import EVALUATION_TASKS, TRAIN
-from fedvitals.hosts.nvflare.site_failures import (
+from fedvitals.hosts.nvflare.site.failures import (
     FailureFileWatch,
     LoggedExceptions,
     failure_of,
     take_written_failure,
 )
-from fedvitals.hosts.nvflare.site_settings import SiteSettings
-from fedvitals.hosts.nvflare.site_task import SiteTask
+from fedvitals.hosts.nvflare.site.settings import SiteSettings
+from fedvitals.hosts.nvflare.site.task import SiteTask
 from fedvitals.hosts.startup_path import SITE_FOLDER
 from fedvitals.resources.process_start import process_started
 from fedvitals.transport.privacy import WORDS
@@ -132,7 +132,7 @@ class SiteWatch(Filter):  # type: ignore[misc] # NVFlare has no types
     def _watch_client_api(self, settings: SiteSettings) -> None:
         from nvflare.client.in_process.api import InProcessClientAPI  # noqa: PLC0415 - sites need it, servers do not
 
-        from fedvitals.hosts.nvflare.trainer import watch_client_api  # noqa: PLC0415 - as above
+        from fedvitals.hosts.nvflare.site.trainer import watch_client_api  # noqa: PLC0415 - as above
 
         watch_client_api(InProcessClientAPI, settings)
 

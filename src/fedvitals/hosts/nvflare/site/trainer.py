@@ -18,8 +18,8 @@ from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 
 from fedvitals.hosts.nvflare import models
 from fedvitals.hosts.nvflare.envelope import KEY
-from fedvitals.hosts.nvflare.site_settings import SiteSettings
-from fedvitals.hosts.nvflare.site_task import SiteTask
+from fedvitals.hosts.nvflare.site.settings import SiteSettings
+from fedvitals.hosts.nvflare.site.task import SiteTask
 from fedvitals.transport.privacy import WORDS
 
 logger = logging.getLogger("fedvitals")
