@@ -75,7 +75,7 @@ class ServerWatch(Filter):  # type: ignore[misc] # NVFlare has no types
             EventType.CLIENT_DISCONNECTED: _disconnected,
             EventType.CLIENT_RECONNECTED: _reconnected,
             EventType.FATAL_SYSTEM_ERROR: _fatal,
-            EventType.END_WORKFLOW: lambda rounds, _: rounds.end(),
+            EventType.END_WORKFLOW: _workflow_ended,
         }
         self._handlers = handlers
 
@@ -293,6 +293,13 @@ def _disconnected(rounds: ServerRounds, fl_ctx: FLContext) -> None:
 
 def _reconnected(rounds: ServerRounds, fl_ctx: FLContext) -> None:
     rounds.reconnected(str(fl_ctx.get_prop(FLContextKey.RECONNECTED_CLIENT_NAME)))
+
+
+def _workflow_ended(rounds: ServerRounds, fl_ctx: FLContext) -> None:
+    signal = getattr(fl_ctx.get_prop(FLContextKey.RUNNER), "abort_signal", None)
+    if getattr(signal, "triggered", False):
+        rounds.aborted()
+    rounds.end()
 
 
 def _fatal(rounds: ServerRounds, fl_ctx: FLContext) -> None:
