@@ -120,15 +120,14 @@ class ServerWatch(Filter):  # type: ignore[misc] # NVFlare has no types
             **more,
         )
         names = self.filters or []
-        hides = bool(filters.hiding(names))
+        encrypts = bool(filters.encrypting(names))
         config = {
             "job": job_id,
             "workflows": [type(controller).__name__ for controller in _controllers(fl_ctx)],
             "filters": names,
         }
-        most = filters.LEVEL if hides else HIGHEST_LEVEL
+        most = filters.LEVEL if encrypts else HIGHEST_LEVEL
         monitor.host.describe("nvflare", {"nvflare": config}, trace=trace_id(job_id), most=most)
-        encrypts = any(name in filters.ENCRYPTING for name in names)
         self._rounds = ServerRounds(monitor, job_id, guard_mode=self.guard, hides=encrypts)
         monitor.host.before_close(self._rounds.end)
         close_at_exit(self._rounds)
