@@ -136,6 +136,17 @@ def test_what_ends_a_job_is_reported(tmp_path):
     assert event.where.round == 0
 
 
+def test_who_had_not_answered_when_the_job_was_aborted_is_not_late(tmp_path):
+    job = Job(tmp_path)
+    job.ask("site-1")
+    job.runner.abort_signal = SimpleNamespace(triggered=True)
+    job.fire(EventType.END_WORKFLOW)
+    (event,) = job.events("job.aborted")
+    assert event.data["working"] == ["site-1"]
+    assert event.message.endswith("in round 0. Still at work: site-1.")
+    assert not job.events("update.late")
+
+
 def test_a_round_is_known_by_the_event_that_starts_it_and_ends_with_the_next(tmp_path):
     job = Job(tmp_path)
     for round_index in range(3):

@@ -56,9 +56,9 @@ def attach(
     if cure is not None:
         correction_policy_of(cure)
     names = filters.names_of(_filters_of(job, server=False))
-    if filters.hiding(names) and privacy is not None and privacy > filters.LEVEL:
+    if filters.encrypting(names) and privacy is not None and privacy > filters.LEVEL:
         raise ConfigError(
-            f"attach(privacy={privacy}) would tell of single sites, and {', '.join(filters.hiding(names))} hides them: "
+            f"attach(privacy={privacy}) would tell of single sites, and {filters.encrypting(names)[0]} hides them: "
             f"at most level {filters.LEVEL} goes with it. Leave privacy= out."
         )
     server = ServerWatch(

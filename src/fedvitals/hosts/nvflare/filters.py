@@ -35,6 +35,11 @@ def hiding(names: Iterable[str]) -> list[str]:
     return [name for name in names if name in HIDING]
 
 
+def encrypting(names: Iterable[str]) -> list[str]:
+    """Return those of the filters that keep a single site's update from the server itself."""
+    return [name for name in names if name in ENCRYPTING]
+
+
 def described(names: Iterable[str]) -> str:
     """Return the filters that change updates, in words; empty if none does."""
     known = dict.fromkeys(name for name in names if name in KNOWN and name not in EXACT)

@@ -75,7 +75,7 @@ class ServerWatch(Filter):  # type: ignore[misc] # NVFlare has no types
             EventType.CLIENT_DISCONNECTED: _disconnected,
             EventType.CLIENT_RECONNECTED: _reconnected,
             EventType.FATAL_SYSTEM_ERROR: _fatal,
-            EventType.END_WORKFLOW: lambda rounds, _: rounds.end(),
+            EventType.END_WORKFLOW: _workflow_ended,
         }
         self._handlers = handlers
 
@@ -120,15 +120,14 @@ class ServerWatch(Filter):  # type: ignore[misc] # NVFlare has no types
             **more,
         )
         names = self.filters or []
-        hides = bool(filters.hiding(names))
+        encrypts = bool(filters.encrypting(names))
         config = {
             "job": job_id,
             "workflows": [type(controller).__name__ for controller in _controllers(fl_ctx)],
             "filters": names,
         }
-        most = filters.LEVEL if hides else HIGHEST_LEVEL
+        most = filters.LEVEL if encrypts else HIGHEST_LEVEL
         monitor.host.describe("nvflare", {"nvflare": config}, trace=trace_id(job_id), most=most)
-        encrypts = any(name in filters.ENCRYPTING for name in names)
         self._rounds = ServerRounds(monitor, job_id, guard_mode=self.guard, hides=encrypts)
         monitor.host.before_close(self._rounds.end)
         close_at_exit(self._rounds)
@@ -293,6 +292,13 @@ def _disconnected(rounds: ServerRounds, fl_ctx: FLContext) -> None:
 
 def _reconnected(rounds: ServerRounds, fl_ctx: FLContext) -> None:
     rounds.reconnected(str(fl_ctx.get_prop(FLContextKey.RECONNECTED_CLIENT_NAME)))
+
+
+def _workflow_ended(rounds: ServerRounds, fl_ctx: FLContext) -> None:
+    signal = getattr(fl_ctx.get_prop(FLContextKey.RUNNER), "abort_signal", None)
+    if getattr(signal, "triggered", False):
+        rounds.aborted()
+    rounds.end()
 
 
 def _fatal(rounds: ServerRounds, fl_ctx: FLContext) -> None:

@@ -75,6 +75,7 @@ class ServerRounds:
         self._began = 0.0
         self._aggregation_began: float | None = None
         self._reported: dict[str | None, set[str]] = {}
+        self._ended_by_server = False  # whether it was reported that the job was given up or aborted
         self._measuring = BackgroundWork("fedvitals-updates")
         self._waiting = 0
         self._spare = ReusableVector()
@@ -140,9 +141,25 @@ class ServerRounds:
         self.monitor.close()
 
     def failed(self, reason: str) -> None:
-        """Report that the job was ended by NVFlare's server."""
+        """Report that NVFlare's server gave the job up."""
+        self._ended_by_server = True
         data = {"exception": "FATAL_SYSTEM_ERROR"}
         self.monitor.host.event("error", "round.failed", reason[:1000], data=data)
+
+    def aborted(self) -> None:
+        """Report that the job was ended while a round was open; who had not answered by then is not late."""
+        with self.lock:
+            pending, self._pending = self._pending, {}
+            if self.round_index is None or self._ended_by_server:
+                return
+            self._ended_by_server = True
+            working = sorted({request.node for request in pending.values() if request.fetched and not request.failed})
+            others = f" Still at work: {', '.join(working)}." if working else ""
+            text = f"The job was ended from outside of its workflow, in round {self.round_index}.{others}"
+            self.monitor.host.event("error", "round.failed", text, data={"exception": "JOB_ABORTED"})
+            self.monitor.host.event(
+                "error", "job.aborted", text, data={"working": working}
+            )  # in our words, at any level
 
     def aggregating(self) -> None:
         """Note that the server begins to aggregate."""

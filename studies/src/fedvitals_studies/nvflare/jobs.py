@@ -98,7 +98,7 @@ def _scatter_and_gather(settings: JobSettings, name: str) -> Any:
     from nvflare.app_opt.pt.job_config.model import PTModel  # noqa: PLC0415
     from nvflare.job_config.script_runner import ScriptRunner  # noqa: PLC0415
 
-    job = BaseFedJob(name=name, min_clients=1)
+    job = BaseFedJob(name=name, min_clients=settings.sites - 1)
     persistor = job.to_server(PTModel(_model(settings)))["persistor_id"]
     generator = job.to_server(FullModelShareableGenerator(), id="shareable_generator")
     aggregator = job.to_server(InTimeAccumulateWeightedAggregator(expected_data_kind="WEIGHTS"), id="aggregator")
