@@ -145,5 +145,5 @@ def test_what_may_leave_depends_on_the_privacy_level():
                 pass
         told[level] = {key for event in sink.events("data") for key in event.data}
     assert not told[1]
-    assert told[2] == {"samples", "features", "looks", "mean", "std", "missing", "constant", "duplicates"}
+    assert told[2] == {"samples", "features", "looks", "mean", "std", "std_error", "missing", "constant", "duplicates"}
     assert {"means", "covariance", "inputs", "labels", "min", "max"} <= told[3]

@@ -71,6 +71,8 @@ def describe(x: samples.Inputs, y: Tensor | None, total: int) -> DataDescription
     labelled = y is not None and y.dim() == 1 and not y.is_floating_point() and len(y) == len(flat)
     classes = y.detach().cpu().numpy().astype(np.int64) if labelled and y is not None else np.zeros(len(flat), np.int64)
     scalars = {name.removeprefix("data."): value for name, value in metrics.items()}
+    if not tokens:
+        scalars["std_error"] = _spread_error(flat)
     about = {"samples": total, "features": int(flat.shape[1]), "tokens": tokens, "labelled": labelled, **scalars}
     checks = {"inputs": checksum(flat), "labels": 0 if y is None else checksum(y)}
     return DataDescription(metrics, about | checks | _sketch(projected, classes))
@@ -117,6 +119,14 @@ def _number_metrics(flat: Tensor) -> dict[str, float]:
     values = torch.stack([mean, variance.sqrt(), constant, *edges]).double().cpu().tolist()
     names = ("data.mean", "data.std", "data.constant", "data.min", "data.max")
     return dict(zip(names, values, strict=True)) | {"data.missing": missing, "data.duplicates": _duplicates(flat)}
+
+
+def _spread_error(flat: Tensor) -> float:
+    """Return the relative standard error of the inputs' spread, by how much single samples differ in theirs."""
+    numbers = torch.nan_to_num(flat.float(), nan=0.0, posinf=0.0, neginf=0.0)
+    squares = ((numbers - numbers.mean()) ** 2).mean(1).double()
+    spread, mean = torch.stack([squares.std(), squares.mean()]).cpu().tolist()
+    return float(0.5 * spread / mean / math.sqrt(len(squares))) if mean > 0 else 0.0
 
 
 def _token_metrics(flat: Tensor) -> dict[str, float]:

@@ -61,7 +61,7 @@ ADDING: Mapping[tuple[str, ...], Iterable[int]] = {
     CLASS_COLUMNS: range(len(CLASS_COLUMNS)),
 }
 
-DATA_SCALARS = ("mean", "std", "missing", "constant", "duplicates", "length")
+DATA_SCALARS = ("mean", "std", "std_error", "missing", "constant", "duplicates", "length")
 # What is left of an event without its words. Nobody but us can write these keys: see `logs` and `timing`.
 LEFT: Mapping[str, tuple[str, ...]] = {
     "log": ("logger", "exception"),

@@ -50,6 +50,8 @@ class DataDeviation:
     flips: int  # labels for which a flip is a likely explanation
     usual_flip: float  # `flip` that a quarter of the other clients exceed
     excess: float
+    usual_excess: float  # the median of the other clients'
+    wider: float  # variance within its classes over the usual one; NaN where it is not known
     cells: int  # classes that were compared
     spread_score: float  # deviations of the logarithm of the inputs' standard deviation
     spread_ratio: float  # that standard deviation over the expected one
@@ -66,6 +68,7 @@ class _Cells:
     counts: Array
     means: Array
     widths: Array  # [classes]: variance within a class over that within the usual one
+    wider: Array  # [clients]: variance within a client's classes over that of the usual client
 
 
 def compare_data(sketches: Mapping[Node, DataSketch]) -> dict[Node, DataDeviation]:
@@ -80,7 +83,7 @@ def compare_data(sketches: Mapping[Node, DataSketch]) -> dict[Node, DataDeviatio
     unusual = {node for node, score in scores.items() if abs(score) > UNUSUAL_SPREAD}
     cells = _cells(comparable, unusual)
     if cells is None:  # scalars are all that may leave the clients
-        nothing = (0.0, math.nan, 0.0, None, 0.0, 0, 0.0, 0.0, 0)
+        nothing = (0.0, math.nan, 0.0, None, 0.0, 0, 0.0, 0.0, 0.0, math.nan, 0)
         return {node: DataDeviation(*nothing, scores[node], ratios[node], math.nan, 0.0) for node in comparable}
     first = _deviations(cells, unusual, scores, ratios)
     evidence = {node: max(own.noise, own.flip) for node, own in first.items() if node not in unusual}
@@ -105,7 +108,8 @@ def spread_scores(sketches: Mapping[Node, DataSketch]) -> tuple[dict[Node, float
         nothing = dict.fromkeys(sketches, 0.0)
         return nothing, dict.fromkeys(sketches, 1.0)
     distances = logs - np.nanmedian(logs)
-    scale = math.hypot(1.4826 * float(np.nanmedian(np.abs(distances))), LEAST_SPREAD)
+    errors = np.array([min(max(own.scalars.get("std_error", 0.0), 0.0), 10.0) for own in sketches.values()])
+    scale = np.hypot(math.hypot(1.4826 * float(np.nanmedian(np.abs(distances))), LEAST_SPREAD), errors)
     scores = np.nan_to_num(distances / scale)
     ratios = np.exp(np.clip(np.nan_to_num(distances), -700, 700))
     return dict(zip(sketches, scores.tolist(), strict=True)), dict(zip(sketches, ratios.tolist(), strict=True))
@@ -123,8 +127,10 @@ def _cells(sketches: Mapping[Node, DataSketch], unusual: Collection[Node]) -> _C
     for row, own in enumerate(sketches.values()):
         places = [column[label] for label in own.classes]
         if places:
-            counts[row, places], means[row, places] = own.counts, own.means @ whitening
-    return _Cells([*sketches], labels, counts, means, _widths(sketches, unusual, column))
+            counts[row, places], means[row, places] = own.counts * own.distinct, own.means @ whitening
+    traces = np.array([float(np.trace(own.covariance)) for own in sketches.values()])
+    wider = traces / max(float(np.median(traces)), 1e-30)
+    return _Cells([*sketches], labels, counts, means, _widths(sketches, unusual, column), wider)
 
 
 def _widths(sketches: Mapping[Node, DataSketch], unusual: Collection[Node], column: Mapping[int, int]) -> Array:
@@ -184,14 +190,17 @@ def _deviations(
         _best_flip(centres[row], differences[row], variances[row], squares[row], compared[row], known[row])
         for row in range(len(cells.nodes))
     ]
+    gains = np.array([own[0] for own in flips])
+    excesses = np.where(compared, squares - cells.means.shape[2], 0.0).sum(axis=1) / 2
     deviations = {}
     for row, node in enumerate(cells.nodes):
         flip, place, share, likely = flips[row]
         pair = None if place is None else (cells.labels[place[0]], cells.labels[place[1]])
-        excess = float((squares[row, compared[row]] - cells.means.shape[2]).sum() / 2)
-        usual = float(np.quantile([own[0] for other, own in enumerate(flips) if other != row], 0.75))
+        usual = float(np.quantile(np.delete(gains, row), 0.75))
+        usual_excess = float(np.median(np.delete(excesses, row)))
         deviations[node] = DataDeviation(
-            *(float(noise[row]), float(rates[row]), flip, pair, share, likely, usual, excess, int(compared[row].sum())),
+            *(float(noise[row]), float(rates[row]), flip, pair, share, likely, usual),
+            *(float(excesses[row]), usual_excess, float(cells.wider[row]), int(compared[row].sum())),
             *(scores[node], ratios[node], _slope(cells, centres, compared, row), float(resolved[row])),
         )
     return deviations

@@ -43,6 +43,11 @@ class DataSketch:
         """The standard deviation of the inputs; NaN where there is none, as of tokens."""
         return self.scalars.get("std", math.nan)
 
+    @property
+    def distinct(self) -> float:
+        """The share of its samples that are not repeated: repeated ones tell nothing new of a mean."""
+        return min(1.0, max(0.01, 1 - self.scalars.get("duplicates", 0.0)))
+
 
 def read_sketch(event: Event) -> DataSketch | None:
     """Return the sketch that an event holds; None if it cannot be read, as a client may send anything."""
@@ -53,7 +58,7 @@ def read_sketch(event: Event) -> DataSketch | None:
 
 
 def _read(round_index: int, data: Mapping[str, Any]) -> DataSketch:
-    names = ("mean", "std", "min", "max", "missing", "constant", "duplicates", "length")
+    names = ("mean", "std", "std_error", "min", "max", "missing", "constant", "duplicates", "length")
     scalars = {name: float(data[name]) for name in names if name in data}
     known = (
         round_index,

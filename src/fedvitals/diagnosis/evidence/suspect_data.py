@@ -26,6 +26,8 @@ SPREAD_LIMIT = 4.5  # deviations of the logarithm of the inputs' standard deviat
 SPREAD_OF_FEW = 7.0  # the same of clients of which hardly a class can be compared
 SCALED, NOISIER = 3.0, 1.1  # times the usual standard deviation: inputs on another scale; noisy inputs
 SHIFT_LIMIT = 60.0  # log-likelihood ratio from which inputs look otherwise, whatever the labels
+SHIFT_OF_OTHERS = 3.0  # times that of the usual client, which is added to that limit
+WITHIN = 0.4  # of what noise adds to the variance of inputs, the share that must be seen within classes
 MANY = 0.3  # of all clients: if more than so many stand out, they are another population
 GROUP, MOST_OF_GROUP = 2, 0.45  # clients, and share of all, that are a group with inputs of their own
 MOST_COMPARED = 300  # clients, of those that are not in the round the ones that told last
@@ -132,7 +134,9 @@ def _kind_of(deviation: DataDeviation) -> str | None:
         return "input_scale"
     # Of inputs with more contrast, the classes would lie further apart, too.
     limit = SPREAD_LIMIT if deviation.cells > 1 else SPREAD_OF_FEW
-    if deviation.spread_score > limit and ratio > NOISIER and not deviation.slope > (1 + ratio) / 2:
+    # Noise on top of inputs adds as much to their variance within classes as to their variance.
+    within = not deviation.wider < 1 + WITHIN * (ratio**2 - 1)
+    if deviation.spread_score > limit and ratio > NOISIER and within and not deviation.slope > (1 + ratio) / 2:
         return "input_noise"
     explained = max(deviation.noise, deviation.flip) >= EXPLAINED * deviation.excess
     noise = deviation.noise > NOISE_LIMIT and deviation.rate > LEAST_RATE
@@ -140,7 +144,8 @@ def _kind_of(deviation: DataDeviation) -> str | None:
     if explained and (noise or flip):
         several = deviation.flips > 1 and deviation.noise > deviation.flip / 3
         return "label_noise" if (noise and deviation.noise > deviation.flip) or several else "label_flip"
-    return "inputs" if deviation.excess > SHIFT_LIMIT and deviation.cells > 1 else None
+    limit = SHIFT_LIMIT + SHIFT_OF_OTHERS * max(0.0, deviation.usual_excess)
+    return "inputs" if deviation.excess > limit and deviation.cells > 1 else None
 
 
 def _is_usual(deviation: DataDeviation | None) -> bool:
