@@ -266,7 +266,7 @@ def test_every_run_record_says_when_it_started():
     runs = sink.of(Run)
     assert holds_for_each(run.started > 0 and run.versions for run in runs)
     assert runs[-1].finished >= runs[-1].started
-    assert {table.rows for table in runs[-1].tables} == {"model", "parameter"}
+    assert {table.rows for table in runs[-1].tables} == {"class", "model", "parameter"}
 
 
 def test_log_lines_of_two_monitors_stay_apart():
