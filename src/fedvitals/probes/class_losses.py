@@ -10,6 +10,7 @@ such rows are counted as `odd`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +40,13 @@ class JudgedRows:
     labels: Tensor
     guesses: Tensor
     losses: Tensor  # cross-entropy, whatever weight the training gives to the row
-    counted: Tensor
-    odd: Tensor | None = None  # whether the gradient is of no cross-entropy; None: labels were known
+    counted: Tensor | None  # None: all of them do
+    odd: Tensor | None = None  # whether the gradient is of no cross-entropy; None: none of them is
+
+    def part(self, rows: slice) -> JudgedRows:
+        """Return some of the rows."""
+        counted, odd = (None if mask is None else mask[rows] for mask in (self.counted, self.odd))
+        return JudgedRows(self.labels[rows], self.guesses[rows], self.losses[rows], counted, odd)
 
 
 def judge_gradients(
@@ -55,24 +61,26 @@ def judge_gradients(
     tolerance = max(TOLERANCE, 8 * torch.finfo(gradients.dtype).eps)
     gradients = gradients.float()
     guesses, shifted, chances, normaliser = _softmax(logits)
-    lowest, places = gradients.min(1)
-    negative = lowest < 0
-    labels = torch.where(negative, places, guesses)
+    lowest, places = gradients.min(1, keepdim=True)
+    negative = lowest[:, 0] < 0
+    labels = torch.where(negative, places[:, 0], guesses)
     column = labels[:, None]
     log_chance = shifted.gather(1, column).sub_(normaliser)  # log p_y
-    size = gradients.abs().sum(1)
     others = log_chance.expm1()  # p_y − 1, which is minus the sum of the other probabilities, without cancellation
-    weights = -(size + lowest) / others[:, 0]
+    weights = lowest / others
     wanted = chances.scatter_(1, column, others)
-    residual = torch.addcmul(gradients, weights[:, None], wanted, value=-1).abs_().sum(1)
-    odd = residual > torch.add(tolerance * size, weights, alpha=ROUNDING)
+    residual = torch.addcmul(gradients, weights, wanted, value=-1).abs_().sum(1)
+    # The size of a row, the sum of its magnitudes, is −2 × its lowest entry.
+    odd = residual > torch.add(weights * ROUNDING, lowest, alpha=-2 * tolerance)[:, 0]
     if normalised:
-        odd &= size + lowest > tolerance * size
+        odd &= gradients.abs().sum(1) + lowest[:, 0] > -tolerance * lowest[:, 0]
     if outputs is not None:
-        odd |= _weights_differ(weights, 2 * outputs + labels, negative, max(WEIGHT_TOLERANCE, tolerance))
-    losses, surprise = log_chance[:, 0].neg(), normaliser[:, 0]
-    if logits.is_cpu and bool(negative.all()) and bool((size + surprise).sum().isfinite()):
-        return JudgedRows(labels, guesses, losses, ~odd, odd)  # as a rule; on a device, asking would wait for it
+        kinds, own = 2 * outputs + labels, gradients.amax(1) / -others[:, 0]  # by the entry that does not cancel
+        odd |= _weights_differ(own, kinds, negative, max(WEIGHT_TOLERANCE, tolerance))
+    losses = log_chance[:, 0].neg()
+    if logits.is_cpu and math.isfinite(residual.sum()) and negative.all() and not odd.any():
+        return JudgedRows(labels, guesses, losses, None)  # as a rule; on a device, asking would wait for it
+    size, surprise = gradients.abs().sum(1), normaliser[:, 0]
     certain, finite = surprise < CERTAIN, (size + surprise).isfinite()
     odd = torch.where(negative, odd, (size > 0) & ~certain) & finite
     return JudgedRows(labels, guesses, losses, (negative | certain) & finite & ~odd, odd)
@@ -152,8 +160,7 @@ class ClassTotals:
 
     def add_first(self, rows: JudgedRows, chosen: Tensor | None = None, client: Tensor | None = None) -> None:
         """Add the chosen rows (None: all) of the first pass; `client` is each row's client, None for the only one."""
-        counted = rows.counted if chosen is None else rows.counted & chosen
-        weights, losses = self._weighed(rows.losses, counted)
+        weights, losses = self._weighed(rows, chosen)
         if not self.tabulated:
             self._add(0, torch.stack([weights, losses, weights * (rows.labels == rows.guesses)], 1), client)
             return
@@ -161,17 +168,26 @@ class ClassTotals:
         self._confusion.index_add_(0, places * self.classes + rows.guesses, weights)
         self._sums.index_add_(0, places, torch.stack([losses, losses * losses], 1))
 
-    def add_last(self, losses: Tensor, counted: Tensor, client: Tensor | None = None) -> None:
-        """Add losses of the last pass, as far as they count."""
-        self._add(3, torch.stack(self._weighed(losses, counted), 1), client)
+    def add_last(self, rows: JudgedRows, chosen: Tensor | None = None, client: Tensor | None = None) -> None:
+        """Add the chosen rows of the last pass."""
+        self._add(3, torch.stack(self._weighed(rows, chosen), 1), client)
 
     def add_judged(self, rows: JudgedRows) -> None:
         """Count the rows of a single client, and those that are odd."""
-        if rows.odd is not None:
+        if rows.counted is None:
+            self._scalars[0, 5] += len(rows.labels)
+        elif rows.odd is not None:
             self._add(5, torch.stack([rows.counted, rows.odd], 1), None)
 
-    def _weighed(self, losses: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-        return counted.to(self.numbers.dtype), torch.where(counted, losses, 0.0).to(self.numbers.dtype)
+    def _weighed(self, rows: JudgedRows, chosen: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return 1 for each row that counts and is chosen, else 0; and its loss, else 0."""
+        counted = rows.counted if chosen is None else chosen
+        if chosen is not None and rows.counted is not None:
+            counted = rows.counted & chosen
+        dtype = self.numbers.dtype
+        if counted is None:
+            return self.numbers.new_ones(len(rows.labels)), rows.losses.to(dtype)
+        return counted.to(dtype), torch.where(counted, rows.losses, 0.0).to(dtype)
 
     def _add(self, first: int, columns: Tensor, client: Tensor | None) -> None:
         scalars = self._scalars[:, first : first + columns.shape[1]]

@@ -28,7 +28,13 @@ from fedvitals.errors import ConfigError, UnsuitedError
 from fedvitals.kernels.cuda.sums import upload
 from fedvitals.model_hooks import Hook, can_be_hooked
 from fedvitals.probes import samples
-from fedvitals.probes.class_losses import ClassSums, ClassTotals, Mask, Places, judge_gradients, last_quota, pass_masks
+from fedvitals.probes.class_losses import (
+    ClassSums,
+    ClassTotals,
+    JudgedRows,
+    judge_gradients,
+    last_quota,
+)
 from fedvitals.probes.differentiate import logits_of
 from fedvitals.probes.view import View
 from fedvitals.stats import Array
@@ -36,6 +42,8 @@ from fedvitals.stats import Array
 MOST_NUMBERS = 1 << 20  # of one output; of a larger one, rows that are spread evenly
 MOST_WAITING = 1 << 20  # of outputs that wait to be evaluated, and as many of their gradients
 MOST_AWAITED = 32  # outputs without a backward pass
+
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - torch.func tells it nowhere else
 
 NOT_MEASURED = "Training losses by class are not measured: "
 OTHER_LOSS = (
@@ -46,6 +54,9 @@ NOT_SEEN = (
     "no forward and backward pass of the model was seen, although it trained. It may be compiled, or called otherwise "
     "than by model(x)."
 )
+
+
+_Span = tuple[int, int, int]  # of an output: the number of its first sample, its samples, its rows
 
 
 class _Output:
@@ -60,13 +71,6 @@ class _Output:
         self.stride, self.samples = stride, samples
         self.first = 0  # the number of its first sample, in the order of the backward passes
         self.version = logits._version  # noqa: SLF001 - autograd's own counter of changes in place
-
-    def places(self) -> Places:
-        """Return the numbers of the samples that the rows are of: several rows each, where these are sequences."""
-        rows = 0 if self.logits is None else len(self.logits)
-        if rows == self.samples:
-            return np.arange(self.first, self.first + rows)
-        return self.first + np.arange(rows) * self.samples // max(1, rows)
 
 
 class MeasuredLosses:
@@ -110,7 +114,7 @@ class TrainingLosses:
         self._awaited: list[_Output] = []  # whose backward pass has not come yet
         self._waiting: list[_Output] = []  # to be evaluated
         self._numbers = 0  # of these
-        self._evaluated: deque[tuple[Places, Tensor, Tensor]] = deque()  # that may be of the last pass: losses, counted
+        self._evaluated: deque[tuple[list[_Span], JudgedRows]] = deque()  # that may be of the last pass
         self._totals: ClassTotals | None = None
         self._normalised = False  # whether the outputs are log-probabilities
         self._handle: Any = None
@@ -164,26 +168,25 @@ class TrainingLosses:
         if not module.training or not torch.is_grad_enabled() or self._reason is not None:
             return
         began = time.perf_counter()
-        logits = output if type(output) is Tensor else logits_of(output)
+        batch = _batch_size(output, arguments, named)
+        # Whether a sample of it may belong to the first pass, or to the end of any.
+        total, now = self._total, self._samples
+        awaited = sum(caught.samples for caught in self._awaited) if self._awaited else 0
+        if total is None or now < total or now % total + awaited + batch > total - self._quota:
+            self._await_gradient(output if type(output) is Tensor else logits_of(output), batch)
+        else:
+            self._samples = now + batch
+        self.seconds += time.perf_counter() - began
+
+    def _await_gradient(self, logits: Any, batch: int) -> None:
         obstacle = _obstacle(logits)
         if obstacle is not None:
             self._refuse(obstacle)
-        elif logits.grad_fn is not None and not _is_captured(logits):
-            batch = _batch_size(logits, arguments, named)
-            # Whether a sample of it may belong to the first pass, or to the end of any.
-            total, now = self._total, self._samples
-            awaited = sum(output.samples for output in self._awaited) if self._awaited else 0
-            if total is None or now < total or now % total + awaited + batch > total - self._quota:
-                self._await_gradient(logits, batch)
-            else:
-                self._samples += batch
-        self.seconds += time.perf_counter() - began
-
-    def _await_gradient(self, logits: Tensor, batch: int) -> None:
-        node, numbers = logits.grad_fn, logits.numel()
-        if not numbers or node is None:
             return
-        rows, stride = _rows(logits), 1
+        node, numbers, stride = logits.grad_fn, logits.numel(), 1
+        if node is None or not numbers or _is_captured(logits):
+            return
+        rows = _rows(logits)
         if numbers > MOST_NUMBERS:
             stride = -(-numbers // MOST_NUMBERS)
             rows = rows[::stride].clone()
@@ -229,7 +232,7 @@ class TrainingLosses:
         if total is None:
             return
         since = self._samples - total
-        while self._evaluated and self._evaluated[0][0][-1] < since:
+        while self._evaluated and sum(self._evaluated[0][0][-1][:2]) <= since:
             self._evaluated.popleft()
         self._waiting = [o for o in self._waiting if o.first < total or o.first + o.samples > since]
         self._numbers = sum(output.logits.numel() for output in self._waiting if output.logits is not None)
@@ -251,34 +254,41 @@ class TrainingLosses:
             return
         logits, gradients = torch.cat([z for _, z, _ in outputs]), torch.cat([g for _, _, g in outputs])
         totals = self._totals = self._totals or ClassTotals(logits.shape[1], logits.device)
-        places = np.concatenate([output.places() for output, _, _ in outputs])
-        numbers = None
+        spans, numbers = [(output.first, output.samples, len(z)) for output, z, _ in outputs], None
         if totals.classes == 2:
             sizes = [len(z) for _, z, _ in outputs]
             numbers = upload(torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)), logits.device)
         judged = judge_gradients(logits, gradients, numbers, normalised=self._normalised)
         totals.add_judged(judged)
-        first, _ = self._masks(places)
-        if first.any():
-            totals.add_first(judged, None if first.all() else _to_device(first, logits))
+        first = len(logits) if self._total is None else _rows_before(spans, self._total)
+        if first:
+            totals.add_first(judged if first == len(logits) else judged.part(slice(first)))
         if self._total is not None:
-            self._evaluated.append((places, judged.losses, judged.counted))
-
-    def _masks(self, places: Places) -> tuple[Mask, Mask]:
-        """Return which rows are of the first pass, and which of the end of the last as far as it is known."""
-        if self._total is None:
-            return np.ones(len(places), np.bool_), np.zeros(len(places), np.bool_)
-        return pass_masks(places, self._total, self._quota, self._samples)
+            self._evaluated.append((spans, judged))
 
     @torch.no_grad()
     def _add_last(self) -> None:
-        """Add the losses of the last pass."""
-        if self._totals is None:
+        """Add the rows of the last pass: as `pass_masks` tells, the ends of passes among the last samples."""
+        total, end = self._total, self._samples
+        if total is None or self._totals is None:
             return
-        for places, losses, counted in self._evaluated:
-            _, last = self._masks(places)
-            if last.any():
-                self._totals.add_last(losses, counted if last.all() else counted & _to_device(last, counted))
+        last_end = end // total * total  # of a pass
+        for finished in (last_end, last_end + total):
+            begin, until = max(finished - self._quota, end - total), min(finished, end)
+            for spans, judged in self._evaluated if begin < until else ():
+                rows = slice(_rows_before(spans, begin), _rows_before(spans, until))
+                if rows.start < rows.stop:
+                    self._totals.add_last(judged.part(rows))
+
+
+def _rows_before(spans: Sequence[_Span], place: int) -> int:
+    """Return how many rows of outputs are of samples before this one, in the order of the training."""
+    count = 0
+    for first, length, rows in spans:
+        if place <= first:
+            break
+        count += rows * min(place - first, length) // length
+    return count
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -287,15 +297,11 @@ def _rows(tensor: Tensor) -> Tensor:
     return own if own.dim() == 2 else own.flatten(0, -2)
 
 
-def _to_device(mask: Mask, like: Tensor) -> Tensor:
-    return upload(torch.from_numpy(mask), like.device)
-
-
 def _obstacle(logits: Any) -> str | None:
     """Return why an output cannot be measured; None if it can."""
     if not isinstance(logits, Tensor):
         returned = f"a {type(logits).__name__}"
-    elif type(logits) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(logits):  # noqa: SLF001
+    elif type(logits) is not Tensor or _is_wrapped(logits):
         returned = f"a tensor of another kind ({type(logits).__name__}, or one inside torch.func)"
     elif logits.dim() in (2, 3) and logits.shape[-1] > 1 and logits.is_floating_point():
         return None
@@ -309,12 +315,13 @@ def _is_captured(logits: Tensor) -> bool:
     return logits.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _batch_size(logits: Tensor, arguments: Sequence[Any], named: Mapping[str, Any]) -> int:
+def _batch_size(output: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> int:
     """Return the samples in a batch: the length of the first input, else of the output."""
-    for part in arguments or named.values():
+    for part in (*arguments, *named.values(), logits_of(output)) if named else arguments:
         if isinstance(part, Tensor) and part.dim():
             return max(1, len(part))
-    return len(logits)
+    logits = logits_of(output)
+    return max(1, len(logits)) if isinstance(logits, Tensor) and logits.dim() else 1
 
 
 def _pass_length(data: Any) -> int | None:

@@ -51,7 +51,7 @@ class StepClock:
         self._looking = True  # into the step that comes next
         self._count, self._wakes = 0, 1  # steps so far, and which one is looked into next
         self._nested = self._inner = self.batch = self.steps = 0
-        self._set_up = self._whole = self._loaded = self._after = self._rest = 0.0
+        self._set_up = self._whole = self._loaded = self._after = self._rest = self._inside = 0.0
         self._hooks: list[Any] = []
         self._posts: dict[int, Any] = {}  # by optimiser
         self._forget: Callable[[], None] | None = None
@@ -118,8 +118,10 @@ class StepClock:
         self._state, self._mark, self._loading = BETWEEN, at, turn.loading
         turn.clock, turn.mark = self, at
 
-    def stop(self, steps: int, last: float, measuring: float) -> None:
-        """Training is over: after so many steps, of which the last began then; measuring them took so long."""
+    def stop(self, steps: int, last: float, measuring: float, inside: float = 0.0) -> None:
+        """Training is over: after so many steps, of which the last began then; measuring them took so long, `inside` of
+        it during forward and backward passes.
+        """
         turn = _turn
         at = now()
         if turn.clock is not self and steps:
@@ -127,6 +129,7 @@ class StepClock:
         self.steps = steps
         if threading.get_ident() == self._thread and turn.loaders != self._loaders_before:
             self._loaded = turn.loading - self._loading_before
+        self._inside = inside
         self._whole = max(0.0, last - self._began - self._set_up - measuring) if steps else 0.0
         self._rest = max(0.0, at - last - self._after)
 
@@ -230,7 +233,11 @@ class StepClock:
             return [0.0] * 4 + [self._whole] + [0.0] * 2
         steps = self._count * len(rows) / (len(rows) + self._inner)  # of which some were inside of others
         if len(rows) >= steps:
-            return [sum(column) for column in zip(*rows, strict=True)]
+            row = [sum(column) for column in zip(*rows, strict=True)]
+            in_forward = min(self._inside, row[WENT_FORWARD])
+            row[WENT_FORWARD] -= in_forward
+            row[WENT_BACKWARD] = max(0.0, row[WENT_BACKWARD] - self._inside + in_forward)
+            return row
         usual = rows[1:] or rows  # the first step makes what the others find
         row = [median(column) * steps for column in zip(*usual, strict=True)]
         # The last step began when the whole ended: its optimiser comes on top.

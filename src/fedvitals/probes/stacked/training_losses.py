@@ -62,4 +62,4 @@ def _add(totals: ClassTotals, outputs: tuple[Tensor, Tensor], first: Tensor, las
     masks = torch.stack([first, last]).flatten(1).repeat_interleave(rows, 1)
     client, masks = upload(client, logits.device), upload(masks, logits.device)
     totals.add_first(judged, masks[0], client)
-    totals.add_last(judged.losses, judged.counted & masks[1], client)
+    totals.add_last(judged, masks[1], client)
