@@ -91,6 +91,19 @@ def test_the_exception_that_a_site_tells_is_in_the_event_and_its_words_need_leav
         assert ("traceback" in event.data) is allowed
 
 
+def test_an_evaluation_after_the_last_round_is_reported_at_the_end():
+    with served() as (server, sink):
+        server.answer("site-1", server.ask("site-1", model()), result(changed(model(), 0.1)))
+        server.rounds.end()
+        server.answer("site-1", server.ask("site-1", model(), task="evaluate"), result(model(), metrics={"loss": 2.0}))
+        server.rounds.close()
+    assert [(data["phase"], data["answered"]) for data in cohorts(sink)] == [
+        ("train", ["site-1"]),
+        ("evaluate", ["site-1"]),
+    ]
+    assert [metric.value for metric in sink.metrics("local.loss")] == [2.0]
+
+
 def test_rounds_without_a_number_begin_when_a_site_is_asked_again():
     with served() as (server, sink):
         for _ in range(3):

@@ -77,7 +77,7 @@ class ServerRounds:
         self._reported: dict[str | None, set[str]] = {}
         self._ended_by_server = False  # whether it was reported that the job was given up or aborted
         self._measuring = BackgroundWork("fedvitals-updates")
-        self._waiting = 0
+        self._room_to_wait = threading.BoundedSemaphore(MOST_WAITING)
         self._spare = ReusableVector()
 
     # -- rounds -------------------------------------------------------------------------------------------------------
@@ -125,19 +125,20 @@ class ServerRounds:
             if self.round_index is None:
                 return
             self._measuring.wait()
-            for name, phase in self._phases.items():
-                self._report_phase(name, phase)
+            self._report_phases()
             whole = max(time.time() - self._began, 1e-9)
             self.monitor.host.log({"time.worked": min(1.0, covered(self._worked) / whole)})
             after = self._newest if model is None or model.is_difference else model.values
             outline = None if after is None else self._guarded("reading a model", lambda: self._outline_of(after))
             contextvars.copy_context().run(self.monitor.host.round_end, self.round_index, outline, self._metrics)
             self.round_index, self._newest = None, after
-            self._phases, self._worked, self._metrics = {}, [], {}
+            self._worked, self._metrics = [], {}
 
     def close(self) -> None:
-        """End the open round and the run."""
+        """End the open round and the run, and report what happened after the last round."""
         self.end()
+        with self.lock:
+            self._report_phases()
         self.monitor.close()
 
     def failed(self, reason: str) -> None:
@@ -279,13 +280,15 @@ class ServerRounds:
         """Note a stretch in which somebody worked."""
         self._worked.append((began, ended))
 
-    def _report_phase(self, name: str, phase: PhaseParticipation) -> None:
-        """Report a phase; sites that did not answer by the round's end count as late, or as gone."""
-        for key, request in [*self._pending.items()]:
-            if request.phase == name and request.node in phase.asked:
-                self._pending.pop(key)
-                self._late(key, request, phase)
-        participation.report(self.monitor.host, name, phase)
+    def _report_phases(self) -> None:
+        """Report who took part in what; sites that did not answer by the round's end count as late, or as gone."""
+        phases, self._phases = self._phases, {}
+        for name, phase in phases.items():
+            for key, request in [*self._pending.items()]:
+                if request.phase == name and request.node in phase.asked:
+                    self._pending.pop(key)
+                    self._late(key, request, phase)
+            participation.report(self.monitor.host, name, phase)
 
     def _late(self, task_id: str, request: SiteRequest, phase: PhaseParticipation) -> None:
         node, waited = request.node, time.time() - request.sent
@@ -346,11 +349,10 @@ class ServerRounds:
             try:
                 self._guarded("measuring an update", measure, node)
             finally:
-                self._waiting -= 1
+                self._room_to_wait.release()
 
-        if host.corrects_at_once or self._waiting >= MOST_WAITING:
+        if host.corrects_at_once or not self._room_to_wait.acquire(blocking=False):
             return self._guarded("measuring an update", measure, node) or ()
-        self._waiting += 1
         self._measuring.submit(measure_later)
         return ()
 
