@@ -329,6 +329,8 @@ def test_our_own_errors_do_not_reach_the_training(monkeypatch, place):
 
 
 def test_presets():
-    assert [preset(name).training_losses for name in ("light", "standard", "deep")] == [False, True, True]
+    presets = [preset(name) for name in ("light", "standard", "deep")]
+    measured = [[own.measures_losses(number) for number in (None, 0, 1, 8)] for own in presets]
+    assert measured == [[False] * 4, [True, True, False, True], [True] * 4]
     sink, _ = trained(make("mlp"), plain(), probes="light")
     assert not [name for name in sink.names() if name.startswith(("train.", "batch."))]

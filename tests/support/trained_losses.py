@@ -9,7 +9,7 @@ from fedvitals.probes.fit import confusion
 from fedvitals.probes.presets import Preset
 from support.models import CLASSES, batches, close, make_data, watched
 
-LOSSES = Preset("losses", (), fit_percent=0, training_losses=True)
+LOSSES = Preset("losses", (), fit_percent=0, training_losses=1)
 
 
 class Twin:

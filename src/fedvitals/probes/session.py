@@ -115,7 +115,7 @@ class ClientSession:
     def _watch_losses(self) -> TrainingLosses | None:
         """Return the hooks that measure training losses, unless this client's are known to be of another kind."""
         view, instruments = self._view, self._instruments
-        if not instruments.preset.training_losses:
+        if not instruments.preset.measures_losses(view.round):
             return None
         if (view.node or "", type(view.model)) in instruments.unsuited_losses:
             return None

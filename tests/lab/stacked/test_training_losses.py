@@ -8,7 +8,7 @@ from fedvitals import lab
 from fedvitals.probes.presets import Preset
 from support.models import watched
 
-LOSSES = Preset("losses", (), fit_percent=0, training_losses=True)
+LOSSES = Preset("losses", (), fit_percent=0, training_losses=1)
 EXPERIMENTS = {
     "several passes": {"local": lab.Local(epochs=3, batch=16)},
     "less than a pass": {"local": lab.Local(iterations=2, batch=8)},

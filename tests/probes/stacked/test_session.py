@@ -55,7 +55,7 @@ FULL = Preset(
     ),
     fit_percent=None,
     difference_each_step=True,
-    training_losses=True,
+    training_losses=1,
 )
 
 

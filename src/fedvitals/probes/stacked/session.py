@@ -275,7 +275,7 @@ class StackSession:
 
     def _tell_losses(self) -> None:
         """Record the optimiser's settings, and training losses if the host keeps what they need."""
-        stack, wanted = self._stack, self._instruments.preset.training_losses
+        stack, wanted = self._stack, self._instruments.preset.measures_losses(self._view.round)
         for name, numbers in stack.settings.items() if self._steps else ():
             if wanted or name != "batch.size":  # which a client alone tells by the hook of its losses
                 self._columns.put(name, np.asarray(numbers, np.float64))

@@ -82,7 +82,9 @@ class DataFigures:
                 f"| {kind} | {len(accused)} | {found.value:.2f} [{found.low:.2f}, {found.high:.2f}] | {named} |"
             )
         rate = poisson_rate(len(self.alarms), self.rounds)
-        alarms = f"{rate.value:.3f} [{rate.low:.3f}, {rate.high:.3f}] per 100 rounds" if self.rounds else "no healthy run"
+        alarms = (
+            f"{rate.value:.3f} [{rate.low:.3f}, {rate.high:.3f}] per 100 rounds" if self.rounds else "no healthy run"
+        )
         table += [
             "",
             f"{len(self.alarms)} of {self.clients:,} healthy clients in {self.rounds:,} rounds accused: {alarms}.",
