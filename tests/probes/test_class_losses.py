@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sums behind training losses by class, and their way to whoever reads them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch.nn import functional
 
 import fedvitals as fv
 from fedvitals.probes.class_losses import ClassSums, ClassTotals, judge_gradients, judge_labels, last_quota, pass_masks
+from fedvitals.probes.presets import preset
 from fedvitals.stats import CLASS_COLUMNS, derive
 from fedvitals.testing import MemorySink
 from support.models import make, make_data, train, watched
@@ -66,13 +69,14 @@ def federation(monitor, through_worker=False, rounds=2):
 
 def test_workers_and_the_store_tell_the_same(tmp_path):
     """Directly, through a worker's payload, from memory and from the file; and merged over the round."""
-    direct, sink = watched("standard")
+    each_round = replace(preset("standard"), training_losses=1)
+    direct, sink = watched(each_round)
     with direct:
         federation(direct)
-    worker, away = watched("standard")
+    worker, away = watched(each_round)
     with worker:
         federation(worker, through_worker=True)
-    with fv.Monitor(tmp_path / "runs.db", strict=True, detectors=[]) as monitor:
+    with fv.Monitor(tmp_path / "runs.db", probes=each_round, strict=True, detectors=[]) as monitor:
         federation(monitor)
         run = monitor.run.id
     with fv.store.open_reader(tmp_path / "runs.db") as reader:

@@ -23,7 +23,7 @@ def test_wrong_labels_since_the_middle_of_a_run_are_found(clients, seed):
     noise = lab.label_noise(nodes=["c1"], since=10, rate=0.8)
     history = watched(noise, clients=clients, seed=seed, **SMALL)
     assert alarms(history) == {("LABEL_NOISE", "c1")}
-    assert min(f.where.round for f in examine(history) if f.issue == "LABEL_NOISE") >= 12
+    assert min(f.where.round for f in examine(history) if f.issue == "LABEL_NOISE") >= 10
 
 
 @pytest.mark.parametrize("clients", [2, 3])

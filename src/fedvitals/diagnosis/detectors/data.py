@@ -10,6 +10,7 @@ import numpy as np
 
 from fedvitals.diagnosis.evidence.changed_data import DataChange
 from fedvitals.diagnosis.evidence.compared_data import DataDeviation
+from fedvitals.diagnosis.evidence.exact_relations import HARMLESS, exact_relations
 from fedvitals.diagnosis.evidence.fault_kinds import ISSUE_OF, WORDS
 from fedvitals.diagnosis.evidence.suspect_data import DataSuspect, examine_data
 from fedvitals.diagnosis.finding import Number, finding
@@ -25,7 +26,10 @@ def wrong_data(history: History, round_index: int) -> Iterator[Finding]:
     """LABEL_NOISE, LABEL_FLIP, INPUT_NOISE, INPUT_SCALE: a client whose samples are unlike those of its peers, or were
     changed, in a way that such a fault explains.
     """
+    relations = exact_relations(history, round_index)
     for node, suspect in examine_data(history, round_index).suspects.items():
+        if node in relations and relations[node].kind not in HARMLESS:
+            continue  # what is done to its updates is known exactly, and worse
         probability = DEVIATES if suspect.change is None else CHANGED
         yield finding(
             ISSUE_OF[suspect.kind],
