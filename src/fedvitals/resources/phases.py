@@ -288,6 +288,8 @@ class Clocks:
         else:
             parts = {name: _ticks(share * training) for name, share in known.shares.items()}
             parts["measure"] = _ticks(measure)
+        others = sum(part for name, part in parts.items() if name != "measure")  # two clocks differ by microseconds
+        parts["measure"] = min(parts["measure"], _ticks(max(0.0, seconds - others)))
         return {"parts": parts, "folded": True, **known.samples}
 
 
