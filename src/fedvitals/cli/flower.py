@@ -137,10 +137,10 @@ def env(as_file: bool, **settings: Any) -> None:
 
     For servers that something else starts:  eval "$(fedvitals flower env)"
     """
-    from fedvitals.hosts.flower.environment import FlowerEnvironment, absolute_store
+    from fedvitals.hosts.watch_settings import FLOWER, WatchSettings, absolute_store
 
     settings["store"] = absolute_store(settings["store"])
-    for name, value in FlowerEnvironment(**settings).variables(os.environ).items():
+    for name, value in WatchSettings(**settings).variables(os.environ, FLOWER).items():
         click.echo(f"{name}={value}" if as_file else f"export {name}={shlex.quote(value)}")
 
 
@@ -153,13 +153,13 @@ def _programs() -> Path:
 
 
 def _environment(place: Path, settings: dict[str, Any]) -> dict[str, str]:
-    from fedvitals.hosts.flower.environment import FlowerEnvironment, absolute_store
+    from fedvitals.hosts.watch_settings import FLOWER, WatchSettings, absolute_store
 
     if "store" in settings:
         settings["store"] = absolute_store(settings["store"])
     # Flower's programs start each other by name.
     own = {**os.environ, "PATH": f"{place}{os.pathsep}{os.environ.get('PATH', '')}"}
-    return own | FlowerEnvironment(**settings).variables(own)
+    return own | WatchSettings(**settings).variables(own, FLOWER)
 
 
 def _become(program: str, arguments: tuple[str, ...], settings: dict[str, Any]) -> NoReturn:

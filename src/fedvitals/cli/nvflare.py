@@ -85,10 +85,10 @@ def watch(folder: Path, **settings: Any) -> None:
 
     The store is a file of the server's machine: give its path there by --store.
     """
-    from fedvitals.hosts.nvflare.environment import NvflareEnvironment
     from fedvitals.hosts.nvflare.job_folder import watch_folder
+    from fedvitals.hosts.watch_settings import WatchSettings
 
-    watch_folder(folder, NvflareEnvironment(**settings))
+    watch_folder(folder, WatchSettings(**settings))
     click.echo(
         f"{folder} is watched. fedvitals must be installed on the server, and on the sites that are to tell more."
     )
@@ -97,23 +97,22 @@ def watch(folder: Path, **settings: Any) -> None:
 def _environment(settings: dict[str, Any]) -> dict[str, str]:
     if importlib.util.find_spec("nvflare") is None:
         raise MissingExtraError("nvflare", "nvflare", "`fedvitals nvflare`")
-    from fedvitals.hosts.nvflare.environment import NvflareEnvironment
-    from fedvitals.hosts.nvflare.job_folder import absolute_store
+    from fedvitals.hosts.watch_settings import NVFLARE, WatchSettings, absolute_store
 
     settings["store"] = absolute_store(settings["store"])
-    return {**os.environ, **NvflareEnvironment(**settings).variables(os.environ)}
+    return {**os.environ, **WatchSettings(**settings).variables(os.environ, NVFLARE)}
 
 
 def _simulate(folder: Path, arguments: tuple[str, ...], settings: dict[str, Any]) -> int:
     """Run a copy of a job's folder in the simulator: the folder itself stays as it is."""
-    from fedvitals.hosts.nvflare.environment import NvflareEnvironment
     from fedvitals.hosts.nvflare.job_folder import watch_folder
+    from fedvitals.hosts.watch_settings import WatchSettings
 
     if not any(word in ("-n", "--n_clients", "-c", "--clients") for word in arguments):
         raise ConfigError("How many sites? Say -n 4, or -c site-1,site-2, which goes on to NVFlare's simulator.")
     with tempfile.TemporaryDirectory(prefix="fedvitals-nvflare-") as place:
         copy = Path(place) / folder.resolve().name
         shutil.copytree(folder, copy)
-        watch_folder(copy, NvflareEnvironment(**settings))
+        watch_folder(copy, WatchSettings(**settings))
         simulator = [sys.executable, "-m", "nvflare.private.fed.app.simulator.simulator", str(copy)]
         return subprocess.call([*simulator, *arguments])  # noqa: S603 - what was asked

@@ -21,9 +21,9 @@ import pytest
 from fedvitals.cli import doctor, flower
 from fedvitals.cli.main import main
 from fedvitals.errors import ConfigError
-from fedvitals.hosts.flower.environment import FlowerEnvironment
 from fedvitals.hosts.flower.superlink import superlink
 from fedvitals.hosts.startup_path import SITE_FOLDER
+from fedvitals.hosts.watch_settings import FLOWER, WatchSettings
 from fedvitals.store import open_reader
 from fedvitals.store.read import queries
 from support.flower.processes import QUIET, deployed
@@ -220,14 +220,14 @@ def test_a_process_without_flower_loads_nothing_of_ours():
 
 
 def test_settings_travel_in_the_environment(tmp_path):
-    said = FlowerEnvironment(store="/x/runs.db", run="mine", probes="deep", privacy=0, tracebacks=False)
+    said = WatchSettings(store="/x/runs.db", run="mine", probes="deep", privacy=0, tracebacks=False)
     variables = said.variables({"PYTHONPATH": "/a:"})
-    assert FlowerEnvironment.read(variables) == said
+    assert WatchSettings.read(variables) == said
     assert variables["PYTHONPATH"] == f"{SITE_FOLDER}:/a:"
     assert said.variables(variables)["PYTHONPATH"] == variables["PYTHONPATH"]  # once
-    assert FlowerEnvironment.read({}) == FlowerEnvironment.read(dict.fromkeys(variables, "")) == FlowerEnvironment()
+    assert WatchSettings.read({}) == WatchSettings.read(dict.fromkeys(variables, "")) == WatchSettings()
     with pytest.raises(ConfigError, match="FEDVITALS_PRIVACY is a level from 0 to 4, got '-1'"):
-        FlowerEnvironment.read({"FEDVITALS_PRIVACY": "-1"})
+        WatchSettings.read({"FEDVITALS_PRIVACY": "-1"})
 
 
 def command(*words: object) -> int:
@@ -387,7 +387,7 @@ def test_flower_run_that_is_ended_takes_everything_along(flwr, app, tmp_path):
 def test_a_deployment_whose_servers_have_the_environment(app, tmp_path):
     """As by `fedvitals flower superlink` and `supernode`: each process of SuperLink and SuperNodes inherits it."""
     store = tmp_path / "runs.db"
-    variables = FlowerEnvironment(store=str(store), run="deployed").variables({})
+    variables = WatchSettings(store=str(store), run="deployed").variables({}, FLOWER)
     with deployed(tmp_path, **variables) as federation:
         names = {node.identity for node in federation.add_nodes(2)}
         run = federation.submit(app, num_server_rounds=1, out=tmp_path / "model.npz")

@@ -17,8 +17,8 @@ import fedvitals as fv
 from fedvitals.cli import nvflare as verb
 from fedvitals.errors import ConfigError
 from fedvitals.hosts.nvflare import filters
-from fedvitals.hosts.nvflare.environment import NvflareEnvironment
 from fedvitals.hosts.nvflare.job_folder import SERVER_PATH, SITE_PATH, watch_folder
+from fedvitals.hosts.watch_settings import NVFLARE, WatchSettings
 from fedvitals_studies.nvflare.jobs import JobSettings, make_job
 
 ENCRYPTED = "homomorphic encryption"
@@ -119,7 +119,7 @@ def test_a_folder_is_watched_once_and_a_job_with_our_line_stays_as_it_is(tmp_pat
     job.to_clients(ExcludeVars(["dense"]), filter_type=FilterType.TASK_RESULT, tasks=["train"])
     job.export_job(str(tmp_path / "plain"))
     folder = tmp_path / "plain" / "digits"
-    settings = NvflareEnvironment(store=str(tmp_path / "own.db"), privacy=1)
+    settings = WatchSettings(store=str(tmp_path / "own.db"), privacy=1)
     watch_folder(folder, settings)
     watch_folder(folder, settings)
     server, site, _ = configurations(folder)
@@ -138,5 +138,5 @@ def test_the_command_says_what_is_missing(tmp_path):
 
 
 def test_the_variables_come_back_as_they_were():
-    settings = NvflareEnvironment("runs.db", "digits", "deep", 3, True, "drop")
-    assert NvflareEnvironment.read(settings.variables({})) == settings
+    settings = WatchSettings("runs.db", "digits", "deep", 3, True, "drop")
+    assert WatchSettings.read(settings.variables({}, NVFLARE)) == settings

@@ -21,10 +21,10 @@ from flwr.serverapp.strategy import Strategy
 from fedvitals.errors import MissingExtraError
 from fedvitals.hosts.flower.attach import attach
 from fedvitals.hosts.flower.client_mod import TRAIN, ClientMod, client_mod
-from fedvitals.hosts.flower.environment import FlowerEnvironment
 from fedvitals.hosts.flower.grid_hooks import HOOKED, MARK
 from fedvitals.hosts.flower.reply_envelope import run_name
 from fedvitals.hosts.flower.rerun.app import with_subclasses
+from fedvitals.hosts.watch_settings import WatchSettings
 from fedvitals.monitor.monitor import Monitor
 
 logger = logging.getLogger("fedvitals")
@@ -44,7 +44,7 @@ def _with_our_mod(mods: Sequence[Any] | None) -> Sequence[Any] | None:
     if any(isinstance(mod, ClientMod) for mod in others):
         return mods
     try:
-        settings = FlowerEnvironment.read(os.environ)
+        settings = WatchSettings.read(os.environ)
         # Without the extra that tapes need, the app is watched without one.
         folder = None if _tape(settings) is None else settings.tape
         probes, tracebacks = settings.probes or "standard", bool(settings.tracebacks)
@@ -55,7 +55,7 @@ def _with_our_mod(mods: Sequence[Any] | None) -> Sequence[Any] | None:
     return [ours, *others]
 
 
-def _tape(settings: FlowerEnvironment) -> Any:
+def _tape(settings: WatchSettings) -> Any:
     if settings.tape is None:
         return None
     try:
@@ -130,7 +130,7 @@ class ServerAppRun:
             return self.guarded(lambda: attach(what, self._new_monitor())) is not None
 
     def _new_monitor(self) -> Monitor:
-        settings = FlowerEnvironment.read(os.environ)
+        settings = WatchSettings.read(os.environ)
         if self._monitors:
             self._monitors[-1].close()
         number = len(self._monitors) + 1

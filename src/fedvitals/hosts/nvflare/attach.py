@@ -15,9 +15,9 @@ from fedvitals.diagnosis.corrections.policy import correction_policy_of
 from fedvitals.errors import ConfigError
 from fedvitals.hosts import update_guard
 from fedvitals.hosts.nvflare import filters
-from fedvitals.hosts.nvflare.job_folder import absolute_store
 from fedvitals.hosts.nvflare.server_component import ServerWatch
 from fedvitals.hosts.nvflare.site.component import SiteWatch
+from fedvitals.hosts.watch_settings import absolute_store
 from fedvitals.probes.presets import check_name
 from fedvitals.transport.privacy import policy_for
 

@@ -7,15 +7,13 @@ NVFlare reads JSON, HOCON and YAML; the folders that it writes are JSON, and onl
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from fedvitals.errors import ConfigError
 from fedvitals.hosts.nvflare import filters
-from fedvitals.hosts.nvflare.environment import NvflareEnvironment
-from fedvitals.store import store_target
+from fedvitals.hosts.watch_settings import WatchSettings, absolute_store
 
 SERVER_FILE, SITE_FILE = "config_fed_server.json", "config_fed_client.json"
 SERVER_PATH = "fedvitals.hosts.nvflare.server_component.ServerWatch"
@@ -23,7 +21,7 @@ SITE_PATH = "fedvitals.hosts.nvflare.site.component.SiteWatch"
 ID = "fedvitals"
 
 
-def watch_folder(folder: Path, settings: NvflareEnvironment) -> None:
+def watch_folder(folder: Path, settings: WatchSettings) -> None:
     """Write our components into a job's folder, unless they are there. Raises ConfigError if it is no such folder."""
     files = [*_config_files(folder)]
     servers = [file for file in files if file.name == SERVER_FILE]
@@ -47,12 +45,6 @@ def watch_folder(folder: Path, settings: NvflareEnvironment) -> None:
         given = {name: value for name, value in arguments.items() if value is not None}
         config.setdefault("components", []).append({"id": ID, "path": path, "args": given})
         file.write_text(json.dumps(config, indent=4), encoding="utf-8")
-
-
-def absolute_store(store: str | os.PathLike[str] | None) -> str:
-    """Return the store's target so that it works from any folder, because a server job has a folder of its own."""
-    where = store_target(store)
-    return where if isinstance(where, str) else str(where.absolute())
 
 
 def _config_files(folder: Path) -> Iterator[Path]:

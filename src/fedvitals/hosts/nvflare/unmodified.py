@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedvitals.hosts.nvflare.environment import NvflareEnvironment
 from fedvitals.hosts.nvflare.job_folder import watch_folder
+from fedvitals.hosts.watch_settings import WatchSettings
 
 logger = logging.getLogger("fedvitals")
 
@@ -23,7 +23,7 @@ def generate_job_config(original: Callable[..., Any], config: Any, job_root: Any
     """Call `FedJobConfig.generate_job_config`, and let the job that it wrote be watched."""
     outcome = original(config, job_root, *more, **others)
     try:
-        watch_folder(Path(job_root) / str(config.job_name), NvflareEnvironment.read(os.environ))
+        watch_folder(Path(job_root) / str(config.job_name), WatchSettings.read(os.environ))
     except Exception as error:  # noqa: BLE001 - the job runs, whatever happens to us
         logger.warning("fedvitals does not watch this job (%s: %s); it runs as ever.", type(error).__name__, error)
     return outcome

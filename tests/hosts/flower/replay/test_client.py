@@ -21,12 +21,12 @@ import fedvitals as fv
 from fedvitals.cli.main import main
 from fedvitals.errors import ConfigError, StoreError
 from fedvitals.hosts.flower import unmodified
-from fedvitals.hosts.flower.environment import FlowerEnvironment
 from fedvitals.hosts.flower.rerun.app import client_app as app_in
 from fedvitals.hosts.flower.rerun.app import strategy_of
 from fedvitals.hosts.flower.rerun.client import rerun_client
 from fedvitals.hosts.flower.tape.client import client_tape, wait_for_writers
 from fedvitals.hosts.flower.tape.entries import ClientTapeFolder
+from fedvitals.hosts.watch_settings import FLOWER, WatchSettings
 from support.flower.federation import (
     HandGrid,
     client_app,
@@ -452,7 +452,7 @@ def test_the_command_of_the_server(folder, tmp_path, capsys):
 
 
 def test_by_the_environment_apps_without_a_line_have_tapes(tmp_path, monkeypatch):
-    variables = FlowerEnvironment(tape=str(tmp_path / "site")).variables({})
+    variables = WatchSettings(tape=str(tmp_path / "site")).variables({}, FLOWER)
     assert variables["FEDVITALS_TAPE"] == str(tmp_path / "site")
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedvitals.hosts.flower.environment import FlowerEnvironment
+from fedvitals.hosts.watch_settings import FLOWER, WatchSettings
 from support.flower.processes import QUIET, deployed
 from support.flower.records import SLOW, runs_of
 
@@ -79,7 +79,7 @@ def run(tmp_path_factory):
     (folder / "app" / "pyproject.toml").write_text(PYPROJECT)
     for name, text in {"__init__": "", "client_app": CLIENT, "server_app": SERVER}.items():
         (package / f"{name}.py").write_text(text)
-    told = FlowerEnvironment(store=str(folder / "runs.db"), tape=str(folder / "site")).variables(os.environ)
+    told = WatchSettings(store=str(folder / "runs.db"), tape=str(folder / "site")).variables(os.environ, FLOWER)
     with deployed(folder, **told) as federation:
         nodes = federation.add_nodes(2)
         running = federation.submit(folder / "app", eta=0.05)

@@ -1,31 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment variables by which jobs are watched that have no line of ours; all processes of a job inherit them.
+"""The settings of apps and jobs that are watched without a line of ours, as environment variables that all their
+processes inherit.
 
-This module loads neither NVFlare nor torch.
+This module loads neither a framework nor torch: commands set the environment (`fedvitals flower`, `fedvitals nvflare`),
+and the processes that the framework starts read it (`hosts.flower.unmodified`, `hosts.nvflare.unmodified`).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from fedvitals.errors import ConfigError
 from fedvitals.hosts.startup_path import with_site_folder
+from fedvitals.store import store_target
 
-SWITCH_VARIABLE = "FEDVITALS_NVFLARE"
+FLOWER, NVFLARE = "FEDVITALS_FLOWER", "FEDVITALS_NVFLARE"  # which of them is watched
 VARIABLE_NAMES = {
     "store": "FEDVITALS_STORE",
     "run": "FEDVITALS_RUN",
     "probes": "FEDVITALS_PROBES",
     "privacy": "FEDVITALS_PRIVACY",
     "tracebacks": "FEDVITALS_TRACEBACKS",
+    "tape": "FEDVITALS_TAPE",
     "guard": "FEDVITALS_GUARD",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class NvflareEnvironment:
+class WatchSettings:
     """The settings that can be given without a line of code. None: the default."""
 
     store: str | None = None
@@ -33,10 +39,11 @@ class NvflareEnvironment:
     probes: str | None = None
     privacy: int | None = None
     tracebacks: bool | None = None
-    guard: str | None = None
+    tape: str | None = None  # of Flower: the folder of clients' tapes; the server's lies beside its store
+    guard: str | None = None  # of NVFlare: what happens to unusable updates
 
     @classmethod
-    def read(cls, environment: Mapping[str, str]) -> NvflareEnvironment:
+    def read(cls, environment: Mapping[str, str]) -> WatchSettings:
         """Return the settings of these environment variables; an empty variable counts as unset."""
         values: dict[str, Any] = {name: environment.get(variable) for name, variable in VARIABLE_NAMES.items()}
         values = {name: value for name, value in values.items() if value}
@@ -48,13 +55,21 @@ class NvflareEnvironment:
             values["tracebacks"] = values["tracebacks"] != "0"
         return cls(**values)
 
-    def variables(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables that make a process, and all that it starts, watched.
+    def variables(self, inherited: Mapping[str, str], switch: str) -> dict[str, str]:
+        """Return the variables that make a process, and all that it starts, watched. `switch`: FLOWER or NVFLARE.
 
         `inherited`: the environment that they are added to; its values hold where these settings are None.
         """
         settings = {name: value for name, value in asdict(self).items() if value is not None}
         if "tracebacks" in settings:
             settings["tracebacks"] = int(settings["tracebacks"])
+        if "tape" in settings:
+            settings["tape"] = Path(settings["tape"]).absolute().as_posix()
         named = {VARIABLE_NAMES[name]: str(value) for name, value in settings.items()}
-        return {SWITCH_VARIABLE: "1", "PYTHONPATH": with_site_folder(inherited), **named}
+        return {switch: "1", "PYTHONPATH": with_site_folder(inherited), **named}
+
+
+def absolute_store(store: str | os.PathLike[str] | None) -> str:
+    """Return the store's target so that it works from any folder, because processes have folders of their own."""
+    where = store_target(store)
+    return where if isinstance(where, str) else str(where.absolute())
