@@ -221,10 +221,10 @@ def test_a_process_without_flower_loads_nothing_of_ours():
 
 def test_settings_travel_in_the_environment(tmp_path):
     said = WatchSettings(store="/x/runs.db", run="mine", probes="deep", privacy=0, tracebacks=False)
-    variables = said.variables({"PYTHONPATH": "/a:"})
+    variables = said.variables({"PYTHONPATH": "/a:"}, FLOWER)
     assert WatchSettings.read(variables) == said
     assert variables["PYTHONPATH"] == f"{SITE_FOLDER}:/a:"
-    assert said.variables(variables)["PYTHONPATH"] == variables["PYTHONPATH"]  # once
+    assert said.variables(variables, FLOWER)["PYTHONPATH"] == variables["PYTHONPATH"]  # once
     assert WatchSettings.read({}) == WatchSettings.read(dict.fromkeys(variables, "")) == WatchSettings()
     with pytest.raises(ConfigError, match="FEDVITALS_PRIVACY is a level from 0 to 4, got '-1'"):
         WatchSettings.read({"FEDVITALS_PRIVACY": "-1"})
