@@ -138,5 +138,5 @@ def test_the_command_says_what_is_missing(tmp_path):
 
 
 def test_the_variables_come_back_as_they_were():
-    settings = WatchSettings("runs.db", "digits", "deep", 3, True, "drop")
+    settings = WatchSettings("runs.db", "digits", "deep", 3, True, guard="drop")
     assert WatchSettings.read(settings.variables({}, NVFLARE)) == settings
