@@ -37,6 +37,7 @@ SAME_LENGTH = 2e-3  # of the norms of two updates that were clipped to the same 
 SAME_FACTOR = 0.01
 NEARLY_ONE = 0.05  # rounding to a few bits changes an update's length by less
 ROUNDS_BACK = 10  # in which an update that is sent again is looked for
+FAR = 3.0  # times the usual difference that a transformation makes
 FEWEST_OTHERS = 2  # clients, whose updates show what is done to all on their way
 SERVER = "server"
 
@@ -142,7 +143,7 @@ def _colluding(history: History, round_index: int) -> dict[Node, ExactRelation]:
     altered = set() if transformed else clients_with_altered_updates(history, round_index)
     most = len(clients_of(history, round_index)) / 2
     together = equal_updates(history, round_index)
-    differing = _differing(history, round_index, together if transformed else ())
+    differing = {node for nodes in together for node in untrained_among(history, round_index, nodes)}
     equal = [nodes for nodes in together if differing.issuperset(nodes)]
     near = [nodes for nodes in nearly_equal_updates(history, round_index) if altered and altered.issuperset(nodes)]
     relations: dict[Node, ExactRelation] = {}
@@ -154,23 +155,24 @@ def _colluding(history: History, round_index: int) -> dict[Node, ExactRelation]:
     return relations
 
 
-def _differing(history: History, round_index: int, together: Sequence[tuple[Node, ...]]) -> set[Node]:
-    """Return the clients whose update is not what they trained. Where updates are transformed on their way, `together`
-    are those who sent the same: then it must differ by more than that of anybody else, or be the only ones that are no
-    multiple of what was trained.
+def untrained_among(history: History, round_index: int, nodes: Collection[Node]) -> set[Node]:
+    """Return those of some clients, which sent the same, whose update is not what they trained.
+
+    Where updates are transformed on their way, it must differ from that by far more than anybody else's, or be no
+    multiple of it where most others' are, as after clipping.
     """
     mismatches = update_mismatches(history, round_index)
-    if not together:
-        return {node for node, distance in mismatches.items() if distance > MISMATCH_LIMIT}
-    members = {node for nodes in together for node in nodes}
-    others = [distance for node, distance in mismatches.items() if node not in members]
-    if len(others) < FEWEST_OTHERS:
-        return set()
-    factors = history.latest("update.factor", round_index)
-    if 2 * len(factors.keys() - members) > len(others):
-        return members - factors.keys()
-    limit = max(*others, MISMATCH_LIMIT)
-    return {node for node in members if mismatches.get(node, 0.0) > limit}
+    limit = MISMATCH_LIMIT
+    if transformation(history, round_index) is not None:
+        others = {node: distance for node, distance in mismatches.items() if node not in nodes}
+        if len(others) < FEWEST_OTHERS:
+            return set()
+        factors = history.latest("update.factor", round_index)
+        multiples = {node for node, factor in factors.items() if abs(factor - 1) > NEARLY_ONE}
+        if 2 * len(multiples & others.keys()) > len(others):
+            return {node for node in nodes if node in mismatches and node not in multiples}
+        limit = max(*others.values(), FAR * float(np.median([*others.values()])), MISMATCH_LIMIT)
+    return {node for node in nodes if mismatches.get(node, 0.0) > limit}
 
 
 def _with_accomplices(history: History, round_index: int, near: Sequence[tuple[Node, ...]]) -> tuple[Node, ...]:
