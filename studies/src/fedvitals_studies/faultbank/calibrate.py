@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calibrate what a sum of evidence is worth: `python -m fedvitals_studies.faultbank.calibrate RUNS`.
 
-RUNS are recordings of the bank `tune-wide`. Of its domains, those are used on which the evidence was not learnt, each
-run as it is and once more with culprits that lie. Clients that an exact relation or their data explain are left aside:
-they are named by these. What is left is the share of faulty clients by sum of evidence, for each view, apart for
-federations whose clients pass models to each other, where healthy neighbours of a faulty client look faulty.
+RUNS are recordings of the bank `tune-wide`, each used as it is and once more with culprits that lie. Clients that an
+exact relation or their data explain are left aside, since they are named by these; so are those with whom nothing that
+could be wrong is. What is left is the share of faulty clients by sum of evidence, for each view, apart for federations
+whose clients pass models to each other, where healthy neighbours of a faulty client look faulty.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from fedvitals_studies.faultbank.outcome import liars, planted
 from fedvitals_studies.faultbank.pool import is_there, load
 from fedvitals_studies.faultbank.recording import Recording
 
-LEARNT_ON = ("digits", "synthetic", "cifar10")  # domains that begin with these are those of `tune`
 KNOTS = (0.0, 0.25, 1.0, 2.0, 4.0, 6.5, 8.0, 10.0, 14.0, 20.0)  # sums of evidence
 SUREST = 0.97  # of few cases, no more can be said
 EVIDENCE = "evidence.json"
@@ -57,7 +56,8 @@ class Sums:
                 *examine_data(history, round_index).suspects,
             }
             for node in () if trend.scores is None else trend.scores.nodes:
-                if node not in explained:
+                cleared = bool(trend.accusing_views(node)) and node not in trend.suspected_kinds
+                if node not in explained and not cleared:
                     topology = "exchanging" if trend.exchanging else "plain"
                     for view, total in trend.totals(node).items():
                         self.totals.setdefault((view, topology), []).append(total)
@@ -92,7 +92,7 @@ def _runs(case: Case, folder: Path) -> Iterator[tuple[Recording, dict[str, int]]
 def main(folder: str) -> None:
     sums = Sums()
     for case in read_bank("tune-wide").cases:
-        if not case.transformation and not case.domain.startswith(LEARNT_ON) and is_there(Path(folder), case):
+        if not case.transformation and is_there(Path(folder), case):
             for recording, culprits in _runs(case, Path(folder)):
                 sums.add_run(recording, culprits)
     path = Path(str(files("fedvitals.diagnosis.evidence").joinpath(EVIDENCE)))
