@@ -22,8 +22,8 @@ NAMED = 3  # of the clients or steps that are concerned; the others are counted
 # probes of classifiers alone, which refuse models of sequences, images or single numbers.
 UNRELATED = (
     "the probe 'scale'", "the probe 'nonlinearity'",
-    "taping", "opening the tape", "flushing the tape", "ending the tape", "telling of the tape", "log()", "event()",
-    "headers()", "truth()",
+    "taping", "recording a", "opening the tape", "flushing the tape", "ending the tape", "telling of the tape",
+    "log()", "event()", "headers()", "truth()",
     "sampling the machine", "watching the machine", "recording operators", "answering a finding",
     "prescribing", "refused()", "looking up the run",
 )  # fmt: skip

@@ -383,6 +383,14 @@ class HostObserver:
         """Something that happened, at a node or in the round: level «info», «warning»..., a name, and a sentence."""
         self._guard("event()", lambda: self._clients.event(level, name, message, node, data))
 
+    def guarded(self, doing: str, work: Callable[[], Any], node: AnyName | None = None) -> Any:
+        """Return what a host's own work returns, or None if it raised: that is reported, once per cause and node.
+
+        `doing` names the work in the report. `node`: the client that the work is about, if it is about one.
+        """
+        own = None if node is None else node_name(node)
+        return self._guard.attempt(doing, work, own, here=self._clients.at)
+
     def stack_begin(self, stack: Stack) -> None:
         """Clients begin to train as one batch, in this process (see `WorkerObserver`, which is the same elsewhere)."""
         self._clients.begin_stack(stack)

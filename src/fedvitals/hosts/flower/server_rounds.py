@@ -9,7 +9,6 @@ reply is passed on as it came.
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,13 +28,11 @@ from fedvitals.hosts.flower.reply_envelope import bytes_of, node_name, round_of_
 from fedvitals.hosts.flower.tape.server import ServerTape
 from fedvitals.hosts.metric_names import with_known_names
 from fedvitals.hosts.participation import PhaseParticipation
-from fedvitals.monitor.guard import CAUSES_OF_CLIENT, CAUSES_REPORTED
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.probes.backends import torch_is_loaded
 from fedvitals.records import Action
 from fedvitals.resources.node_spans import covered
 
-logger = logging.getLogger("fedvitals")
 TRAIN, EVALUATE = "train", "evaluate"
 UNANSWERED_KEPT = 10_000  # messages without an answer that are remembered
 
@@ -85,7 +82,7 @@ class ServerRounds:
         self._phases: dict[str, PhaseParticipation] = {}
         self._worked: list[tuple[float, float]] = []  # stretches in which somebody did something
         self._began = 0.0
-        self._reported: dict[str | None, set[str]] = {}  # causes of what failed, by the node that it was about
+        self._guarded = monitor.host.guarded
         self._restored_model: ArrayRecord | None = None  # an earlier model, until there is a new one
         self._evaluating: float | None = None
         self.hooked = False  # whether a strategy tells which round it is
@@ -267,7 +264,7 @@ class ServerRounds:
             for key in [key for key, owing in self.unanswered.items() if owing.node == request.node]:
                 self.unanswered.pop(key)
             began = time.perf_counter()
-            read = functools.partial(replies.read_reply, self, request, reply, at)
+            read = functools.partial(self._read_reply, request, reply, at)
             instead = self._guarded("reading a reply", read, request.node)
             self.monitor.host.spent("receive", time.perf_counter() - began)
             if isinstance(instead, guard.NonFiniteUpdateError):
@@ -276,6 +273,15 @@ class ServerRounds:
                 raise instead
             self._guarded("recording a reply", lambda: self.tape.came(request, reply, instead), request.node)
             return reply if instead is None else instead
+
+    def _read_reply(
+        self, request: ClientRequest, reply: Message, at: float
+    ) -> Message | guard.NonFiniteUpdateError | None:
+        """Return a message to use in place of the reply, the error that is to end the run, or None."""
+        try:
+            return replies.read_reply(self, request, reply, at)
+        except guard.NonFiniteUpdateError as error:
+            return error
 
     def late_reply_received(self, reply: Message, at: float) -> None:
         """Read the reply to a message that the server had given up."""
@@ -347,20 +353,3 @@ class ServerRounds:
                 self._pending.pop(key)
                 self._late(key, request)
         participation.report(self.monitor.host, name, phase)
-
-    def _guarded(self, doing: str, work: Callable[[], Any], node: str | None = None) -> Any:
-        """Return the result of our own work, or None if it failed; reported once per cause and node."""
-        try:
-            return work()
-        except guard.NonFiniteUpdateError as error:
-            return error
-        except Exception as error:  # noqa: BLE001 - the run goes on, whatever happens to us
-            cause = f"{doing}: {type(error).__name__}: {error}"[:1000]
-            reported = self._reported.setdefault(node, set())
-            if cause not in reported and len(reported) < (CAUSES_REPORTED if node is None else CAUSES_OF_CLIENT):
-                reported.add(cause)
-                about = "" if node is None else f" (client '{node}')"
-                logger.warning("fedvitals could not finish %s%s; training goes on.", cause, about)
-                data = {"doing": doing, "exception": type(error).__name__}
-                self.monitor.host.event("warning", "monitor.error", cause, node=node, data=data)
-            return None

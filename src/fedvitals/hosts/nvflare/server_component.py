@@ -7,6 +7,7 @@ It is a filter for a task that never comes, because that is how NVFlare lets any
 
 from __future__ import annotations
 
+import functools
 import logging
 import shlex
 import time
@@ -94,7 +95,7 @@ class ServerWatch(Filter):  # type: ignore[misc] # NVFlare has no types
                 return
             handler = self._handlers.get(event_type)
             if handler is not None:
-                rounds.guarded(f"reading the event {event_type}", handler, rounds, fl_ctx)
+                rounds.guarded(f"reading the event {event_type}", functools.partial(handler, rounds, fl_ctx))
             elif event_type == EventType.END_RUN:
                 self._rounds = None
                 rounds.close()
@@ -190,7 +191,7 @@ class ServerWatch(Filter):  # type: ignore[misc] # NVFlare has no types
         del topic, fl_ctx
         rounds, task_id, header = self._rounds, request.get("task_id"), request.get(KEY)
         if rounds is not None and isinstance(task_id, str):
-            rounds.guarded("reading a failure", _failure_read, rounds, task_id, header)
+            rounds.guarded("reading a failure", functools.partial(_failure_read, rounds, task_id, header))
         return make_reply("OK")
 
 
