@@ -27,3 +27,10 @@ def test_a_plain_loop():
 
 def test_the_lab():
     check(LabHost())
+
+
+def test_flower():
+    pytest.importorskip("flwr", reason="needs flwr: pip install 'fedvitals[flower]'")
+    from support.hosts.flower_grid import FlowerHost
+
+    check(FlowerHost())

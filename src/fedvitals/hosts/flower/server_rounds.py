@@ -86,6 +86,7 @@ class ServerRounds:
         self._restored_model: ArrayRecord | None = None  # an earlier model, until there is a new one
         self._evaluating: float | None = None
         self.hooked = False  # whether a strategy tells which round it is
+        self._takes_stale = False  # whether the app has taken a reply of an earlier round: its rounds have no barrier
         self._measuring = BackgroundWork("fedvitals-updates")
         self.connections = NodeConnections(monitor.host.event)
 
@@ -258,9 +259,11 @@ class ServerRounds:
     def reply_received(self, reply: Message, at: float) -> Message:
         """Read a reply, report what it contains, and return it or a replacement."""
         with self._lock:
-            request = self._pending.pop(reply.metadata.reply_to_message_id, None)
+            key = reply.metadata.reply_to_message_id
+            request = self._pending.pop(key, None) or self.unanswered.pop(key, None)
             if request is None:
                 return reply
+            self._note_age(request)
             for key in [key for key, owing in self.unanswered.items() if owing.node == request.node]:
                 self.unanswered.pop(key)
             began = time.perf_counter()
@@ -273,6 +276,13 @@ class ServerRounds:
                 raise instead
             self._guarded("recording a reply", lambda: self.tape.came(request, reply, instead), request.node)
             return reply if instead is None else instead
+
+    def _note_age(self, request: ClientRequest) -> None:
+        """Log how many rounds ago a client was asked, where the app takes its reply in a later round."""
+        age = self._last - request.round_index
+        if age > 0 and request.phase == TRAIN:
+            self._takes_stale = True
+            self.monitor.host.log({"update.staleness": float(age)}, node=request.node)
 
     def _read_reply(
         self, request: ClientRequest, reply: Message, at: float
@@ -347,8 +357,11 @@ class ServerRounds:
         self._worked.append((began, ended))
 
     def _report_phase(self, name: str, phase: PhaseParticipation) -> None:
-        """Report a phase; clients of a custom loop that did not reply by the round's end count as late."""
-        for key, request in [*self._pending.items()]:
+        """Report a phase; clients of a custom loop that did not reply by the round's end count as late.
+
+        Not so where the loop has no barrier: it takes their replies in a later round.
+        """
+        for key, request in [] if self._takes_stale else [*self._pending.items()]:
             if request.phase == name and request.node in phase.asked:
                 self._pending.pop(key)
                 self._late(key, request)
