@@ -388,8 +388,12 @@ class HostObserver:
 
         `doing` names the work in the report. `node`: the client that the work is about, if it is about one.
         """
-        own = None if node is None else node_name(node)
-        return self._guard.attempt(doing, work, own, here=self._clients.at)
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001 - the federation goes on, whatever happens to us
+            self.monitored.lifecycle.open()  # a report does not open a run that has not begun
+            self._guard.report(error, doing, self._clients.at(node), each=True)
+            return None
 
     def stack_begin(self, stack: Stack) -> None:
         """Clients begin to train as one batch, in this process (see `WorkerObserver`, which is the same elsewhere)."""
