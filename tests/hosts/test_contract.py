@@ -34,3 +34,12 @@ def test_flower():
     from support.hosts.flower_grid import FlowerHost
 
     check(FlowerHost())
+
+
+@pytest.mark.nvflare
+@pytest.mark.thorough
+def test_nvflare():
+    pytest.importorskip("nvflare", reason="needs nvflare: pip install 'fedvitals[nvflare]'")
+    from support.hosts.nvflare_simulator import NVFlareHost
+
+    check(NVFlareHost())

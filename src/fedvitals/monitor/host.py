@@ -114,9 +114,8 @@ class HostObserver:
         def begin() -> None:
             if self._rounds.open is not None:
                 unclosed = self._rounds.open.scope.round
-                self._emission.record.event(
-                    self._scopes.here(), "warning", "round.unclosed", f"Round {unclosed} was still open."
-                )
+                here, text = self._scopes.here(), f"Round {unclosed} was still open."
+                self._emission.record.event(here, "warning", "round.unclosed", text)
                 self.round_end(unclosed or 0)
             self._rounds.begin(round_index, _model(global_state))
 
@@ -384,10 +383,7 @@ class HostObserver:
         self._guard("event()", lambda: self._clients.event(level, name, message, node, data))
 
     def guarded(self, doing: str, work: Callable[[], Any], node: AnyName | None = None) -> Any:
-        """Return what a host's own work returns, or None if it raised: that is reported, once per cause and node.
-
-        `doing` names the work in the report. `node`: the client that the work is about, if it is about one.
-        """
+        """Return what a host's own work returns, or None if it raised, which is reported once per cause and node."""
         try:
             return work()
         except Exception as error:  # noqa: BLE001 - the federation goes on, whatever happens to us

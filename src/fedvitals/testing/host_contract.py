@@ -117,11 +117,11 @@ def _run_all(driver: HostDriver, folder: Path) -> dict[str, StoredFederation]:
 
 
 def _scripts(driver: HostDriver, folder: str) -> Iterator[ScriptedFederation]:
-    five, three = tuple(driver.client_names(5)), tuple(driver.client_names(3))
-    troubles: tuple[tuple[int, str, Trouble], ...] = ((1, five[1], "fails"), (1, five[2], "late"), (2, five[3], "lost"))
-    liar = None if "hostile telemetry" in driver.cannot else five[4]
-    yield ScriptedFederation("troubled", five, 3, folder, troubles, liar)
-    yield ScriptedFederation("again", three, 2, folder, forks_in=None if "fork" in driver.cannot else 0)
+    four, three, two = (tuple(driver.client_names(count)) for count in (4, 3, 2))
+    troubles: tuple[tuple[int, str, Trouble], ...] = ((1, four[1], "fails"), (1, four[2], "late"), (2, four[1], "lost"))
+    liar = None if "hostile telemetry" in driver.cannot else four[3]
+    yield ScriptedFederation("troubled", four, 3, folder, troubles, liar)
+    yield ScriptedFederation("again", two, 2, folder, forks_in=None if "fork" in driver.cannot else 0)
     if "rounds without a barrier" not in driver.cannot:
         yield ScriptedFederation("asynchronous", three, 4, folder, slow=three[2])
 

@@ -131,9 +131,10 @@ class ServerRounds:
             self._phases, self._worked, self.metrics, self._averaged = {}, [], {}, {}
 
     def close(self) -> None:
-        """End the open round, because the server has ended."""
-        self.end()
-        self.monitor.flush()
+        """End the open round, because the server has ended. A forked process leaves that to its parent."""
+        if not self.monitor.host.monitored.lifecycle.is_of_parent:  # before any lock, which a thread of the parent may have held
+            self.end()
+            self.monitor.flush()
 
     def failed(self, error: BaseException) -> None:
         """Report that the server's own code raised."""

@@ -131,7 +131,12 @@ class ServerRounds:
             self._worked, self._metrics = [], {}
 
     def close(self) -> None:
-        """End the open round and the run, and report what happened after the last round."""
+        """End the open round and the run, and report what happened after the last round.
+
+        A forked process leaves that to its parent.
+        """
+        if self.monitor.host.monitored.lifecycle.is_of_parent:  # before any lock, which a thread of the parent may have held
+            return
         self.end()
         with self.lock:
             self._report_phases()
