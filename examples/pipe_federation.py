@@ -97,4 +97,4 @@ class PipeHost:
 
 
 if __name__ == "__main__":
-    print("\n".join(f"{check}: {outcome}" for check, outcome in check_host(PipeHost()).items()))
+    print("\n".join(f"{check}: {outcome}" for check, outcome in check_host(PipeHost()).items()))  # noqa: T201

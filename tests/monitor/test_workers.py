@@ -4,9 +4,7 @@
 import dataclasses
 import logging
 import multiprocessing
-import os
 import pickle
-import warnings
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -25,7 +23,6 @@ from fedvitals.store.read.ask import query
 from fedvitals.transport.wire.payload import decode, encode
 from support.conditions import holds_for_each
 from support.models import close, make, watched
-from support.waiting import wait_until
 from support.worker_tasks import (
     PROBES,
     STEPS,
@@ -484,20 +481,3 @@ def test_a_discarded_round_expects_nobody():
             pass
     assert not sink.events("worker.lost")
     assert monitor.lost == 0
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-def test_a_forked_process_neither_waits_for_its_parents_locks_nor_says_that_records_are_lost(capfd):
-    """As `close` at the exit of a forked process: a thread of the parent may hold any lock when it forks."""
-    monitor, sink = watched(PROBES)
-    with monitor:
-        monitor.log(accuracy=0.5)
-        with monitor.host.monitored._lock, warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-            if child == 0:
-                monitor.close()
-                os._exit(0)
-            wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child)
-    assert sink.value("accuracy") == 0.5
-    assert "lost" not in capfd.readouterr().err

@@ -180,7 +180,6 @@ class HostObserver:
         number: int | None = self._guard("updates()", lambda: as_round_index(round_index))
         if number is None:
             return ()
-
         named = self._guard("updates()", lambda: {node_name(node): sent for node, sent in updates.items()}) or {}
         attempt = functools.partial(self._guard.attempt, here=self._clients.at)
         for node, vector, rows in self._guard("updates()", lambda: flatten_and_sum_each(named, attempt)) or ():

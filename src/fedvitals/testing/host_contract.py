@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of hosts: whatever runs a federation, the store says who did what in which round, as the server saw it."""
+"""The contract of hosts: the store says what each client did in which round, as the server saw it."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def check_host(driver: HostDriver) -> dict[str, str]:
 
     Returns for each check «passed», or why it was left out; raises an AssertionError that names all checks that failed.
     """
-    for check in driver.cannot:
-        if check not in CHECKS or check == "identity":
-            raise AssertionError(f"{driver.name}: no check that a host can leave out is called '{check}'.")
+    for name in driver.cannot:
+        if name not in CHECKS or name == "identity":
+            raise AssertionError(f"{driver.name}: no check that a host can leave out is called '{name}'.")
     outcome: dict[str, str] = {}
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="fedvitals-host-") as folder:
@@ -206,9 +206,9 @@ def _hostile(driver: HostDriver, stored: Mapping[str, StoredFederation], name: s
     refused = {event.where.node for event in own.events if event.name == "telemetry.refused"}
     if refused != {script.liar}:
         yield f"telemetry of {sorted(map(str, refused))} was refused, and {script.liar} is the one that lies."
-    lies = [m for m in own.metrics if m.value == FORGED_VALUE or m.name == FORGED_NAME]
-    words = [e for e in own.events if FORGED_NAME in e.message and e.name != "telemetry.refused"]
-    for lie in (*lies, *words):
+    lies: list[Metric | Event] = [m for m in own.metrics if m.value == FORGED_VALUE or m.name == FORGED_NAME]
+    lies += [e for e in own.events if FORGED_NAME in e.message and e.name != "telemetry.refused"]
+    for lie in lies:
         yield f"the store has '{lie.name}' of {lie.where.node}, which {script.liar} made up."
     every: tuple[Record, ...] = (*own.metrics, *own.events, *own.spans)
     for record in every:

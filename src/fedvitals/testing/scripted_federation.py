@@ -81,9 +81,7 @@ class ScriptedFederation:
             raise ScriptedError(f"{node} fails in round {round_index}, as it is to")
         stream = np.random.default_rng([self.clients.index(node), round_index])
         target = {name: 1 + SPREAD * stream.normal(size=values.shape) for name, values in weights.items()}
-        return {
-            name: (values + RATE * (target[name] - values)).astype(np.float32) for name, values in weights.items()
-        }
+        return {name: (values + RATE * (target[name] - values)).astype(np.float32) for name, values in weights.items()}
 
     def telemetry(self, round_index: int, node: str, payload: bytes) -> bytes:
         """Return what a client sends as its telemetry: its payload as it is, or forged if the client lies."""
@@ -132,7 +130,7 @@ class ScriptedFederation:
     def average(self, weights: Iterable[Weights]) -> dict[str, npt.NDArray[Any]]:
         """Return the mean of the clients' weights."""
         every = [*weights]
-        return {name: np.mean([own[name] for own in every], axis=0, dtype=np.float32) for name in every[0]}
+        return {name: np.stack([own[name] for own in every]).mean(0, dtype=np.float32) for name in every[0]}
 
     def took(self, round_index: int, node: str) -> None:
         """Note that the server took a client's answer into its model; for `slow`."""

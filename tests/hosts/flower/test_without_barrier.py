@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loops on the grid that do not wait for everybody: replies of earlier rounds are the app's, and say how old they are."""
+"""Loops on the grid without a barrier: replies of earlier rounds are the app's, and say how old they are."""
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict

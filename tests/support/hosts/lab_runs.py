@@ -23,7 +23,7 @@ class RoundsBegun:
 
 class LabHost:
     name = "lab"
-    cannot = {"hostile telemetry": "the lab's clients are its own code, in its own processes"}
+    cannot = {"hostile telemetry": "the lab's clients are its own code, in its own processes"}  # noqa: RUF012
 
     def client_names(self, count):
         return [f"c{i}" for i in range(count)]

@@ -32,7 +32,7 @@ class LoopHost:
     """Clients train one after the other; whose update is late or lost, the loop itself knows and says."""
 
     name = "torch"
-    cannot = {"hostile telemetry": "clients train in the process of the server: none sends telemetry that could lie"}
+    cannot = {"hostile telemetry": "clients train in the process of the server: none sends telemetry"}  # noqa: RUF012
 
     def client_names(self, count):
         return [f"c{i}" for i in range(count)]

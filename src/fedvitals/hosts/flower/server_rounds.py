@@ -132,7 +132,9 @@ class ServerRounds:
 
     def close(self) -> None:
         """End the open round, because the server has ended. A forked process leaves that to its parent."""
-        if not self.monitor.host.monitored.lifecycle.is_of_parent:  # before any lock, which a thread of the parent may have held
+        if (
+            not self.monitor.host.monitored.lifecycle.is_of_parent
+        ):  # before any lock, which a thread of the parent may have held
             self.end()
             self.monitor.flush()
 

@@ -135,7 +135,9 @@ class ServerRounds:
 
         A forked process leaves that to its parent.
         """
-        if self.monitor.host.monitored.lifecycle.is_of_parent:  # before any lock, which a thread of the parent may have held
+        if (
+            self.monitor.host.monitored.lifecycle.is_of_parent
+        ):  # before any lock, which a thread of the parent may have held
             return
         self.end()
         with self.lock:
