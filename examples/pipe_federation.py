@@ -10,7 +10,6 @@ from multiprocessing.connection import wait
 
 import fedvitals as fv
 from fedvitals.testing import ScriptedError, check_host
-from fedvitals.transport.sender import Sender
 
 FIRST, OTHERS, TELEMETRY_BYTES = 60.0, 3.0, 32_768  # seconds of waiting for the first answer, and for each other
 
@@ -63,7 +62,7 @@ class Server:
             return None
         del self.asked[node]
         self.monitor.exchange(node, sent, sent, (now := time.time()), now)
-        self.monitor.host.absorb(payload, Sender(node, self.monitor.run.id))  # (4) believed about its sender alone
+        self.monitor.host.absorb(payload, node)  # (4) believed about its sender alone
         if trained is None:
             self.monitor.host.event("error", "client.failed", f"{node} failed.", node=node)
             return None

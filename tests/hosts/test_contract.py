@@ -13,7 +13,6 @@ import fedvitals as fv
 from fedvitals.monitor.lifecycle import Lifecycle
 from fedvitals.testing import check_host, scripted_federation
 from fedvitals.transport.queue import Queue
-from fedvitals.transport.sender import Sender
 from support.hosts.lab_runs import LabHost
 from support.hosts.plain_loop import LoopHost, PayloadHost
 from support.paths import ROOT
@@ -101,7 +100,7 @@ class BelievesPayloads(PayloadHost):
 
 class NamesTheWrongSender(PayloadHost):
     def absorb(self, monitor, node, payload):
-        monitor.host.absorb(payload, Sender("c0", monitor.run.id))
+        monitor.host.absorb(payload, "c0")
 
 
 class MixesRuns(LoopHost):

@@ -42,10 +42,9 @@ REASON_BYTES = 500  # of why telemetry is refused, which may quote its sender
 
 
 class HostObserver:
-    """The `Observer` of a monitored run, and what a host needs besides.
+    """The `Observer` of a monitored run, and what a host needs besides; what fails is reported, see `Guard`.
 
-    Nothing in here may stop, slow or change the training: what fails is reported once per cause, counted, and (only
-    with `strict`) raised. `monitored`: the run; several observers may share it.
+    `monitored`: the run; several observers may share it.
     """
 
     def __init__(self, monitored: MonitoredRun) -> None:
@@ -329,9 +328,8 @@ class HostObserver:
         **attributes: Any,
     ) -> str | None:
         """A stretch of time on the host's clock: `began` seconds after the run did. `clock="virtual"` if it is none."""
-        own: str | None = self._guard(
-            "span()", lambda: self._clients.span(node, name, began, seconds, parent, attributes)
-        )
+        record = functools.partial(self._clients.span, node, name, began, seconds, parent, attributes)
+        own: str | None = self._guard("span()", record)
         return own
 
     def spent(self, part: str, seconds: float, node: AnyName = "server") -> None:
@@ -421,7 +419,7 @@ class HostObserver:
             return 0, ""
 
         def take() -> tuple[int, str]:
-            own = Sender(node_name(sender), self._context.run.id, newest_round=self._scopes.last_round)
+            own = self._sender_of(sender)
             refused, why = len(records), ""
             try:
                 refused, why = self._arrivals.take_records(records, own, size)
@@ -448,6 +446,10 @@ class HostObserver:
             self.log(kept, node=node)
         return left_out
 
+    def _sender_of(self, sender: Sender | AnyName) -> Sender:
+        own = sender if isinstance(sender, Sender) else Sender(node_name(sender), self._context.run.id)
+        return own.counted_to(self._scopes.last_round)
+
     def _of_sender(self, sender: Sender, take: Callable[[], None]) -> None:
         """Take what a sender brings, or report that and why it was refused."""
         try:
@@ -468,18 +470,15 @@ class HostObserver:
         """These clients train in workers in this round: whoever's records do not come home is told as lost."""
         self._guard("expect()", lambda: self._arrivals.expect(nodes))
 
-    def absorb(self, payload: bytes, sender: Sender | None = None) -> None:
+    def absorb(self, payload: bytes, sender: Sender | AnyName | None = None) -> None:
         """Take what a worker's `payload()` gave, inside its round. What is no such thing is told and counted.
 
-        `sender`: where payloads come from machines that may lie, who it is: they may tell of nobody else, and of no
-        round that has not begun. `Sender(node, run)` is enough: the newest round is filled in here.
+        `sender`: where payloads come from machines that may lie, the client that sent it: it may tell of nobody else,
+        and of no round that has not begun.
         """
         cohort = None if self._rounds.open is None else self._rounds.open.cohort
-        own = None if sender is None else sender.counted_to(self._scopes.last_round)
-
-        def take() -> None:
-            self._arrivals.take(payload, cohort, own)
-
+        own = None if sender is None else self._sender_of(sender)
+        take = functools.partial(self._arrivals.take, payload, cohort, own)
         if own is None:
             self._guard("absorb()", take)
         else:

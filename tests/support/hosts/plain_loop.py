@@ -8,7 +8,6 @@ import torch
 
 import fedvitals as fv
 from fedvitals.testing import ScriptedError
-from fedvitals.transport.sender import Sender
 
 
 class Dense(torch.nn.Module):
@@ -107,4 +106,4 @@ class PayloadHost(LoopHost):
             self.absorb(monitor, node, script.telemetry(round_index, node, worker.payload(most=32_768)))
 
     def absorb(self, monitor, node, payload):
-        monitor.host.absorb(payload, Sender(node, monitor.run.id))
+        monitor.host.absorb(payload, node)
