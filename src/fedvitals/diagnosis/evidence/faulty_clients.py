@@ -21,6 +21,7 @@ from fedvitals.diagnosis.evidence.attendance import groups_of
 from fedvitals.diagnosis.evidence.damage import deciding_client
 from fedvitals.diagnosis.evidence.exact_relations import exact_relations
 from fedvitals.diagnosis.evidence.fault_kinds import DATA_FAULTS, ISSUE_OF, WORDS
+from fedvitals.diagnosis.evidence.learning_rates import own_learning_rates
 from fedvitals.diagnosis.evidence.log_odds import EvidenceModel, shipped_model
 from fedvitals.diagnosis.evidence.suspect_data import examine_data
 from fedvitals.diagnosis.evidence.trend import CAP, EvidenceTrend
@@ -58,6 +59,7 @@ class FaultyClientLocator:
         elsewhere = {
             *(findings.where.node for rule in (duplicates, free_riders) for findings in rule(history, round_index)),
             *exact_relations(history, round_index),
+            *own_learning_rates(history, round_index),
             *_explained_by_data(history, round_index, trend),
         }
         mismatches = update_mismatches(history, round_index)

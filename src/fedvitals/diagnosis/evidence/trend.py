@@ -243,7 +243,8 @@ class EvidenceTrend:
         """Return the probability that a client is faulty, by its evidence; what it reports of its samples can raise it
         if the model gets less than half as many of them right as of its peers', and did not before.
         """
-        probability, row = self.model.probability(self.totals(node)), self._clients.row_of(node)
+        row = self._clients.row_of(node)
+        probability = self.model.probability(self.totals(node), exchanging=self.exchanging)
         if row is None or probability < EVEN:
             return probability
         right, expected, _ = self._classified.values[row]
