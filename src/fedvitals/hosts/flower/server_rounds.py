@@ -29,7 +29,6 @@ from fedvitals.hosts.flower.tape.server import ServerTape
 from fedvitals.hosts.metric_names import with_known_names
 from fedvitals.hosts.participation import PhaseParticipation
 from fedvitals.monitor.monitor import Monitor
-from fedvitals.probes.backends import torch_is_loaded
 from fedvitals.records import Action
 from fedvitals.resources.node_spans import covered
 
@@ -336,13 +335,9 @@ class ServerRounds:
         If a correction may follow from it at once, it is measured here, and the actions are returned.
         """
         clients = len(self._phases.get(TRAIN, PhaseParticipation()).asked)
-
-        def measure() -> Sequence[Action]:
-            if torch_is_loaded():
-                return host.update_difference(round_index, node, array_models.difference_of(start, end), clients)
-            return host.updates(round_index, {node: array_models.update_of(start, end, self.models.spare)})
-
         host, round_index, node = self.monitor.host, request.round_index, request.node
+        what = (host, round_index, node, start, end, clients, self.models.spare)
+        measure = functools.partial(array_models.measure_update, *what)
         if host.corrects_at_once:
             return measure()
         self._measuring.submit(functools.partial(self._guarded, "measuring an update", measure, node))

@@ -9,6 +9,7 @@ or change the job: a failure of ours is reported once, and the result is passed 
 from __future__ import annotations
 
 import contextvars
+import functools
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,6 @@ from fedvitals.hosts.metric_names import with_known_names
 from fedvitals.hosts.nvflare import models
 from fedvitals.hosts.participation import PhaseParticipation
 from fedvitals.monitor.monitor import Monitor
-from fedvitals.probes.backends import torch_is_loaded
 from fedvitals.records import Action
 from fedvitals.resources.node_spans import covered
 
@@ -343,10 +343,8 @@ class ServerRounds:
         host, round_index, node = self.monitor.host, request.round_index, request.node
         clients = len(self._phases.get(TRAIN, PhaseParticipation()).asked)
 
-        def measure() -> Sequence[Action]:
-            if torch_is_loaded():
-                return host.update_difference(round_index, node, array_models.difference_of(start, end), clients)
-            return host.updates(round_index, {node: array_models.update_of(start, end, self._spare)})
+        what = (host, round_index, node, start, end, clients, self._spare)
+        measure = functools.partial(array_models.measure_update, *what)
 
         def measure_later() -> None:
             try:

@@ -92,8 +92,8 @@ def main() -> None:
     print(  # noqa: T201
         f"1 M parameters, {options.sites} sites, {options.steps} steps of {options.batch}, {how}: {len(watched)} pairs "
         f"of rounds, {mean:.2f} processor seconds a round; watched / not watched: {1 + value / 100:.4f} "
-        f"({1 + low / 100:.4f} to {1 + high / 100:.4f}), bar {1 + BAR / 100:.2f}: {verdict}; added {1000 * added:.0f} ms "
-        f"a round, {1000 * added_by_server:.0f} of them in the server"
+        f"({1 + low / 100:.4f} to {1 + high / 100:.4f}), bar {1 + BAR / 100:.2f}: {verdict}; added {1000 * added:.0f} "
+        f"ms a round, {1000 * added_by_server:.0f} of them in the server"
     )
 
 
