@@ -125,6 +125,7 @@ class RunFindings:
             examined=examined,
             sinks=self._lost.by_sink,
             outside=() if self._live is None else sorted(self._live.outside),
+            unseen=self._live is not None and self._live.unseen,
         )
         if not complete and not self._lost.unjudged:
             missing = (*missing, "some records still wait for the store or the detectors")

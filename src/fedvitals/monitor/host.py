@@ -42,10 +42,9 @@ REASON_BYTES = 500  # of why telemetry is refused, which may quote its sender
 
 
 class HostObserver:
-    """The `Observer` of a monitored run, and what a host needs besides.
+    """The `Observer` of a monitored run, and what a host needs besides; what fails is reported, see `Guard`.
 
-    Nothing in here may stop, slow or change the training: what fails is reported once per cause, counted, and (only
-    with `strict`) raised. `monitored`: the run; several observers may share it.
+    `monitored`: the run; several observers may share it.
     """
 
     def __init__(self, monitored: MonitoredRun) -> None:
@@ -114,9 +113,8 @@ class HostObserver:
         def begin() -> None:
             if self._rounds.open is not None:
                 unclosed = self._rounds.open.scope.round
-                self._emission.record.event(
-                    self._scopes.here(), "warning", "round.unclosed", f"Round {unclosed} was still open."
-                )
+                here, text = self._scopes.here(), f"Round {unclosed} was still open."
+                self._emission.record.event(here, "warning", "round.unclosed", text)
                 self.round_end(unclosed or 0)
             self._rounds.begin(round_index, _model(global_state))
 
@@ -181,7 +179,6 @@ class HostObserver:
         number: int | None = self._guard("updates()", lambda: as_round_index(round_index))
         if number is None:
             return ()
-
         named = self._guard("updates()", lambda: {node_name(node): sent for node, sent in updates.items()}) or {}
         attempt = functools.partial(self._guard.attempt, here=self._clients.at)
         for node, vector, rows in self._guard("updates()", lambda: flatten_and_sum_each(named, attempt)) or ():
@@ -331,9 +328,8 @@ class HostObserver:
         **attributes: Any,
     ) -> str | None:
         """A stretch of time on the host's clock: `began` seconds after the run did. `clock="virtual"` if it is none."""
-        own: str | None = self._guard(
-            "span()", lambda: self._clients.span(node, name, began, seconds, parent, attributes)
-        )
+        record = functools.partial(self._clients.span, node, name, began, seconds, parent, attributes)
+        own: str | None = self._guard("span()", record)
         return own
 
     def spent(self, part: str, seconds: float, node: AnyName = "server") -> None:
@@ -383,6 +379,15 @@ class HostObserver:
         """Something that happened, at a node or in the round: level «info», «warning»..., a name, and a sentence."""
         self._guard("event()", lambda: self._clients.event(level, name, message, node, data))
 
+    def guarded(self, doing: str, work: Callable[[], Any], node: AnyName | None = None) -> Any:
+        """Return what a host's own work returns, or None if it raised, which is reported once per cause and node."""
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001 - the federation goes on, whatever happens to us
+            self.monitored.lifecycle.open()  # a report does not open a run that has not begun
+            self._guard.report(error, doing, self._clients.at(node), each=True)
+            return None
+
     def stack_begin(self, stack: Stack) -> None:
         """Clients begin to train as one batch, in this process (see `WorkerObserver`, which is the same elsewhere)."""
         self._clients.begin_stack(stack)
@@ -414,7 +419,7 @@ class HostObserver:
             return 0, ""
 
         def take() -> tuple[int, str]:
-            own = Sender(node_name(sender), self._context.run.id, newest_round=self._scopes.last_round)
+            own = self._sender_of(sender)
             refused, why = len(records), ""
             try:
                 refused, why = self._arrivals.take_records(records, own, size)
@@ -441,6 +446,10 @@ class HostObserver:
             self.log(kept, node=node)
         return left_out
 
+    def _sender_of(self, sender: Sender | AnyName) -> Sender:
+        own = sender if isinstance(sender, Sender) else Sender(node_name(sender), self._context.run.id)
+        return own.counted_to(self._scopes.last_round)
+
     def _of_sender(self, sender: Sender, take: Callable[[], None]) -> None:
         """Take what a sender brings, or report that and why it was refused."""
         try:
@@ -461,18 +470,15 @@ class HostObserver:
         """These clients train in workers in this round: whoever's records do not come home is told as lost."""
         self._guard("expect()", lambda: self._arrivals.expect(nodes))
 
-    def absorb(self, payload: bytes, sender: Sender | None = None) -> None:
+    def absorb(self, payload: bytes, sender: Sender | AnyName | None = None) -> None:
         """Take what a worker's `payload()` gave, inside its round. What is no such thing is told and counted.
 
-        `sender`: where payloads come from machines that may lie, who it is: they may tell of nobody else, and of no
-        round that has not begun. `Sender(node, run)` is enough: the newest round is filled in here.
+        `sender`: where payloads come from machines that may lie, the client that sent it: it may tell of nobody else,
+        and of no round that has not begun.
         """
         cohort = None if self._rounds.open is None else self._rounds.open.cohort
-        own = None if sender is None else sender.counted_to(self._scopes.last_round)
-
-        def take() -> None:
-            self._arrivals.take(payload, cohort, own)
-
+        own = None if sender is None else self._sender_of(sender)
+        take = functools.partial(self._arrivals.take, payload, cohort, own)
         if own is None:
             self._guard("absorb()", take)
         else:

@@ -65,6 +65,12 @@ class Lifecycle:
         self._lost, self._make_writer, self._tape, self._machine = lost, make_writer, tape, machine
         self._handler: EventHandler | None = None  # while the run is open
         self._closed = False
+        self._process: int | None = None  # that has opened the run
+
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether the run was opened by another process, which forked this one: nothing of it is ours to write."""
+        return self._process not in (None, os.getpid())
 
     def open(self) -> None:
         """Begin the run, unless it has begun or ended. Log lines belong to it from here on."""
@@ -82,7 +88,7 @@ class Lifecycle:
         with self._context.lock:
             if self._emission.writer is not None:
                 return self._emission.writer
-            writer = self._make_writer()
+            writer, self._process = self._make_writer(), os.getpid()
             self._emission.connect(writer)
             self._handler = EventHandler(self._emission.emit, run=self._context.run.id, fallback=self._scopes.here)
             logging.getLogger().addHandler(self._handler)

@@ -155,7 +155,12 @@ class MonitoredRun:
             self.spine.scopes.leave(opened.scope, opened.token)
 
     def close(self) -> None:
-        """End the run: scopes closed, records written, hooks and threads gone. A second call does nothing."""
+        """End the run: scopes closed, records written, hooks and threads gone.
+
+        A second call does nothing, nor does a call in a process that was forked while the run was open.
+        """
+        if self.lifecycle.is_of_parent:  # before any lock: a thread that is not here may have held it
+            return
         with self._lock:
             if self._closed:
                 return

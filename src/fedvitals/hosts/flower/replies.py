@@ -18,7 +18,7 @@ from fedvitals.hosts.flower.reply_envelope import read_envelope as read_letter
 from fedvitals.hosts.metric_names import with_known_names
 from fedvitals.hosts.telemetry_budget import telemetry_budget
 from fedvitals.records import Action
-from fedvitals.resources.clocks import why_impossible
+from fedvitals.resources.clocks import worked_interval
 from fedvitals.transport.sender import NO_ROUND, Sender
 
 if TYPE_CHECKING:
@@ -115,11 +115,7 @@ def _read_telemetry(
 
 def _handler_interval(envelope: ReplyEnvelope, sent: float, returned: float) -> tuple[float, float]:
     """Return when the client's handler ran, within what the server saw: all of that where its times cannot be."""
-    if why_impossible(sent, envelope.received, envelope.replied, returned) is not None:
-        return sent, returned
-    seconds = min(envelope.replied - envelope.received, returned - sent)
-    began = min(max(envelope.received, sent), returned - seconds)
-    return began, began + seconds
+    return worked_interval(sent, envelope.received, envelope.replied, returned)
 
 
 def _log_metrics(server_rounds: ServerRounds, request: ClientRequest, reply: Message) -> None:

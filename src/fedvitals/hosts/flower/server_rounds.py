@@ -9,7 +9,6 @@ reply is passed on as it came.
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,13 +28,10 @@ from fedvitals.hosts.flower.reply_envelope import bytes_of, node_name, round_of_
 from fedvitals.hosts.flower.tape.server import ServerTape
 from fedvitals.hosts.metric_names import with_known_names
 from fedvitals.hosts.participation import PhaseParticipation
-from fedvitals.monitor.guard import CAUSES_OF_CLIENT, CAUSES_REPORTED
 from fedvitals.monitor.monitor import Monitor
-from fedvitals.probes.backends import torch_is_loaded
 from fedvitals.records import Action
 from fedvitals.resources.node_spans import covered
 
-logger = logging.getLogger("fedvitals")
 TRAIN, EVALUATE = "train", "evaluate"
 UNANSWERED_KEPT = 10_000  # messages without an answer that are remembered
 
@@ -85,10 +81,11 @@ class ServerRounds:
         self._phases: dict[str, PhaseParticipation] = {}
         self._worked: list[tuple[float, float]] = []  # stretches in which somebody did something
         self._began = 0.0
-        self._reported: dict[str | None, set[str]] = {}  # causes of what failed, by the node that it was about
+        self._guarded = monitor.host.guarded
         self._restored_model: ArrayRecord | None = None  # an earlier model, until there is a new one
         self._evaluating: float | None = None
         self.hooked = False  # whether a strategy tells which round it is
+        self._takes_stale = False  # whether the app has taken a reply of an earlier round: its rounds have no barrier
         self._measuring = BackgroundWork("fedvitals-updates")
         self.connections = NodeConnections(monitor.host.event)
 
@@ -133,9 +130,12 @@ class ServerRounds:
             self._phases, self._worked, self.metrics, self._averaged = {}, [], {}, {}
 
     def close(self) -> None:
-        """End the open round, because the server has ended."""
-        self.end()
-        self.monitor.flush()
+        """End the open round, because the server has ended. A forked process leaves that to its parent."""
+        if (
+            not self.monitor.host.monitored.lifecycle.is_of_parent
+        ):  # before any lock, which a thread of the parent may have held
+            self.end()
+            self.monitor.flush()
 
     def failed(self, error: BaseException) -> None:
         """Report that the server's own code raised."""
@@ -261,13 +261,15 @@ class ServerRounds:
     def reply_received(self, reply: Message, at: float) -> Message:
         """Read a reply, report what it contains, and return it or a replacement."""
         with self._lock:
-            request = self._pending.pop(reply.metadata.reply_to_message_id, None)
+            key = reply.metadata.reply_to_message_id
+            request = self._pending.pop(key, None) or self.unanswered.pop(key, None)
             if request is None:
                 return reply
+            self._note_age(request)
             for key in [key for key, owing in self.unanswered.items() if owing.node == request.node]:
                 self.unanswered.pop(key)
             began = time.perf_counter()
-            read = functools.partial(replies.read_reply, self, request, reply, at)
+            read = functools.partial(self._read_reply, request, reply, at)
             instead = self._guarded("reading a reply", read, request.node)
             self.monitor.host.spent("receive", time.perf_counter() - began)
             if isinstance(instead, guard.NonFiniteUpdateError):
@@ -276,6 +278,22 @@ class ServerRounds:
                 raise instead
             self._guarded("recording a reply", lambda: self.tape.came(request, reply, instead), request.node)
             return reply if instead is None else instead
+
+    def _note_age(self, request: ClientRequest) -> None:
+        """Log how many rounds ago a client was asked, where the app takes its reply in a later round."""
+        age = self._last - request.round_index
+        if age > 0 and request.phase == TRAIN:
+            self._takes_stale = True
+            self.monitor.host.log({"update.staleness": float(age)}, node=request.node)
+
+    def _read_reply(
+        self, request: ClientRequest, reply: Message, at: float
+    ) -> Message | guard.NonFiniteUpdateError | None:
+        """Return a message to use in place of the reply, the error that is to end the run, or None."""
+        try:
+            return replies.read_reply(self, request, reply, at)
+        except guard.NonFiniteUpdateError as error:
+            return error
 
     def late_reply_received(self, reply: Message, at: float) -> None:
         """Read the reply to a message that the server had given up."""
@@ -317,13 +335,9 @@ class ServerRounds:
         If a correction may follow from it at once, it is measured here, and the actions are returned.
         """
         clients = len(self._phases.get(TRAIN, PhaseParticipation()).asked)
-
-        def measure() -> Sequence[Action]:
-            if torch_is_loaded():
-                return host.update_difference(round_index, node, array_models.difference_of(start, end), clients)
-            return host.updates(round_index, {node: array_models.update_of(start, end, self.models.spare)})
-
         host, round_index, node = self.monitor.host, request.round_index, request.node
+        what = (host, round_index, node, start, end, clients, self.models.spare)
+        measure = functools.partial(array_models.measure_update, *what)
         if host.corrects_at_once:
             return measure()
         self._measuring.submit(functools.partial(self._guarded, "measuring an update", measure, node))
@@ -341,26 +355,12 @@ class ServerRounds:
         self._worked.append((began, ended))
 
     def _report_phase(self, name: str, phase: PhaseParticipation) -> None:
-        """Report a phase; clients of a custom loop that did not reply by the round's end count as late."""
-        for key, request in [*self._pending.items()]:
+        """Report a phase; clients of a custom loop that did not reply by the round's end count as late.
+
+        Not so where the loop has no barrier: it takes their replies in a later round.
+        """
+        for key, request in [] if self._takes_stale else [*self._pending.items()]:
             if request.phase == name and request.node in phase.asked:
                 self._pending.pop(key)
                 self._late(key, request)
         participation.report(self.monitor.host, name, phase)
-
-    def _guarded(self, doing: str, work: Callable[[], Any], node: str | None = None) -> Any:
-        """Return the result of our own work, or None if it failed; reported once per cause and node."""
-        try:
-            return work()
-        except guard.NonFiniteUpdateError as error:
-            return error
-        except Exception as error:  # noqa: BLE001 - the run goes on, whatever happens to us
-            cause = f"{doing}: {type(error).__name__}: {error}"[:1000]
-            reported = self._reported.setdefault(node, set())
-            if cause not in reported and len(reported) < (CAUSES_REPORTED if node is None else CAUSES_OF_CLIENT):
-                reported.add(cause)
-                about = "" if node is None else f" (client '{node}')"
-                logger.warning("fedvitals could not finish %s%s; training goes on.", cause, about)
-                data = {"doing": doing, "exception": type(error).__name__}
-                self.monitor.host.event("warning", "monitor.error", cause, node=node, data=data)
-            return None
