@@ -20,6 +20,7 @@ from fedvitals.diagnosis.detectors import (
     guards,
     labels,
     memory,
+    stalls,
     system,
     transformed,
 )
@@ -46,6 +47,7 @@ RULES: tuple[Detector, ...] = (
     *transformed.DETECTORS,
     *system.DETECTORS,
     *memory.DETECTORS,
+    *stalls.DETECTORS,
 )
 BESIDE_EVIDENCE: tuple[Detector, ...] = (*changed_clients.DETECTORS, *against_cohort.DETECTORS)
 DETECTORS: tuple[Detector, ...] = (*RULES, *faulty_clients.DETECTORS, *BESIDE_EVIDENCE)

@@ -91,6 +91,7 @@ class ServerRounds:
         self.hooked = False  # whether a strategy tells which round it is
         self._measuring = BackgroundWork("fedvitals-updates")
         self.connections = NodeConnections(monitor.host.event)
+        monitor.host.awaits(lambda: participation.awaited([*self._pending.values()]))
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -206,13 +207,12 @@ class ServerRounds:
     @contextmanager
     def busy_with(self, part: str) -> Iterator[None]:
         """Time a stretch of the server's own work."""
-        began, clock = time.time(), time.perf_counter()
+        began = time.time()
         try:
-            yield
+            with self.monitor.host.part(part):
+                yield
         finally:
-            seconds = time.perf_counter() - clock
-            self._worked.append((began, began + seconds))
-            self.monitor.host.spent(part, seconds)
+            self._worked.append((began, max(began, time.time())))
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
