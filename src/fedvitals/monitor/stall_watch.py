@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from fedvitals.catalog import ALIVE
 from fedvitals.diagnosis.detectors.stalls import STALLED, stall_finding, stall_words
 from fedvitals.diagnosis.usual_length import UsualLength, usual_length
 from fedvitals.monitor.progress import Awaited, Progress
@@ -22,7 +23,6 @@ from fedvitals.records import Finding
 from fedvitals.resources.thread_stacks import thread_stacks
 from fedvitals.transport.privacy import WORDS
 
-ALIVE = "monitor.alive"  # the metric that is recorded while the run's process lives
 BEAT = 10.0  # seconds from one to the next
 PERIOD = 0.5  # seconds from one look to the next
 PAUSE = 5.0  # seconds without a look, from which on the whole process was stopped
@@ -129,4 +129,3 @@ class StallWatch:
         if threads and not (policy.level >= WORDS and policy.tracebacks):
             return {}
         return {"server": thread_stacks(first=threads)}
-

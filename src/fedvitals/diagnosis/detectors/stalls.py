@@ -64,7 +64,9 @@ def stall_finding(stall: Mapping[str, Any], whole_seconds: float | None = None) 
         text = f"Round {stall['round']} stood still and went on. It took {seconds_words(whole_seconds)}; usual are "
         text += f"{seconds_words(stall['usual_seconds'])}. When it stood: {waiting_words(stall)}"
         more["over"] = True
-    more |= {f"{who}_thread_{name}": stack for who, own in stall.get("stacks", {}).items() for name, stack in own.items()}
+    more |= {
+        f"{who}_thread_{name}": stack for who, own in stall.get("stacks", {}).items() for name, stack in own.items()
+    }
     reason = f"has not finished to {stall['phase']}"
     return finding(
         "STALLED",
