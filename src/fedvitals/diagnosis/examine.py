@@ -19,7 +19,7 @@ from fedvitals.diagnosis.detectors import (
     gradient,
     guards,
     labels,
-    memory,
+    memory_leaks,
     stalls,
     system,
     transformed,
@@ -46,7 +46,7 @@ RULES: tuple[Detector, ...] = (
     *data.DETECTORS,
     *transformed.DETECTORS,
     *system.DETECTORS,
-    *memory.DETECTORS,
+    *memory_leaks.DETECTORS,
     *stalls.DETECTORS,
 )
 BESIDE_EVIDENCE: tuple[Detector, ...] = (*changed_clients.DETECTORS, *against_cohort.DETECTORS)
