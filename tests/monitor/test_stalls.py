@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A round that stands still is reported while it does, with who is awaited, and its finding ends with the round."""
 
+import multiprocessing
+import os
+import tempfile
 import threading
 import time
 
@@ -9,6 +12,8 @@ import pytest
 import fedvitals as fv
 from fedvitals.monitor import stall_watch
 from fedvitals.monitor.progress import Awaited, Progress
+from fedvitals.resources import stack_requests
+from support import hanging_worker
 from support.waiting import wait_until
 
 USUAL = 0.1  # seconds of a round
@@ -127,3 +132,51 @@ def test_a_part_that_is_under_way_is_what_the_round_is_at():
     with progress.part("evaluate"):
         assert (progress.awaited(), progress.phase) == (Awaited("evaluate"), "evaluate")
     assert (progress.awaited(), progress.phase) == (None, "train")
+
+
+def test_the_stack_of_a_client_in_another_process_is_told(tmp_path, brisk):
+    spawn = multiprocessing.get_context("spawn")
+    with fv.Monitor(tmp_path / "runs.db", strict=True, machine=False) as monitor:
+        for number in range(8):
+            with monitor.round(number):
+                monitor.host.expect("c1")
+                time.sleep(USUAL)
+                worker = monitor.host.for_worker()
+                with worker.client("c1"):
+                    pass
+                monitor.host.absorb(worker.payload())
+        with monitor.round(8):
+            monitor.host.expect("c1")
+            go_on, payloads = spawn.Event(), spawn.Queue()
+            process = spawn.Process(
+                target=hanging_worker.train, args=(monitor.host.for_worker(), "c1", go_on, payloads)
+            )
+            process.start()
+            wait_until(lambda: "hang_here (support/hanging_worker.py:" in client_stack(monitor), 40, "its stack")
+            go_on.set()
+            monitor.host.absorb(payloads.get(timeout=20))
+            process.join()
+        assert not process.exitcode
+        folder = stack_requests._folder(monitor.host.for_worker().trace)
+    assert not folder.exists()
+
+
+def client_stack(monitor):
+    newest = [case.newest for case in monitor.findings().cases if case.issue == "STALLED"]
+    return newest[0].evidence.get("c1_thread_MainThread", "") if newest else ""
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="folders belong to nobody there")
+def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    requests = stack_requests.StackRequests("trace")
+    folder = stack_requests._folder("trace")
+    folder.mkdir(parents=True)
+    folder.parent.chmod(0o777)
+    requests.ask()
+    assert not [*folder.iterdir()]
+    folder.parent.chmod(0o700)
+    (folder / "1.json").write_text('{"nodes": ["c1"], "stacks": "no stacks"}')
+    assert requests.answers() == {}
+    (folder / "1.json").write_text('{"nodes": ["c1"], "stacks": {"Main": "f (a.py:1)"}}')
+    assert requests.answers() == {"c1": {"Main": "f (a.py:1)"}}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import pickle  # only to ask whether a user's probe can go along; nothing is ever loaded from it
 import threading
 import time
@@ -113,6 +114,7 @@ class Arrivals:
             profile=self._ledger is not None,
             capture=self._capture,
             turn=kit.turns.hand_out(self._expected),
+            monitor_process=os.getpid(),
         )
 
     def expect(self, nodes: Iterable[AnyName]) -> None:

@@ -20,6 +20,7 @@ from fedvitals.diagnosis.usual_length import UsualLength, usual_length
 from fedvitals.monitor.progress import Awaited, Progress
 from fedvitals.monitor.spine import Spine
 from fedvitals.records import Finding
+from fedvitals.resources.stack_requests import StackRequests
 from fedvitals.resources.thread_stacks import thread_stacks
 from fedvitals.transport.privacy import WORDS
 
@@ -51,6 +52,8 @@ class StallWatch:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._due = 0.0  # seconds of the open round after which it is reported again
+        self._requests: StackRequests | None = None  # for the stacks of clients in other processes
+        self._answers: dict[str, dict[str, str]] = {}  # those that were reported
 
     def start(self) -> None:
         """Start the thread, unless it was started or stopped before."""
@@ -64,6 +67,8 @@ class StallWatch:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=2.0)
+        if self._requests is not None:
+            self._guard("removing requests", self._requests.close)
 
     def _work(self) -> None:
         beat = looked = time.monotonic()
@@ -91,10 +96,28 @@ class StallWatch:
             return
         now = time.monotonic()
         elapsed, silent = now - began, now - moved_at
-        due = self._due if progress.stalled else 0.0
+        due = 0.0
+        if progress.stalled:
+            due = 0.0 if self._has_new_answers() else self._due
         if elapsed >= max(usual.limit, SHORTEST, due) and silent >= self._usual_silence(progress.phase, usual):
-            progress.stalled, self._due = True, AGAIN * elapsed
+            if not progress.stalled:
+                self._ask()
+            progress.stalled, self._due = True, max(due, AGAIN * elapsed)
             self._report(number, elapsed, silent, usual)
+
+    def _ask(self) -> None:
+        """Ask clients in other processes of this machine where they are; what they answer is reported when it comes."""
+        if self._may_tell_clients_code():
+            self._requests = self._requests or StackRequests(self._context.trace)
+            self._answers = {}
+            self._requests.ask()
+
+    def _has_new_answers(self) -> bool:
+        before, self._answers = self._answers, {} if self._requests is None else self._requests.answers()
+        return self._answers.keys() > before.keys()
+
+    def _may_tell_clients_code(self) -> bool:
+        return self._context.policy.level >= WORDS and self._context.policy.tracebacks
 
     def _usual_silence(self, phase: str, usual: UsualLength) -> float:
         """Seconds without an event from which on that is unusual in a phase."""
@@ -125,7 +148,7 @@ class StallWatch:
 
     def _stacks(self) -> dict[str, dict[str, str]]:
         """Return where the threads of this process are; where clients train in it, only if their words may be kept."""
-        policy, threads = self._context.policy, self._scopes.client_threads()
-        if threads and not (policy.level >= WORDS and policy.tracebacks):
+        threads = self._scopes.client_threads()
+        if threads and not self._may_tell_clients_code():
             return {}
-        return {"server": thread_stacks(first=threads)}
+        return {"server": thread_stacks(first=threads), **self._answers}
