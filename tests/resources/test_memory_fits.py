@@ -405,7 +405,7 @@ def test_a_client_whose_own_process_grows_is_named():
 
 def test_where_memory_grows_is_said():
     grown = {("memory.resident", f"c{i}"): leaking(each=20.0) for i in range(4)}
-    inside = grown | {("memory.growth", f"c{i}"): [5.0 * 2**20] * 24 for i in range(4)}
-    outside = grown | {("memory.growth", f"c{i}"): [0.0] * 24 for i in range(4)}
+    inside = grown | {("memory.kept", f"c{i}"): [5.0 * 2**20] * 24 for i in range(4)}
+    outside = grown | {("memory.kept", f"c{i}"): [0.0] * 24 for i in range(4)}
     assert "It grows while clients train." in told_of(inside)[0].message
     assert "It grows outside of the clients' training" in told_of(outside)[0].message

@@ -25,7 +25,7 @@ from fedvitals.resources.thread_stacks import thread_stacks
 from fedvitals.transport.privacy import WORDS
 
 BEAT = 10.0  # seconds from one to the next
-PERIOD = 0.5  # seconds from one look to the next
+PERIOD = 0.25  # seconds from one look to the next
 PAUSE = 5.0  # seconds without a look, from which on the whole process was stopped
 SHORTEST = 5.0  # seconds: a shorter round is not called stalled
 OF_USUAL_ROUND = 0.9  # of it, that nothing has happened

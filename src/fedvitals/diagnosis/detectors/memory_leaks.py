@@ -323,13 +323,26 @@ def _leak(
 
 
 def _share_while_clients_train(history: History, round_index: int, grown: MemoryGrowth) -> float | None:
-    """Return the share of the growth that falls into the clients' training in one process; None where unknown."""
-    sums = []
-    for number in rounds_until(history, round_index, WINDOW):
-        own = [value for value in history.latest("memory.growth", number).values() if math.isfinite(value)]
-        if number > grown.since and own:
-            sums.append(sum(own))
-    return float(np.median(sums)) / grown.per_round if len(sums) >= SOON_FEWEST - 1 else None
+    """Return the share of the growth that clients of one process keep when they end; None where that is not known.
+
+    By the heap in use: resident memory grows later than what fills it, as long as there is room that others have freed.
+    """
+    own = _kept_by_client(history, round_index, grown)
+    clients = [*filter(None, history.latest("memory.resident", round_index))]
+    if not clients or any(len(own.get(node, ())) < 2 for node in clients):
+        return None
+    return sum(float(np.median(own[node])) for node in clients) / grown.per_round
+
+
+def _kept_by_client(history: History, round_index: int, grown: MemoryGrowth) -> dict[Node, list[float]]:
+    """Return what each client kept of the heap, in the rounds of the growth in which it was asked for."""
+    own: dict[Node, list[float]] = {}
+    for n in rounds_until(history, round_index, WINDOW):
+        if n >= grown.since:
+            for node, value in history.latest("memory.kept", n).items():
+                if math.isfinite(value):
+                    own.setdefault(node, []).append(value)
+    return own
 
 
 def _phase_words(inside: float | None) -> str:
@@ -357,12 +370,7 @@ def _tensor_words(row: Mapping[str, Any]) -> str:
 
 def _leaking_client(history: History, round_index: int, grown: MemoryGrowth) -> tuple[Node, float] | None:
     """Return the client during whose training the process grows, and its fraction of all growth."""
-    own: dict[Node, list[float]] = {}
-    for n in rounds_until(history, round_index, WINDOW):
-        if n >= grown.since:
-            for node, value in history.latest("memory.kept", n).items():
-                if math.isfinite(value):
-                    own.setdefault(node, []).append(value)
+    own = _kept_by_client(history, round_index, grown)
     usual = {node: float(np.median(values)) for node, values in own.items() if len(values) >= 3}
     if len(usual) < 3:
         return None
