@@ -17,7 +17,7 @@ FEWEST = 5  # rounds before anything is said
 NEWEST = 30  # rounds that are looked back on
 TWICE = 1.9  # times the median; less than 2, because the limit is looked at now and then only
 EVEN_SPREAD, EVEN_WEIGHT = 0.1, 4  # standard deviation of the logarithms in even runs; counts as so many rounds
-DEVIATIONS, DEVIATIONS_OF_FEW = 5.0, 10.0  # k = 5 + 10 / rounds
+DEVIATIONS, DEVIATIONS_OF_FEW = 4.5, 10.0  # k = 4.5 + 10 / rounds
 
 
 @dataclass(frozen=True, slots=True)
