@@ -39,6 +39,7 @@ LEAKS = {  # kind → megabytes a round, and megabytes that there are
     "slow": (10, 700),
 }
 MOST_SECONDS = 420.0
+HEALTHY_LIMIT, HEALTHY_RUNS = 750, 3  # megabytes; a healthy federation needs 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,19 @@ def _kill_the_largest(training: int, limit: int) -> None:
         if any(process.memory_info().rss > limit for process in family):
             for process in family:
                 process.kill()
+
+
+def run_healthy(folder: Path, seed: int) -> dict[str, int]:
+    """Run a federation that does not leak, in little more memory than it needs; return its rounds and findings."""
+    store = folder / f"healthy-{seed}.db"
+    command = [sys.executable, "-m", "fedvitals_studies.memory_leaks.leaking", str(store), "none", "0", str(seed)]
+    with (folder / "log.txt").open("ab") as log:
+        environment = {**os.environ, LIMIT: str(HEALTHY_LIMIT << 20)}
+        subprocess.run(command, stdout=log, stderr=log, env=environment, check=True)  # noqa: S603 - ourselves
+    with open_reader(store) as reader:
+        run = queries.list_runs(reader)[0].id
+        findings = [finding for finding in queries.records(reader, run, Finding) if finding.issue == "MEMORY_LEAK"]
+        return {"rounds": len(reader.history(run).rounds()), "false": len(findings)}
 
 
 def judge(kind: str, store: Path, last: int) -> Foretold:
