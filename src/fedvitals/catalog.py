@@ -12,6 +12,7 @@ from fedvitals.records import Event, LayerStats, Metric, Record, Sketch, Snapsho
 from fedvitals.stats import FAMILIES
 from fedvitals.training_measures import DATA_MEASURES, LABELLED, LOSS_UNIT, TRAINING_MEASURES, Measure
 
+ALIVE = "monitor.alive"
 _MODEL = "a model"
 _UPDATE = "a model in `monitor.client`, or `monitor.updates`"
 _INPUTS = "a classifier: one row of outputs per sample"
@@ -350,6 +351,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure("traffic.received", "bytes", "Bytes that the node received.", level=0, needs="`monitor.transfer`"),
     Measure("monitor.cost", "seconds", "Time that measuring took on the training thread.", level=0),
     Measure("monitor.lost", "records", "Records lost so far before they were stored.", level=0),
+    Measure(ALIVE, "", "1, every ten seconds while the process of the run lives.", level=0),
     Measure("monitor.thinned", "client-rounds", "Client-rounds so far whose layer statistics were left out.", level=0),
     Measure("diagnosis.client_rounds", "client-rounds", "Clients of this round that detectors looked at.", level=0),
     Measure("diagnosis.not_judged", "share", "Of these, those that could not be judged.", level=0),

@@ -29,6 +29,7 @@ from fedvitals.monitor.emission import Writer
 from fedvitals.monitor.findings import RunFindings
 from fedvitals.monitor.losses import LostRecords
 from fedvitals.monitor.spine import Spine
+from fedvitals.monitor.stall_watch import StallWatch
 from fedvitals.monitor.taping import RunTape
 from fedvitals.protocols import RecordWriter, Sink, TapeRecorder
 from fedvitals.resources.capture import Capture
@@ -47,8 +48,8 @@ FAMILY_OF = {issue.code: issue.family for issue in ISSUES}
 class Lifecycle:
     """Begins a run on its first event and ends it once.
 
-    `make_writer` opens whatever takes the records. `tape` and `machine` are opened and closed with the run, where there
-    are any.
+    `make_writer` opens whatever takes the records. `tape`, `machine` and `watch` are opened and closed with the run,
+    where there are any.
     """
 
     def __init__(
@@ -59,10 +60,12 @@ class Lifecycle:
         *,
         tape: RunTape | None = None,
         machine: MachineSampler | None = None,
+        watch: StallWatch | None = None,
     ) -> None:
         self._context, self._scopes = spine.context, spine.scopes
         self._emission, self._guard = spine.emission, spine.guard
         self._lost, self._make_writer, self._tape, self._machine = lost, make_writer, tape, machine
+        self._watch = watch
         self._handler: EventHandler | None = None  # while the run is open
         self._closed = False
         self._process: int | None = None  # that has opened the run
@@ -98,6 +101,8 @@ class Lifecycle:
                 self._tape.open()
             if self._machine is not None:
                 self._guard("watching the machine", self._machine.start)
+            if self._watch is not None:
+                self._guard("watching for stalls", self._watch.start)
             return writer
 
     def set_host(self, host: str, config: Mapping[str, Any], policy: PrivacyPolicy, trace: str | None) -> None:
@@ -124,6 +129,8 @@ class Lifecycle:
         self._closed = True
         if self._machine is not None:
             self._machine.stop()
+        if self._watch is not None:
+            self._watch.stop()
         writer = self._emission.writer
         if writer is None:
             return

@@ -24,7 +24,7 @@ from fedvitals.probes.node_columns import NodeColumns
 from fedvitals.probes.results import Results
 from fedvitals.protocols import Node
 from fedvitals.records import AnyName, LayerStats, LayerTable, Span, as_round_index, node_name
-from fedvitals.resources.memory import peak_bytes, resident_bytes
+from fedvitals.resources.memory import limit_bytes, peak_bytes, resident_bytes
 from fedvitals.resources.time_ledger import Ledger, LedgerSpan
 from fedvitals.scope import Scope
 from fedvitals.stats import Array
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 # Parts that are told as metrics, too: of the round, and of each client that is elsewhere.
 PART_METRICS = {SERVER: ("aggregate", "evaluate"), JOURNEY: ("download", "queue", "start", "upload", "reply", "wait")}
+
+
+TELL_LIMIT_EVERY = 20  # rounds: detectors do not look back for ever
 
 
 @dataclass(slots=True)
@@ -70,6 +73,7 @@ class Rounds:
         self._lost, self._kit, self._arrivals, self._ledger, self._least = lost, kit, arrivals, ledger, least
         self._record = spine.emission.record
         self.open: OpenScope | None = None
+        self._limit_told = -TELL_LIMIT_EVERY  # the round in which it was
 
     def begin(self, number: object, model: Any) -> None:
         """Open a round. What is recorded in one whose number is refused (ConfigError) belongs to no round."""
@@ -228,7 +232,11 @@ class Rounds:
                 attempt("telling what was measured", tell, node)
 
     def _tell_memory(self, scope: Scope) -> None:
-        for name, size in (("memory.peak", peak_bytes()), ("memory.resident", resident_bytes())):
+        sizes = [("memory.peak", peak_bytes()), ("memory.resident", resident_bytes())]
+        if (scope.round or 0) - self._limit_told >= TELL_LIMIT_EVERY:
+            self._limit_told = scope.round or 0
+            sizes.append(("memory.limit", limit_bytes()))
+        for name, size in sizes:
             if size is not None:
                 self._record.metric(scope, name, size)
 

@@ -85,7 +85,8 @@ WRITTEN_BY_TIMED = (*LEFT_OF_SPANS, "message")
 OUR_WORDS = (  # events that quote nobody
     "budget", "client.answered_late", "client.busy", "client.clock", "client.connected", "client.disconnected",
     "client.joined", "client.left", "client.outside_round", "client.partition", "client.unserved", "data.new",
-    "interrupted", "round.unclosed", "season", "telemetry.lost", "telemetry.refused", "telemetry.thinned",
+    "interrupted", "round.stalled", "round.unclosed", "season", "telemetry.lost", "telemetry.refused",
+    "telemetry.thinned",
     "update.base", "update.late", "update.left_out", "updates.approximate",
     "worker.lost", "worker.thinned",
 )  # fmt: skip

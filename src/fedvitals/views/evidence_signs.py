@@ -134,6 +134,7 @@ TELLING: dict[str, tuple[Sign, ...]] = {
         Sign("memory.peak"),
         Sign("memory.resident"),
     ),
+    "STALLED": (Sign("time.round"),),
     "MEMORY_LEAK": (Sign("memory.resident"), Sign("memory.kept")),
     "DISK_FULL": (counted("client.failed", "monitor.error"), Sign("machine.disk_written")),
     "CLOCK_SKEW": (Sign("time.clock_error"),),

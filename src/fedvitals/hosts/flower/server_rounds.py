@@ -88,6 +88,7 @@ class ServerRounds:
         self._takes_stale = False  # whether the app has taken a reply of an earlier round: its rounds have no barrier
         self._measuring = BackgroundWork("fedvitals-updates")
         self.connections = NodeConnections(monitor.host.event)
+        monitor.host.awaits(lambda: participation.awaited([*self._pending.values()]))
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -206,13 +207,12 @@ class ServerRounds:
     @contextmanager
     def busy_with(self, part: str) -> Iterator[None]:
         """Time a stretch of the server's own work."""
-        began, clock = time.time(), time.perf_counter()
+        began = time.time()
         try:
-            yield
+            with self.monitor.host.part(part):
+                yield
         finally:
-            seconds = time.perf_counter() - clock
-            self._worked.append((began, began + seconds))
-            self.monitor.host.spent(part, seconds)
+            self._worked.append((began, max(began, time.time())))
 
     # -- messages -----------------------------------------------------------------------------------------------------
 

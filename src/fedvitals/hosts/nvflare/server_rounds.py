@@ -8,6 +8,7 @@ or change the job: a failure of ours is reported once, and the result is passed 
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import threading
@@ -71,10 +72,12 @@ class ServerRounds:
         self._began = 0.0
         self._aggregation_began: float | None = None
         self.guarded = monitor.host.guarded
+        self._aggregation = contextlib.ExitStack()  # the aggregation that is under way
         self._ended_by_server = False  # whether it was reported that the job was given up or aborted
         self._measuring = BackgroundWork("fedvitals-updates")
         self._room_to_wait = threading.BoundedSemaphore(MOST_WAITING)
         self._spare = ReusableVector()
+        monitor.host.awaits(lambda: participation.awaited([*self._pending.values()]))
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -120,6 +123,7 @@ class ServerRounds:
                 self.begin(self._announced, self._newest)  # nobody came for its model
             if self.round_index is None:
                 return
+            self._aggregation.close()  # where its end was not told
             self._measuring.wait()
             self._report_phases()
             whole = max(time.time() - self._began, 1e-9)
@@ -168,6 +172,7 @@ class ServerRounds:
     def aggregating(self) -> None:
         """Note that the server begins to aggregate."""
         self._aggregation_began = time.time()
+        self._aggregation.enter_context(self.monitor.host.part("aggregate"))
 
     def aggregated(self, model: models.Arrays | None, metrics: Mapping[str, Any], contributions: int | None) -> None:
         """Note the result of an aggregation: the new model or the change to it, and averaged metrics."""
@@ -175,7 +180,7 @@ class ServerRounds:
             now = time.time()
             if self._aggregation_began is not None:
                 self._worked.append((self._aggregation_began, now))
-                self.monitor.host.spent("aggregate", now - self._aggregation_began)
+                self._aggregation.close()
                 self._aggregation_began = None
             if contributions == 0 or model is None or not (model.values or model.unread):
                 answered = len(self._phases.get(TRAIN, PhaseParticipation()).answered)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fedvitals.catalog import ALIVE
 from fedvitals.records import Run
 from fedvitals.store.read.reader import Reader
 
@@ -83,20 +84,31 @@ def end_of_run(reader: Reader, run: str) -> Any:
 
 
 def rounds_and_last_record(reader: Reader, run: str) -> tuple[int, float | None]:
-    """Return how many rounds the run has, and the time of the last record that belongs to one."""
-    ((count, last),) = reader.database.rows(
-        "SELECT COUNT(*), MAX(last) FROM run_round WHERE run = ?", (reader.names.number(run) or 0,)
-    )
+    """Return how many rounds the run has, and the time of the last record that belongs to one.
+
+    Before the first round that is the time of the last sign of life.
+    """
+    number = reader.names.number(run) or 0
+    ((count, last),) = reader.database.rows("SELECT COUNT(*), MAX(last) FROM run_round WHERE run = ?", (number,))
+    if last is None:
+        ((last,),) = reader.database.rows(
+            "SELECT MAX(at) FROM metric WHERE run = ? AND name = ? AND round IS NULL",
+            (number, reader.names.number(ALIVE) or 0),
+        )
     return count, last
 
 
 def last_records_of_open_runs(reader: Reader) -> dict[int, float | None]:
-    """Return for each run without an end, by its number, the time of the last record that belongs to a round."""
-    return dict(
-        reader.database.rows(
-            "SELECT run, MAX(last) FROM run_round WHERE run IN (SELECT id FROM run WHERE finished IS NULL) GROUP BY run"
-        )
+    """Return for each run without an end, by its number, the time of the last record as `rounds_and_last_record`."""
+    before_rounds = reader.database.rows(
+        "SELECT run, MAX(at) FROM metric WHERE run IN (SELECT id FROM run WHERE finished IS NULL) AND name = ? "
+        "AND round IS NULL GROUP BY run",
+        (reader.names.number(ALIVE) or 0,),
     )
+    in_rounds = reader.database.rows(
+        "SELECT run, MAX(last) FROM run_round WHERE run IN (SELECT id FROM run WHERE finished IS NULL) GROUP BY run"
+    )
+    return {**dict(before_rounds), **dict(in_rounds)}
 
 
 def is_newest_open_run(reader: Reader, run: str) -> tuple[bool, bool]:
