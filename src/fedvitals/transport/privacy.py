@@ -72,7 +72,6 @@ LEFT: Mapping[str, tuple[str, ...]] = {
     "client.dropped_out": ("exception", "code", "phase", "round"),
     "edge.failed": ("exception",),
     "round.failed": ("exception",),
-    "update.refused": ("weight",),
     # Without means by class and single values, which are level 3, and checksums, by which data could be recognised.
     "data": ("samples", "features", "looks", *DATA_SCALARS),
 }
@@ -86,10 +85,11 @@ OUR_WORDS = (  # events that quote nobody
     "budget", "client.answered_late", "client.busy", "client.clock", "client.connected", "client.disconnected",
     "client.joined", "client.left", "client.outside_round", "client.partition", "client.unserved", "data.new",
     "interrupted", "round.unclosed", "season", "telemetry.lost", "telemetry.refused", "telemetry.thinned",
-    "update.base", "update.late", "update.left_out", "updates.approximate",
+    "update.base", "update.late", "update.left_out", "update.refused", "updates.approximate",
     "worker.lost", "worker.thinned",
 )  # fmt: skip
 PASSING_ON = ("exception", "edge.failed", "round.failed")  # what the server catches may have been raised by a client
+SERVER_CODE = {"raised_by": "server"}  # in the data of such an event: raised by code that runs no client
 TROUBLE = ("warning", "error", "critical")
 FREE = (Run, Transfer, Finding, Action, Truth)
 OPEN = frozenset({Metric, LayerStats, Span, Sketch, Transfer})  # from level 3 on; spares nearly all records the rest
@@ -190,7 +190,7 @@ def _event(record: Event, policy: PrivacyPolicy, *, about_client: bool) -> Event
     data = record.data
     if policy.level >= WORDS:
         return record if policy.tracebacks or "traceback" not in data else _without(record, ("traceback",))
-    if not about_client and record.name not in PASSING_ON:
+    if not about_client and (record.name not in PASSING_ON or SERVER_CODE.items() <= data.items()):
         # The server's own words pass; those of an exception, never: it may have come through from a client.
         return _without(record, ("traceback", "exception_message")) if record.name == "log" else record
     if record.name in OUR_WORDS:

@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read one reply: take the telemetry out of it, report its times and numbers, and apply the guard."""
+"""Read one reply: take the telemetry out of it, report its times and numbers, and hand it to the guard."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import Message, MetricRecord
 
 from fedvitals.errors import RecordError
-from fedvitals.hosts import update_guard
-from fedvitals.hosts.flower import arrays, corrections, guard, protection
+from fedvitals.hosts.flower import guard
 from fedvitals.hosts.flower.failures import client_failure_of, dead_process
 from fedvitals.hosts.flower.reply_envelope import KEY, ReplyEnvelope, bytes_of, journey_id, run_name
 from fedvitals.hosts.flower.reply_envelope import read_envelope as read_letter
 from fedvitals.hosts.metric_names import with_known_names
 from fedvitals.hosts.telemetry_budget import telemetry_budget
-from fedvitals.records import Action
 from fedvitals.resources.clocks import why_impossible
 from fedvitals.transport.sender import NO_ROUND, Sender
 
@@ -42,7 +39,7 @@ def read_reply(server_rounds: ServerRounds, request: ClientRequest, reply: Messa
     _read_telemetry(server_rounds, request, reply, record, at, size)
     server_rounds.answered(request, failed=False)
     _log_metrics(server_rounds, request, reply)
-    return _check_update(server_rounds, request, reply) if request.phase == TRAIN else None
+    return guard.check_reply(server_rounds, request, reply)
 
 
 def read_late_reply(server_rounds: ServerRounds, request: ClientRequest, reply: Message, at: float) -> None:
@@ -142,42 +139,4 @@ def _log_metrics(server_rounds: ServerRounds, request: ClientRequest, reply: Mes
         text = f"Of {len(named)} metrics in a reply of {request.node}, these were left out: {left_out}."
         server_rounds.monitor.host.event(
             "info", "telemetry.refused", text, node=request.node, data={"phase": request.phase}
-        )
-
-
-def _check_update(server_rounds: ServerRounds, request: ClientRequest, reply: Message) -> Message | None:
-    if protection.masked(request.message.content) or protection.masked(reply.content):
-        return None
-    sent, got = arrays.model_of(request.message.content), arrays.model_of(reply.content)
-    if sent is None or got is None:
-        return None
-    start, end = server_rounds.models.values(sent), arrays.values_of(got, server_rounds.layers)
-    answers: Sequence[Action] = ()
-    if server_rounds.hidden is None and end:  # a model may be all of whole numbers, as trees are
-        answers = server_rounds.measure_update(request, start, end)
-    left = next((a for a in answers if a.kind == "exclude" and a.target == request.node), None)
-    why = None if left is None else str(left.arguments.get("why", "it cannot be used"))
-    if why is None and server_rounds.guard_mode != update_guard.REPORT:
-        why = update_guard.nonfinite_words(end)
-        if why is not None:
-            _refuse(server_rounds, request, why)
-    in_force = server_rounds.corrections.in_force
-    if why is None and request.node in in_force.quarantined:
-        why = "the client is in quarantine"
-    if why is not None:
-        return guard.error_reply_instead(reply, request.message, why)
-    if in_force.of_replies:
-        corrections.correct_reply(in_force, request.node, reply, start, end, server_rounds.weight, server_rounds.layers)
-    return None
-
-
-def _refuse(server_rounds: ServerRounds, request: ClientRequest, why: str) -> None:
-    text = f"The update of {request.node} was not taken: {why}."
-    server_rounds.monitor.host.event(
-        "error", "update.left_out", text, node=request.node, data={"guard": server_rounds.guard_mode}
-    )
-    if server_rounds.guard_mode == update_guard.FAIL:
-        raise guard.NonFiniteUpdateError(
-            f"Round {request.round_index}: {why}, in the update of node {request.node}. Aggregating it would make the "
-            'model so. guard="drop" leaves such updates out; guard="report" lets them pass.'
         )

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from fedvitals.hosts.flower import arrays, corrections, guard, protection, repli
 from fedvitals.hosts.flower.connections import NodeConnections
 from fedvitals.hosts.flower.corrections import FlowerCorrections
 from fedvitals.hosts.flower.known_models import KnownModels
+from fedvitals.hosts.flower.reply_checks import ReplyChecks
 from fedvitals.hosts.flower.reply_envelope import bytes_of, node_name, round_of_message
 from fedvitals.hosts.flower.tape.server import ServerTape
 from fedvitals.hosts.metric_names import with_known_names
@@ -83,12 +84,14 @@ class ServerRounds:
         # Processes that died, and with whom: see `failures.dead_process`.
         self.dead_processes: dict[str, ClientRequest] = {}
         self._phases: dict[str, PhaseParticipation] = {}
+        self._checks: dict[str, ReplyChecks] = {}
         self._worked: list[tuple[float, float]] = []  # stretches in which somebody did something
         self._began = 0.0
         self._reported: dict[str | None, set[str]] = {}  # causes of what failed, by the node that it was about
         self._restored_model: ArrayRecord | None = None  # an earlier model, until there is a new one
         self._evaluating: float | None = None
         self.hooked = False  # whether a strategy tells which round it is
+        self.same_metrics = False  # whether the strategy needs the same metrics in all replies
         self._measuring = BackgroundWork("fedvitals-updates")
         self.connections = NodeConnections(monitor.host.event)
 
@@ -118,6 +121,7 @@ class ServerRounds:
         with self._lock:
             if self.round_index is None:
                 return
+            self._guarded("checking replies", lambda: guard.judge_replies(self))
             round_index, self.round_index = self.round_index, None
             self._measuring.wait()
             for name, phase in self._phases.items():
@@ -130,7 +134,7 @@ class ServerRounds:
             metrics = self._metrics_by_source()
             self._guarded("recording a round", lambda: self.tape.ends(metrics))
             self.monitor.host.round_end(round_index, outline, metrics)
-            self._phases, self._worked, self.metrics, self._averaged = {}, [], {}, {}
+            self._phases, self._checks, self._worked, self.metrics, self._averaged = {}, {}, [], {}, {}
 
     def close(self) -> None:
         """End the open round, because the server has ended."""
@@ -139,7 +143,7 @@ class ServerRounds:
 
     def failed(self, error: BaseException) -> None:
         """Report that the server's own code raised."""
-        data = {"exception": type(error).__name__}
+        data = {"exception": type(error).__name__, "raised_by": "server"}
         self.monitor.host.event("error", "round.failed", f"{type(error).__name__}: {error}"[:1000], data=data)
 
     def nothing_aggregated(self) -> None:
@@ -151,6 +155,41 @@ class ServerRounds:
     def start_of(self, model: ArrayRecord | None) -> ArrayRecord | None:
         """Return the model that clients begin with: the strategy's, unless a correction restored an earlier one."""
         return model if self._restored_model is None else self._restored_model
+
+    def reply_checks(self, phase: str) -> ReplyChecks:
+        """Return the checks of the open round's replies in a phase."""
+        return self._checks.setdefault(phase, ReplyChecks())
+
+    def fitting(self, replies: list[Message], phase: str = TRAIN, *, entries: bool = False) -> list[Message]:
+        """Return the replies to aggregate: those that do not fit the others are reported, and replaced if the guard
+        says so. `entries`: the strategy also needs the same metrics in all of them.
+        """
+        instead = self._judged(phase, entries=entries)
+        return [instead.get(reply.metadata.reply_to_message_id, reply) for reply in replies] if instead else replies
+
+    def unfitting_nodes(self) -> dict[str, str]:
+        """Return the nodes whose reply to «train» the guard leaves out, and why; for the older API."""
+        instead = self._judged(TRAIN).values()
+        return {node_name(reply.metadata.src_node_id): str(reply.error.reason) for reply in instead}
+
+    def _judged(self, phase: str, *, entries: bool = False) -> dict[str, Message]:
+        with self._lock:
+            judge = functools.partial(guard.judge_replies, self, phase, entries=entries)
+            instead = self._guarded("checking replies", judge) or {}
+        if isinstance(instead, guard.UnusableUpdateError):
+            raise instead
+        return dict(instead)
+
+    @contextmanager
+    def aggregating(self, phase: str) -> Iterator[None]:
+        """Time the strategy's aggregation. If it raises, name the clients whose metrics are not those of the others."""
+        try:
+            with self.busy_with("aggregate") if phase == TRAIN else nullcontext():
+                yield
+        except Exception:
+            if self.guard_mode == update_guard.REPORT:
+                self._guarded("checking replies", lambda: guard.report_entry_misfits(self, phase))
+            raise
 
     def robust(self, replies: list[Message]) -> list[Message]:
         """Return the replies to aggregate, changed where a correction asks for another rule."""
@@ -270,12 +309,21 @@ class ServerRounds:
             read = functools.partial(replies.read_reply, self, request, reply, at)
             instead = self._guarded("reading a reply", read, request.node)
             self.monitor.host.spent("receive", time.perf_counter() - began)
-            if isinstance(instead, guard.NonFiniteUpdateError):
+            if isinstance(instead, guard.UnusableUpdateError):
                 self._pending.clear()  # nobody waits for the others any more
                 self.close()
                 raise instead
-            self._guarded("recording a reply", lambda: self.tape.came(request, reply, instead), request.node)
+            if not any(checked.message is reply for checked in self.reply_checks(request.phase).waiting):
+                self._guarded("recording a reply", lambda: self.tape.came(request, reply, instead), request.node)
             return reply if instead is None else instead
+
+    def replies_read(self, replies: list[Message]) -> list[Message]:
+        """Return a custom loop's replies as it is to have them, once all that it waited for are there.
+
+        Strategies have their replies checked when they aggregate them.
+        """
+        waited_for = any(request.phase == TRAIN for request in self._pending.values())
+        return replies if self.hooked or waited_for else self.fitting(replies)
 
     def late_reply_received(self, reply: Message, at: float) -> None:
         """Read the reply to a message that the server had given up."""
@@ -352,7 +400,7 @@ class ServerRounds:
         """Return the result of our own work, or None if it failed; reported once per cause and node."""
         try:
             return work()
-        except guard.NonFiniteUpdateError as error:
+        except guard.UnusableUpdateError as error:
             return error
         except Exception as error:  # noqa: BLE001 - the run goes on, whatever happens to us
             cause = f"{doing}: {type(error).__name__}: {error}"[:1000]
