@@ -363,9 +363,9 @@ MEASURES: tuple[Measure, ...] = (
 
 HOSTS = (
     "absolute_error", "accuracy", "attack.success", "loss", "local.absolute_error", "local.accuracy", "local.loss",
-    "privacy.epsilon", "time.client_virtual", "time.clock_error", "time.compute_virtual", "time.cpu", "time.data",
-    "time.download", "time.queue", "time.round_virtual", "time.upload", "time.wait", "time.worked", "update.samples",
-    "update.staleness",
+    "privacy.epsilon", "time.client", "time.client_virtual", "time.clock_error", "time.compute_virtual", "time.cpu",
+    "time.data", "time.download", "time.queue", "time.round_virtual", "time.upload", "time.wait", "time.worked",
+    "update.samples", "update.staleness",
 )  # fmt: skip
 """What only the host knows, and tells by `log`."""
 

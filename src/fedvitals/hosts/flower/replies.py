@@ -96,7 +96,9 @@ def _read_telemetry(
         server_rounds.worked(*_handler_interval(envelope, request.sent, at))
         if request.phase != TRAIN:
             return
-        monitor.host.log({"time.cpu": envelope.cpu}, node=node)
+        stage = server_rounds.handler_times(node)
+        stage.add(envelope.cpu, envelope.replied - envelope.received)
+        monitor.host.log({"time.cpu": stage.cpu}, node=node)
         span = journey_id(reply.metadata.reply_to_message_id)
         times = (request.sent, envelope.received, envelope.replied, at)
         monitor.host.exchange(node, *times, started=envelope.started, span=span)
@@ -105,6 +107,8 @@ def _read_telemetry(
             budget = telemetry_budget(max(size, request.size))
             own = Sender(node, run_name(reply.metadata.run_id), budget=budget, newest_round=NO_ROUND)
             monitor.host.absorb(envelope.payload, own)
+        if stage.count > 1:  # the client reports its time of this message alone
+            monitor.host.log({"time.client": stage.seconds}, node=node)
     except RecordError as error:
         text = f"Telemetry of {node} cannot be: {error}"
         monitor.host.event("warning", "telemetry.refused", text, node=node, data={"phase": request.phase})

@@ -25,6 +25,7 @@ from fedvitals.hosts.flower import arrays, corrections, guard, protection, repli
 from fedvitals.hosts.flower.connections import NodeConnections
 from fedvitals.hosts.flower.corrections import FlowerCorrections
 from fedvitals.hosts.flower.known_models import KnownModels
+from fedvitals.hosts.flower.protection import SecureRound
 from fedvitals.hosts.flower.reply_checks import ReplyChecks
 from fedvitals.hosts.flower.reply_envelope import bytes_of, node_name, round_of_message
 from fedvitals.hosts.flower.tape.server import ServerTape
@@ -52,6 +53,24 @@ class ClientRequest:
     sent: float
     size: int
     busy: bool = False  # the node still owed an answer when it was asked
+
+
+@dataclass(slots=True)
+class HandlerTimes:
+    """What a client's handler took in a round, over all its messages: secure aggregation asks a client several times.
+
+    `cpu`: processor seconds; `seconds`: by the client's clock.
+    """
+
+    count: int = 0
+    cpu: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, cpu: float, seconds: float) -> None:
+        """Add one message."""
+        self.count += 1
+        self.cpu += cpu
+        self.seconds += max(0.0, seconds)
 
 
 class ServerRounds:
@@ -85,6 +104,8 @@ class ServerRounds:
         self.dead_processes: dict[str, ClientRequest] = {}
         self._phases: dict[str, PhaseParticipation] = {}
         self._checks: dict[str, ReplyChecks] = {}
+        self._handler_times: dict[str, HandlerTimes] = {}
+        self._secure = SecureRound()
         self._worked: list[tuple[float, float]] = []  # stretches in which somebody did something
         self._began = 0.0
         self._reported: dict[str | None, set[str]] = {}  # causes of what failed, by the node that it was about
@@ -126,6 +147,8 @@ class ServerRounds:
             self._measuring.wait()
             for name, phase in self._phases.items():
                 self._report_phase(name, phase)
+            if self._secure.is_halted(aggregation_seen=self.hooked):
+                self._report_halt()
             self._guarded("comparing the lists of nodes", self.connections.round_ends)
             whole = max(time.time() - self._began, 1e-9)
             self.monitor.host.log({"time.worked": min(1.0, covered(self._worked) / whole)})
@@ -135,6 +158,7 @@ class ServerRounds:
             self._guarded("recording a round", lambda: self.tape.ends(metrics))
             self.monitor.host.round_end(round_index, outline, metrics)
             self._phases, self._checks, self._worked, self.metrics, self._averaged = {}, {}, [], {}, {}
+            self._handler_times, self._secure = {}, SecureRound()
 
     def close(self) -> None:
         """End the open round, because the server has ended."""
@@ -152,9 +176,23 @@ class ServerRounds:
         text = f"The strategy made no model of {answered} answers."
         self.monitor.host.event("error", "aggregation.failed", text, data={"answered": answered})
 
+    def _report_halt(self) -> None:
+        """Report that secure aggregation ended without a sum: Flower goes on with the model as it was, and says so in
+        its log alone.
+        """
+        phase = self._phases.get(TRAIN, PhaseParticipation())
+        text = f"It halted in the stage {self._secure.stage or 'unknown'}: of "
+        text += f"{len(phase.asked)} clients {len(phase.answered)} answered in all stages."
+        self.monitor.host.event("error", "secure_aggregation.failed", text)
+        self.monitor.host.event("error", "aggregation.failed", text, data={"answered": len(phase.answered)})
+
     def start_of(self, model: ArrayRecord | None) -> ArrayRecord | None:
         """Return the model that clients begin with: the strategy's, unless a correction restored an earlier one."""
         return model if self._restored_model is None else self._restored_model
+
+    def handler_times(self, node: str) -> HandlerTimes:
+        """Return what a client's handler took in the open round so far."""
+        return self._handler_times.setdefault(node, HandlerTimes())
 
     def reply_checks(self, phase: str) -> ReplyChecks:
         """Return the checks of the open round's replies in a phase."""
@@ -183,6 +221,7 @@ class ServerRounds:
     @contextmanager
     def aggregating(self, phase: str) -> Iterator[None]:
         """Time the strategy's aggregation. If it raises, name the clients whose metrics are not those of the others."""
+        self._secure.aggregated = self._secure.aggregated or phase == TRAIN
         try:
             with self.busy_with("aggregate") if phase == TRAIN else nullcontext():
                 yield
@@ -271,6 +310,7 @@ class ServerRounds:
         size = bytes_of(message.content)
         if protection.masked(message.content):
             self.hidden = self.hidden or "secure aggregation"
+            self._secure.sent(message.content)
         request = ClientRequest(message, node, phase, self.round_index or 0, sent, size)
         request.busy = any(owing.node == node for owing in self.unanswered.values())
         self._pending[key] = request
@@ -350,7 +390,9 @@ class ServerRounds:
         self.unanswered[key] = request
         while len(self.unanswered) > UNANSWERED_KEPT:
             self.unanswered.pop(next(iter(self.unanswered)))
-        self._phases.setdefault(request.phase, PhaseParticipation()).late[request.node] = None
+        participation = self._phases.setdefault(request.phase, PhaseParticipation())
+        participation.late[request.node] = None
+        participation.answered.pop(request.node, None)  # in one stage of several
         self._guarded("recording a message", lambda: self.tape.missing(request))
         waited = time.time() - request.sent
         text = f"{request.node} was asked to {request.phase} and did not answer within {waited:.1f} s."
@@ -381,6 +423,8 @@ class ServerRounds:
         """Note that a client replied, or failed."""
         participation = self._phases.setdefault(request.phase, PhaseParticipation())
         (participation.failed if failed else participation.answered)[request.node] = None
+        if failed:  # in one stage of several
+            participation.answered.pop(request.node, None)
         if not failed:
             self.connections.answered(request.node)
 
