@@ -14,6 +14,7 @@ Which level a metric or family needs stands in `catalog`. In doubt a record coun
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -89,6 +90,7 @@ OUR_WORDS = (  # events that quote nobody
     "worker.lost", "worker.thinned",
 )  # fmt: skip
 PASSING_ON = ("exception", "edge.failed", "round.failed")  # what the server catches may have been raised by a client
+ERROR_REPLY = re.compile(r"(<class '[^']*'>):<'.*'>", re.DOTALL)  # the class and the words of a client's exception
 SERVER_CODE = {"raised_by": "server"}  # in the data of such an event: raised by code that runs no client
 TROUBLE = ("warning", "error", "critical")
 FREE = (Run, Transfer, Finding, Action, Truth)
@@ -191,8 +193,7 @@ def _event(record: Event, policy: PrivacyPolicy, *, about_client: bool) -> Event
     if policy.level >= WORDS:
         return record if policy.tracebacks or "traceback" not in data else _without(record, ("traceback",))
     if not about_client and (record.name not in PASSING_ON or SERVER_CODE.items() <= data.items()):
-        # The server's own words pass; those of an exception, never: it may have come through from a client.
-        return _without(record, ("traceback", "exception_message")) if record.name == "log" else record
+        return _of_server(record)
     if record.name in OUR_WORDS:
         return record
     if level_of(record) > policy.level or (record.name == "log" and record.level not in TROUBLE):
@@ -201,6 +202,21 @@ def _event(record: Event, policy: PrivacyPolicy, *, about_client: bool) -> Event
     named = [str(left[key]) for key in ("doing", "block", "logger", "exception", "error") if key in left]
     message = f"{': '.join(named) or record.name} (its words need privacy level {WORDS})"
     return replace(record, message=message, data=left)
+
+
+def _of_server(record: Event) -> Event:
+    """The server's own words pass; those of an exception in its log, never: it may have come through from a client.
+
+    A client's error reply may be quoted in any text, in the form that Flower gives it.
+    """
+    if record.name == "log":
+        record = _without(record, ("traceback", "exception_message"))
+        if record.data.get("quotes") is True:
+            named = [str(record.data[key]) for key in ("logger", "exception") if key in record.data]
+            return replace(record, message=f"{': '.join(named)} (its words need privacy level {WORDS})")
+    if "<class '" not in record.message:
+        return record
+    return replace(record, message=ERROR_REPLY.sub(r"\1", record.message))
 
 
 def _span(record: Span, policy: PrivacyPolicy, *, about_client: bool) -> Span:

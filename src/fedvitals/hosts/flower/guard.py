@@ -21,12 +21,13 @@ from fedvitals.hosts.array_models import Values
 from fedvitals.hosts.flower import arrays, corrections, protection
 from fedvitals.hosts.flower.reply_checks import CheckedReply
 from fedvitals.hosts.flower.reply_forms import form_of
-from fedvitals.records import Action
+from fedvitals.records import Action, printable
 
 if TYPE_CHECKING:
     from fedvitals.hosts.flower.server_rounds import ClientRequest, ServerRounds
 
 TRAIN = "train"
+REASON = 1000  # characters
 CHOICE = 'guard="drop" leaves such replies out; guard="report" lets them pass.'
 
 
@@ -139,6 +140,8 @@ def _judged(server_rounds: ServerRounds, checked: CheckedReply, reply: Message, 
     """Return what to use in place of a reply that was judged; `why`: in what it does not fit. Puts it on the tape."""
     request, instead, taped = checked.request, None, reply
     if why is not None:
+        nonfinite = update_guard.nonfinite_words(checked.after or {})
+        why = printable(f"{why}, and {nonfinite}" if nonfinite else why)[:REASON]
         report_misfit(server_rounds, checked, why)
         error_reply = error_reply_instead(reply, request.message, why)
         instead = None if server_rounds.guard_mode == update_guard.REPORT else error_reply
