@@ -13,7 +13,8 @@ from flwr.common.constant import ErrorCode
 _REPLY = re.compile(r"<class '([\w.<>]{1,200})(?:\(\w{1,200}\))?'>:<'(.*?)'>(?:\n(Traceback.*))?", re.DOTALL)
 # Ray puts the texts of an exception and of its causes into one, the outermost last.
 _CAUSE = re.compile(
-    r"\n\n(?:The above exception was the direct cause of the following|During handling of the above) exception[^\n]*\n\n"
+    r"\n\n(?:The above exception was the direct cause of the following|During handling of the above) exception"
+    r"[^\n]*\n\n"
 )
 _RAISED = re.compile(r"([A-Za-z_][\w.<>]{0,199})(?:: (.*))?", re.DOTALL)
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # colours of a terminal

@@ -51,9 +51,13 @@ class KnownModels:
             self._read[key] = record, trained_of(read, self._layers), form_of(RecordDict(), read)
         return self._read[key]
 
-    def outline(self, record: ArrayRecord) -> Outline | ArrayOutline:
-        """Return the outline of a model, with its values loaded."""
+    def outline(self, record: ArrayRecord) -> Outline | ArrayOutline | None:
+        """Return the outline of a model, with its values loaded; None if it has no weights that are known as such, as
+        trees that travel as bytes.
+        """
         values = self.values(record)
+        if not values:
+            return None
         if self._outline is None or not self._outline.fits(values):
             self._outline = new_outline(values)
         elif values is not self._loaded:  # a round mostly begins with the model that the last one ended with

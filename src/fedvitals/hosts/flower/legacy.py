@@ -80,6 +80,7 @@ def _aggregate_fit(
     with server_rounds.aggregating(TRAIN):
         result = aggregate(server_round, results, failures, *rest, **more)
     parameters = result[0] if isinstance(result, tuple) and result else None
+    server_rounds.record_train_metrics(result[1] if isinstance(result, tuple) and len(result) == 2 else None)
     if parameters is None:
         server_rounds.nothing_aggregated()
     model = arrays_of(parameters)

@@ -13,7 +13,7 @@ from fedvitals.hosts.flower import guard
 from fedvitals.hosts.flower.failures import client_failure_of, dead_process
 from fedvitals.hosts.flower.reply_envelope import KEY, ReplyEnvelope, bytes_of, journey_id, run_name
 from fedvitals.hosts.flower.reply_envelope import read_envelope as read_letter
-from fedvitals.hosts.metric_names import with_known_names
+from fedvitals.hosts.metric_names import numbers_of, with_known_names
 from fedvitals.hosts.telemetry_budget import telemetry_budget
 from fedvitals.resources.clocks import why_impossible
 from fedvitals.transport.sender import NO_ROUND, Sender
@@ -21,7 +21,7 @@ from fedvitals.transport.sender import NO_ROUND, Sender
 if TYPE_CHECKING:
     from fedvitals.hosts.flower.server_rounds import ClientRequest, ServerRounds
 
-TRAIN = "train"
+TRAIN, EVALUATE = "train", "evaluate"
 UNKNOWN = (3, 4)  # codes: the message or its reply is not kept any more, which says nothing of the client
 LEGACY_METRICS = ("fitres.metrics", "evaluateres.metrics")  # of the older API, among its settings
 
@@ -93,8 +93,10 @@ def _read_telemetry(
             text = f"The clock of {node} is not between 1970 and 2099. Its times are not used; set its clock."
             monitor.host.event("warning", "telemetry.refused", text, node=node, data={"phase": request.phase})
             envelope = replace(envelope, received=request.sent, replied=at, started=request.sent)
-        server_rounds.worked(*_handler_interval(envelope, request.sent, at))
+        began, ended = _handler_interval(envelope, request.sent, at)
+        server_rounds.worked(began, ended)
         if request.phase != TRAIN:
+            _report_phase_time(server_rounds, request, began, ended)
             return
         stage = server_rounds.handler_times(node)
         stage.add(envelope.cpu, envelope.replied - envelope.received)
@@ -114,6 +116,14 @@ def _read_telemetry(
         monitor.host.event("warning", "telemetry.refused", text, node=node, data={"phase": request.phase})
 
 
+def _report_phase_time(server_rounds: ServerRounds, request: ClientRequest, began: float, ended: float) -> None:
+    """Report how long a client worked on a request other than «train»: as a Span, and of an evaluation as a metric."""
+    host, seconds = server_rounds.monitor.host, ended - began
+    host.span(request.node, request.phase, began - server_rounds.monitor.run.started, seconds)
+    if request.phase == EVALUATE:
+        host.log({"time.client_evaluate": seconds}, node=request.node)
+
+
 def _handler_interval(envelope: ReplyEnvelope, sent: float, returned: float) -> tuple[float, float]:
     """Return when the client's handler ran, within what the server saw: all of that where its times cannot be."""
     if why_impossible(sent, envelope.received, envelope.replied, returned) is not None:
@@ -130,7 +140,7 @@ def _log_metrics(server_rounds: ServerRounds, request: ClientRequest, reply: Mes
     metrics: dict[str, float] = {}
     for key, record in reply.content.items():
         if isinstance(record, MetricRecord) or key in LEGACY_METRICS:
-            metrics |= {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+            metrics |= numbers_of(record)
     if request.phase == TRAIN and server_rounds.weight in metrics:
         server_rounds.monitor.host.log({"update.samples": metrics.pop(server_rounds.weight)}, node=request.node)
     metrics.pop(server_rounds.weight, None)

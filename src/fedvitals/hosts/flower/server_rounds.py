@@ -29,7 +29,7 @@ from fedvitals.hosts.flower.protection import SecureRound
 from fedvitals.hosts.flower.reply_checks import ReplyChecks
 from fedvitals.hosts.flower.reply_envelope import bytes_of, node_name, round_of_message
 from fedvitals.hosts.flower.tape.server import ServerTape
-from fedvitals.hosts.metric_names import with_known_names
+from fedvitals.hosts.metric_names import as_train_metrics, numbers_of, with_known_names
 from fedvitals.hosts.participation import PhaseParticipation
 from fedvitals.monitor.guard import CAUSES_OF_CLIENT, CAUSES_REPORTED
 from fedvitals.monitor.monitor import Monitor
@@ -95,6 +95,7 @@ class ServerRounds:
         self.round_index: int | None = None  # of the open round
         self._last = 0
         self.metrics: dict[str, float] = {}  # of the open round, by the server's own evaluation
+        self._initial: dict[str, float] = {}  # of the model before the first round
         self._averaged: dict[str, float] = {}  # of the open round, averaged from the clients' evaluations
         self.evaluates = False  # whether the server evaluates the model itself, be it only now and then
         self._lock = threading.RLock()
@@ -135,6 +136,8 @@ class ServerRounds:
             self.models.started = start
             outline = None if start is None else self._guarded("reading a model", lambda: self.models.outline(start))
             self.monitor.host.round_begin(round_index, outline)
+            self.monitor.host.log(self._initial)
+            self._initial = {}
             self._guarded("recording a round", lambda: self.tape.begins(round_index))
 
     def end(self, model: ArrayRecord | None = None) -> None:
@@ -258,11 +261,20 @@ class ServerRounds:
         clients'.
         """
         self.evaluates = self.evaluates or best
-        if self.round_index is None:
-            return  # of the model before the first round
-        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+        numbers = numbers_of(metrics)
         numbers.pop(self.weight, None)
-        (self.metrics if best else self._averaged).update(with_known_names(numbers))
+        named = with_known_names(numbers)
+        if self.round_index is None:  # of the model before the first round, which is told with that
+            self._initial |= {f"initial.{name}": value for name, value in named.items()}
+        else:
+            (self.metrics if best else self._averaged).update(named)
+
+    def record_train_metrics(self, metrics: Any) -> None:
+        """Record what the strategy made of the clients' train metrics, if it made anything of them."""
+        if isinstance(metrics, Mapping):
+            numbers = numbers_of(metrics)
+            numbers.pop(self.weight, None)
+            self.monitor.host.log(as_train_metrics(numbers))
 
     def _metrics_by_source(self) -> dict[str, float]:
         """Return the round's metrics, one source per name.

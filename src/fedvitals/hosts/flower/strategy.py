@@ -99,6 +99,7 @@ def _aggregate_train(
     with server_rounds.aggregating(TRAIN):
         result = aggregate(server_round, taken, *rest, **more)
     own, metrics = (*result, None, None)[:2] if isinstance(result, tuple) else (None, None)
+    server_rounds.record_train_metrics(metrics)
     if own is None:
         server_rounds.nothing_aggregated()
     if not isinstance(own, ArrayRecord):
