@@ -111,7 +111,7 @@ class _FlowerRunSetup:
         if not torch_is_installed():
             logging.getLogger("flwr").info("fedvitals: %s", REMARK)
         run = getattr(grid, "run", None)
-        if getattr(run, "run_id", None) is None:
+        if run is None or getattr(run, "run_id", None) is None:
             return
         config, trace = {"flower": self._config(run)}, trace_id(run.run_id)
         try:

@@ -19,8 +19,8 @@ from fedvitals.errors import FedvitalsError
 from fedvitals.hosts import update_guard
 from fedvitals.hosts.array_models import Values
 from fedvitals.hosts.flower import arrays, corrections, protection
-from fedvitals.hosts.flower.reply_checks import CheckedReply
-from fedvitals.hosts.flower.reply_forms import form_of
+from fedvitals.hosts.flower.message_forms import form_of
+from fedvitals.hosts.flower.misfits import CheckedReply
 from fedvitals.records import Action, printable
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, RecordDict
 
 from fedvitals.hosts.array_models import ArrayOutline, ReusableVector, Values, new_outline
 from fedvitals.hosts.flower.arrays import read_arrays, trained_of
-from fedvitals.hosts.flower.reply_forms import ReplyForm, form_of
+from fedvitals.hosts.flower.message_forms import ReplyForm, form_of
 
 if TYPE_CHECKING:
     from fedvitals.hosts.outline import Outline

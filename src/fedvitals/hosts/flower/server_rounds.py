@@ -25,8 +25,8 @@ from fedvitals.hosts.flower import arrays, corrections, guard, protection, repli
 from fedvitals.hosts.flower.connections import NodeConnections
 from fedvitals.hosts.flower.corrections import FlowerCorrections
 from fedvitals.hosts.flower.known_models import KnownModels
+from fedvitals.hosts.flower.misfits import ReplyChecks
 from fedvitals.hosts.flower.protection import SecureRound
-from fedvitals.hosts.flower.reply_checks import ReplyChecks
 from fedvitals.hosts.flower.reply_envelope import bytes_of, node_name, round_of_message
 from fedvitals.hosts.flower.tape.server import ServerTape
 from fedvitals.hosts.metric_names import as_train_metrics, numbers_of, with_known_names

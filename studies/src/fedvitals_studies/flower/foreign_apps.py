@@ -91,9 +91,9 @@ def compared(metrics: Sequence[float], plain: Sequence[float], again: Sequence[f
     return f"differs by {distance:.2g}, plain runs by {own:.2g}"
 
 
-def _distance(one: Sequence[float], other: Sequence[float]) -> float:
+def _distance(numbers: Sequence[float], others: Sequence[float]) -> float:
     """Return the largest relative difference; numbers that are both NaN, or the same infinity, do not differ."""
-    pairs = [(a, b) for a, b in zip(one, other, strict=True) if a != b and not (math.isnan(a) and math.isnan(b))]
+    pairs = [(a, b) for a, b in zip(numbers, others, strict=True) if a != b and not (math.isnan(a) and math.isnan(b))]
     relative = (abs(a - b) / max(abs(a), abs(b)) for a, b in pairs)
     return max((ratio if math.isfinite(ratio) else math.inf for ratio in relative), default=0.0)
 

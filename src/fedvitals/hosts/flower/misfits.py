@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from flwr.app import Message
 
 from fedvitals.hosts.array_models import Values
-from fedvitals.hosts.flower.reply_forms import ReplyForm, array_misfit, entry_misfit
+from fedvitals.hosts.flower.message_forms import ReplyForm, array_misfit, entry_misfit
 
 if TYPE_CHECKING:
     from fedvitals.hosts.flower.server_rounds import ClientRequest
