@@ -11,18 +11,19 @@ from fedvitals.errors import FedvitalsError
 
 IMPORT = "import fedvitals as _fedvitals\n"
 MOD = "_fedvitals.flower.client_mod()"
+INSIDE = r"(?:[^()]|\([^()]*\))*?"  # arguments, with calls among them
 Pattern = tuple[re.Pattern[str], str]  # what stands in an app, and what is written in its place
 
 CLIENT_LINES: Sequence[Pattern] = (
     (re.compile(r"\bClientApp\(\s*\)"), f"ClientApp(mods=[{MOD}])"),
-    (re.compile(r"(\bClientApp\([^()]*?\bmods\s*=\s*\[)"), rf"\1{MOD}, "),
+    (re.compile(rf"(\bClientApp\({INSIDE}\bmods\s*=\s*\[)"), rf"\1{MOD}, "),
     (re.compile(r"(\bClientApp\(\s*(?:client_fn\s*=\s*)?\w+)\s*,?\s*\)"), rf"\1, mods=[{MOD}])"),
 )
 ATTACH = r"_fedvitals.flower.attach(\g<what>, _fedvitals.Monitor(%r))"
 SERVER_LINES: Sequence[Pattern] = (
     (re.compile(r"(?<![\w.])(?P<what>\w*strategy\w*)\.start\("), ATTACH + ".start("),
     (
-        re.compile(r"(?P<before>\b(?:ServerAppComponents|LegacyContext)\([^()]*?\bstrategy\s*=\s*)(?P<what>\w+)"),
+        re.compile(rf"(?P<before>\b(?:ServerAppComponents|LegacyContext)\({INSIDE}\bstrategy\s*=\s*)(?P<what>\w+)"),
         r"\g<before>" + ATTACH,
     ),
 )
