@@ -17,7 +17,7 @@ CLIENTS = {
 SERVERS = {
     "result = strategy.start(\n    grid=grid)": "attach(strategy, _fedvitals.Monitor('{store}')).start(",
     "parts = ServerAppComponents(strategy=strategy, config=config)": "strategy=_fedvitals.flower.attach(strategy,",
-    "legacy = LegacyContext(\n    config=Config(rounds=3),\n    strategy=strategy,\n)": "strategy=_fedvitals.flower.attach(",
+    "legacy = LegacyContext(\n    config=Config(rounds=3),\n    strategy=strategy,\n)": "strategy=_fedvitals.",
 }
 LOG = """
 INFO :      aggregate_train: Received 3 results and 0 failures
