@@ -54,7 +54,8 @@ CLAIM = {
     },
     1: set(),
     2: {
-        "initial.accuracy", "initial.loss", "local.accuracy", "local.loss", "absolute_error", "local.absolute_error", "attack.success",
+        "initial.accuracy", "initial.loss", "local.accuracy", "local.loss", "absolute_error",
+        "local.absolute_error", "attack.success",
         "accuracy", "batch.size", "data.constant", "data.duplicates", "data.length", "data.mean", "data.missing",
         "data.std", "fit.accuracy_after", "fit.accuracy_before", "fit.confident_wrong", "fit.confusion",
         "optimizer.learning_rate", "optimizer.momentum", "optimizer.weight_decay", "train.accuracy", "train.confusion",
