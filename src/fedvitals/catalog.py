@@ -39,6 +39,10 @@ MEASURES: tuple[Measure, ...] = (
         needs="`monitor.log(accuracy=...)`",
     ),
     Measure(
+        "initial.accuracy", "share", "Of the model before the first round.", needs="a host that evaluates it", rare=True
+    ),
+    Measure("initial.loss", "", "Of the model before the first round.", needs="a host that evaluates it", rare=True),
+    Measure(
         "local.accuracy",
         "share",
         "Of the new global model on the client's local test; of a round: over all clients' tests («aggregated»).",
@@ -284,6 +288,7 @@ MEASURES: tuple[Measure, ...] = (
         rare=True,
     ),
     Measure("time.client", "seconds", "Length of the client's scope.", level=0),
+    Measure("time.client_evaluate", "seconds", "That the client's evaluation took.", level=0, needs=_FLOWER, rare=True),
     Measure("time.download", "seconds", "Until the model had arrived there.", level=0, needs=_JOURNEY, rare=True),
     Measure("time.queue", "seconds", "That the client waited for its turn.", level=0, needs=_JOURNEY, rare=True),
     Measure("time.start", "seconds", "That its process took to start.", level=0, needs=_FLOWER, rare=True),
@@ -364,9 +369,10 @@ MEASURES: tuple[Measure, ...] = (
 )
 
 HOSTS = (
-    "absolute_error", "accuracy", "attack.success", "loss", "local.absolute_error", "local.accuracy", "local.loss",
-    "privacy.epsilon", "time.client_virtual", "time.clock_error", "time.compute_virtual", "time.cpu", "time.data",
-    "time.download", "time.queue", "time.round_virtual", "time.upload", "time.wait", "time.worked", "update.samples",
+    "absolute_error", "accuracy", "attack.success", "initial.accuracy", "initial.loss", "loss",
+    "local.absolute_error", "local.accuracy", "local.loss", "privacy.epsilon", "time.client", "time.client_evaluate",
+    "time.client_virtual", "time.clock_error", "time.compute_virtual", "time.cpu", "time.data", "time.download",
+    "time.queue", "time.round_virtual", "time.upload", "time.wait", "time.worked", "update.samples",
     "update.staleness",
 )  # fmt: skip
 """What only the host knows, and tells by `log`."""

@@ -148,7 +148,7 @@ def _clients(console: Any, card: Card, rows: int | None) -> Any:
 
 def _client_table(card: Card, rows: int | None, present: list[str]) -> Any:
     from fedvitals.catalog import CATALOG
-    from fedvitals.views.labels import short
+    from fedvitals.views.short_ids import short
 
     top = card.clients[:rows]
     title = f"\nClients, those that stand out first ({len(top)} of {len(card.clients)})"

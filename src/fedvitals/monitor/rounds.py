@@ -243,10 +243,12 @@ class Rounds:
     def _tell_time(self, scope: Scope, ended: float) -> None:
         """The Spans of server, groups and journeys, and of these the seconds that detectors look at."""
         attempt = self._attempts(scope)
+        seconds: dict[tuple[Node, str], float] = {}  # of each node's parts, over all its journeys
         for ledger_span in () if self._ledger is None else self._ledger.close(ended):
-            attempt("telling what time went to", partial(self._tell_parts, scope, ledger_span), ledger_span.node)
+            tell = partial(self._tell_parts, scope, ledger_span, seconds)
+            attempt("telling what time went to", tell, ledger_span.node)
 
-    def _tell_parts(self, scope: Scope, ledger_span: LedgerSpan) -> None:
+    def _tell_parts(self, scope: Scope, ledger_span: LedgerSpan, seconds: dict[tuple[Node, str], float]) -> None:
         own = replace(
             scope,
             node=ledger_span.node,
@@ -263,9 +265,9 @@ class Rounds:
         )
         for part in PART_METRICS.get(ledger_span.name, ()):
             if part in ledger_span.parts:
-                self._record.metric(
-                    own if ledger_span.name == JOURNEY else scope, f"time.{part}", ledger_span.parts[part]
-                )
+                key = ledger_span.node, part
+                seconds[key] = seconds.get(key, 0.0) + ledger_span.parts[part]
+                self._record.metric(own if ledger_span.name == JOURNEY else scope, f"time.{part}", seconds[key])
 
     def stats(self, node: Any, family: str, array: Any) -> None:
         """Statistics that the host computed itself: [layers, columns] of one node, or [clients, ...] of many."""

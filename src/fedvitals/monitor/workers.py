@@ -216,6 +216,10 @@ class WorkerObserver:
             worker_run.buffer.known.clear()
         return worker_run.guard("payload()", functools.partial(worker_run.buffer.take, most)) or b""
 
+    def restrict(self, level: int) -> None:
+        """Send at most what this privacy level allows of all that is recorded until the next `payload`."""
+        self._worker_run().buffer.restrict(level)
+
     def inside(self, headers: Mapping[str, str]) -> WorkerObserver:
         """The same, for clients of the round in which `HostObserver.headers` were made."""
         scope = arrived(headers, lambda _: None, run=self.run)

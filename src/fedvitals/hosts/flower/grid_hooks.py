@@ -31,6 +31,7 @@ class GridObserver(Protocol):
 
     def messages_sent(self, messages: Sequence[Message], ids: Sequence[str | None], sent: float) -> None: ...
     def reply_received(self, reply: Message, at: float) -> Message: ...
+    def replies_read(self, replies: list[Message]) -> list[Message]: ...
     def replies_given_up(self, ids: set[str]) -> None: ...
     def late_reply_received(self, reply: Message, at: float) -> None: ...
     def nodes_listed(self, ids: Iterable[int]) -> None: ...
@@ -54,7 +55,7 @@ def hook_grid(grid: Any, observer: GridObserver) -> Callable[[], None]:
     def pull_messages(message_ids: Iterable[str], *args: Any, **more: Any) -> Iterable[Message]:
         ids = [*message_ids]
         _pull_late_replies(pull, observer, ids)  # first: who answers the newer question owes nothing any more
-        return _read_once(pull(ids, *args, **more), observer)
+        return observer.replies_read(_read_once(pull(ids, *args, **more), observer))
 
     def send_and_receive(messages: Iterable[Message], *args: Any, **more: Any) -> Iterable[Message]:
         outgoing, sent = [*messages], time.time()
@@ -66,7 +67,7 @@ def hook_grid(grid: Any, observer: GridObserver) -> Callable[[], None]:
             observer.messages_sent(outgoing, keys, sent)
         replies = _read_once(replies, observer)
         observer.replies_given_up(calls.ids - {reply.metadata.reply_to_message_id for reply in replies})
-        return replies
+        return observer.replies_read(replies)
 
     def get_node_ids(*args: Any, **more: Any) -> Iterable[int]:
         listed = list_nodes(*args, **more)
