@@ -43,7 +43,7 @@ def evaluate(message: Message, context: Context) -> Message:
 
 def _work(phase: str, message: Message, context: Context) -> None:
     plant = Plant.read(os.environ[FOLDER])
-    round_index = int(message.content.config_records["config"]["server-round"])
+    round_index = int(str(message.content.config_records["config"]["server-round"]))
     plant.work(phase, round_index, int(context.node_config["partition-id"]))
 
 
@@ -80,7 +80,7 @@ def simulate(folder: str) -> None:
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     os.environ |= {FOLDER: folder, "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", **quiet}
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as scratch:
-        resources = {
+        resources: Any = {
             "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
             "init_args": {"num_cpus": CLIENTS, "log_to_driver": False, "_temp_dir": scratch},
         }
