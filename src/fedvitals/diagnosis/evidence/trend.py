@@ -8,6 +8,7 @@ evidence was not learnt on, raise as many alarms as the user allows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
@@ -129,6 +130,7 @@ class EvidenceTrend:
         # Samples that the received model classified right, as many as it usually does, and all of them, since there is
         # evidence against a client; and the first two of before.
         self._classified, self._classified_before = self._clients.column((3,)), self._clients.column((2,))
+        self._has_classes = False  # whether clients are known to have classes: numbers are not flipped
         self._chance = 0.0  # accuracy of a blind guess; 0 where the classes are not known
         self.round: int | None = None
         self.rounds = 0
@@ -244,6 +246,7 @@ class EvidenceTrend:
     def _count_classified(self, history: History, round_index: int, rows: Rows, vital_signs: VitalSigns) -> None:
         classes = len(label_counts(history, round_index).labels)
         self._chance = 1 / classes if classes > 1 else 0.0
+        self._has_classes = classes > 0 or math.isfinite(self.accuracy)
         sizes = history.latest("fit.samples", round_index)
         samples = np.array([sizes.get(node, 0.0) for node in vital_signs.nodes])
         right = samples * vital_signs.values[:, SIGNS.index("accuracy_before")]
@@ -308,7 +311,7 @@ class EvidenceTrend:
         """Return which kinds of fault are possible for a client, by what is known of its update, data and settings."""
         if node in self.altered_since:
             return [kind in AFTER_TRAINING - self._ruled_out.get(node, frozenset()) for kind in kinds]
-        excluded = self._excluded.get(node, frozenset())
+        excluded = self._excluded.get(node, frozenset()) | ({"label_flip"} if not self._has_classes else set())
         if honest and fired != ["server"]:
             # It sent what it trained, so the fault lies before. (The server's view does not rely on telemetry.)
             before = [kind not in AFTER_TRAINING | excluded for kind in kinds]
