@@ -151,9 +151,11 @@ class CaseFindings:
             self.newest = finding
 
 
-def group_findings(findings: Iterable[Finding]) -> dict[CaseKey, CaseFindings]:
-    """Return what each case needs of these findings, which come in order of arrival."""
-    by_case: dict[CaseKey, CaseFindings] = {}
+def group_findings(
+    findings: Iterable[Finding], known: dict[CaseKey, CaseFindings] | None = None
+) -> dict[CaseKey, CaseFindings]:
+    """Return what each case needs of these findings, which come in order of arrival; added to what is `known`."""
+    by_case = {} if known is None else known
     for finding in findings:
         by_case.setdefault(key_of(finding), CaseFindings()).add(finding)
     return by_case
