@@ -14,9 +14,9 @@ from fedvitals.catalog import LEVELS
 from fedvitals.plain_json import copied, finite
 from fedvitals.records import Run
 from fedvitals.store.read import queries
-from fedvitals.store.read.metrics import series_of
+from fedvitals.store.read.metrics import EMPTY_SERIES, series_arrays
 from fedvitals.store.read.reader import Reader
-from fedvitals.store.read.runs import count_runs, rounds_and_last_record
+from fedvitals.store.read.runs import count_runs, span_of_rounds
 from fedvitals.views.card import percent_of, setting_of
 from fedvitals.views.outline import FamilyKnown, Known, known_families, known_metric
 from fedvitals.views.traffic_counts import traffic_total
@@ -78,10 +78,10 @@ def store_status(reader: Reader, shown: str) -> StoreStatus:
 def status_of(reader: Reader, run: str, *, written: bool = False, now: float | None = None) -> Status:
     """`written`: whether somebody is there who may write to it still."""
     described, summary = queries.get_run(reader, run), queries.summary_of(reader, run)
-    rounds = reader.history(run).rounds()
-    series = series_of(reader, run, ("time.round", "monitor.cost"), (None,))
-    last_record = finite(rounds_and_last_record(reader, run)[1])
-    times, costs = (series.get((name, None), ([], []))[1] for name in ("time.round", "monitor.cost"))
+    rounds = span_of_rounds(reader, run)
+    last_record = finite(rounds.last_record)
+    series = series_arrays(reader, run, ("time.round", "monitor.cost"), (None,))
+    times, costs = (series.get((name, None), EMPTY_SERIES)[1] for name in ("time.round", "monitor.cost"))
     level, sent = privacy_level(described), traffic_total(reader, run)
     return copied(
         Status,
@@ -90,13 +90,13 @@ def status_of(reader: Reader, run: str, *, written: bool = False, now: float | N
         state=state_of(described.finished, last_record, described.started, written=written, now=now),
         started=finite(described.started),
         last_record=last_record,
-        rounds=len(rounds),
+        rounds=rounds.count,
         rounds_planned=planned_rounds(described),
-        first_round=rounds[0] if rounds else None,
-        last_round=rounds[-1] if rounds else None,
+        first_round=rounds.first,
+        last_round=rounds.last,
         accuracy=finite(summary.accuracy),
         loss=finite(summary.loss),
-        round_seconds=finite(times[-1]) if times else None,
+        round_seconds=finite(float(times[-1])) if len(times) else None,
         bytes=None if sent is None else sent.bytes,
         telemetry_bytes=None if sent is None else sent.telemetry,
         cost_percent=percent_of(costs, times),

@@ -274,7 +274,7 @@ class RunFacts:
 
 def facts_of(reader: Reader, run: str, marks: Sequence[Mark] = ()) -> RunFacts:
     """Read the facts of a run that has these marks."""
-    rounds, last = stored_runs.rounds_and_last_record(reader, run)
+    rounds, _, _, last = stored_runs.span_of_rounds(reader, run)
     described, clients = stored_runs.run_settings(reader, run) or Run(run, "", ""), count_clients(reader, run)
     total, outcomes = traffic_total(reader, run), newest_outcomes(reader, run, ("accuracy", "loss"))
     findings, verdict = _judged(reader, described, marks, rounds, clients)

@@ -38,6 +38,9 @@ ValuesByRound = dict[int, float]
 """Values of one metric by round, in the order of the rounds."""
 SeriesByNode = dict[tuple[str, Node | None], tuple[list[int], list[float]]]
 """By metric and node (None: the federation itself), the rounds ascending and the newest value in each."""
+SeriesArrays = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
+"""The same of one metric and node, as arrays."""
+EMPTY_SERIES: SeriesArrays = (np.empty(0, np.int64), np.empty(0))
 
 
 def _measured(number: float | None) -> float:
@@ -215,6 +218,14 @@ def series_of(reader: Reader, run: str, names: Collection[str], nodes: Iterable[
 
     What was never told is left out.
     """
+    arrays = series_arrays(reader, run, names, nodes)
+    return {key: (rounds.tolist(), values.tolist()) for key, (rounds, values) in arrays.items()}
+
+
+def series_arrays(
+    reader: Reader, run: str, names: Collection[str], nodes: Iterable[Node | None]
+) -> dict[tuple[str, Node | None], SeriesArrays]:
+    """Return the same as arrays, which take a fifth of the memory: for pages that show a few points of many rounds."""
     wanted = list(dict.fromkeys(nodes))
     others = [node for node in wanted if node is not None]
     # Without a node, only what is about the whole federation: not the whole of one edge or cluster.
@@ -254,13 +265,13 @@ class _SeriesColumns:
         self._whole.extend((round_index, arrival))
         self._real.extend((_measured(value), -math.inf if at is None else at))
 
-    def newest_by_round(self) -> tuple[list[int], list[float]]:
+    def newest_by_round(self) -> SeriesArrays:
         """Return the rounds ascending, and the value that was told last in each."""
         rounds, arrivals = np.frombuffer(self._whole, np.int64).reshape(-1, 2).T
         values, at = np.frombuffer(self._real).reshape(-1, 2).T
         order = np.lexsort((arrivals, at, rounds))
         order = order[np.append(np.diff(rounds[order]) > 0, True)]  # the last of each round
-        return rounds[order].tolist(), values[order].tolist()
+        return rounds[order], values[order]
 
 
 def values_of_everybody(reader: Reader, run: str, name: str) -> dict[Node | None, ValuesByRound]:

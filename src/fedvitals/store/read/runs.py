@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedvitals.records import Run
 from fedvitals.store.read.reader import Reader
@@ -82,12 +82,22 @@ def end_of_run(reader: Reader, run: str) -> Any:
     return rows[0][0] if rows else None
 
 
-def rounds_and_last_record(reader: Reader, run: str) -> tuple[int, float | None]:
-    """Return how many rounds the run has, and the time of the last record that belongs to one."""
-    ((count, last),) = reader.database.rows(
-        "SELECT COUNT(*), MAX(last) FROM run_round WHERE run = ?", (reader.names.number(run) or 0,)
+class SpanOfRounds(NamedTuple):
+    """How many rounds a run has, from which to which, and the time of the last record that belongs to one."""
+
+    count: int
+    first: int | None
+    last: int | None
+    last_record: float | None
+
+
+def span_of_rounds(reader: Reader, run: str) -> SpanOfRounds:
+    """Return the span of a run's rounds, without listing them."""
+    (row,) = reader.database.rows(
+        "SELECT COUNT(*), MIN(round), MAX(round), MAX(last) FROM run_round WHERE run = ?",
+        (reader.names.number(run) or 0,),
     )
-    return count, last
+    return SpanOfRounds(*row)
 
 
 def last_records_of_open_runs(reader: Reader) -> dict[int, float | None]:
