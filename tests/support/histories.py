@@ -19,9 +19,10 @@ def lab_history(probes="standard", **changes):
     return store.history(monitor.run.id)
 
 
-def history_of(values):
-    """From {(metric, node): [value of round 0, of round 1, ...]}; None leaves a round out."""
+def history_of(values, events=()):
+    """From {(metric, node): [value of round 0, of round 1, ...]}; None leaves a round out. `events` of «by hand»."""
     store = MemoryStore()
+    store.write(events)
     store.write(
         [
             Metric(Where("by hand", number, node), float(number), name, value, f"{name} {node}", number)

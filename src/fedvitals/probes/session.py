@@ -77,6 +77,7 @@ class ClientSession:
         self._sharded = is_sharded(view.parameters)
         self._differences = instruments.preset.difference_each_step and not self._sharded
         self._batch: samples.Batch | None = None
+        self._data_changed = False  # since the client last took part
         self.optimizers: list[Optimizer] = []  # that stepped, known at the end
         self._turn = instruments.turns.of(view.node, view.round)
         view.snapshot = self._snapshot = ParameterSnapshot(view.parameters, instruments.snapshot_buffers)
@@ -392,8 +393,8 @@ class ClientSession:
             raise
         self.results.take(metrics)
         if not self._instruments.preset.brief:
-            self._tell_labels()
             self._guarded("describing a client's data", self._tell_data)
+            self._tell_labels()
 
     # -- weights that are loaded inside the scope ---------------------------------------------------------------------
 
@@ -434,8 +435,11 @@ class ClientSession:
             self.results.remarks.append(("update.base", remark, {"global_model": known}))
 
     def _tell_labels(self) -> None:
-        """Report the client's labels: when first seen, and again when a check every few rounds finds a change."""
-        if (self._view.round or 0) % LABEL_ROUNDS and self._view.node in self._instruments.labels:
+        """Report the client's labels: when first seen, and again when they change; looked at with data that did, and
+        every few rounds.
+        """
+        due = self._data_changed or not (self._view.round or 0) % LABEL_ROUNDS
+        if not due and self._view.node in self._instruments.labels:
             return
         labels = labels_of(self._view.data)
         if labels is None or labels == self._instruments.labels.get(self._view.node or ""):
@@ -448,6 +452,7 @@ class ClientSession:
         """Report what the client's data look like: when first seen, and again when they change."""
         told = self._instruments.data.look(self._view.node or "", self._view.data)
         if told is not None:
+            self._data_changed = True
             self.results.take(told[0])
             self.results.remarks.append(told[1])
 

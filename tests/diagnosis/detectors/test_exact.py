@@ -57,6 +57,17 @@ def test_equal_updates_that_nobody_trained_are_no_copies(fault, topology):
     assert first_rounds(findings_by(history, DETECTORS))["BYZANTINE", "c3"] == ONSET
 
 
+COMPRESSIONS = [lab.fp16(), lab.int8()]
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS, ids=lambda compression: type(compression).__name__)
+def test_the_same_where_updates_are_compressed(compression):
+    colluding = watched(lab.inner_product(**BAND), clients=10, compression=compression)
+    assert names_of(colluding) == {("BYZANTINE", node) for node in BAND["nodes"]}
+    copied = watched(lab.duplicate(of="c1", **ILL), compression=compression)
+    assert {issue for issue, _ in names_of(copied)} == {"DUPLICATE_UPDATE"}
+
+
 def test_a_copy_of_what_a_peer_trained_stays_a_copy():
     assert names_of(watched(lab.duplicate(of="c1", **ILL))) == {("DUPLICATE_UPDATE", "c3")}
 

@@ -24,3 +24,15 @@ def test_clients_that_differ_anyway_are_left_in_peace(partition) -> None:
 
 def test_few_samples_may_miss_a_class_by_chance() -> None:
     assert findings_by(watched(rounds=2, clients=60), DETECTORS) == []
+
+
+def test_a_client_that_loses_a_class_is_named_among_clients_that_differ_anyway() -> None:
+    fault = lab.missing_classes(nodes=["c2"], missing=(1, 3), since=2)
+    history = watched(fault, rounds=5, partition=lab.dirichlet(1.0))
+    assert first_rounds(findings_by(history, DETECTORS)) == {("MISSING_CLASSES", "c2"): 2}
+    assert "the rest of its data is as before" in findings_by(history, DETECTORS)[0].message
+
+
+def test_new_data_without_a_class_is_no_loss() -> None:
+    changes = lab.Population(changes=[lab.new_data(nodes=["c1", "c4"], since=2, alpha=0.3)])
+    assert findings_by(watched(rounds=5, partition=lab.dirichlet(1.0), population=changes), DETECTORS) == []

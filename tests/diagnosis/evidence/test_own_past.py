@@ -9,11 +9,12 @@ from tests.support.histories import history_of
 
 from fedvitals.diagnosis.detectors.changed_clients import changed_losses, changed_sizes
 from fedvitals.diagnosis.evidence.own_past import LOSS, OwnPast, usual_values
+from fedvitals.records import Event, Where
 
 ROUNDS, ONSET = 24, 12
 
 
-def losses_of(seed, clients, *, culprit=None, factor=6.0, unit=1.0, every=1, rounds=ROUNDS):
+def losses_of(seed, clients, *, culprit=None, factor=6.0, unit=1.0, every=1, rounds=ROUNDS, events=()):
     """Losses that fall, of clients whose data are of different difficulty, as {(metric, node): series}."""
     chance = np.random.default_rng(seed)
     difficulty = chance.normal(0, 0.4, clients)
@@ -26,7 +27,7 @@ def losses_of(seed, clients, *, culprit=None, factor=6.0, unit=1.0, every=1, rou
             series.append(float(loss) if (number + i) % every == 0 else None)
         values["fit.loss_before", f"c{i}"] = series
         values["steps", f"c{i}"] = [4.0] * rounds
-    return history_of(values)
+    return history_of(values, events)
 
 
 def named(history, detector=changed_losses, rounds=ROUNDS):
@@ -47,6 +48,33 @@ def test_a_client_whose_loss_rises_for_good_is_found_among_any_number(clients):
 @pytest.mark.parametrize("clients", [2, 3, 5, 12])
 def test_what_clients_scatter_is_nobodys_fault(clients):
     assert all(named(losses_of(seed, clients)) == {} for seed in range(10))
+
+
+def data_of(client, rounds, labels):
+    """What a client tells of its data in some rounds: the checksums of inputs and labels."""
+    return [
+        Event(
+            Where("by hand", number, client),
+            float(number),
+            "info",
+            "data",
+            "",
+            {"samples": 10, "inputs": number, "labels": checksum, "looks": number},
+            sequence=1000 + number,
+            source="data",
+        )
+        for number, checksum in zip(rounds, labels, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "labels", "accused"),
+    [([0], [1], False), ([0, ONSET], [1, 2], True), ([0, ONSET], [1, 1], False), ([0, ONSET - 8], [1, 2], False)],
+    ids=["never changed", "new samples", "the same labels", "changed long before"],
+)
+def test_a_loss_that_rises_on_labels_that_did_not_change_is_the_models(rounds, labels, accused):
+    history = losses_of(0, 6, culprit="c1", events=data_of("c1", rounds, labels))
+    assert set(named(history)) == ({"c1"} if accused else set())
 
 
 def test_units_mean_nothing():

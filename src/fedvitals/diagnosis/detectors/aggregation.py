@@ -14,6 +14,7 @@ import numpy as np
 
 from fedvitals.diagnosis.detectors.signals import client_median, loss_curve
 from fedvitals.diagnosis.evidence.attendance import SERVER, clients_of, newest_values, rounds_until
+from fedvitals.diagnosis.evidence.described_data import data_sketches
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.diagnosis.history_cutoff import shared
 from fedvitals.protocols import Detector, History, Node
@@ -26,6 +27,7 @@ GROWN = 4.0  # times the norm before these rounds
 LARGE_GAP = 3.0  # times the next smaller claim; healthy partitions show up to 2
 LARGE = 5.0  # times the median
 JUMP = 5.0  # times the client's own first claim
+REPEATED = 0.5  # share of repeated samples, from which a client's size is not what it has to tell
 FEW_KNOWN = 5  # claims below which nobody is «large»
 
 LASTING = 3  # participations in a row, before clients count as left behind
@@ -77,7 +79,8 @@ def dominant_clients(history: History, round_index: int) -> Iterator[Finding]:
     """DOMINANT_CLIENT: a client whose true number of samples outweighs the others by far more than usual.
 
     Where the number is not that of its data, WRONG_SAMPLE_COUNT is reported instead. A note where the client's data are
-    known to be that many: federations of very different sizes are usual.
+    known to be that many, since federations of very different sizes are usual; unless they became that many within the
+    run, or most of them are repeated.
     """
     claims = history.latest("update.samples", round_index)
     if not claims or max(claims.values()) <= LARGE * max(min(claims.values()), 1.0):
@@ -89,7 +92,7 @@ def dominant_clients(history: History, round_index: int) -> Iterator[Finding]:
         return
     sizes = history.latest("samples", round_index)
     median, large = float(np.median([*known.values()])), _above_the_gap(known)
-    total = sum(claims.values())
+    total, repeated = sum(claims.values()), _repeated_samples(history, round_index)
     for node, claim in claims.items():
         first = history.series("update.samples", node)[1][:1]
         grown = bool(first) and claim > JUMP * first[0]
@@ -97,10 +100,20 @@ def dominant_clients(history: History, round_index: int) -> Iterator[Finding]:
         if claim > LARGE * median and (node in large or grown) and (honest or not grown):
             share = f"{claim / total:.0%} of this round's weight"
             text = f"{node} has {claim:.0f} samples, {share}; the median client has {median:.0f}."
-            size, severity = Number("update.samples", claim, median), "note" if honest else None
+            text += f" {repeated[node]:.0%} of them are repeated." if node in repeated else ""
+            usual = honest and not grown and node not in repeated
+            size, severity = Number("update.samples", claim, median), "note" if usual else "warning"
             yield finding(
                 "DOMINANT_CLIENT", round_index, text, confidence=0.95, node=node, severity=severity, numbers=[size]
             )
+
+
+def _repeated_samples(history: History, round_index: int) -> dict[Node, float]:
+    """Return the share of repeated samples of the clients of whose data they are most, as few others have them."""
+    newest = data_sketches(history, round_index).newest
+    shares = {node: sketch.scalars.get("duplicates", 0.0) for node, sketch in newest.items()}
+    usual = float(np.median([*shares.values()])) if shares else 0.0
+    return {node: share for node, share in shares.items() if share > REPEATED > 2 * usual}
 
 
 def _above_the_gap(known: Mapping[Node, float]) -> set[Node]:

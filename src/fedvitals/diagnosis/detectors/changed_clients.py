@@ -7,10 +7,13 @@ import math
 from collections.abc import Iterator, Mapping
 
 from fedvitals.diagnosis.evidence.attendance import rounds_until
+from fedvitals.diagnosis.evidence.described_data import data_sketches
 from fedvitals.diagnosis.evidence.exact_relations import HARMLESS, exact_relations
 from fedvitals.diagnosis.evidence.fault_kinds import WORDS
 from fedvitals.diagnosis.evidence.faulty_clients import LOCATOR, likely_limit
+from fedvitals.diagnosis.evidence.learning_rates import own_learning_rates
 from fedvitals.diagnosis.evidence.own_past import LOSS, LOSS_AFTER, OWN_PASTS, PROPORTION, SIZE, ClientChange
+from fedvitals.diagnosis.evidence.suspect_data import examine_data
 from fedvitals.diagnosis.evidence.update_mismatch import clients_with_altered_updates
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History, Node
@@ -24,14 +27,16 @@ def changed_losses(history: History, round_index: int) -> Iterator[Finding]:
     """LABEL_NOISE: the model fits a client's own samples far worse than before, but not its peers'.
 
     Nobody is named while another client sends something else than it trained: what that does to the model, some clients
-    feel more than others.
+    feel more than others. Nor is a client whose labels are known not to have changed: then it is the model that did.
     """
     changes = changed_loss_clients(history, round_index)
     if not changes:
         return
     beside = located_clients(history, round_index) | _recently_altered(history, round_index)
+    suspects, data = examine_data(history, round_index).suspects, data_sketches(history, round_index)
+    elsewhere = beside | suspects.keys() | own_learning_rates(history, round_index).keys()
     for node, change in changes.items() if not beside - changes.keys() else ():
-        if node in beside:
+        if node in elsewhere or data.labels_unchanged_since(node, change.since):
             continue
         when = "receives" if change.sign is LOSS else "has trained"
         text = (
@@ -73,8 +78,9 @@ def _enlarged(history: History, round_index: int) -> dict[Node, ClientChange]:
 
 def changed_sizes(history: History, round_index: int) -> Iterator[Finding]:
     """BYZANTINE: a client's updates became several times as large, and it is not known that it trained them so."""
+    elsewhere = exact_relations(history, round_index).keys() | own_learning_rates(history, round_index).keys()
     for node, change in _enlarged(history, round_index).items():
-        if node in exact_relations(history, round_index):
+        if node in elsewhere:
             continue
         times = change.value / change.expected if change.expected > 0 else float("inf")
         text = (

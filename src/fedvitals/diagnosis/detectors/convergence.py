@@ -32,11 +32,11 @@ from fedvitals.stats import Array
 # A client's `fit.loss_before` and its `local.loss` of the round before are of one and the same global model. Taken in
 # pairs, what clients differ by cancels; what is left is the gap between known and unknown samples.
 
-KNOWN = 0.85  # loss on known samples against unknown ones
-SURE = 2.2  # standard errors of the gap, in each of two rounds
-BY_HEART = 0.4  # what training leaves of the loss on own samples
+KNOWN = 0.92  # loss on known samples against unknown ones
+SURE = 2.0  # standard errors of the gap, in each of two rounds
+BY_HEART = 0.65  # what training leaves of the loss on own samples
 STEPS_PER_SAMPLE = 2.0  # each sample is then seen twice per sample of a batch, in one round
-FEWEST = 5  # pairs
+FEWEST = 3  # pairs
 LOOK_BACK = 12  # rounds; the fit is measured when time allows
 
 

@@ -20,7 +20,7 @@ from fedvitals.diagnosis.evidence.equal_updates import (
     nearly_equal_updates,
     peer_statistic,
 )
-from fedvitals.diagnosis.evidence.exact_relations import exact_relations
+from fedvitals.diagnosis.evidence.exact_relations import exact_relations, untrained_among
 from fedvitals.diagnosis.evidence.transformed_updates import transformation
 from fedvitals.diagnosis.evidence.update_mismatch import (
     COHORT_WIDE_SHARE,
@@ -103,9 +103,11 @@ def _likelier_copier(history: History, round_index: int, pair: Pair) -> Node | N
     """Return the likelier copy of a pair: its update is not what it trained, or its peer changes from round to
     round; else None.
     """
-    altered = [node for node in pair if node in clients_with_altered_updates(history, round_index)]
+    altered = clients_with_altered_updates(history, round_index) & {*pair} or untrained_among(
+        history, round_index, pair
+    )
     if len(altered) == 1:
-        return altered[0]
+        return next(iter(altered))
     counts = dict.fromkeys(pair, 0)
     for past_round in rounds_until(history, round_index, 10):
         for other in (*_equal_pairs(history, past_round), *_nearly_equal_pairs(history, past_round)):

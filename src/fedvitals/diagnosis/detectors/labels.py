@@ -2,7 +2,8 @@
 """Detector of missing classes, from the label histograms that clients report.
 
 Among clients whose data differ anyway a missing class means nothing. Where all others have every common class, a client
-without one was cut off from it by a filter, a mapping or a broken import.
+without one was cut off from it by a filter, a mapping or a broken import; so was one that had samples of a class, and
+now has all of its data but these.
 """
 
 from __future__ import annotations
@@ -43,15 +44,19 @@ def missing_classes(history: History, round_index: int) -> Iterator[Finding]:
     if lacking.version != counts.version:
         lacking.version, lacking.clients = counts.version, len(counts.histograms)
         lacking.classes = _lacking_classes(counts)
-    present = set(clients_of(history, round_index)) if lacking.classes else set()
-    for node, labels in lacking.classes.items():
+    missing = {**lacking.classes, **{node: sorted(lost) for node, lost in counts.vanished.items()}}
+    present = set(clients_of(history, round_index)) if missing else set()
+    for node, labels in missing.items():
         if node not in present:
             continue
         names = ", ".join(sorted(labels, key=lambda label: (len(label), label)))
+        text = f"{node} has no sample of class {names}, which nearly all others have."
+        if node in counts.vanished:
+            text = f"{node} lost its samples of class {names}; the rest of its data is as before."
         yield finding(
             "MISSING_CLASSES",
             round_index,
-            f"{node} has no sample of class {names}, which nearly all others have.",
+            text,
             confidence=1 - CHANCE,
             node=node,
             severity="warning",

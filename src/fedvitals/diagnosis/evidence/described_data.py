@@ -17,6 +17,7 @@ from fedvitals.stats import Array
 
 EVENT = "data"
 MOST_CLASSES, MOST_DIMENSIONS = 64, 16  # see `probes.data_sketch`; who sends more wants to fill our memory
+SOON = 2  # rounds before a change shows in what a client trains, its data may have changed
 STABLE = 2  # rounds for which data did not change, if it was told by another process that they are new to
 
 
@@ -94,6 +95,7 @@ class DataSketches:
         self.version = 0  # rises with every change
         self.newest: dict[Node, DataSketch] = {}
         self.reference: dict[Node, DataSketch] = {}  # of data that were found unchanged for a while
+        self._first: dict[Node, int] = {}  # round in which a client first told of its data
         self._read: set[tuple[Node, int, float]] = set()
 
     def update(self, events: list[Event]) -> None:
@@ -108,6 +110,7 @@ class DataSketches:
             if sketch is None:
                 continue
             self.version += 1
+            self._first.setdefault(node, sketch.round)
             before = self.newest.get(node)
             stable = sketch.looks > 0 or (before is not None and sketch.round - before.round >= STABLE)
             if before is not None and stable and not self._back_again(node, sketch):
@@ -115,6 +118,17 @@ class DataSketches:
             elif before is not None:
                 self.reference.pop(node, None)
             self.newest[node] = sketch
+
+    def labels_unchanged_since(self, node: Node, round_index: int) -> bool:
+        """Return whether a client's labels are known to be the same as before a round: its data did not change about
+        then, or its inputs alone did.
+        """
+        newest, reference = self.newest.get(node), self.reference.get(node)
+        if newest is None:
+            return False
+        if newest.round == self._first[node] or newest.round < round_index - SOON:
+            return True
+        return reference is not None and reference.labels is not None and reference.labels == newest.labels
 
     def _back_again(self, node: Node, sketch: DataSketch) -> bool:
         """Return whether a client has the data again that it was compared with: it was cured."""

@@ -37,6 +37,8 @@ SAME_LENGTH = 2e-3  # of the norms of two updates that were clipped to the same 
 SAME_FACTOR = 0.01
 NEARLY_ONE = 0.05  # rounding to a few bits changes an update's length by less
 ROUNDS_BACK = 10  # in which an update that is sent again is looked for
+FAR = 3.0  # times the usual difference that a transformation makes
+FEWEST_OTHERS = 2  # clients, whose updates show what is done to all on their way
 SERVER = "server"
 
 Kind = Literal["negated", "scaled", "shrunk", "clipped", "sparsified", "stale", "repeated", "colluding"]
@@ -137,14 +139,13 @@ def _colluding(history: History, round_index: int) -> dict[Node, ExactRelation]:
 
     All of them must report that they trained something else: of one that reports nothing the others may be copies.
     """
-    if transformation(history, round_index) is not None:
-        return {}
-    mismatches = update_mismatches(history, round_index)
-    differing = {node for node, distance in mismatches.items() if distance > MISMATCH_LIMIT}
-    altered = clients_with_altered_updates(history, round_index)
+    transformed = transformation(history, round_index) is not None
+    altered = set() if transformed else clients_with_altered_updates(history, round_index)
     most = len(clients_of(history, round_index)) / 2
-    equal = [nodes for nodes in equal_updates(history, round_index) if differing.issuperset(nodes)]
-    near = [nodes for nodes in nearly_equal_updates(history, round_index) if altered.issuperset(nodes)]
+    together = equal_updates(history, round_index)
+    differing = {node for nodes in together for node in untrained_among(history, round_index, nodes)}
+    equal = [nodes for nodes in together if differing.issuperset(nodes)]
+    near = [nodes for nodes in nearly_equal_updates(history, round_index) if altered and altered.issuperset(nodes)]
     relations: dict[Node, ExactRelation] = {}
     accomplices = [_with_accomplices(history, round_index, near)] if near else []
     for nodes, nearly in [*((nodes, False) for nodes in equal), *((nodes, True) for nodes in accomplices)]:
@@ -152,6 +153,26 @@ def _colluding(history: History, round_index: int) -> dict[Node, ExactRelation]:
             others = tuple(other for other in nodes if other != node)
             relations.setdefault(node, ExactRelation("colluding", others=others, nearly=nearly))
     return relations
+
+
+def untrained_among(history: History, round_index: int, nodes: Collection[Node]) -> set[Node]:
+    """Return those of some clients, which sent the same, whose update is not what they trained.
+
+    Where updates are transformed on their way, it must differ from that by far more than anybody else's, or be no
+    multiple of it where most others' are, as after clipping.
+    """
+    mismatches = update_mismatches(history, round_index)
+    limit = MISMATCH_LIMIT
+    if transformation(history, round_index) is not None:
+        others = {node: distance for node, distance in mismatches.items() if node not in nodes}
+        if len(others) < FEWEST_OTHERS:
+            return set()
+        factors = history.latest("update.factor", round_index)
+        multiples = {node for node, factor in factors.items() if abs(factor - 1) > NEARLY_ONE}
+        if 2 * len(multiples & others.keys()) > len(others):
+            return {node for node in nodes if node in mismatches and node not in multiples}
+        limit = max(*others.values(), FAR * float(np.median([*others.values()])), MISMATCH_LIMIT)
+    return {node for node in nodes if mismatches.get(node, 0.0) > limit}
 
 
 def _with_accomplices(history: History, round_index: int, near: Sequence[tuple[Node, ...]]) -> tuple[Node, ...]:

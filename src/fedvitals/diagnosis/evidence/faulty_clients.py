@@ -20,7 +20,8 @@ from fedvitals.diagnosis.detectors.copies import duplicates, free_riders
 from fedvitals.diagnosis.evidence.attendance import groups_of
 from fedvitals.diagnosis.evidence.damage import deciding_client
 from fedvitals.diagnosis.evidence.exact_relations import exact_relations
-from fedvitals.diagnosis.evidence.fault_kinds import DATA_FAULTS, ISSUE_OF, WORDS
+from fedvitals.diagnosis.evidence.fault_kinds import ISSUE_OF, WORDS
+from fedvitals.diagnosis.evidence.learning_rates import own_learning_rates
 from fedvitals.diagnosis.evidence.log_odds import EvidenceModel, shipped_model
 from fedvitals.diagnosis.evidence.suspect_data import examine_data
 from fedvitals.diagnosis.evidence.trend import CAP, EvidenceTrend
@@ -58,6 +59,7 @@ class FaultyClientLocator:
         elsewhere = {
             *(findings.where.node for rule in (duplicates, free_riders) for findings in rule(history, round_index)),
             *exact_relations(history, round_index),
+            *own_learning_rates(history, round_index),
             *_explained_by_data(history, round_index, trend),
         }
         mismatches = update_mismatches(history, round_index)
@@ -89,18 +91,9 @@ class FaultyClientLocator:
 
 
 def _explained_by_data(history: History, round_index: int, trend: EvidenceTrend) -> set[Node]:
-    """Return the clients that are not accused here, because more is known of their data than what they trained shows.
-
-    Either their data look wrong, which is reported by itself; or telemetry alone accuses them of wrong labels or
-    inputs, and their data were looked at and are like those of their peers.
-    """
+    """Return the clients that are not accused here, because their data look wrong, which is reported by itself."""
     examined = examine_data(history, round_index)
-    usual = {
-        node
-        for node, kind in trend.suspected_kinds.items()
-        if node in examined.usual and kind in DATA_FAULTS and "server" not in trend.accusing_views(node)
-    }
-    return {*examined.suspects, *examined.group, *usual} - trend.altered_since.keys()
+    return {*examined.suspects, *examined.group} - trend.altered_since.keys()
 
 
 def _altered_update_finding(trend: EvidenceTrend, index: int, distance: float) -> Finding:

@@ -30,6 +30,7 @@ class LabelCounts:
     def _clear(self) -> None:
         self.version += 1
         self.histograms: dict[Node, Mapping[str, int]] = {}
+        self.vanished: dict[Node, frozenset[str]] = {}  # labels that a client lost, and no other samples
         self.labels: list[str] = []
         self._events: Sequence[Event] = ()
         self._newest: dict[Node, Event] = {}
@@ -75,7 +76,7 @@ class LabelCounts:
         kept = [node for node in self._rows if node not in nodes]
         self._counts = self._counts[[self._rows[node] for node in kept]]
         self._rows = {node: row for row, node in enumerate(kept)}
-        for by_client in (self.histograms, self._newest, self._entropies):
+        for by_client in (self.histograms, self.vanished, self._newest, self._entropies):
             for node in nodes:
                 by_client.pop(node or "", None)
 
@@ -84,6 +85,7 @@ class LabelCounts:
         if node is None or not histogram:
             return
         self.version += 1
+        self._compare_with_last(node, histogram)
         self.histograms[node], self._newest[node] = histogram, event
         self._entropies.pop(node, None)
         row = self._rows.setdefault(node, len(self._rows))
@@ -94,6 +96,18 @@ class LabelCounts:
         self._reserve()
         self._counts[row] = 0.0
         self._counts[row, [self._columns[label] for label in histogram]] = [float(n) for n in histogram.values()]
+
+    def _compare_with_last(self, node: Node, histogram: Mapping[str, int]) -> None:
+        """Note which labels a client lost; they count as lost until it reports one of them again."""
+        before = self.histograms.get(node, {})
+        lost = frozenset(label for label, count in before.items() if count and not histogram.get(label))
+        kept = {label: count for label, count in before.items() if label not in lost and count}
+        if lost and kept == {label: count for label, count in histogram.items() if count}:
+            self.vanished[node] = lost | self.vanished.get(node, frozenset())
+        elif not any(histogram.get(label) for label in self.vanished.get(node, ())):
+            return
+        else:
+            del self.vanished[node]
 
     def _reserve(self) -> None:
         """Make room for all clients and labels that are known."""

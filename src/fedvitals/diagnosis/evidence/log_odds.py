@@ -145,7 +145,7 @@ class EvidenceView:
     weights: Array
     offset: float
     limits: dict[str, list[tuple[float, float]]]  # by kind of cohort: (alarms per 100 healthy rounds, limit)
-    certainty: tuple[Array, Array]  # sums of evidence, and the share of them that were right
+    certainty: dict[str, tuple[Array, Array]]  # by topology: sums of evidence, the share of them that were right
     kinds: tuple[str, ...]
     kind_weights: Array  # [kinds, features of `linear`]
     kind_offsets: Array
@@ -160,7 +160,7 @@ class EvidenceView:
             trees=BoostedTrees.from_json(document["trees"]),
             offset=float(document["offset"]),
             limits=limits,
-            certainty=_certainty(document),
+            certainty={name: (np.array(at), np.array(share)) for name, (at, share) in document["certainty"].items()},
             kinds=tuple(document["kinds"]),
             scored=int(document["scored"]),
             **arrays,
@@ -186,25 +186,22 @@ class EvidenceView:
         budgets, limits = np.log([p[0] for p in pairs]), [p[1] for p in pairs]
         return float(np.interp(np.log(max(alarms, 1e-3)), budgets, limits))
 
-    def probability(self, total: Array) -> Array:
-        """Return the probability of a fault for each sum of evidence."""
-        return np.asarray(np.interp(total, *self.certainty))
+    def probability(self, total: float, *, exchanging: bool) -> float:
+        """Return the probability of a fault for a sum of evidence. `exchanging`: clients pass models to each other."""
+        return float(np.interp(total, *self.certainty["exchanging" if exchanging else "plain"]))
 
 
 @dataclass(frozen=True)
 class EvidenceModel:
-    """The three views, and the calibration of their combined probability."""
+    """The three views."""
 
     views: dict[str, EvidenceView]
-    certainty: tuple[Array, Array]  # the surest view's probability, and the share of such clients that were faulty
     bank: str  # digest of the bank it was learnt on
 
-    def probability(self, totals: Mapping[str, float]) -> float:
-        """Return the probability that a client is faulty, by its sums of evidence; calibrated, as the surest of
-        three views is overconfident.
-        """
-        surest = max((float(self.views[name].probability(np.array([t]))[0]) for name, t in totals.items()), default=0.0)
-        return float(np.interp(surest, *self.certainty))
+    def probability(self, totals: Mapping[str, float], *, exchanging: bool) -> float:
+        """Return the probability that a client is faulty, by its sums of evidence: that of the surest view."""
+        chances = (self.views[name].probability(total, exchanging=exchanging) for name, total in totals.items())
+        return max(chances, default=0.0)
 
 
 @functools.cache
@@ -213,9 +210,4 @@ def shipped_model() -> EvidenceModel:
     text = importlib.resources.files(__package__).joinpath("evidence.json").read_text(encoding="utf-8")
     document = json.loads(text)
     views = {name: EvidenceView.from_json(document["views"][name]) for name in VIEWS}
-    return EvidenceModel(views, _certainty(document), document["bank"])
-
-
-def _certainty(document: dict[str, Any]) -> tuple[Array, Array]:
-    before, after = document["certainty"]
-    return np.array(before), np.array(after)
+    return EvidenceModel(views, document["bank"])

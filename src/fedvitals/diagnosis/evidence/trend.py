@@ -17,10 +17,13 @@ from fedvitals.diagnosis.evidence.attendance import groups_of
 from fedvitals.diagnosis.evidence.client_table import MOST_CLIENTS, ClientTable, Rows
 from fedvitals.diagnosis.evidence.equal_updates import peer_statistic
 from fedvitals.diagnosis.evidence.exact_relations import harmless_alterations
-from fedvitals.diagnosis.evidence.fault_kinds import AFTER_TRAINING, MULTIPLES
+from fedvitals.diagnosis.evidence.fault_kinds import AFTER_TRAINING, DATA_FAULTS, MULTIPLES
 from fedvitals.diagnosis.evidence.label_counts import label_counts
+from fedvitals.diagnosis.evidence.learning_rates import METRIC as LEARNING_RATE
+from fedvitals.diagnosis.evidence.learning_rates import own_learning_rates
 from fedvitals.diagnosis.evidence.log_odds import VIEWS, EvidenceModel, features, linear_features
 from fedvitals.diagnosis.evidence.scores import Scorer, Scores
+from fedvitals.diagnosis.evidence.suspect_data import examine_data
 from fedvitals.diagnosis.evidence.transformed_updates import transformation
 from fedvitals.diagnosis.evidence.update_mismatch import clients_with_altered_updates, clients_with_trained_updates
 from fedvitals.diagnosis.evidence.vital_signs import SIGNS, VitalSigns, vital_signs_of
@@ -137,6 +140,7 @@ class EvidenceTrend:
         self.suspected_kinds: dict[Node, str] = {}  # the kind that each of these is accused of
         self.abstains = False  # whether the last round's updates were transformed, so that nobody is judged by them
         self._ruled_out: dict[Node, frozenset[str]] = {}  # kinds that an exact test of the last round excludes
+        self._excluded: dict[Node, frozenset[str]] = {}  # kinds that a client's data and settings of the round exclude
         self.exchanging = False  # whether clients pass models to each other, and look faulty for their neighbours
         self.largest = 0.0  # norm of the median client's update, in the round in which that was largest
 
@@ -174,6 +178,7 @@ class EvidenceTrend:
             for node in differing
             if node not in factors
         }
+        self._excluded = _excluded_kinds(history, round_index)
         exchanged = self.exchanging = groups_exchange_models(groups_of(history, round_index))
         cohort = cohort_kind(len(vital_signs.nodes), len(self._clients), exchanged=exchanged)
         if not self._converged(history, round_index):
@@ -243,7 +248,8 @@ class EvidenceTrend:
         """Return the probability that a client is faulty, by its evidence; what it reports of its samples can raise it
         if the model gets less than half as many of them right as of its peers', and did not before.
         """
-        probability, row = self.model.probability(self.totals(node)), self._clients.row_of(node)
+        row = self._clients.row_of(node)
+        probability = self.model.probability(self.totals(node), exchanging=self.exchanging)
         if row is None or probability < EVEN:
             return probability
         right, expected, _ = self._classified.values[row]
@@ -267,12 +273,11 @@ class EvidenceTrend:
         believed = node in self.altered_since or (honest and self.views["telemetry"].knows_kind(node))
         view = "telemetry" if believed else max(fired, key=lambda name: self.views[name].total(node))
         kinds = self.model.views[view].kinds
-        possible = [True] * len(kinds)
-        if node in self.altered_since:
-            possible = [kind in AFTER_TRAINING - self._ruled_out.get(node, frozenset()) for kind in kinds]
-        elif honest and fired != ["server"]:
-            # It sent what it trained, so the fault lies before. (The server's view does not rely on telemetry.)
-            possible = [kind not in AFTER_TRAINING for kind in kinds]
+        possible = self._possible_kinds(node, fired, kinds, honest=honest)
+        if not any(possible):  # unlike its peers, and nothing that could be wrong with it is
+            self.suspected_kinds.pop(node, None)
+            self.kind_chances.pop(node, None)
+            return
         logs = self.views[view].kind_logs(node)
         if view == "telemetry" and honest and self.model.views["server"].kinds == kinds:
             # Telemetry of a client that sent what it trained adds to what the server sees; it does not replace it.
@@ -289,6 +294,29 @@ class EvidenceTrend:
         stands = chances.get(before, 0.0) if before is not None else 0.0
         if stands == 0 or (stands < UNTENABLE and chances[likeliest] > PLAIN):
             self.suspected_kinds[node] = likeliest
+
+    def _possible_kinds(self, node: Node, fired: Sequence[str], kinds: Sequence[str], *, honest: bool) -> list[bool]:
+        """Return which kinds of fault are possible for a client, by what is known of its update, data and settings."""
+        if node in self.altered_since:
+            return [kind in AFTER_TRAINING - self._ruled_out.get(node, frozenset()) for kind in kinds]
+        excluded = self._excluded.get(node, frozenset())
+        if honest and fired != ["server"]:
+            # It sent what it trained, so the fault lies before. (The server's view does not rely on telemetry.)
+            before = [kind not in AFTER_TRAINING | excluded for kind in kinds]
+            if any(before) or "server" not in fired:
+                return before
+        return [kind not in excluded for kind in kinds]
+
+
+def _excluded_kinds(history: History, round_index: int) -> dict[Node, frozenset[str]]:
+    """Return the kinds of fault that clients do not have: their data are like their peers', their learning rate the
+    common one.
+    """
+    own = own_learning_rates(history, round_index)
+    excluded = {node: {"wrong_learning_rate"} for node in history.latest(LEARNING_RATE, round_index) if node not in own}
+    for node in examine_data(history, round_index).usual:
+        excluded.setdefault(node, set()).update(DATA_FAULTS)
+    return {node: frozenset(kinds) for node, kinds in excluded.items()}
 
 
 def fault_kind_chances(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,7 @@ class StackSession:
         self._steps = 0
         self._step_began = self._step_seconds = 0.0
         self._batches: list[Batch] = []
+        self._changed_rows: Collection[int] = ()  # of clients whose data changed since they last took part
         self._turn = instruments.turns.of(None, round_index)
         self._before = self._last = self._model.matrix.detach().clone()
         self._changes: list[Tensor] = []  # [2, clients] of each step: signed and absolute
@@ -406,14 +407,17 @@ class StackSession:
         metrics, self._batches = self._fit.received(self._stack, self._model, self._turn)
         self._put_all(metrics)
         if labels is not None and not self._instruments.preset.brief:
-            self._tell_labels(labels)
             self._guarded("describing clients' data", self._tell_data)
+            self._tell_labels(labels)
 
     def _tell_labels(self, labels: Sequence[Any]) -> None:
-        """Report the labels of each client: when first seen, and again when a check every few rounds finds a change."""
+        """Report the labels of each client: when first seen, and again when they change; looked at with data that did,
+        and every few rounds.
+        """
         known, entropies = self._instruments.labels, dict[int, float]()
         for row, (node, own) in enumerate(zip(self._stack.nodes, labels, strict=True)):
-            if (self._view.round or 0) % LABEL_ROUNDS and node in known:
+            due = row in self._changed_rows or not (self._view.round or 0) % LABEL_ROUNDS
+            if not due and node in known:
                 continue
             histogram = labels_of((own, torch.as_tensor(own)))
             if histogram is None or histogram == known.get(node):
@@ -428,6 +432,7 @@ class StackSession:
         if stack.inputs is None or stack.labels is None:
             return
         told = self._instruments.data.look_at_all(stack.nodes, stack.inputs, stack.labels)
+        self._changed_rows = told.keys()
         for row, (metrics, remark) in told.items():
             for name, value in metrics.items():
                 self._columns.put(name, [value], np.array([row], np.intp))

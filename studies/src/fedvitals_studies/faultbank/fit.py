@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learn `diagnosis.evidence.log_odds` on the tuning set: `python -m fedvitals_studies.faultbank.fit RUNS`.
 
-Limits and certainties come from runs scored by models that never saw their domain (leave-domains-out): from models that
+Limits come from runs scored by models that never saw their domain (leave-domains-out): from models that
 did, a nominal half alarm per 100 rounds becomes two and more on other data. The models that are shipped are then learnt
 on all domains of the tuning set. Nothing of the held-out set is read.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,7 @@ from fedvitals.diagnosis.evidence.fault_kinds import ISSUE_OF
 from fedvitals.diagnosis.evidence.log_odds import VIEWS, features, linear_features
 from fedvitals.diagnosis.evidence.scores import Scorer
 from fedvitals.diagnosis.evidence.trend import CAP, DRIFT, LEAST, MOST, cohort_kind, groups_exchange_models
-from fedvitals.diagnosis.evidence.update_mismatch import MISMATCH_LIMIT
-from fedvitals.diagnosis.evidence.vital_signs import ABSOLUTE, SERVER, SIGNS, vital_signs_of
+from fedvitals.diagnosis.evidence.vital_signs import SERVER, SIGNS, vital_signs_of
 from fedvitals.stats import Array
 from fedvitals_studies.faultbank.cases import Case, read_bank
 from fedvitals_studies.faultbank.pool import is_there, load
@@ -174,36 +173,6 @@ def _grid() -> list[float]:
     return [0.25 * step for step in range(2, int(4 * CAP))]
 
 
-def certainty_of(runs: Sequence[Rows], view: str) -> list[list[float]]:
-    """The share of clients that were faulty, by the sum of evidence: monotone, as knots."""
-    from sklearn.isotonic import IsotonicRegression  # noqa: PLC0415
-
-    sums = np.concatenate([totals(run, view) for run in runs])
-    target = np.concatenate([run.target("telemetry") for run in runs])
-    kept = target >= 0
-    fitted = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(sums[kept], target[kept])
-    at = np.unique(np.concatenate([[0.0], np.quantile(sums[kept & (sums > 0)], np.linspace(0, 1, 40))]))
-    return [at.round(3).tolist(), fitted.predict(at).round(4).tolist()]
-
-
-def together_of(runs: Sequence[Rows], views: Mapping[str, Any]) -> list[list[float]]:
-    """The share of clients that were faulty, by the probability of the surest view; those known exactly left aside."""
-    from sklearn.isotonic import IsotonicRegression  # noqa: PLC0415
-
-    surest, right = [], []
-    told = SCORED["telemetry"] + ABSOLUTE.index("told")
-    for run in runs:
-        stated = [np.interp(totals(run, view), *views[view]["certainty"]) for view in views]
-        target = run.target("telemetry")
-        kept = (target >= 0) & ~(run.found["telemetry"][:, told] > MISMATCH_LIMIT)
-        surest.append(np.max(stated, axis=0)[kept])
-        right.append(target[kept])
-    x, y = np.concatenate(surest), np.concatenate(right)
-    fitted = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(x, y)
-    at = np.unique(np.concatenate([np.quantile(x, np.linspace(0, 1, 30)), np.linspace(0, 1, 41)]))
-    return [at.round(5).tolist(), fitted.predict(at).round(4).tolist()]
-
-
 def kinds_of(runs: Sequence[Rows], view: str) -> dict[str, Any]:
     """A linear model of which kind of fault it is, learnt on faulty client-rounds."""
     from sklearn.linear_model import LogisticRegression  # noqa: PLC0415
@@ -273,9 +242,9 @@ def main(folder: str, target: str) -> None:
                     run.evidence[view] = judge(models, run.found[view], view)
             say(f"{view}: scored {', '.join(fold)}")
         views[view] = {**as_numbers(learn(runs, view), view), **kinds_of(runs, view)}
-        views[view] |= {"limits": limits_of(runs, view), "certainty": certainty_of(runs, view)}
+        views[view] |= {"limits": limits_of(runs, view)}
         say(f"{view}: limits {views[view]['limits']}")
-    model = {"bank": bank.digest, "certainty": together_of(runs, views), "views": views}
+    model = {"bank": bank.digest, "views": views}
     Path(target).write_text(json.dumps(model) + "\n", encoding="utf-8")
 
 
