@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from fedvitals.records import Run
 from fedvitals.store.read.reader import Reader
@@ -82,7 +82,8 @@ def end_of_run(reader: Reader, run: str) -> Any:
     return rows[0][0] if rows else None
 
 
-class SpanOfRounds(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SpanOfRounds:
     """How many rounds a run has, from which to which, and the time of the last record that belongs to one."""
 
     count: int
