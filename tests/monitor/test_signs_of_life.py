@@ -15,7 +15,7 @@ import fedvitals as fv
 from fedvitals.cli.main import app
 from fedvitals.monitor import stall_watch
 from fedvitals.store import open_reader
-from fedvitals.store.read.runs import rounds_and_last_record
+from fedvitals.store.read.runs import span_of_rounds
 from fedvitals.views.status import DIED, run_states, status_of
 from support.waiting import wait_until
 
@@ -71,7 +71,7 @@ def test_a_run_that_lives_says_so_before_its_first_round_and_in_a_long_one(tmp_p
     def heard():
         monitor.flush()
         with open_reader(store) as reader:
-            return rounds_and_last_record(reader, monitor.run.id)[1] or 0.0
+            return span_of_rounds(reader, monitor.run.id).last_record or 0.0
 
     with fv.Monitor(store, strict=True, machine=False) as monitor:
         monitor.host.event("info", "user.loading", "Loading data.")

@@ -238,10 +238,21 @@ def test_a_reader_sends_few_texts_of_statements_however_long_a_run_gets(tmp_path
     assert 2 <= len(lists) <= 2 * (rounds.bit_length() + 1), lists
 
 
-def test_a_reader_holds_half_a_megabyte_of_pages(reader):
+def test_a_reader_holds_few_pages(reader):
     """A walk over all rounds fills what it may hold, in each of a server's readers at once."""
     reader.database.connection.set_authorizer(None)
-    assert reader.database.rows("PRAGMA cache_size") == [(-500,)]
+    assert reader.database.rows("PRAGMA cache_size") == [(-200,)]
+
+
+def test_rounds_without_losses_are_not_sorted_when_losses_are_counted(tmp_path):
+    """A run tells each round that nothing was lost; sorting these by source takes memory that grows with the run."""
+    with open_store(tmp_path / "runs.db") as store:
+        none = [metric(number, None, 0.0, sequence=number + 1, name="monitor.lost") for number in range(50)]
+        store.write([RUN, *none, metric(50, None, 3.0, sequence=51, name="monitor.lost")])
+    with open_reader(tmp_path / "runs.db") as reader:
+        counted = reader.database.rows(f"SELECT m.value {queries.LOSSES}", (reader.names.number("r-1"),))
+        assert counted == [(3.0,)]
+        assert queries.left_out(reader, "r-1") == (3, 0)
 
 
 def test_a_reader_keeps_few_prepared_statements(tmp_path, monkeypatch):

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from fedvitals.diagnosis.cases import cases, severity_rank
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.records import Finding, Run, Where
-from fedvitals.store import open_reader, open_store
+from fedvitals.store import open_reader, open_store, rows
 from fedvitals.views.cases import cases_of
+from fedvitals.views.matrix import Matrices, share
 
 
 def test_the_cases_of_a_long_run_are_read_without_holding_all_its_findings(tmp_path):
@@ -41,6 +42,31 @@ def test_the_cases_of_a_long_run_are_read_without_holding_all_its_findings(tmp_p
         assert (case.first, case.last, len(case.rounds), case.since) == (0, rounds - 1, rounds, 0)
     assert peaks[1] - peaks[0] < 3000 * 300  # a round and its confidence; a finding takes thousands of bytes
     assert peaks[0] < 600_000  # each thread of a server that answers takes as much
+
+
+def test_readers_that_share_what_they_know_read_each_finding_once(tmp_path, monkeypatch):
+    read, from_rows = [], rows.from_rows
+
+    def noted(kind, values):
+        read.extend(values if kind is Finding else [])
+        return from_rows(kind, values)
+
+    monkeypatch.setattr(rows, "from_rows", noted)
+    path, shared = tmp_path / "runs.db", Matrices()
+    with open_store(path) as store:
+        store.write([Run("r", "r", source="s")])
+        for number in range(250):
+            told = finding("LABEL_NOISE", number, "it is ill", confidence=0.5 + number / 1000, node="c1")
+            store.write([replace(told, where=replace(told.where, run="r"), source="s", sequence=number + 1)])
+            if number % 50 == 49:
+                with open_reader(path) as reader:
+                    share(reader, shared)
+                    known, again = cases_of(reader, "r"), cases_of(reader, "r")
+                    assert len(read) == number + 1
+                with open_reader(path) as other:
+                    assert known == again == cases_of(other, "r")
+                    assert [case.last for case in cases_of(other, "r", 10)] == [10]
+                del read[number + 1 :]
 
 
 @given(

@@ -7,7 +7,9 @@ import base64
 import math
 import sys
 import threading
+import tracemalloc
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -87,6 +89,28 @@ def test_a_matrix_is_what_the_courses_tell_also_piece_by_piece(tmp_path_factory,
                     wanted = expected(reader, name)
                     check(kept.matrix(reader, "r-1", name), wanted)
                     check(metric_matrix(reader, "r-1", name), wanted)
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_a_metric_of_many_rows_is_read_without_an_object_for_each(tmp_path, steps):
+    """A server reads it again for every run that is opened; a row with five numbers takes 200 bytes as objects."""
+    told = [
+        Metric(Where("r-1", number, f"c{client}"), float(step), "loss", step + client / 7, "m", 1)
+        for number in range(1, 401)
+        for client in range(10)
+        for step in range(steps)
+    ]
+    with SqliteStore(tmp_path / "runs.db") as store:
+        store.write([RUN, *(replace(record, sequence=i) for i, record in enumerate(told, 1))])
+    with open_reader(tmp_path / "runs.db") as reader:
+        metric_matrix(reader, "r-1", "loss")  # what is loaded once
+        tracemalloc.start()
+        matrix = metric_matrix(reader, "r-1", "loss")
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert matrix.values.shape == (10, 400)
+    np.testing.assert_array_equal(matrix.values[3], np.full(400, steps - 1 + 3 / 7, np.float32))
+    assert peak < 100 * matrix.values.size  # bytes, of all steps together
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=6), st.integers(0, 2**31))

@@ -11,6 +11,7 @@ A finding after more than `QUIET_ROUNDS` participations without one does not ope
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -128,10 +129,14 @@ def key_of(finding: Finding) -> CaseKey:
 
 
 class CaseFindings:
-    """What a case needs of its findings, which may be as many as rounds; of these only the newest is held."""
+    """What a case needs of its findings, which may be as many as rounds; of these only the newest is held.
+
+    A server holds it for as long as somebody looks at the run: 16 bytes a round.
+    """
 
     def __init__(self) -> None:
-        self.confidences: dict[int | None, float] = {}  # by round; of several in one round, the highest
+        self.rounds, self.confidences = array("q"), array("d")  # ascending; of several in one round, the highest
+        self._outside: float | None = None  # the highest confidence of those that belong to no round
         self.severity = ""
         self.since: int | None = None
         self.newest: Finding | None = None
@@ -143,18 +148,32 @@ class CaseFindings:
             self.severity = finding.severity
         if since is not None:
             self.since = since if self.since is None else min(self.since, since)
-        before = self.confidences.get(round_index)
-        best = before is None or finding.confidence >= before
-        if best:
-            self.confidences[round_index] = finding.confidence
+        best = self._raise(round_index, finding.confidence)
         held = None if self.newest is None else self.newest.where.round
         if held is None or (best and round_index is not None and round_index >= held):
             self.newest = finding
 
+    def _raise(self, round_index: int | None, confidence: float) -> bool:
+        """Note a confidence; return whether it is the highest of its round so far."""
+        if round_index is None:
+            best = self._outside is None or confidence >= self._outside
+            self._outside = confidence if best else self._outside
+            return best
+        place = bisect_left(self.rounds, round_index)  # as a rule at the end
+        if place == len(self.rounds) or self.rounds[place] != round_index:
+            self.rounds.insert(place, round_index)
+            self.confidences.insert(place, confidence)
+            return True
+        best = confidence >= self.confidences[place]
+        self.confidences[place] = confidence if best else self.confidences[place]
+        return best
 
-def group_findings(findings: Iterable[Finding]) -> dict[CaseKey, CaseFindings]:
-    """Return what each case needs of these findings, which come in order of arrival."""
-    by_case: dict[CaseKey, CaseFindings] = {}
+
+def group_findings(
+    findings: Iterable[Finding], known: dict[CaseKey, CaseFindings] | None = None
+) -> dict[CaseKey, CaseFindings]:
+    """Return what each case needs of these findings, which come in order of arrival; added to what is `known`."""
+    by_case = {} if known is None else known
     for finding in findings:
         by_case.setdefault(key_of(finding), CaseFindings()).add(finding)
     return by_case
@@ -171,17 +190,16 @@ def cases(findings: Iterable[Finding], attendance: Attendance | None = None) -> 
 
 def cases_from(by_case: Mapping[CaseKey, CaseFindings], attendance: Attendance | None = None) -> list[Case]:
     """Return the same of findings that are grouped already."""
-    rounds = [r for same in by_case.values() for r in same.confidences if r is not None]
     present = dict(attendance or {})
-    present.setdefault(None, range(max(rounds, default=-1) + 1))
+    last = max((same.rounds[-1] for same in by_case.values() if same.rounds), default=-1)
+    present.setdefault(None, range(last + 1))
     strands = {key: _strand(key, same, present) for key, same in by_case.items()}
     return _causes_first([_merged(same, present) for same in _overlapping(strands, present)])
 
 
 def _strand(case_key: CaseKey, findings: CaseFindings, attendance: Attendance) -> Case:
     """Return the findings of one issue and place as a case."""
-    rounds = sorted(round_index for round_index in findings.confidences if round_index is not None)
-    newest = findings.newest
+    rounds, newest = tuple(findings.rounds), findings.newest
     if newest is None:
         raise ValueError("A case has at least one finding.")
     issue, node, group, layer = case_key
@@ -195,8 +213,8 @@ def _strand(case_key: CaseKey, findings: CaseFindings, attendance: Attendance) -
         since=findings.since,
         first=rounds[0] if rounds else None,
         last=rounds[-1] if rounds else None,
-        rounds=tuple(rounds),
-        confidences=tuple(findings.confidences[round_index] for round_index in rounds),
+        rounds=rounds,
+        confidences=tuple(findings.confidences),
         still_there=_still_there(issue, node, rounds, attendance) and not newest.evidence.get("over"),
         returned=_returns(node, rounds, attendance),
         newest=newest,
@@ -258,19 +276,22 @@ def _merged(strands: Sequence[Case], attendance: Attendance) -> Case:
         strands, key=lambda strand: (not strand.still_there, _rank_now(strand), -chances.get(strand.issue, 0))
     )
     others = sorted(((i, p) for i, p in chances.items() if i != heading.issue and p >= UNLIKELY), key=lambda o: -o[1])
-    confidences: dict[int, float] = {}
-    for strand in strands:
-        for round_index, confidence in zip(strand.rounds, strand.confidences, strict=True):
-            confidences[round_index] = max(confidence, confidences.get(round_index, 0.0))
-    rounds = sorted(confidences)
+    rounds, confidences = heading.rounds, heading.confidences
+    if len(strands) > 1:
+        highest: dict[int, float] = {}
+        for strand in strands:
+            for round_index, confidence in zip(strand.rounds, strand.confidences, strict=True):
+                highest[round_index] = max(confidence, highest.get(round_index, 0.0))
+        rounds = tuple(sorted(highest))
+        confidences = tuple(highest[round_index] for round_index in rounds)
     return replace(
         heading,
         severity=min((strand.severity for strand in strands), key=severity_rank),
         since=min((strand.since for strand in strands if strand.since is not None), default=None),
         first=rounds[0] if rounds else None,
         last=rounds[-1] if rounds else None,
-        rounds=tuple(rounds),
-        confidences=tuple(confidences[round_index] for round_index in rounds),
+        rounds=rounds,
+        confidences=confidences,
         still_there=any(strand.still_there for strand in strands),
         returned=_returns(heading.node, rounds, attendance),
         alternatives=tuple(others),

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -148,9 +148,9 @@ def cost_percent(history: History) -> float | None:
     return percent_of(costs, times)
 
 
-def percent_of(costs: Sequence[float], times: Sequence[float]) -> float | None:
+def percent_of(costs: Iterable[float], times: Iterable[float]) -> float | None:
     """The sum of these costs in percent of the sum of these times; None where no time is known."""
-    return 100 * sum(costs) / sum(times) if times and sum(times) > 0 else None
+    return 100 * float(sum(costs)) / float(sum(times)) if sum(times) > 0 else None
 
 
 def setting_of(run: Run, name: str, default: Any) -> Any:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote
 
-from fedvitals.diagnosis.cases import Case, CaseKey, cases_from, group_findings, is_trouble
+from fedvitals.diagnosis.cases import Case, CaseFindings, CaseKey, cases_from, group_findings, is_trouble
 from fedvitals.diagnosis.corrections.catalog import finding_label
 from fedvitals.errors import ConfigError
 from fedvitals.plain_json import copied
@@ -16,9 +17,10 @@ from fedvitals.records import Action, Event, Finding
 from fedvitals.store.marks import Mark, marks
 from fedvitals.store.read import events, queries
 from fedvitals.store.read.nodes import rounds_attended
-from fedvitals.store.read.paging import records_of_kind
+from fedvitals.store.read.paging import record_pages, records_of_kind
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.labels import place_of
+from fedvitals.views.memo import remembered
 
 PAGE = 100  # findings that are held at once, 7 kB each: an ill run that trains for days has one a round
 TOLD_APART = ("since", "numbers")  # of the evidence; the rest is the issue's own
@@ -41,10 +43,35 @@ def cases_of(
 
     `rounds`: those of the run, ascending, if they are known already. `notes`: also what never was more than a note.
     """
-    findings = records_of_kind(reader, run, Finding, page=PAGE)
-    by_case = group_findings(
-        f for f in findings if number is None or (f.where.round is not None and f.where.round <= number)
-    )
+    if number is not None:
+        findings = records_of_kind(reader, run, Finding, page=PAGE)
+        by_case = group_findings(f for f in findings if f.where.round is not None and f.where.round <= number)
+        found = _cases_from(reader, run, by_case, number, rounds)
+    else:
+        grouped = remembered(reader, "findings", run, None, _GroupedFindings)
+        with grouped.lock:
+            grouped.read(reader, run)
+            found = _cases_from(reader, run, grouped.by_case, None, rounds)
+    return found if notes else [case for case in found if is_trouble(case)]
+
+
+class _GroupedFindings:
+    """The findings of a run by case, to which only those are added that have come since: an ill run has thousands."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.by_case: dict[CaseKey, CaseFindings] = {}
+        self._until = -1
+
+    def read(self, reader: Reader, run: str) -> None:
+        for until, findings in record_pages(reader, run, Finding, PAGE, self._until):
+            group_findings(findings, self.by_case)
+            self._until = until
+
+
+def _cases_from(
+    reader: Reader, run: str, by_case: Mapping[CaseKey, CaseFindings], number: int | None, rounds: list[int] | None
+) -> list[Case]:
     if not by_case:
         return []
     nodes = {node for _, node, _, _ in by_case}
@@ -54,8 +81,7 @@ def cases_of(
     }
     if number is not None:
         attendance = {who: [r for r in rounds if r <= number] for who, rounds in attendance.items()}
-    found = cases_from(by_case, attendance)
-    return found if notes else [case for case in found if is_trouble(case)]
+    return cases_from(by_case, attendance)
 
 
 def case_of(reader: Reader, run: str, key: str) -> Case:

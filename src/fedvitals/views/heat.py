@@ -90,11 +90,12 @@ def layer_grid(
     if statistic not in statistics_of(family):
         raise ConfigError(unknown(f"statistic of family '{family}'", statistic, statistics_of(family)))
     known = layer_history(reader, run, family)
-    values = derive(family, known.matrix, statistic).T if known.rounds else np.empty((len(known.layers), 0))
-    matrix = matrix_of(known.layers, known.rounds, values)
+    layers, rounds = known.layers, known.rounds
+    values = derive(family, known.matrix, statistic).T if rounds else np.empty((len(layers), 0))
+    del known  # its nine numbers of each layer and round are not to be held while the one is put into a grid
     return make_grid(
-        matrix,
-        rows=list(known.layers),
+        matrix_of(layers, rounds, values),
+        rows=list(layers),
         sort="given",
         first=first,
         last=last,

@@ -17,7 +17,7 @@ from fedvitals.store.read.layer_history import LayerHistory, layer_history
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cohort import matrix_of
 from fedvitals.views.grid import Grid, make_grid
-from fedvitals.views.series import Numbers, json_numbers
+from fedvitals.views.series import Numbers, between, json_numbers
 from fedvitals.views.units import number as size
 
 FAMILIES = ("gradient", "gradient.full", "update", "weight", "activation")
@@ -273,14 +273,14 @@ def averages(
 ) -> Averages | None:
     """Signed mean and mean magnitude of the weights' gradients, of a few layers from the first to the last."""
     weights = [i for i, layer in enumerate(layers) if layer.weight]
-    inside = [i for i, n in enumerate(history.rounds) if (first is None or n >= first) and (last is None or n <= last)]
-    if not weights or not inside:
+    inside = between(history.rounds, first, last)
+    if not weights or not history.rounds[inside]:
         return None
     few = chosen_rounds(weights, None, AVERAGES)
-    part = history.matrix[inside]
+    part = history.matrix[inside]  # no copy, which would take as much again
     mean, magnitude = (derive(history.family, part, name) for name in ("mean", "mean_magnitude"))
     return Averages(
-        tuple(history.rounds[i] for i in inside),
+        history.rounds[inside],
         tuple(Average(history.layers[i], json_numbers(mean[:, i]), json_numbers(magnitude[:, i])) for i in few),
         len(weights),
     )

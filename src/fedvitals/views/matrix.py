@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,49 +37,40 @@ class _Held:
 
 
 def _read(reader: Reader, run: int, name: int, until: int) -> _Held:
-    """All of one metric."""
+    """All of one metric. Rows become arrays one by one: as objects, those of a long run would take megabytes."""
     gathered = reader.database.dialect.gathered
-    rows = metrics.gathered_by_round(reader, run, name, until)
-    if not rows:
-        return _Held(np.empty(0, np.int64), EMPTY)
-    rounds = np.array([row[0] for row in rows], np.int64)
-    order = np.argsort(rounds)
-    who = [np.empty(0, np.int64)] * len(rows)
+    rounds, values, who = array("q"), array("d"), list[Whole]()
     before: tuple[Any, Whole] = (None, np.empty(0, np.int64))
-    for i, (_, nodes, _) in enumerate(rows):
+    for round_index, nodes, told in metrics.gathered_by_round(reader, run, name, until):
         if nodes != before[0]:  # as a rule the same as in the round before
             before = nodes, np.array(gathered(nodes), np.int64)
-        who[i] = before[1]
-    known, place = _places(who)
-    values = np.full((len(rows), len(known)), np.nan, np.float32)
+            if len(np.unique(before[1])) < len(before[1]):  # a node told something twice in one round
+                return _read_newest(reader, run, name, until)
+        rounds.append(round_index)
+        who.append(before[1])
+        values.frombytes(np.array(gathered(told), float).tobytes())
+    if not rounds:
+        return _Held(np.empty(0, np.int64), EMPTY)
+    columns = np.repeat(np.array(rounds, np.int64), [*map(len, who)])
+    return _placed(reader, columns, np.concatenate(who), np.array(values))
+
+
+def _read_newest(reader: Reader, run: int, name: int, until: int) -> _Held:
+    """The same where it matters what was told last."""
+    places, values = metrics.newest_values(reader, run, name, until)
+    return _placed(reader, places[:, 0], places[:, 1], values)
+
+
+def _placed(reader: Reader, rounds: Whole, nodes: Whole, told: Reals) -> _Held:
+    """The round, the node and the value of each cell, as a matrix."""
+    columns, column = np.unique(rounds, return_inverse=True)
+    present = np.zeros(int(nodes.max()) + 1, bool)  # numbers of names are small: no need to sort a million
+    present[nodes] = True
+    known, row = np.flatnonzero(present), (np.cumsum(present) - 1)[nodes]
+    values = np.full((len(known), len(columns)), np.nan, np.float32)
     there = np.zeros(values.shape, bool)
-    for i, row in enumerate(order.tolist()):
-        columns = place[who[row]]
-        values[i, columns], there[i, columns] = single(np.array(gathered(rows[row][2]), float)), True
-    if int(there.sum()) < sum(map(len, who)):  # a node told something twice in one round
-        return _read_in_order(reader, run, name, until)
-    return _arranged(reader, known, rounds[order], np.ascontiguousarray(values.T), np.ascontiguousarray(there.T))
-
-
-def _places(who: Sequence[Whole]) -> tuple[Whole, Whole]:
-    """All numbers that occur, ascending, and for each number its place among them."""
-    present = np.zeros(max(int(numbers.max()) for numbers in who) + 1, bool)
-    for numbers in who:
-        present[numbers] = True
-    return np.flatnonzero(present), np.cumsum(present) - 1
-
-
-def _read_in_order(reader: Reader, run: int, name: int, until: int) -> _Held:
-    """The same, row by row, where it matters which came later."""
-    table = np.array(metrics.values_in_order(reader, run, name, until), float)
-    # The newest last, so that it is the one that stays.
-    table = table[np.lexsort((table[:, 4], table[:, 3]))]
-    rounds, columns = np.unique(table[:, 0].astype(np.int64), return_inverse=True)
-    nodes, rows = np.unique(table[:, 1].astype(np.int64), return_inverse=True)
-    values = np.full((len(nodes), len(rounds)), np.nan, np.float32)
-    there = np.zeros(values.shape, bool)
-    values[rows, columns], there[rows, columns] = single(table[:, 2]), True
-    return _arranged(reader, nodes, rounds, values, there)
+    values[row, column], there[row, column] = single(told), True
+    return _arranged(reader, known, columns, values, there)
 
 
 def _arranged(reader: Reader, nodes: Whole, rounds: Whole, values: Floats, there: Any) -> _Held:

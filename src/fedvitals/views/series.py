@@ -78,11 +78,10 @@ def bucket_of(rounds: npt.ArrayLike, points: int) -> npt.NDArray[np.int64]:
     return np.asarray(numbers - (numbers - numbers[0]) % width)
 
 
-def between(rounds: Sequence[int], first: int | None, last: int | None) -> slice:
+def between(rounds: npt.ArrayLike, first: int | None, last: int | None) -> slice:
     """The part of ascending rounds from `first` to `last`, both included."""
     low = 0 if first is None else int(np.searchsorted(rounds, first, "left"))
-    high = len(rounds) if last is None else int(np.searchsorted(rounds, last, "right"))
-    return slice(low, high)
+    return slice(low, None if last is None else int(np.searchsorted(rounds, last, "right")))
 
 
 def series(

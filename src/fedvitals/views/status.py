@@ -14,10 +14,10 @@ from fedvitals.catalog import LEVELS
 from fedvitals.plain_json import copied, finite
 from fedvitals.records import Run
 from fedvitals.store.read import queries
-from fedvitals.store.read.metrics import series_of
+from fedvitals.store.read.metrics import EMPTY_SERIES, series_arrays
 from fedvitals.store.read.presence import is_written, writers
 from fedvitals.store.read.reader import Reader
-from fedvitals.store.read.runs import count_runs, last_records_of_open_runs, rounds_and_last_record, run_heads
+from fedvitals.store.read.runs import count_runs, last_records_of_open_runs, run_heads, span_of_rounds
 from fedvitals.views.card import percent_of, setting_of
 from fedvitals.views.outline import FamilyKnown, Known, known_families, known_metric
 from fedvitals.views.traffic_counts import traffic_total
@@ -81,10 +81,10 @@ def store_status(reader: Reader, shown: str) -> StoreStatus:
 def status_of(reader: Reader, run: str, *, now: float | None = None) -> Status:
     """Read the state of a run."""
     described, summary = queries.get_run(reader, run), queries.summary_of(reader, run)
-    rounds = reader.history(run).rounds()
-    series = series_of(reader, run, ("time.round", "monitor.cost"), (None,))
-    last_record = finite(rounds_and_last_record(reader, run)[1])
-    times, costs = (series.get((name, None), ([], []))[1] for name in ("time.round", "monitor.cost"))
+    rounds = span_of_rounds(reader, run)
+    last_record = finite(rounds.last_record)
+    series = series_arrays(reader, run, ("time.round", "monitor.cost"), (None,))
+    times, costs = (series.get((name, None), EMPTY_SERIES)[1] for name in ("time.round", "monitor.cost"))
     level, sent = privacy_level(described), traffic_total(reader, run)
     return copied(
         Status,
@@ -93,13 +93,13 @@ def status_of(reader: Reader, run: str, *, now: float | None = None) -> Status:
         state=state_of(described.finished, last_record, described.started, written=is_written(reader, run), now=now),
         started=finite(described.started),
         last_record=last_record,
-        rounds=len(rounds),
+        rounds=rounds.count,
         rounds_planned=planned_rounds(described),
-        first_round=rounds[0] if rounds else None,
-        last_round=rounds[-1] if rounds else None,
+        first_round=rounds.first,
+        last_round=rounds.last,
         accuracy=finite(summary.accuracy),
         loss=finite(summary.loss),
-        round_seconds=finite(times[-1]) if times else None,
+        round_seconds=finite(float(times[-1])) if len(times) else None,
         bytes=None if sent is None else sent.bytes,
         telemetry_bytes=None if sent is None else sent.telemetry,
         cost_percent=percent_of(costs, times),

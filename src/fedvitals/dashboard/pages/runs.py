@@ -274,14 +274,14 @@ class RunFacts:
 
 def facts_of(reader: Reader, run: str, marks: Sequence[Mark] = ()) -> RunFacts:
     """Read the facts of a run that has these marks."""
-    rounds, last = stored_runs.rounds_and_last_record(reader, run)
+    rounds = stored_runs.span_of_rounds(reader, run)
     described, clients = stored_runs.run_settings(reader, run) or Run(run, "", ""), count_clients(reader, run)
     total, outcomes = traffic_total(reader, run), newest_outcomes(reader, run, ("accuracy", "loss"))
-    findings, verdict = _judged(reader, described, marks, rounds, clients)
+    findings, verdict = _judged(reader, described, marks, rounds.count, clients)
     return RunFacts(
-        rounds=rounds,
+        rounds=rounds.count,
         planned=planned_rounds(described),
-        last_record=finite(last),
+        last_record=finite(rounds.last_record),
         clients=clients,
         accuracy=finite(outcomes["accuracy"]),
         loss=finite(outcomes["loss"]),

@@ -104,26 +104,34 @@ def _newest(reader: Reader, family: str, blocks: Sequence[_Block]) -> Layers:
     at = np.concatenate([block.entries.at[block.places] for block in blocks])
     order = np.lexsort((np.arange(len(at)), at, rounds))
     newest = order[np.append(rounds[order][1:] != rounds[order][:-1], True)]
-    numbers = _numbers(reader, family, blocks)
-    return rounds[newest].tolist(), layer_names(reader, blocks[-1].table), matrices(family, numbers[..., newest])
+    rows = np.full(len(rounds), -1)  # where each entry goes, if it is one of the newest
+    rows[newest] = np.arange(len(newest))
+    layers = np.empty((len(newest), blocks[-1].layers, len(FAMILIES[family].columns)))
+    begin = 0
+    # Block by block: all of them at once would take three times what comes out, which grows with the run.
+    for block, numbers in zip(blocks, _numbers(reader, family, blocks), strict=True):
+        own = rows[begin : begin + len(block.places)]
+        begin += len(own)
+        layers[own[own >= 0]] = matrices(family, numbers[..., own >= 0])
+    return rounds[newest].tolist(), layer_names(reader, blocks[-1].table), layers
 
 
-def _numbers(reader: Reader, family: str, blocks: Sequence[_Block]) -> Numbers:
-    """The numbers of the wanted entries, one block's after the other's, [layers, columns, entries]."""
-    parts = []
+def _numbers(reader: Reader, family: str, blocks: Sequence[_Block]) -> Iterator[Numbers]:
+    """Yield the numbers of each block's wanted entries, [layers, columns, entries]."""
     for some in _portions(family, blocks):
         arrivals = padded([block.arrival for block in some])
-        rows = reader.database.rows(
-            f"SELECT block, layer, numbers FROM layer_matrix WHERE block IN ({placeholders(arrivals)})",  # noqa: S608
+        rows = reader.database.each_row(
+            f"SELECT block, numbers FROM layer_matrix WHERE block IN ({placeholders(arrivals)}) "  # noqa: S608
+            "ORDER BY block, layer",
             arrivals,
         )
-        by_block = {arrival: list(same) for arrival, same in groupby(sorted(rows, key=itemgetter(0, 1)), itemgetter(0))}
-        for block in some:
-            mine = [row[2] for row in by_block.get(block.arrival, ())]
+        by_block = groupby(rows, itemgetter(0))
+        for block in some:  # in order of arrival, too
+            arrival, same = next(by_block, (None, ()))
+            mine = [row[1] for row in same] if arrival == block.arrival else []
             if sum(layers_in(family, blob, block.count) for blob in mine) != block.layers:
                 raise _ChangedError
-            parts.append(np.concatenate([numbers_of(family, blob, block.count)[..., block.places] for blob in mine]))
-    return np.concatenate(parts, axis=2)
+            yield np.concatenate([numbers_of(family, blob, block.count)[..., block.places] for blob in mine])
 
 
 def _portions(family: str, blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
@@ -152,7 +160,7 @@ def _from_nodes(reader: Reader, family: str, blocks: Sequence[_Block]) -> Layers
         places = block.places[np.isin(block.entries.rounds[block.places], kept)]
         if len(places):
             thinned.append(replace(block, places=places))
-    numbers = _numbers(reader, family, thinned)
+    numbers = np.concatenate([*_numbers(reader, family, thinned)], axis=2)
     owners = np.concatenate([block.entries.rounds[block.places] for block in thinned])
     joined = [_joined(family, matrices(family, numbers[..., owners == number])) for number in kept]
     return kept.tolist(), layer_names(reader, blocks[-1].table), np.stack(joined)

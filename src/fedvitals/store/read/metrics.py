@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fedvitals.protocols import Node
 from fedvitals.records import Metric, is_client, natural
@@ -37,6 +38,9 @@ ValuesByRound = dict[int, float]
 """Values of one metric by round, in the order of the rounds."""
 SeriesByNode = dict[tuple[str, Node | None], tuple[list[int], list[float]]]
 """By metric and node (None: the federation itself), the rounds ascending and the newest value in each."""
+SeriesArrays = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
+"""The same of one metric and node, as arrays."""
+EMPTY_SERIES: SeriesArrays = (np.empty(0, np.int64), np.empty(0))
 
 
 def _measured(number: float | None) -> float:
@@ -214,6 +218,14 @@ def series_of(reader: Reader, run: str, names: Collection[str], nodes: Iterable[
 
     What was never told is left out.
     """
+    arrays = series_arrays(reader, run, names, nodes)
+    return {key: (rounds.tolist(), values.tolist()) for key, (rounds, values) in arrays.items()}
+
+
+def series_arrays(
+    reader: Reader, run: str, names: Collection[str], nodes: Iterable[Node | None]
+) -> dict[tuple[str, Node | None], SeriesArrays]:
+    """Return the same as arrays, which take a fifth of the memory: for pages that show a few points of many rounds."""
     wanted = list(dict.fromkeys(nodes))
     others = [node for node in wanted if node is not None]
     # Without a node, only what is about the whole federation: not the whole of one edge or cluster.
@@ -253,13 +265,13 @@ class _SeriesColumns:
         self._whole.extend((round_index, arrival))
         self._real.extend((_measured(value), -math.inf if at is None else at))
 
-    def newest_by_round(self) -> tuple[list[int], list[float]]:
+    def newest_by_round(self) -> SeriesArrays:
         """Return the rounds ascending, and the value that was told last in each."""
         rounds, arrivals = np.frombuffer(self._whole, np.int64).reshape(-1, 2).T
         values, at = np.frombuffer(self._real).reshape(-1, 2).T
         order = np.lexsort((arrivals, at, rounds))
         order = order[np.append(np.diff(rounds[order]) > 0, True)]  # the last of each round
-        return rounds[order].tolist(), values[order].tolist()
+        return rounds[order], values[order]
 
 
 def values_of_everybody(reader: Reader, run: str, name: str) -> dict[Node | None, ValuesByRound]:
@@ -305,21 +317,37 @@ def newest_metric_arrival(reader: Reader, run: int, known: int) -> int:
     return known if newest is None else int(newest)
 
 
-def gathered_by_round(reader: Reader, run: int, name: int, up_to: int) -> list[tuple[int, Any, Any]]:
-    """Return a row for each round with the nodes and their values, as `Dialect.gathered` reads them.
+def gathered_by_round(reader: Reader, run: int, name: int, up_to: int) -> Iterator[tuple[Any, ...]]:
+    """Yield a row for each round with the nodes and their values, as `Dialect.gathered` reads them.
 
     Put together inside the database, half a million values cost half the time, and most of it without Python's lock,
     so that other requests are answered meanwhile.
     """
     gather = reader.database.dialect.gather.format
-    return reader.database.rows(
+    return reader.database.each_row(
         f"SELECT m.round, {gather('m.node')}, {gather('m.value')} {_WALK} GROUP BY m.round", (run, name, up_to)
     )
 
 
-def values_in_order(reader: Reader, run: int, name: int, up_to: int) -> list[tuple[Any, ...]]:
-    """Return round, node, value, time and arrival of every value."""
-    return reader.database.rows(f"SELECT m.round, m.node, m.value, m.at, m.arrival {_WALK}", (run, name, up_to))
+def newest_values(
+    reader: Reader, run: int, name: int, up_to: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """Return rounds and nodes [values × 2] and the values: of each node in each round, the one that was told last.
+
+    Row by row into arrays: a loss of every step is many rows for each value that stays.
+    """
+    places, values = array("q"), array("d")
+    before: tuple[int, int] | None = None
+    for round_index, node, value in reader.database.each_row(
+        f"SELECT m.round, m.node, m.value {_WALK} ORDER BY m.round, m.node, m.at, m.arrival", (run, name, up_to)
+    ):
+        if (round_index, node) == before:
+            values[-1] = _measured(value)
+        else:
+            before = round_index, node
+            places.extend(before)
+            values.append(_measured(value))
+    return np.array(places, np.int64).reshape(-1, 2), np.array(values)
 
 
 def newest_in_cell(reader: Reader, run: int, name: int, node: int, round_index: int, up_to: int) -> float:

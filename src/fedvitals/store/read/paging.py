@@ -30,12 +30,15 @@ KINDS: tuple[type[Record], ...] = (Metric, LayerStats, Transfer, Span, Event, Fi
 
 
 def pages(
-    reader: Reader, run: str, table: Table, round_: int | None = None, size: int = PAGE
+    reader: Reader, run: str, table: Table, round_: int | None = None, size: int = PAGE, after: int = -1
 ) -> Iterator[list[rows.Row]]:
-    """Yield the rows of a table's view with all its columns, a page of that size at a time; of one round if given."""
+    """Yield the rows of a table's view with all its columns, a page of that size at a time; of one round if given.
+
+    `after`: the arrival after which they begin.
+    """
     columns = ", ".join(quoted(column.name) for column in table.columns)
     condition = "" if round_ is None else "AND round = ? "
-    last = -1
+    last = after
     while True:
         page = reader.database.rows(
             f"SELECT {columns} FROM {table.view} WHERE run = ? AND arrival > ? {condition}ORDER BY arrival LIMIT ?",  # noqa: S608
@@ -69,6 +72,17 @@ def records_of_kind(
     else:
         for fetched in pages(reader, run, TABLE[rows.TABLE_OF[kind]], round_, page):
             yield from rows.from_rows(kind, [row[1:] for row in fetched])
+
+
+def record_pages(
+    reader: Reader, run: str, kind: type[R], page: int = PAGE, after: int = -1
+) -> Iterator[tuple[int, list[R]]]:
+    """Yield the records of one type (but Run and LayerStats) that arrived after `after`, `page` at a time.
+
+    Before each page, the arrival of its last record.
+    """
+    for fetched in pages(reader, run, TABLE[rows.TABLE_OF[kind]], size=page, after=after):
+        yield fetched[-1][0], rows.from_rows(kind, [row[1:] for row in fetched])
 
 
 def layer_pages(

@@ -128,9 +128,12 @@ def _summary(reader: Reader, row: rows.Row) -> RunSummary:
     )
 
 
-LOSSES = (  # of which rows `left_out` wants the names, the sources and the largest values
+# Of which rows `left_out` wants the names, the sources and the largest values. Those of 0, one a round, are as good as
+# none, and the index tells them: sorting them by source would take memory that grows with the run.
+LOSSES = (
     "FROM metric AS m JOIN symbol AS n ON n.id = m.name JOIN symbol AS s ON s.id = m.source WHERE m.run = ? "
-    "AND m.node IS NULL AND m.name IN (SELECT id FROM symbol WHERE text IN ('monitor.lost', 'monitor.thinned'))"
+    "AND m.node IS NULL AND m.value > 0 "
+    "AND m.name IN (SELECT id FROM symbol WHERE text IN ('monitor.lost', 'monitor.thinned'))"
 )
 
 

@@ -29,7 +29,7 @@ _PRAGMAS = (
 )  # fmt: skip
 # Pages that a connection holds while it reads. A walk over all rounds of a run takes what it may, so that with SQLite's
 # own 2,000 a server's memory grows with the run it shows; the system has the pages in its cache, and nothing is slower.
-CACHE_KIBIBYTES = 500
+CACHE_KIBIBYTES = 200
 # Prepared statements that a connection keeps, 5 kB each. A server's readers would each fill Python's own 128 in time,
 # those that are seldom needed after hours; answers take no longer with fewer.
 STATEMENTS = 16

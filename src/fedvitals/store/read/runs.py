@@ -83,23 +83,35 @@ def end_of_run(reader: Reader, run: str) -> Any:
     return rows[0][0] if rows else None
 
 
-def rounds_and_last_record(reader: Reader, run: str) -> tuple[int, float | None]:
-    """Return how many rounds the run has, and the time of the last record that belongs to one.
+@dataclass(frozen=True, slots=True)
+class SpanOfRounds:
+    """How many rounds a run has, from which to which, and the time of the last record that belongs to one.
 
     Before the first round that is the time of the last sign of life.
     """
+
+    count: int
+    first: int | None
+    last: int | None
+    last_record: float | None
+
+
+def span_of_rounds(reader: Reader, run: str) -> SpanOfRounds:
+    """Return the span of a run's rounds, without listing them."""
     number = reader.names.number(run) or 0
-    ((count, last),) = reader.database.rows("SELECT COUNT(*), MAX(last) FROM run_round WHERE run = ?", (number,))
-    if last is None:
-        ((last,),) = reader.database.rows(
+    ((count, first, last, at),) = reader.database.rows(
+        "SELECT COUNT(*), MIN(round), MAX(round), MAX(last) FROM run_round WHERE run = ?", (number,)
+    )
+    if at is None:
+        ((at,),) = reader.database.rows(
             "SELECT MAX(at) FROM metric WHERE run = ? AND name = ? AND round IS NULL",
             (number, reader.names.number(ALIVE) or 0),
         )
-    return count, last
+    return SpanOfRounds(count, first, last, at)
 
 
 def last_records_of_open_runs(reader: Reader) -> dict[int, float | None]:
-    """Return for each run without an end, by its number, the time of the last record as `rounds_and_last_record`."""
+    """Return for each run without an end, by its number, the time of the last record as `span_of_rounds`."""
     before_rounds = reader.database.rows(
         "SELECT run, MAX(at) FROM metric WHERE run IN (SELECT id FROM run WHERE finished IS NULL) AND name = ? "
         "AND round IS NULL GROUP BY run",
