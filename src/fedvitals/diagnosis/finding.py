@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedvitals.diagnosis.cause_levels import cause_levels
 from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE
 from fedvitals.protocols import Node
 from fedvitals.records import Finding, Suspect, Where
@@ -54,6 +55,8 @@ def finding(
         ],
         **(more or {}),
     }
+    if evidence.get("causes"):
+        evidence["levels"] = cause_levels(confidence, evidence["causes"], evidence.get("views", ()))
     # A step may come from a client's claims, and a store takes no integer beyond 64 bits.
     where = Where("", round_index, node, step if step is not None and abs(step) < 1 << 63 else None, layer, group)
     level = issue_entry.severity if severity is None else severity
