@@ -23,7 +23,7 @@ def cause_levels(probability: float, causes: Sequence[Sequence[Any]], views: Col
     of its causes, [kind, chance] each; `views`: what accused the client.
     """
     learnt = bool(LEARNT & {*views})
-    chances = [(str(kind), float(chance)) for kind, chance in causes]
+    chances = [(kind, float(chance)) for kind, chance in causes]
     families: dict[str, float] = {}
     for kind, chance in chances:
         family = FAMILY_OF.get(kind, "client")
