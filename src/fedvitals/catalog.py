@@ -41,7 +41,9 @@ MEASURES: tuple[Measure, ...] = (
     Measure(
         "initial.accuracy", "share", "Of the model before the first round.", needs="a host that evaluates it", rare=True
     ),
-    Measure("initial.loss", "", "Of the model before the first round.", needs="a host that evaluates it", rare=True),
+    Measure(
+        "initial.loss", LOSS_UNIT, "Of the model before the first round.", needs="a host that evaluates it", rare=True
+    ),
     Measure(
         "local.accuracy",
         "share",
@@ -356,7 +358,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure("traffic.received", "bytes", "Bytes that the node received.", level=0, needs="`monitor.transfer`"),
     Measure("monitor.cost", "seconds", "Time that measuring took on the training thread.", level=0),
     Measure("monitor.lost", "records", "Records lost so far before they were stored.", level=0),
-    Measure(ALIVE, "", "1, every ten seconds while the process of the run lives.", level=0),
+    Measure(ALIVE, "signs", "1, every ten seconds while the process of the run lives.", level=0),
     Measure("monitor.thinned", "client-rounds", "Client-rounds so far whose layer statistics were left out.", level=0),
     Measure("diagnosis.client_rounds", "client-rounds", "Clients of this round that detectors looked at.", level=0),
     Measure("diagnosis.not_judged", "share", "Of these, those that could not be judged.", level=0),
