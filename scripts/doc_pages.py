@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of docs/ that are generated from code: metrics.md, schema.md and issues.md. `scripts/docs` writes them."""
+"""The pages of docs/ that are generated from code, metrics.md, schema.md and issues.md, and the example in hosts.md.
+
+`scripts/docs` writes them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from fedvitals.catalog import LEVELS, MEASURES
 from fedvitals.diagnosis.abstentions import ACCEPTED, NEWEST, NOT_JUDGED
@@ -162,6 +166,15 @@ client-round all the same.
 ## All issues"""
 
 
+def hosts_page() -> str:
+    """The page docs/hosts.md, with its example as it is now."""
+    page, example = (
+        Path(path).read_text(encoding="utf-8") for path in ("docs/hosts.md", "examples/pipe_federation.py")
+    )
+    before, fence, _ = page.partition("```python\n# SPDX")
+    return f"{before}{fence.removesuffix('# SPDX')}{example}```\n"
+
+
 def issues_page() -> str:
     """The page docs/issues.md."""
     rates = measured_rates()
@@ -200,4 +213,9 @@ def _section(issue: Issue) -> list[str]:
     return [*lines, "", f"Proved wrong by: {issue.refutation}", "", f"Reference: {issue.reference}"]
 
 
-PAGES = {"docs/metrics.md": metrics_page, "docs/schema.md": schema_page, "docs/issues.md": issues_page}
+PAGES = {
+    "docs/metrics.md": metrics_page,
+    "docs/schema.md": schema_page,
+    "docs/issues.md": issues_page,
+    "docs/hosts.md": hosts_page,
+}

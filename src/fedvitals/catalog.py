@@ -12,6 +12,7 @@ from fedvitals.records import Event, LayerStats, Metric, Record, Sketch, Snapsho
 from fedvitals.stats import FAMILIES
 from fedvitals.training_measures import DATA_MEASURES, LABELLED, LOSS_UNIT, TRAINING_MEASURES, Measure
 
+ALIVE = "monitor.alive"
 _MODEL = "a model"
 _UPDATE = "a model in `monitor.client`, or `monitor.updates`"
 _INPUTS = "a classifier: one row of outputs per sample"
@@ -37,6 +38,10 @@ MEASURES: tuple[Measure, ...] = (
         "What the user logged: of a client inside its scope, else of the global model.",
         needs="`monitor.log(accuracy=...)`",
     ),
+    Measure(
+        "initial.accuracy", "share", "Of the model before the first round.", needs="a host that evaluates it", rare=True
+    ),
+    Measure("initial.loss", "", "Of the model before the first round.", needs="a host that evaluates it", rare=True),
     Measure(
         "local.accuracy",
         "share",
@@ -283,6 +288,7 @@ MEASURES: tuple[Measure, ...] = (
         rare=True,
     ),
     Measure("time.client", "seconds", "Length of the client's scope.", level=0),
+    Measure("time.client_evaluate", "seconds", "That the client's evaluation took.", level=0, needs=_FLOWER, rare=True),
     Measure("time.download", "seconds", "Until the model had arrived there.", level=0, needs=_JOURNEY, rare=True),
     Measure("time.queue", "seconds", "That the client waited for its turn.", level=0, needs=_JOURNEY, rare=True),
     Measure("time.start", "seconds", "That its process took to start.", level=0, needs=_FLOWER, rare=True),
@@ -350,6 +356,7 @@ MEASURES: tuple[Measure, ...] = (
     Measure("traffic.received", "bytes", "Bytes that the node received.", level=0, needs="`monitor.transfer`"),
     Measure("monitor.cost", "seconds", "Time that measuring took on the training thread.", level=0),
     Measure("monitor.lost", "records", "Records lost so far before they were stored.", level=0),
+    Measure(ALIVE, "", "1, every ten seconds while the process of the run lives.", level=0),
     Measure("monitor.thinned", "client-rounds", "Client-rounds so far whose layer statistics were left out.", level=0),
     Measure("diagnosis.client_rounds", "client-rounds", "Clients of this round that detectors looked at.", level=0),
     Measure("diagnosis.not_judged", "share", "Of these, those that could not be judged.", level=0),
@@ -362,9 +369,10 @@ MEASURES: tuple[Measure, ...] = (
 )
 
 HOSTS = (
-    "absolute_error", "accuracy", "attack.success", "loss", "local.absolute_error", "local.accuracy", "local.loss",
-    "privacy.epsilon", "time.client_virtual", "time.clock_error", "time.compute_virtual", "time.cpu", "time.data",
-    "time.download", "time.queue", "time.round_virtual", "time.upload", "time.wait", "time.worked", "update.samples",
+    "absolute_error", "accuracy", "attack.success", "initial.accuracy", "initial.loss", "loss",
+    "local.absolute_error", "local.accuracy", "local.loss", "privacy.epsilon", "time.client", "time.client_evaluate",
+    "time.client_virtual", "time.clock_error", "time.compute_virtual", "time.cpu", "time.data", "time.download",
+    "time.queue", "time.round_virtual", "time.upload", "time.wait", "time.worked", "update.samples",
     "update.staleness",
 )  # fmt: skip
 """What only the host knows, and tells by `log`."""

@@ -52,7 +52,7 @@ def test_lists_compares_tags_and_deletes(store):
         assert client.delete("/api/runs/b", headers=WRITE).json()["name"] == HOSTILE
         after = {run["id"]: run for run in client.get("/api/runs", params={"limit": 10}).json()["runs"]}
         assert set(after) == {"a-ill", "c"}
-        assert after["c"]["state"] == "silent"
+        assert after["c"]["state"] == "died"
 
 
 def test_a_batch_that_is_seen_late_is_seen(store):

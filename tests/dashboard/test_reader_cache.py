@@ -14,7 +14,7 @@ import httpx2
 import pytest
 from starlette.testclient import TestClient
 
-from fedvitals.dashboard import change_tracker, presence, warming
+from fedvitals.dashboard import change_tracker, warming
 from fedvitals.dashboard.app import create_app
 from fedvitals.dashboard.change_tracker import ChangeTracker
 from fedvitals.dashboard.connections import Limits
@@ -26,7 +26,7 @@ from fedvitals.errors import StoreError
 from fedvitals.records import Metric, Span, Where
 from fedvitals.store import open_reader, open_store
 from fedvitals.store.lock import WriterLock
-from fedvitals.store.read import queries
+from fedvitals.store.read import presence, queries
 from fedvitals.store.read.layer_history import _covered
 from fedvitals.store.schema import VERSION
 from fedvitals.store.sqlite import maintain_sqlite
@@ -34,8 +34,9 @@ from fedvitals.store.upkeep import retention
 from fedvitals.views import matrix as views_matrix
 from fedvitals.views.matrix import Matrices
 from fedvitals.views.memo import MOST, remembered
-from fedvitals.views.status import SILENT, state_of
+from fedvitals.views.status import DIED, SILENT, state_of
 from support.dashboard_server import TOKEN, WRITE, serve
+from support.held_store import holding
 from support.paths import GOLDEN
 from support.runs_by_hand import course
 from support.timed_run import STARTED, stored
@@ -72,7 +73,7 @@ def can_write(path):
 
 def test_whoever_lists_runs_leaves_the_lock_of_a_deletion_alone(store):
     with maintain_sqlite(store), open_reader(store) as reader:
-        assert not presence.writers(reader, store)("a", True)
+        assert not presence.writers(reader)("a", True)
         assert not can_write(store)
     assert can_write(store)
 
@@ -106,27 +107,26 @@ def test_list_and_header_agree_on_the_state(tmp_path, monkeypatch):
     empty.run = replace(empty.run, finished=None)
     empty.records[0] = replace(empty.records[0], finished=None)
     path = stored(tmp_path / "runs.db", empty)
-    minute = [".1"]
-    monkeypatch.setattr(routes_status, "this_minute", lambda: minute[0])
+    moment = [".1"]
+    monkeypatch.setattr(routes_status, "this_moment", lambda: moment[0])
     with TestClient(create_app(path, token=TOKEN), base_url=HOME) as client:
         first = client.get("/api/runs/r")
-        assert first.json()["state"] == client.get("/api/runs").json()["runs"][0]["state"] == "silent"
+        assert first.json()["state"] == client.get("/api/runs").json()["runs"][0]["state"] == "died"
         tag = {"If-None-Match": first.headers["ETag"]}
         assert client.get("/api/runs/r", headers=tag).status_code == 304
-        minute[0] = ".2"
-        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as training:
-            (tmp_path / "runs.db.lock").write_text(f"{training.pid}\n")
+        moment[0] = ".2"
+        with holding(path):
             later = client.get("/api/runs/r", headers=tag)
-            assert later.json()["state"] == "running", "its training is there"
-            training.communicate(b"\n")
+            assert later.json()["state"] == "silent", "its training is there"
 
 
 def test_the_state_goes_by_the_last_that_was_heard():
     assert state_of(9.0, None, None) == "finished"
     assert state_of(None, None, None, now=1e9) == "running"
-    assert state_of(None, None, 0.0, now=SILENT + 1) == "silent"
-    assert state_of(None, 5.0, 0.0, now=SILENT + 1) == "running"
-    assert state_of(None, None, 0.0, written=True, now=SILENT + 1) == "running"
+    assert state_of(None, None, 0.0, now=DIED + 1) == "died"
+    assert state_of(None, 5.0, 0.0, now=DIED + 1) == "running"
+    assert state_of(None, None, 0.0, written=True, now=SILENT - 1) == "running"
+    assert state_of(None, None, 0.0, written=True, now=SILENT + 1) == "silent"
 
 
 def test_a_look_that_failed_is_made_up_for(store, monkeypatch):

@@ -66,7 +66,7 @@ def test_a_run_is_found_by_id_name_or_beginning(reading: TestClient) -> None:
 def test_what_has_not_changed_is_not_sent_again_and_only_the_run_that_changed_is(
     asking: TestClient, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routes_status, "this_minute", lambda: ".1")  # else a new minute is a change, too
+    monkeypatch.setattr(routes_status, "this_moment", lambda: ".1")  # else a new minute is a change, too
     tags = {run: asking.get(f"/api/runs/{run}").headers["ETag"] for run in (ONE, TWO)}
     for run, tag in tags.items():
         same = asking.get(f"/api/runs/{run}", headers={"If-None-Match": tag})

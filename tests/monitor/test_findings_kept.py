@@ -26,7 +26,7 @@ def test_findings_are_kept_in_a_fraction_of_the_memory_that_they_take(tmp_path):
             sizes = []
             for first in (0, COUNT, 2 * COUNT):  # at first, buffers on the way to the store grow, too
                 for number in range(first, first + COUNT):
-                    monitor._run.findings._take(ill(number))
+                    monitor._run.findings.take(ill(number))
                 assert monitor.flush()
                 gc.collect()
                 sizes.append(tracemalloc.get_traced_memory()[0])
@@ -66,7 +66,7 @@ def test_a_run_says_how_many_findings_it_has_let_go(tmp_path, monkeypatch):
         with monitor.round(0):
             pass
         for number in range(30):
-            monitor._run.findings._take(ill(number))
+            monitor._run.findings.take(ill(number))
         found = monitor.findings()
         assert len(found) <= 10
         assert found.gaps == (f"{30 - len(found)} earlier findings are no longer in memory",)

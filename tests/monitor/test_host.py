@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+import fedvitals as fv
 from fedvitals.protocols import NullObserver, Observer
 from fedvitals.records import LayerStats, Span
 from fedvitals.stats import COUNT, SUM, SUM_SQUARES
+from fedvitals.testing import MemorySink
 from support.models import make, make_data, train, watched
 
 NODES = ["c0", "c1", "c2", "c3"]
@@ -218,3 +220,19 @@ def test_update_of_other_layers_is_not_told_in_place_of_the_clients():
 def test_brief_preset_tells_no_sums_of_updates():
     sink, _ = federate(lambda _, update: [-part for part in update], through_worker=False, probes="light")
     assert not [r for r in sink.of(LayerStats) if r.family == "update"]
+
+
+def test_work_of_a_host_that_fails_is_reported_once_and_costs_the_all_clear():
+    def read():
+        raise ValueError("no such reply")
+
+    sink = MemorySink()
+    with fv.Monitor(None, sinks=[sink], machine=False) as monitor:
+        monitor.host.round_begin(0)
+        assert [monitor.host.guarded("reading a reply", read, node) for node in ("c1", "c1", "c2", None)] == [None] * 4
+        assert monitor.host.guarded("reading a reply", lambda: 3) == 3
+        monitor.host.round_end(0)
+        words = str(monitor.findings())
+    assert [event.where.node for event in sink.events("monitor.error")] == ["c1", "c2", None]
+    assert "reading a reply failed in round 0 (ValueError)" in words
+    assert "what was measured of c1 and c2 is incomplete" in words

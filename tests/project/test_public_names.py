@@ -26,7 +26,7 @@ ROOT = GOLDEN.parents[2]
 WIDTH = 120
 PUBLIC_MODULES = {
     "fedvitals",
-    *(f"fedvitals.{name}" for name in ("errors", "flower", "lab", "nvflare", "plot", "probes", "sinks")),
+    *(f"fedvitals.{name}" for name in ("errors", "flower", "lab", "nvflare", "plot", "probes", "sinks", "testing")),
 }
 # What pages show of parts that are not public: receiving OpenTelemetry.
 DEEP_IMPORTS = {"docs/opentelemetry.md": "fedvitals.hosts.otlp."}

@@ -3,11 +3,12 @@
 
 import math
 
+import numpy as np
 import pytest
 
-from fedvitals.diagnosis.detectors import memory as detect_memory
+from fedvitals.diagnosis.detectors import memory_leaks as detect_memory
 from fedvitals.diagnosis.detectors import system
-from fedvitals.diagnosis.detectors.memory import memory_growth
+from fedvitals.diagnosis.detectors.memory_leaks import memory_growth
 from fedvitals.diagnosis.memory_fit import (
     USABLE_SHARE,
     device_table,
@@ -16,6 +17,7 @@ from fedvitals.diagnosis.memory_fit import (
     predicted_peak,
     size_words,
 )
+from fedvitals.diagnosis.memory_forecast import Growth, forecast, growth_of
 from fedvitals.lab.network.profiles import DEVICES
 from fedvitals.records import Event, Metric, Where
 from fedvitals.store.in_memory import MemoryStore
@@ -333,7 +335,7 @@ def test_without_tensors_a_lot_of_growth_is_one_less_sure():
 def test_a_server_that_grows_by_itself_is_found_too():
     (found,) = told_of({("memory.resident", None): leaking(each=20.0), ("memory.limit", "c0"): [4 * BASE] * 24})
     assert found.where.node is None
-    assert "last for" in found.message
+    assert "Out of memory in about 37 rounds. 902 MB of 1.68 GB are in use." in found.message
 
 
 def test_the_client_while_whose_training_it_grows_is_named():
@@ -344,3 +346,66 @@ def test_the_client_while_whose_training_it_grows_is_named():
     alike = {key: [900_000.0] * 24 for key in kept}
     (found,) = told_of(RESIDENT | alike, [counted(8, 100), counted(11, 100)])
     assert found.where.node is None
+
+
+# -- when memory runs out ---------------------------------------------------------------------------------------------
+
+GB = 2**30
+
+
+def test_growth_and_its_uncertainty_hold_the_truth():
+    rng = np.random.default_rng(0)
+    held = 0
+    for _ in range(200):
+        sizes = BASE + 30 * 2**20 * np.arange(12) + 10 * 2**20 * rng.standard_normal(12)
+        growth = growth_of(range(12), sizes)
+        held += growth.least <= 30 * 2**20 <= growth.most
+    assert held >= 170  # of 200, at 90 %
+
+
+def test_a_forecast_is_worded_as_people_would():
+    assert str(forecast(Growth(100.0, 70.0, 150.0), 650.0)) == "Out of memory in about 6 rounds (4 to 9)."
+    assert str(forecast(Growth(100.0, -5.0, 150.0), 650.0)) == "Out of memory in about 6 rounds (4 or more)."
+    assert forecast(Growth(1.0, 1.0, 1.0), 1e9) is None
+
+
+def test_memory_that_does_not_grow_has_no_forecast():
+    assert growth_of(range(8), [5.0] * 8) is None
+    assert growth_of(range(3), [1.0, 2.0, 3.0]) is None
+
+
+def test_a_leak_that_is_full_soon_is_foretold_after_few_rounds():
+    sizes = [BASE + 50 * 2**20 * n for n in range(9)]
+    own = {("memory.resident", None): sizes, ("memory.limit", None): [BASE + 1000.0 * 2**20]}
+    (finding,) = told_of(own, number=8)
+    assert finding.message.startswith("The server's memory grows by 52.4 MB a round since round")
+    assert "Out of memory in about 12 rounds." in finding.message
+    assert finding.evidence["forecast"]["rounds"] == 12
+    far = {**own, ("memory.limit", None): [100.0 * GB]}
+    assert told_of(far, number=8) == []
+
+
+def test_what_a_round_needs_for_a_while_counts():
+    """As an evaluation does, whose memory is free again at the round's end."""
+    sizes = [BASE + 50 * 2**20 * n for n in range(9)]
+    own = {("memory.resident", None): sizes, ("memory.limit", None): [BASE + 1000.0 * 2**20]}
+    own["memory.peak", None] = [size + 300 * 2**20 for size in sizes]
+    (finding,) = told_of(own, number=8)
+    assert finding.evidence["forecast"]["rounds"] == 6
+    assert finding.severity == "critical"
+
+
+def test_a_client_whose_own_process_grows_is_named():
+    flat = [float(BASE)] * 24
+    own = {("memory.resident", f"c{i}"): flat for i in range(4)} | {("memory.resident", "c2"): leaking(each=20.0)}
+    (finding,) = told_of(own)
+    assert finding.where.node == "c2"
+    assert finding.message.startswith("Memory of the process of c2 grows by 21 MB a round")
+
+
+def test_where_memory_grows_is_said():
+    grown = {("memory.resident", f"c{i}"): leaking(each=20.0) for i in range(4)}
+    inside = grown | {("memory.kept", f"c{i}"): [5.0 * 2**20] * 24 for i in range(4)}
+    outside = grown | {("memory.kept", f"c{i}"): [0.0] * 24 for i in range(4)}
+    assert "It grows while clients train." in told_of(inside)[0].message
+    assert "It grows outside of the clients' training" in told_of(outside)[0].message

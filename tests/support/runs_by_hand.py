@@ -46,7 +46,7 @@ def ward(path):
     find(ill, "c1")
     find(ill, "c2", "STRAGGLER", "note")
     healthy = course("b-healthy", "good one", started=STARTED + 1000, rounds=100)
-    now = course("c-now", "goes on", started=time.time() - 60, config={"rounds": 10}, finished=None)
+    now = course("c-now", "goes on", started=time.time() + 600, config={"rounds": 10}, finished=None)
     silent = course("d-silent", "fell quiet", started=STARTED + 2000, finished=None, config={"rounds": 10})
     hostile = course("e-" + HOSTILE, HOSTILE, started=STARTED + 3000, host=HOSTILE, topology=HOSTILE)
     find(hostile, HOSTILE, severity="critical")

@@ -12,7 +12,8 @@ from fedvitals.errors import ConfigError
 from fedvitals.records import Event, Metric, Where
 from fedvitals.report.write import report
 from fedvitals.store import open_reader
-from fedvitals.views.labels import labels_of, node_of, short
+from fedvitals.views.labels import labels_of, node_of
+from fedvitals.views.short_ids import short
 from support.dashboard_server import expect, judge, ready, serve
 from support.runs_by_hand import JUDGED, course, find
 from support.timed_run import begin, stored

@@ -35,14 +35,20 @@ def _list(store: str | None, as_json: bool) -> None:
     from fedvitals.store.read import queries
     from fedvitals.store.tapes import tape_bytes
     from fedvitals.views.gaps import gaps_of
+    from fedvitals.views.status import run_states
 
     with open_reader(store) as reader:
         runs = queries.list_runs(reader)
         missing = {run.id: gaps_of(reader, run.id) for run in runs}
+        states = run_states(reader)
     tapes = {run.id: tape_bytes(store, run.id) for run in runs}
     if as_json:
         print_json(
-            "runs", [{**asdict(run), "tape_bytes": tapes[run.id], "not_judged": missing[run.id]} for run in runs]
+            "runs",
+            [
+                {**asdict(run), "state": states[run.id], "tape_bytes": tapes[run.id], "not_judged": missing[run.id]}
+                for run in runs
+            ],
         )
         return
     if not runs:
@@ -64,7 +70,7 @@ def _list(store: str | None, as_json: bool) -> None:
             number(run.accuracy),
             number(run.loss),
             f"{alerts}{lost}",
-            seconds(run.seconds) if run.finished else "open",
+            seconds(run.seconds) if run.finished else states[run.id],
         )
     console = new_console()
     console.print(table)

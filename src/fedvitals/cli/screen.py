@@ -60,6 +60,13 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     return "".join(BARS[round((v - low) * scale)] if math.isfinite(v) else "·" for v in values)
 
 
+def shown_node(node: str) -> str:
+    """Return a node's name that is safe on a terminal, a long number by its last digits; for tables and lists."""
+    from fedvitals.views.short_ids import short
+
+    return shown(short(node))
+
+
 def shown(text: str) -> str:
     """Return text from a record that is safe on a terminal: no control characters, no markup."""
     from rich.markup import escape

@@ -41,23 +41,25 @@ def command(run: str, node: str | None, everything: bool, store: str | None, as_
     """
     from fedvitals.store.tapes import tape_bytes
     from fedvitals.views.card import health_card
+    from fedvitals.views.status import run_states
 
     with opened_run(store, run) as (reader, chosen):
         if node is not None:
             _show_node(reader, chosen, node, as_json)
             return
-        card = health_card(reader, chosen)
+        card, state = health_card(reader, chosen), run_states(reader)[chosen]
     if as_json:
         own = {"cases": [case_cards.as_json(case) for case in card.cases], "tape_bytes": tape_bytes(store, chosen)}
+        own["state"] = state
         own["examined"] = case_cards.examined_as_json(card.examined)
         print_json("show", {name: getattr(card, name) for name in card.__slots__} | own)
     else:
-        _print(card, everything, store)
+        _print(card, state, everything, store)
 
 
-def _print(card: Card, everything: bool, store: str | None) -> None:
+def _print(card: Card, state: str, everything: bool, store: str | None) -> None:
     console = new_console()
-    _head(console, card, store)
+    _head(console, card, state, store)
     console.print(_signs(card))
     rows = None if everything else ROWS
     if card.clients:
@@ -71,12 +73,11 @@ def _print(card: Card, everything: bool, store: str | None) -> None:
             console.print(f"  {shown(names)}: [dim]needs {shown(needs)}[/dim]", soft_wrap=True)
 
 
-def _head(console: Any, card: Card, store: str | None) -> None:
+def _head(console: Any, card: Card, state: str, store: str | None) -> None:
     from fedvitals.store.tapes import tape_bytes
     from fedvitals.views.card import how_often
 
     run, summary = card.run, card.summary
-    state = "finished" if run.finished else "open"
     began = time.strftime("%d %b %Y %H:%M", time.localtime(run.started))
     console.print(
         f"[bold]{shown(run.name)}[/bold]  {shown(run.id)}  {state}, begun {began}, {seconds(summary.seconds)}"
@@ -147,7 +148,7 @@ def _clients(console: Any, card: Card, rows: int | None) -> Any:
 
 def _client_table(card: Card, rows: int | None, present: list[str]) -> Any:
     from fedvitals.catalog import CATALOG
-    from fedvitals.views.labels import short
+    from fedvitals.views.short_ids import short
 
     top = card.clients[:rows]
     title = f"\nClients, those that stand out first ({len(top)} of {len(card.clients)})"

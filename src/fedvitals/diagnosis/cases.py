@@ -25,6 +25,7 @@ from fedvitals.records import Finding
 
 QUIET_ROUNDS = 5  # rounds with the node but without a finding, after which another finding is a return
 UNTIL_BACK = ("DROP_OUT",)  # issues of clients that take no part: reported in every round until they do again
+OF_ONE_ROUND = ("STALLED",)  # issues that are over when their round is
 UNLIKELY = 0.05  # probability under which an alternative is left out
 MODEL_LOST = ("NAN_WEIGHTS", "NAN_UPDATE", "NAN_GRADIENT")
 # Of a client: what can lose the model, if it is certain and the model is being lost; and how that shows.
@@ -214,7 +215,7 @@ def _strand(case_key: CaseKey, findings: CaseFindings, attendance: Attendance) -
         last=rounds[-1] if rounds else None,
         rounds=rounds,
         confidences=tuple(findings.confidences),
-        still_there=_still_there(issue, node, rounds, attendance),
+        still_there=_still_there(issue, node, rounds, attendance) and not newest.evidence.get("over"),
         returned=_returns(node, rounds, attendance),
         newest=newest,
         keys=(case_key,),
@@ -231,6 +232,8 @@ def _still_there(issue: str, node: Node | None, rounds: Sequence[int], attendanc
     """
     attended = _attended(None if issue in UNTIL_BACK else node, attendance)
     after = len(attended) - bisect_right(attended, rounds[-1]) if rounds else 0
+    if issue in OF_ONE_ROUND:
+        return after == 0
     return after == 0 or (node in (None, SERVER) and after <= QUIET_ROUNDS)
 
 

@@ -20,7 +20,8 @@ from fedvitals.diagnosis.detectors import (
     guards,
     labels,
     learning_rate,
-    memory,
+    memory_leaks,
+    stalls,
     system,
     transformed,
 )
@@ -47,7 +48,8 @@ RULES: tuple[Detector, ...] = (
     *learning_rate.DETECTORS,
     *transformed.DETECTORS,
     *system.DETECTORS,
-    *memory.DETECTORS,
+    *memory_leaks.DETECTORS,
+    *stalls.DETECTORS,
 )
 BESIDE_EVIDENCE: tuple[Detector, ...] = (*changed_clients.DETECTORS, *against_cohort.DETECTORS)
 DETECTORS: tuple[Detector, ...] = (*RULES, *faulty_clients.DETECTORS, *BESIDE_EVIDENCE)

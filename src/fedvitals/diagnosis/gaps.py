@@ -14,7 +14,12 @@ from fedvitals.records import Event, natural
 
 MONITOR_ERROR = "monitor.error"  # the event that tells of work of ours that failed
 OUTSIDE_ROUND = "client.outside_round"  # the event that tells of a client outside of any round
+UNSEEN = "workflow.unseen"  # the event that tells that the server sees neither rounds nor updates
 SINK_LOST = "sink.lost"  # the event that tells of records that a sink beside the store has lost
+NOTHING_SEEN = (
+    "clients train and aggregate among themselves in this workflow, and the server sees neither their rounds nor their "
+    "updates"
+)
 NO_LOSSES: Mapping[str, int] = MappingProxyType({})
 DETECTOR = "the detector "
 NAMED = 3  # of the clients or steps that are concerned; the others are counted
@@ -22,8 +27,8 @@ NAMED = 3  # of the clients or steps that are concerned; the others are counted
 # probes of classifiers alone, which refuse models of sequences, images or single numbers.
 UNRELATED = (
     "the probe 'scale'", "the probe 'nonlinearity'",
-    "taping", "opening the tape", "flushing the tape", "ending the tape", "telling of the tape", "log()", "event()",
-    "headers()", "truth()",
+    "taping", "recording a", "opening the tape", "flushing the tape", "ending the tape", "telling of the tape",
+    "log()", "event()", "headers()", "truth()",
     "sampling the machine", "watching the machine", "recording operators", "answering a finding",
     "prescribing", "refused()", "looking up the run",
 )  # fmt: skip
@@ -55,18 +60,21 @@ def gaps(
     examined: Examined | None = None,
     sinks: Mapping[str, int] = NO_LOSSES,
     outside: Collection[str] = (),
+    unseen: bool = False,
 ) -> tuple[str, ...]:
     """Return in words why a run was not fully examined; empty when it was.
 
     `thinned`: client-rounds, see `monitor.thinned`. `examined`: what was looked at, if it is known; a small share that
     could not be judged is no gap. `sinks`: records lost by sinks beside the store. `outside`: clients that trained
-    outside of any round. Of a client, only its name is given, because it may have written the rest itself.
+    outside of any round. `unseen`: whether the server sees nothing of the training at all. Of a client, only its name
+    is given, because it may have written the rest itself.
     """
     related = [failure for failure in failures if not failure.doing.startswith(UNRELATED)]
     of_server = [failure for failure in related if failure.node in (None, "server")]
     detectors = [failure for failure in of_server if failure.doing.startswith(DETECTOR)]
     others = [failure for failure in of_server if not failure.doing.startswith(DETECTOR)]
-    reasons = [*_named(detectors, "detectors"), *_named(others, "other steps")]
+    reasons = [NOTHING_SEEN] if unseen else []
+    reasons += [*_named(detectors, "detectors"), *_named(others, "other steps")]
     clients = {failure.node for failure in related if failure.node not in (None, "server")}
     if clients:
         reasons.append(f"what was measured of {_names(clients)} is incomplete")
@@ -98,6 +106,8 @@ def statement(detectors: int, reasons: Sequence[str], examined: Examined | None,
 
 def no_all_clear(reasons: Sequence[str]) -> str:
     """Return the sentence that replaces «no findings»."""
+    if NOTHING_SEEN in reasons:
+        return f"Not judged, because {'; '.join(reasons)}."
     return f"No findings, but not fully examined: {'; '.join(reasons)}."
 
 

@@ -20,7 +20,7 @@ from fedvitals.diagnosis.cases import (
     severity_rank,
 )
 from fedvitals.diagnosis.examine import DetectorExamination, compares_clients, with_run_and_time
-from fedvitals.diagnosis.gaps import OUTSIDE_ROUND, statement
+from fedvitals.diagnosis.gaps import OUTSIDE_ROUND, UNSEEN, statement
 from fedvitals.measurements import Emitted, Measurements, Telemetry, Transfers
 from fedvitals.protocols import Detector, History, Node, Sink
 from fedvitals.records import Action, Event, Finding, Metric, Run, Truth, Where, is_client
@@ -62,6 +62,7 @@ class LiveDetectors(Sink):
         self._run, self._memory, self._found, self._failed = run, memory, on_finding, on_failure
         self._on_metric, self._counts = on_metric, ExaminationCounts() if compares_clients(detectors) else None
         self.outside: set[Node] = set()  # clients that trained outside of any round
+        self.unseen = False  # whether the host says that it sees nothing of the training
         self._examination = DetectorExamination(memory.history(run), detectors, on_failure)
         self.attendance: dict[Node | None, list[int]] = {}  # see `record_attendance`
         self._with_findings: set[Node | None] = set()
@@ -85,6 +86,8 @@ class LiveDetectors(Sink):
                 self.outside.update(node for node in record.measured_nodes() if node is not None and is_client(node))
             elif isinstance(record, Event) and record.name == OUTSIDE_ROUND and record.where.node is not None:
                 self.outside.add(record.where.node)
+            elif isinstance(record, Event) and record.name == UNSEEN and record.where.node is None:
+                self.unseen = True
 
     def examined(self) -> Examined | None:
         """Return what was looked at so far; None if no detector compares clients."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +21,9 @@ from fedvitals.probes.numpy_updates import FlatArrays
 
 if TYPE_CHECKING:
     from fedvitals.hosts.outline import Outline
+    from fedvitals.monitor.host import HostObserver
     from fedvitals.probes.array_difference import ArrayDifference
+    from fedvitals.records import Action
 
 Values = npt.NDArray[Any]
 USED_BY_NOBODY = 2  # references to an object that lies in an attribute, as `getrefcount` counts
@@ -67,6 +69,24 @@ def update_of(
         at += values.size
         np.copyto(place, values) if not alike else np.subtract(values, sent[name], out=place, casting="same_kind")
     return FlatArrays(vector, [*shapes.values()])
+
+
+def measure_update(
+    host: HostObserver,
+    round_index: int,
+    node: str,
+    start: Mapping[str, Values],
+    end: Mapping[str, Values],
+    clients: int,
+    room: Callable[..., Values] = np.empty,
+) -> Sequence[Action]:
+    """Measure what one of so many `clients` changed, by torch where it is loaded; return what is to be done about it.
+
+    `room`: gives the vector for the difference where NumPy computes it.
+    """
+    if torch_is_loaded():
+        return host.update_difference(round_index, node, difference_of(start, end), clients)
+    return host.updates(round_index, {node: update_of(start, end, room)})
 
 
 def update_sums(before: Mapping[str, Values], after: Mapping[str, Values]) -> Any:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import pickle  # only to ask whether a user's probe can go along; nothing is ever loaded from it
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.measurements import Measurements, Telemetry, Transfers, places_of, single_records
 from fedvitals.monitor.losses import LostRecords
+from fedvitals.monitor.progress import TRAIN, Awaited
 from fedvitals.monitor.sender_results import column_values, first_values, gather, gather_rows, is_needed
 from fedvitals.monitor.spine import Spine
 from fedvitals.monitor.told_once import ToldOnce
@@ -87,7 +89,7 @@ class Arrivals:
         self._delivered_by_sender: dict[Node, dict[tuple[str, str], Intervals]] = {}
         self._quotas = SenderQuotas()
         self._held: dict[Node, list[Record]] = {}  # what senders of the open round say of layers and updates
-        self._expected: dict[Node, None] = {}
+        self._expected: dict[Node, float] = {}  # and since when
         self._told_once = ToldOnce()
 
     def observer(self) -> WorkerObserver:
@@ -112,11 +114,16 @@ class Arrivals:
             profile=self._ledger is not None,
             capture=self._capture,
             turn=kit.turns.hand_out(self._expected),
+            monitor_process=os.getpid(),
         )
 
     def expect(self, nodes: Iterable[AnyName]) -> None:
         """Note clients whose payload should arrive in this round."""
-        self._expected.update(dict.fromkeys(map(node_name, nodes)))
+        self._expected.update(dict.fromkeys(map(node_name, nodes), time.time()))
+
+    def awaited(self) -> Awaited | None:
+        """The clients whose payload should have arrived; None where there are none."""
+        return Awaited(TRAIN, self._expected.copy()) if self._expected else None
 
     def take(self, payload: bytes, cohort: Cohort | None, sender: Sender | None = None) -> None:
         """Into the queues with their own identity; clients that finished into the cohort of the open round."""

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fedvitals.catalog import public_name
+from fedvitals.diagnosis.gaps import OUTSIDE_ROUND
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.loop_tape import LoopTape
 from fedvitals.measurements import Measurements, Transfers
 from fedvitals.monitor.open_clients import OpenClient, UnsettledClients
+from fedvitals.monitor.progress import TRAIN, Awaited
 from fedvitals.monitor.spine import Spine
 from fedvitals.monitor.stacks import Stacks
-from fedvitals.probes.results import Key, Results
+from fedvitals.probes.results import Key, Results, metric_of_nodes
 from fedvitals.protocols import Node
 from fedvitals.records import AnyName, Span, Transfer, Where, group_name, node_name
 from fedvitals.resources.capture import OPERATORS, Capture, Captures
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from fedvitals.resources.client_memory import ClientMemory
     from fedvitals.resources.phases import Clocks
 
+logger = logging.getLogger("fedvitals")
 MOST_BYTES = 2**63 - 1  # of a message, as a number in a store
 LEVELS = ("debug", "info", "warning", "error", "critical")  # of events
 
@@ -73,6 +77,7 @@ class Clients:
         self._profile, self._captures, self._defers = profile, Captures(capture), defers
         self._unsettled = UnsettledClients(spine.guard)
         self._open: dict[Node, OpenClient] = {}
+        self._warned_outside = False
         self._stacks = Stacks(spine, kit, lambda: self._memory, sent, joined_stack, profile=profile)
 
     # What watches a model imports torch. It is made for the first model: a client may have none, nor torch.
@@ -209,6 +214,11 @@ class Clients:
         """Close the open client of that name, if there is one."""
         self.end(self._opened(node), outcome)
 
+    def awaited(self) -> Awaited | None:
+        """The clients that train in this process now; None where there are none."""
+        since = {node: opened.at for node, opened in [*self._open.items()]} or self._stacks.since()
+        return Awaited(TRAIN, since, asked=False) if since else None
+
     def _opened(self, node: AnyName) -> OpenClient | None:
         """The client of that name that is open; None where there is none, as for what is no name."""
         name: str | None = self._guard("naming a client", lambda: node_name(node))
@@ -289,6 +299,29 @@ class Clients:
                     self._stacks.open.logged.add((scope.node, name))
 
         self._guard("log()", emit)
+
+    def log_each(self, name: str, values: Mapping[Any, float]) -> None:
+        """A metric of several nodes, by node, in one block."""
+        by_key: dict[Key, float] = {}
+        for node, value in values.items():
+            key = self.key(node)
+            by_key[key] = float(value)
+            self._loop_tape.logged(key[0], name, float(value))
+        if by_key:
+            here = self._scopes.round or self._scopes.here()
+            self._emission.emit(metric_of_nodes(here.run, here.round, time.time(), public_name(name), by_key))
+
+    def warn_outside_round(self, node: AnyName) -> None:
+        """Say once that clients outside of any round are not judged."""
+        if self._warned_outside:
+            return
+        self._warned_outside = True
+        text = (
+            f"Client '{node}' was opened outside of a round: what is measured of it belongs to no round, and no "
+            "detector looks at it. Open clients inside of `with monitor.round(number, global_model):`."
+        )
+        logger.warning("%s", text)
+        self.event("warning", OUTSIDE_ROUND, text, node, None)
 
     def span(
         self,

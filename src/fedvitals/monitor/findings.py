@@ -106,7 +106,7 @@ class RunFindings:
         """The detectors as a sink; None where there are none. Called once, when the run opens."""
         if self._detectors:
             self._live = LiveDetectors(
-                self._run, self._memory, self._detectors, self._take, self._guard.report, self._emission.emit
+                self._run, self._memory, self._detectors, self.take, self._guard.report, self._emission.emit
             )
         return self._live
 
@@ -125,6 +125,7 @@ class RunFindings:
             examined=examined,
             sinks=self._lost.by_sink,
             outside=() if self._live is None else sorted(self._live.outside),
+            unseen=self._live is not None and self._live.unseen,
         )
         if not complete and not self._lost.unjudged:
             missing = (*missing, "some records still wait for the store or the detectors")
@@ -139,7 +140,8 @@ class RunFindings:
             notes=notes,
         )
 
-    def _take(self, finding: Finding) -> None:
+    def take(self, finding: Finding) -> None:
+        """Keep a finding, emit it, and pass it on; on any thread but the training's."""
         # A copy: what is emitted gets an identity. A detector knows no run, and may leave the time to us.
         finding = replace(finding, where=replace(finding.where, run=self._run), at=finding.at or time.time())
         self._guard("keeping a finding", lambda: self._findings.add(finding))

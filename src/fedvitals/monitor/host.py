@@ -5,23 +5,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fedvitals.catalog import public_name
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.monitor.arrivals import REFUSED
 from fedvitals.monitor.monitored_run import MonitoredRun
 from fedvitals.monitor.open_clients import OpenClient
+from fedvitals.monitor.progress import TRAIN, Awaited
 from fedvitals.monitor.workers import WorkerObserver
 from fedvitals.probes.backends import flatten_and_sum_each
-from fedvitals.probes.results import Key, Results, metric_of_nodes
+from fedvitals.probes.results import Results
 from fedvitals.probes.update_forms import as_layers, tables_of_update
 from fedvitals.protocols import Node, TapeRecorder
-from fedvitals.records import Action, AnyName, Record, Truth, Where, as_round_index, node_name, printable
+from fedvitals.records import Action, AnyName, Record, as_round_index, node_name, printable
 from fedvitals.resources.clocks import why_impossible
 from fedvitals.resources.time_ledger import Exchange
 from fedvitals.stack import Stack
@@ -35,17 +34,15 @@ if TYPE_CHECKING:
     from fedvitals.probes.array_difference import ArrayDifference
 
 
-logger = logging.getLogger("fedvitals")
-OUTSIDE = "client.outside_round"  # the event that tells of a client outside of any round
 OF_SENDERS = ("accuracy", "local.accuracy", "local.loss", "loss")  # metrics with a meaning that a client may log
+PHASES = {"model": TRAIN, "update": TRAIN, "evaluate": "evaluate"}  # of a round, by the kind of a message
 REASON_BYTES = 500  # of why telemetry is refused, which may quote its sender
 
 
 class HostObserver:
-    """The `Observer` of a monitored run, and what a host needs besides.
+    """The `Observer` of a monitored run, and what a host needs besides; what fails is reported, see `Guard`.
 
-    Nothing in here may stop, slow or change the training: what fails is reported once per cause, counted, and (only
-    with `strict`) raised. `monitored`: the run; several observers may share it.
+    `monitored`: the run; several observers may share it.
     """
 
     def __init__(self, monitored: MonitoredRun) -> None:
@@ -54,7 +51,7 @@ class HostObserver:
         self._context, self._scopes = spine.context, spine.scopes
         self._emission, self._guard = spine.emission, spine.guard
         self._rounds, self._clients, self._arrivals = monitored.rounds, monitored.clients, monitored.arrivals
-        self._warned_outside = False
+        self._progress = monitored.progress
 
     # -- whose run it is ----------------------------------------------------------------------------------------------
 
@@ -114,9 +111,8 @@ class HostObserver:
         def begin() -> None:
             if self._rounds.open is not None:
                 unclosed = self._rounds.open.scope.round
-                self._emission.record.event(
-                    self._scopes.here(), "warning", "round.unclosed", f"Round {unclosed} was still open."
-                )
+                here, text = self._scopes.here(), f"Round {unclosed} was still open."
+                self._emission.record.event(here, "warning", "round.unclosed", text)
                 self.round_end(unclosed or 0)
             self._rounds.begin(round_index, _model(global_state))
 
@@ -124,6 +120,7 @@ class HostObserver:
         opened = self._rounds.open
         if opened is not None:
             number = opened.scope.round or 0
+            self._progress.begin_round(number)
             self._guard("taping a round", lambda: self.monitored.tape.loop.round_begin(number, global_state))
 
     def client_begin(
@@ -146,20 +143,9 @@ class HostObserver:
         if self.monitored.has_ended():
             return None
         if self._rounds.open is None:
-            self._warn_outside_round(node)
+            self._guard("opening a client", lambda: self._clients.warn_outside_round(node))
+        self._progress.moved(TRAIN)
         return self._clients.begin(node, model, data, group, loss)
-
-    def _warn_outside_round(self, node: AnyName) -> None:
-        """Say once that clients outside of any round are not judged."""
-        if self._warned_outside:
-            return
-        self._warned_outside = True
-        text = (
-            f"Client '{node}' was opened outside of a round: what is measured of it belongs to no round, and no "
-            "detector looks at it. Open clients inside of `with monitor.round(number, global_model):`."
-        )
-        logger.warning("%s", text)
-        self.event("warning", OUTSIDE, bounded(text), node=node)
 
     def stats(self, node: Any, family: str, array: Any) -> None:
         """Statistics that the host computed itself: [layers, columns], or [clients, layers, columns] for many nodes."""
@@ -168,6 +154,7 @@ class HostObserver:
     def client_end(self, node: AnyName, outcome: BaseException | None = None) -> None:
         """A client has trained; `outcome` is what its training raised."""
         self._clients.end_of(node, outcome)
+        self._progress.moved()
 
     def updates(self, round_index: int, updates: Mapping[Any, Any]) -> Sequence[Action]:
         """What each client sends, where the host holds it: a sequence of tensors. Gives whom to leave out.
@@ -177,11 +164,11 @@ class HostObserver:
         answers: list[Action] = []
         if self.monitored.has_ended():
             return ()
+        self._progress.moved()
         self._clients.settle()  # what a host holds counts more than what the clients trained
         number: int | None = self._guard("updates()", lambda: as_round_index(round_index))
         if number is None:
             return ()
-
         named = self._guard("updates()", lambda: {node_name(node): sent for node, sent in updates.items()}) or {}
         attempt = functools.partial(self._guard.attempt, here=self._clients.at)
         for node, vector, rows in self._guard("updates()", lambda: flatten_and_sum_each(named, attempt)) or ():
@@ -262,22 +249,12 @@ class HostObserver:
     def log(self, values: Mapping[str, float] | None = None, /, *, node: AnyName | None = None, **more: float) -> None:
         """Metrics of a node; None: of the client or the round that is open, or was open last."""
         if not self.monitored.has_ended():
+            self._progress.moved()
             self._guard("log()", lambda: self._clients.log({**(values or {}), **more}, node))
 
     def log_each(self, name: str, values: Mapping[Any, float]) -> None:
         """A metric of several nodes, by node; as `log` for each of them, but one block."""
-
-        def emit() -> None:
-            by_key: dict[Key, float] = {}
-            for node, value in values.items():
-                key = self._clients.key(node)
-                by_key[key] = float(value)
-                self.monitored.tape.loop.logged(key[0], name, float(value))
-            if by_key:
-                here = self._scopes.round or self._scopes.here()
-                self._emission.emit(metric_of_nodes(here.run, here.round, time.time(), public_name(name), by_key))
-
-        self._guard("log()", emit)
+        self._guard("log()", lambda: self._clients.log_each(name, values))
 
     def transfer(
         self,
@@ -295,6 +272,7 @@ class HostObserver:
             if self._rounds.open is not None:
                 self._rounds.open.cohort.count_traffic(message[:1], message[1:2], message[2:])
 
+        self._progress.moved(PHASES.get(kind))
         self._guard("transfer()", emit)
 
     def transfer_each(self, messages: Sequence[tuple[AnyName, AnyName, int, int | None, float | None, str]]) -> None:
@@ -306,19 +284,12 @@ class HostObserver:
                 self._rounds.open.cohort.count_traffic(block.senders, block.receivers, block.sizes)
 
         if messages:
+            self._progress.moved()
             self._guard("transfer()", emit)
 
     def truth(self, fault: Mapping[str, Any]) -> None:
         """Keep what the host made ill on purpose, for trials. Detectors get no word of it."""
-
-        def emit() -> None:
-            fields = {"nodes": (), "since": 0, "until": None, **fault}
-            kind, nodes, since, until = (fields.pop(name) for name in ("kind", "nodes", "since", "until"))
-            nodes = nodes if isinstance(nodes, Iterable) and not isinstance(nodes, str) else (nodes,)
-            nodes = tuple(map(node_name, nodes))
-            self._emission.emit(Truth(Where(self._context.run.id), time.time(), kind, nodes, since, until, fields))
-
-        self._guard("truth()", emit)
+        self._guard("truth()", lambda: self._emission.record.truth(self._context.run.id, fault))
 
     def span(
         self,
@@ -331,9 +302,8 @@ class HostObserver:
         **attributes: Any,
     ) -> str | None:
         """A stretch of time on the host's clock: `began` seconds after the run did. `clock="virtual"` if it is none."""
-        own: str | None = self._guard(
-            "span()", lambda: self._clients.span(node, name, began, seconds, parent, attributes)
-        )
+        record = functools.partial(self._clients.span, node, name, began, seconds, parent, attributes)
+        own: str | None = self._guard("span()", record)
         return own
 
     def spent(self, part: str, seconds: float, node: AnyName = "server") -> None:
@@ -341,6 +311,23 @@ class HostObserver:
         if self.monitored.ledger is not None:
             ledger = self.monitored.ledger
             self._guard("spent()", lambda: ledger.spent(part, seconds, node_name(node)))
+
+    @contextlib.contextmanager
+    def part(self, name: str, node: AnyName = "server") -> Iterator[None]:
+        """A stretch of the round that a node spends on a part (see `time_parts`)."""
+        began = time.perf_counter()
+        try:
+            with self._progress.part(name):
+                yield
+        finally:
+            self.spent(name, time.perf_counter() - began, node)
+
+    def awaits(self, source: Callable[[], Awaited | None]) -> None:
+        """Say whom the server waits for, where the framework knows: `source` is asked when a round stands still.
+
+        It is called on a thread of its own, and must take no lock.
+        """
+        self.monitored.watch.sources.append(source)
 
     def exchange(
         self,
@@ -383,17 +370,29 @@ class HostObserver:
         """Something that happened, at a node or in the round: level «info», «warning»..., a name, and a sentence."""
         self._guard("event()", lambda: self._clients.event(level, name, message, node, data))
 
+    def guarded(self, doing: str, work: Callable[[], Any], node: AnyName | None = None) -> Any:
+        """Return what a host's own work returns, or None if it raised, which is reported once per cause and node."""
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001 - the federation goes on, whatever happens to us
+            self.monitored.lifecycle.open()  # a report does not open a run that has not begun
+            self._guard.report(error, doing, self._clients.at(node), each=True)
+            return None
+
     def stack_begin(self, stack: Stack) -> None:
         """Clients begin to train as one batch, in this process (see `WorkerObserver`, which is the same elsewhere)."""
+        self._progress.moved(TRAIN)
         self._clients.begin_stack(stack)
 
     def stack_step(self, step: int, gradients: Any, losses: Any) -> None:  # noqa: ARG002 - part of the protocol
         """Before an optimiser step: the clients' gradients, [clients, weights], valid only now."""
+        self._progress.moved()
         self._clients.step_stack(step, gradients)
 
     def stack_end(self, failed: Mapping[Any, BaseException]) -> None:
         """The batch of clients has trained; `failed`: who did not, and why."""
         self._clients.end_stack(failed)
+        self._progress.moved()
 
     def headers(self, node: AnyName) -> dict[str, str]:
         """W3C trace context for the message that asks a client: `WorkerObserver.inside` makes its records the round's.
@@ -414,7 +413,7 @@ class HostObserver:
             return 0, ""
 
         def take() -> tuple[int, str]:
-            own = Sender(node_name(sender), self._context.run.id, newest_round=self._scopes.last_round)
+            own = self._sender_of(sender)
             refused, why = len(records), ""
             try:
                 refused, why = self._arrivals.take_records(records, own, size)
@@ -441,6 +440,10 @@ class HostObserver:
             self.log(kept, node=node)
         return left_out
 
+    def _sender_of(self, sender: Sender | AnyName) -> Sender:
+        own = sender if isinstance(sender, Sender) else Sender(node_name(sender), self._context.run.id)
+        return own.counted_to(self._scopes.last_round)
+
     def _of_sender(self, sender: Sender, take: Callable[[], None]) -> None:
         """Take what a sender brings, or report that and why it was refused."""
         try:
@@ -459,20 +462,19 @@ class HostObserver:
 
     def expect(self, *nodes: AnyName) -> None:
         """These clients train in workers in this round: whoever's records do not come home is told as lost."""
+        self._progress.moved(TRAIN)
         self._guard("expect()", lambda: self._arrivals.expect(nodes))
 
-    def absorb(self, payload: bytes, sender: Sender | None = None) -> None:
+    def absorb(self, payload: bytes, sender: Sender | AnyName | None = None) -> None:
         """Take what a worker's `payload()` gave, inside its round. What is no such thing is told and counted.
 
-        `sender`: where payloads come from machines that may lie, who it is: they may tell of nobody else, and of no
-        round that has not begun. `Sender(node, run)` is enough: the newest round is filled in here.
+        `sender`: where payloads come from machines that may lie, the client that sent it: it may tell of nobody else,
+        and of no round that has not begun.
         """
         cohort = None if self._rounds.open is None else self._rounds.open.cohort
-        own = None if sender is None else sender.counted_to(self._scopes.last_round)
-
-        def take() -> None:
-            self._arrivals.take(payload, cohort, own)
-
+        own = None if sender is None else self._sender_of(sender)
+        take = functools.partial(self._arrivals.take, payload, cohort, own)
+        self._progress.moved()
         if own is None:
             self._guard("absorb()", take)
         else:

@@ -29,6 +29,7 @@ from fedvitals.monitor.emission import Writer
 from fedvitals.monitor.findings import RunFindings
 from fedvitals.monitor.losses import LostRecords
 from fedvitals.monitor.spine import Spine
+from fedvitals.monitor.stall_watch import StallWatch
 from fedvitals.monitor.taping import RunTape
 from fedvitals.protocols import RecordWriter, Sink, TapeRecorder
 from fedvitals.resources.capture import Capture
@@ -47,8 +48,8 @@ FAMILY_OF = {issue.code: issue.family for issue in ISSUES}
 class Lifecycle:
     """Begins a run on its first event and ends it once.
 
-    `make_writer` opens whatever takes the records. `tape` and `machine` are opened and closed with the run, where there
-    are any.
+    `make_writer` opens whatever takes the records. `tape`, `machine` and `watch` are opened and closed with the run,
+    where there are any.
     """
 
     def __init__(
@@ -59,12 +60,20 @@ class Lifecycle:
         *,
         tape: RunTape | None = None,
         machine: MachineSampler | None = None,
+        watch: StallWatch | None = None,
     ) -> None:
         self._context, self._scopes = spine.context, spine.scopes
         self._emission, self._guard = spine.emission, spine.guard
         self._lost, self._make_writer, self._tape, self._machine = lost, make_writer, tape, machine
+        self._watch = watch
         self._handler: EventHandler | None = None  # while the run is open
         self._closed = False
+        self._process: int | None = None  # that has opened the run
+
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether the run was opened by another process, which forked this one: nothing of it is ours to write."""
+        return self._process not in (None, os.getpid())
 
     def open(self) -> None:
         """Begin the run, unless it has begun or ended. Log lines belong to it from here on."""
@@ -82,7 +91,7 @@ class Lifecycle:
         with self._context.lock:
             if self._emission.writer is not None:
                 return self._emission.writer
-            writer = self._make_writer()
+            writer, self._process = self._make_writer(), os.getpid()
             self._emission.connect(writer)
             self._handler = EventHandler(self._emission.emit, run=self._context.run.id, fallback=self._scopes.here)
             logging.getLogger().addHandler(self._handler)
@@ -92,6 +101,8 @@ class Lifecycle:
                 self._tape.open()
             if self._machine is not None:
                 self._guard("watching the machine", self._machine.start)
+            if self._watch is not None:
+                self._guard("watching for stalls", self._watch.start)
             return writer
 
     def set_host(self, host: str, config: Mapping[str, Any], policy: PrivacyPolicy, trace: str | None) -> None:
@@ -118,6 +129,8 @@ class Lifecycle:
         self._closed = True
         if self._machine is not None:
             self._machine.stop()
+        if self._watch is not None:
+            self._watch.stop()
         writer = self._emission.writer
         if writer is None:
             return

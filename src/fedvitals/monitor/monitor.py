@@ -144,8 +144,11 @@ class Monitor:
         DataLoader, a Dataset, a pair of tensors or a list of batches) and
         `loss` add how well the model suits the client's own samples. The optimiser is found by its parameters.
         """
-        with self._run.clients.scope(self._host.open_client(name, model, data, group, loss)):
-            yield self
+        try:
+            with self._run.clients.scope(self._host.open_client(name, model, data, group, loss)):
+                yield self
+        finally:
+            self._run.progress.moved()
 
     @contextlib.contextmanager
     def edge(self, name: AnyName, model: Any = None) -> Iterator[Monitor]:
@@ -159,11 +162,8 @@ class Monitor:
     @contextlib.contextmanager
     def part(self, name: str, node: AnyName = "server") -> Iterator[None]:
         """A stretch of the round that goes to «aggregate», «evaluate», ... (see docs/profile.md)."""
-        began = time.perf_counter()
-        try:
+        with self._host.part(name, node):
             yield
-        finally:
-            self._host.spent(name, time.perf_counter() - began, node)
 
     def log(self, values: Mapping[str, float] | None = None, /, *, node: AnyName | None = None, **more: float) -> None:
         """Metrics of your own, for a node, or for the client or the round that is open (or was open last)."""

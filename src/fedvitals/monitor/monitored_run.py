@@ -19,8 +19,10 @@ from fedvitals.monitor.clients import Clients
 from fedvitals.monitor.findings import RunFindings
 from fedvitals.monitor.lifecycle import Lifecycle, Outputs, close_at_exit, machine_sampler
 from fedvitals.monitor.losses import LostRecords
+from fedvitals.monitor.progress import Progress
 from fedvitals.monitor.rounds import Rounds
 from fedvitals.monitor.spine import Spine
+from fedvitals.monitor.stall_watch import StallWatch
 from fedvitals.monitor.taping import RunTape
 from fedvitals.probes.results import Results
 from fedvitals.protocols import Detector, Sink
@@ -71,7 +73,11 @@ class MonitoredRun:
         self.tape = RunTape(tape, store, spine)
         self.outputs = Outputs(store, sinks, spine, self.findings, self.tape, profile=profile, again=again)
         sampler = machine_sampler(spine) if machine else None
-        self.lifecycle = Lifecycle(spine, self.lost, self.outputs.open, tape=self.tape, machine=sampler)
+        self.progress = Progress()
+        self.watch = StallWatch(spine, self.progress, self.findings.take if detectors else None)
+        self.lifecycle = Lifecycle(
+            spine, self.lost, self.outputs.open, tape=self.tape, machine=sampler, watch=self.watch
+        )
         self.ledger = Ledger() if profile else None
         self.arrivals = Arrivals(spine, self.lost, kit, self.ledger, capture)
         self.rounds = Rounds(spine, self.lost, kit, self.arrivals, self.ledger, policy.cohort)
@@ -85,6 +91,7 @@ class MonitoredRun:
             capture=capture,
             defers=lambda: self.rounds.open is not None,
         )
+        self.watch.sources += [self.clients.awaited, self.arrivals.awaited]
         self.unusable = UnusableUpdateCheck()
         self._before_close: list[Callable[[], None]] = []
         self._asked = self._closed = self._ended = self._warned = False
@@ -131,6 +138,7 @@ class MonitoredRun:
 
     def _close_round(self, model_results: Callable[[], Results] | None, metrics: Any, state: Any) -> None:
         opened = self.rounds.close()
+        self.progress.end_round()
         if opened is None:
             return
 
@@ -155,7 +163,12 @@ class MonitoredRun:
             self.spine.scopes.leave(opened.scope, opened.token)
 
     def close(self) -> None:
-        """End the run: scopes closed, records written, hooks and threads gone. A second call does nothing."""
+        """End the run: scopes closed, records written, hooks and threads gone.
+
+        A second call does nothing, nor does a call in a process that was forked while the run was open.
+        """
+        if self.lifecycle.is_of_parent:  # before any lock: a thread that is not here may have held it
+            return
         with self._lock:
             if self._closed:
                 return

@@ -24,7 +24,7 @@ from fedvitals.probes.node_columns import NodeColumns
 from fedvitals.probes.results import Results
 from fedvitals.protocols import Node
 from fedvitals.records import AnyName, LayerStats, LayerTable, Span, as_round_index, node_name
-from fedvitals.resources.memory import peak_bytes, resident_bytes
+from fedvitals.resources.memory import limit_bytes, peak_bytes, resident_bytes
 from fedvitals.resources.time_ledger import Ledger, LedgerSpan
 from fedvitals.scope import Scope
 from fedvitals.stats import Array
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 # Parts that are told as metrics, too: of the round, and of each client that is elsewhere.
 PART_METRICS = {SERVER: ("aggregate", "evaluate"), JOURNEY: ("download", "queue", "start", "upload", "reply", "wait")}
+
+
+TELL_LIMIT_EVERY = 20  # rounds: detectors do not look back for ever
 
 
 @dataclass(slots=True)
@@ -70,6 +73,7 @@ class Rounds:
         self._lost, self._kit, self._arrivals, self._ledger, self._least = lost, kit, arrivals, ledger, least
         self._record = spine.emission.record
         self.open: OpenScope | None = None
+        self._limit_told = -TELL_LIMIT_EVERY  # the round in which it was
 
     def begin(self, number: object, model: Any) -> None:
         """Open a round. What is recorded in one whose number is refused (ConfigError) belongs to no round."""
@@ -228,17 +232,23 @@ class Rounds:
                 attempt("telling what was measured", tell, node)
 
     def _tell_memory(self, scope: Scope) -> None:
-        for name, size in (("memory.peak", peak_bytes()), ("memory.resident", resident_bytes())):
+        sizes = [("memory.peak", peak_bytes()), ("memory.resident", resident_bytes())]
+        if (scope.round or 0) - self._limit_told >= TELL_LIMIT_EVERY:
+            self._limit_told = scope.round or 0
+            sizes.append(("memory.limit", limit_bytes()))
+        for name, size in sizes:
             if size is not None:
                 self._record.metric(scope, name, size)
 
     def _tell_time(self, scope: Scope, ended: float) -> None:
         """The Spans of server, groups and journeys, and of these the seconds that detectors look at."""
         attempt = self._attempts(scope)
+        seconds: dict[tuple[Node, str], float] = {}  # of each node's parts, over all its journeys
         for ledger_span in () if self._ledger is None else self._ledger.close(ended):
-            attempt("telling what time went to", partial(self._tell_parts, scope, ledger_span), ledger_span.node)
+            tell = partial(self._tell_parts, scope, ledger_span, seconds)
+            attempt("telling what time went to", tell, ledger_span.node)
 
-    def _tell_parts(self, scope: Scope, ledger_span: LedgerSpan) -> None:
+    def _tell_parts(self, scope: Scope, ledger_span: LedgerSpan, seconds: dict[tuple[Node, str], float]) -> None:
         own = replace(
             scope,
             node=ledger_span.node,
@@ -255,9 +265,9 @@ class Rounds:
         )
         for part in PART_METRICS.get(ledger_span.name, ()):
             if part in ledger_span.parts:
-                self._record.metric(
-                    own if ledger_span.name == JOURNEY else scope, f"time.{part}", ledger_span.parts[part]
-                )
+                key = ledger_span.node, part
+                seconds[key] = seconds.get(key, 0.0) + ledger_span.parts[part]
+                self._record.metric(own if ledger_span.name == JOURNEY else scope, f"time.{part}", seconds[key])
 
     def stats(self, node: Any, family: str, array: Any) -> None:
         """Statistics that the host computed itself: [layers, columns] of one node, or [clients, ...] of many."""

@@ -29,6 +29,10 @@ class ClientThreads:
         """Note that a client was opened on the calling thread."""
         self._by_span[scope.span] = threading.get_ident()
 
+    def idents(self) -> tuple[int, ...]:
+        """The identifiers of the threads on which clients are open."""
+        return tuple(self._by_span.values())
+
     def leave(self, scope: Scope) -> None:
         """Forget a client that has closed; does nothing for other scopes."""
         self._by_span.pop(scope.span, None)
@@ -44,7 +48,7 @@ class ClientThreads:
         scope = current.get()
         if scope is None or scope.run != self._context.run.id:
             return True
-        return scope.node in SERVER and threading.get_ident() in tuple(self._by_span.values())
+        return scope.node in SERVER and threading.get_ident() in self.idents()
 
 
 class Scopes:
@@ -96,6 +100,10 @@ class Scopes:
         self.round = replace(parent, round=round_index, node=None, span=new_span_id(), parent=parent.span)
         self.last_round = round_index
         return self.round, current.set(self.round)
+
+    def client_threads(self) -> tuple[int, ...]:
+        """The identifiers of the threads on which clients are open."""
+        return self._threads.idents()
 
     def leave_round(self) -> None:
         """No round is open any more; code that is still inside of its scope stays there until `leave`."""

@@ -82,6 +82,11 @@ class Stacks:
         preset = self._kit.preset
         return StackFit(preset.fit_percent, preset.fit_floor_rounds)
 
+    def since(self) -> dict[Node, float]:
+        """When the clients of the open stack began, by client; empty without one."""
+        opened = self.open
+        return {} if opened is None else dict.fromkeys(map(node_name, opened.stack.nodes), opened.at)
+
     def at(self, node: Node) -> Scope | None:
         """The scope of a client of the open stack; None for any other node."""
         if self.open is None or node not in self.open.stack.nodes:

@@ -43,10 +43,11 @@ from fedvitals.records import (
     node_name,
 )
 from fedvitals.resources.capture import Capture
+from fedvitals.resources.stack_requests import StackAnswers
 from fedvitals.scope import Scope
 from fedvitals.stack import Stack
 from fedvitals.transport.payload_buffer import PayloadBuffer
-from fedvitals.transport.privacy import PrivacyPolicy
+from fedvitals.transport.privacy import WORDS, PrivacyPolicy
 from fedvitals.transport.traceparent import arrived
 
 INITIAL_BYTES = 2 << 20  # the run's first model goes along to workers up to this size
@@ -68,6 +69,15 @@ class _WorkerRun:
         self.lifecycle = Lifecycle(self.spine, LostRecords(self.spine), lambda: self.buffer)
         nothing: list[Callable[..., None]] = [lambda *_: None] * 3  # the parent process takes updates and results
         self.clients = Clients(self.spine, LoopTape(), self.kit, *nothing, **worker.profiling())
+        # The process of the monitor tells its own stacks.
+        allowed = worker.policy.level >= WORDS and worker.policy.tracebacks and worker.monitor_process != os.getpid()
+        self.stacks = (
+            StackAnswers(worker.trace, self._open_clients, self.spine.scopes.client_threads) if allowed else None
+        )
+
+    def _open_clients(self) -> Mapping[str, float]:
+        awaited = self.clients.awaited()
+        return {} if awaited is None else awaited.since
 
 
 @functools.lru_cache(maxsize=1)
@@ -100,6 +110,7 @@ class WorkerObserver:
     capture: Capture | None = None
     trained: frozenset[str] = frozenset()  # names of the layers that train, as far as the parent knows
     turn: Turn = field(default_factory=Turn)  # whose turn it is to be measured
+    monitor_process: int | None = None  # the number of the process that made it for others
 
     def profiling(self) -> dict[str, Any]:
         """The settings of the run that the clients of this process need."""
@@ -148,6 +159,8 @@ class WorkerObserver:
         worker_run = self._worker_run()
         worker_run.guard("watching clients", worker_run.kit.prepare)
         worker_run.clients.begin_stack(stack, inside=self._inside(worker_run, round_index))
+        if worker_run.stacks is not None:
+            worker_run.guard("looking for requests", worker_run.stacks.watch)
 
     def stack_step(self, step: int, gradients: Any, losses: Any) -> None:  # noqa: ARG002 - of batches, not of clients
         """Before an optimiser step: the clients' gradients, [clients, weights], valid only now."""
@@ -203,6 +216,10 @@ class WorkerObserver:
             worker_run.buffer.known.clear()
         return worker_run.guard("payload()", functools.partial(worker_run.buffer.take, most)) or b""
 
+    def restrict(self, level: int) -> None:
+        """Send at most what this privacy level allows of all that is recorded until the next `payload`."""
+        self._worker_run().buffer.restrict(level)
+
     def inside(self, headers: Mapping[str, str]) -> WorkerObserver:
         """The same, for clients of the round in which `HostObserver.headers` were made."""
         scope = arrived(headers, lambda _: None, run=self.run)
@@ -224,7 +241,10 @@ class WorkerObserver:
         inside = self._inside(worker_run, number)
         if model is None:
             inside = replace(inside, watch=functools.partial(self.watching, node))
-        return worker_run.clients.begin(node, model, data, group, loss, inside=inside)
+        opened = worker_run.clients.begin(node, model, data, group, loss, inside=inside)
+        if worker_run.stacks is not None:
+            worker_run.guard("looking for requests", worker_run.stacks.watch)
+        return opened
 
     def _inside(self, worker_run: _WorkerRun, number: int | None) -> Scope:
         """The round's scope, as far as it is known here."""

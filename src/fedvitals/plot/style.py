@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fedvitals.views.short_ids import short
+
 # Okabe and Ito's colours (2008) that can be seen on white and on black.
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
@@ -58,7 +60,7 @@ def part_colour(part: str) -> str:
 
 def words(text: object, longest: int = LONGEST_NAME) -> str:
     """Return text from a record for a picture: without control characters or TeX mathematics, and not too long."""
-    clean = "".join(c if c.isprintable() else "?" for c in str(text))
+    clean = "".join(c if c.isprintable() else "?" for c in short(str(text)))
     if len(clean) > longest:
         clean = f"{clean[: longest - 1]}…"
     return clean.replace("$", r"\$")

@@ -76,6 +76,15 @@ def why_impossible(sent: float, received: float, replied: float, returned: float
     return None
 
 
+def worked_interval(sent: float, received: float, replied: float, returned: float) -> tuple[float, float]:
+    """Return when a client worked, within what the server saw: all of that where the client's times cannot be."""
+    if why_impossible(sent, received, replied, returned) is not None:
+        return sent, returned
+    seconds = min(replied - received, returned - sent)
+    began = min(max(received, sent), returned - seconds)
+    return began, began + seconds
+
+
 def _check(sent: float, received: float, replied: float, returned: float) -> None:
     times = (sent, received, replied, returned)
     if not all(isinstance(t, int | float) and math.isfinite(t) for t in times):

@@ -8,6 +8,7 @@ import ctypes
 import functools
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ except ImportError:  # Windows
 
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 _CGROUP = Path("/sys/fs/cgroup")
-_CGROUP_FILES = ("memory.max", "memory/memory.limit_in_bytes")  # of version 2 and 1; those of a container's own root
+_CGROUP_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}  # of version 2 and 1, by name of the controller
 
 
 def resident_bytes() -> int | None:
@@ -115,11 +116,21 @@ def limit_bytes() -> int | None:
     limits = []
     with contextlib.suppress(AttributeError, OSError, ValueError):
         limits.append(os.sysconf("SC_PHYS_PAGES") * _PAGE)
-    for name in _CGROUP_FILES:
-        text = _read(_CGROUP / name)
+    for path in _limit_files():
+        text = _read(path)
         if text is not None and text.strip().isdigit():  # «max» where there is none
             limits.append(int(text))
     return min((limit for limit in limits if limit > 0), default=None)
+
+
+def _limit_files() -> Iterator[Path]:
+    """Yield the files that limit the memory of this process: those of its control group and of all above it."""
+    for line in (_read(Path("/proc/self/cgroup")) or "").splitlines():
+        _, controllers, group = line.split(":", 2)
+        for version, name in _CGROUP_FILES.items():
+            if controllers == version:
+                own = _CGROUP / controllers / group.strip("/")
+                yield from (folder / name for folder in (own, *own.parents) if folder.is_relative_to(_CGROUP))
 
 
 def kernel_kills() -> int | None:

@@ -80,8 +80,9 @@ class Ledger:
         with self._lock:
             self._round, self._at = span, at
             self._spent: dict[str, dict[str, float]] = {}
-            self._exchanges: dict[str, Exchange] = {}
-            self._trained: dict[str, _Trained] = {}
+            # Several of one client, where a round has stages: keys, shares and masks of secure aggregation.
+            self._exchanges: dict[str, list[Exchange]] = {}
+            self._trained: dict[str, list[_Trained]] = {}
             self.recorded_edges: set[str] = set()  # whose own Span was written
 
     def spent(self, part: str, seconds: float, node: str) -> None:
@@ -101,14 +102,19 @@ class Ledger:
         with self._lock:
             if exchange.times_of_client_known and (node in self._clocks or len(self._clocks) < NODES):
                 self._clocks[node] = offset
-            self._exchanges[node] = exchange
+            self._exchanges.setdefault(node, []).append(exchange)
         return offset
 
     def trained(self, span: Span) -> None:
         """A client's own Span, its times by the server's clock (see `ahead`)."""
         data = parts_of(span).get("data", 0.0)
         with self._lock:
-            self._trained[span.where.node or ""] = _Trained(span.at, span.at + span.seconds, data, span.where.group)
+            own = _Trained(span.at, span.at + span.seconds, data, span.where.group)
+            node = span.where.node or ""
+            stages = self._trained.setdefault(node, [])
+            if len(stages) >= max(1, len(self._exchanges.get(node, ()))):  # told again
+                stages.pop()
+            stages.append(own)
 
     @property
     def exchanged(self) -> bool:
@@ -121,22 +127,26 @@ class Ledger:
         return self._clocks.get(node or "", UNKNOWN_CLOCK).seconds if known else 0.0
 
     def seen(self, node: str) -> tuple[float, float] | None:
-        """When a client of this round was asked and had answered, by the server's clock."""
-        exchange = self._exchanges.get(node)
-        return None if exchange is None else (exchange.sent, exchange.returned)
+        """When a client of this round was asked last and had answered, by the server's clock."""
+        exchanges = self._exchanges.get(node)
+        return None if exchanges is None else (exchanges[-1].sent, exchanges[-1].returned)
 
     def journey(self, node: str) -> str | None:
-        """The id of the Span of a client's way in this round, where there will be one."""
-        exchange = self._exchanges.get(node)
-        return None if exchange is None else exchange.span or edge_span(self._round, f"journey/{node}")
+        """The id of the Span of a client's last way so far in this round, where there will be one."""
+        exchanges = self._exchanges.get(node)
+        return None if exchanges is None else self._journey_id(node, len(exchanges) - 1)
+
+    def _journey_id(self, node: str, stage: int) -> str:
+        again = f"/{stage}" if stage else ""
+        return self._exchanges[node][stage].span or edge_span(self._round, f"journey/{node}{again}")
 
     def _server(self, ended: float) -> LedgerSpan:
         """Unless the host told it, the server waits while a client is under way, or trains in its own process."""
         seconds = max(0.0, ended - self._at)
         parts = dict(self._spent.get("server", {}))
         if "wait" not in parts:
-            away = [(exchange.sent, exchange.returned) for exchange in self._exchanges.values()]
-            away = away or [(client.began, client.ended) for client in self._trained.values()]
+            away = [(exchange.sent, exchange.returned) for own in self._exchanges.values() for exchange in own]
+            away = away or [(client.began, client.ended) for own in self._trained.values() for client in own]
             parts = {"wait": min(covered(away), max(0.0, seconds - sum(parts.values()))), **parts}
         return LedgerSpan("server", SERVER, self._at, seconds, parts, None, None, self._round, {"folded": True})
 
@@ -144,9 +154,11 @@ class Ledger:
         """The round's Spans: the server's, each group's, each journey."""
         with self._lock:
             spans = [self._server(ended)] if self._spent or self._trained or self._exchanges else []
-            spans += [self._journey(node, exchange, ended) for node, exchange in self._exchanges.items()]
+            for node, exchanges in self._exchanges.items():
+                ends = [*(later.sent for later in exchanges[1:]), ended]  # until then it waits
+                spans += [self._journey(node, stage, until) for stage, until in enumerate(ends)]
             groups: dict[str, list[_Trained]] = {}
-            for client in self._trained.values():
+            for client in (client for own in self._trained.values() for client in own):
                 if client.group is not None and client.group not in self.recorded_edges:
                     groups.setdefault(client.group, []).append(client)
             for group, members in groups.items():
@@ -156,12 +168,14 @@ class Ledger:
                 spans.append(LedgerSpan(group, EDGE, began, max(0.0, last - began), parts, group, own, self._round))
             return spans
 
-    def _journey(self, node: str, exchange: Exchange, ended: float) -> LedgerSpan:
+    def _journey(self, node: str, stage: int, ended: float) -> LedgerSpan:
+        exchange = self._exchanges[node][stage]
+        stages = self._trained.get(node, [])
+        own = stages[stage] if stage < len(stages) else None
         offset = self._clocks.get(node, UNKNOWN_CLOCK)
         # A clock that runs fast, or was set, makes a client's times longer than it was away.
         here = min(max(exchange.received - offset.seconds, exchange.sent), exchange.returned)
         away = min(max(exchange.replied - offset.seconds, here), exchange.returned)
-        own = self._trained.get(node)
         group = None if own is None else own.group
         # Its own times may lie: they count only as far as they are inside of what the server saw.
         began, over = (here, away) if own is None else (own.began, own.ended)
@@ -185,4 +199,6 @@ class Ledger:
         attributes = {"clock_offset": offset.seconds, "clock_error": offset.error}
         parent = self._round if group is None else edge_span(self._round, group)
         whole = sum(parts.values())
-        return LedgerSpan(node, JOURNEY, exchange.sent, whole, parts, group, self.journey(node), parent, attributes)
+        return LedgerSpan(
+            node, JOURNEY, exchange.sent, whole, parts, group, self._journey_id(node, stage), parent, attributes
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import stat
+import struct
 import sys
 import threading
 from pathlib import Path
@@ -14,7 +15,12 @@ from fedvitals.errors import BusyError, StoreError
 if sys.platform != "win32":
     import fcntl
 
+    _WHOLE_FILE = (0, 0, 0, fcntl.F_WRLCK, 0) if sys.platform == "darwin" else (fcntl.F_WRLCK, 0, 0, 0, 0)
+
 NOTE_BYTES = 1 << 16
+# The C structure `flock`, whose order of fields differs: type, whence, start, length, process; on macOS type and whence
+# come last.
+_FLOCK, _FLOCK_TYPE = ("qqihh", 3) if sys.platform == "darwin" else ("hhqqi4x", 0)
 
 # A record lock goes when its process closes the file, whichever of its threads and by whichever number: what this
 # process holds is known here, and nobody in it opens such a file to read, or closes one that others of it still hold.
@@ -76,6 +82,28 @@ def is_held_here(store: Path) -> bool:
     """Whether this process writes the store."""
     with _GATE:
         return _path(store) in _HELD
+
+
+def is_held_elsewhere(store: Path) -> bool:
+    """Whether another process of this machine holds the lock of a store. The system frees it when the process ends."""
+    if sys.platform == "win32":
+        return False
+    path = _path(store)
+    with _GATE:
+        if path in _HELD:  # closing the file would free our own
+            return False
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            whole_file = struct.pack(_FLOCK, *_WHOLE_FILE)
+            answer = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, whole_file))
+        except OSError:  # a file system without locks
+            return False
+        finally:
+            os.close(file)
+    return bool(answer[_FLOCK_TYPE] != fcntl.F_UNLCK)
 
 
 def note_of(store: Path) -> str | None:

@@ -26,7 +26,8 @@ OURS = "fedvitals"  # loggers whose lines never become events, and the name of t
 
 # What every log record has; the rest came in through `extra`.
 STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-RESERVED = frozenset({"logger", "file", "exception", "exception_message", "traceback"})  # what we write of each line
+RESERVED = frozenset({"logger", "file", "exception", "exception_message", "traceback", "quotes"})  # ours, of each line
+TRACEBACK = "Traceback (most recent call last)"
 LEVELS = (
     (logging.CRITICAL, "critical"),
     (logging.ERROR, "error"),
@@ -129,6 +130,7 @@ def event_of(record: logging.LogRecord, scope: Scope) -> Event:
             "logger": record.name,
             "file": f"{record.filename}:{record.lineno}",
             **_exception(record),
+            **_quoted(record),
         },
     )
 
@@ -227,6 +229,13 @@ def _extra(record: logging.LogRecord) -> dict[str, Any]:
             key = f"extra.{name}" if name in RESERVED else bounded(name)
             fields[key] = bounded(value) if isinstance(value, str) else json_format.loads(text)
     return fields
+
+
+def _quoted(record: logging.LogRecord) -> dict[str, Any]:
+    """Return `quotes` if the line itself is the text of an exception: `logger.error(error)`, or a traceback."""
+    if isinstance(record.msg, BaseException):
+        return {"quotes": True, "exception": type(record.msg).__name__}
+    return {"quotes": True} if TRACEBACK in _message(record) else {}
 
 
 def _exception(record: logging.LogRecord) -> dict[str, str]:

@@ -55,7 +55,7 @@ class PayloadBuffer:
     def __init__(self, policy: PrivacyPolicy, known: Iterable[str] = ()) -> None:
         self.source = f"worker-{os.getpid()}-{os.urandom(4).hex()}"
         self.known = set(known)  # layer tables that need not be sent
-        self._policy = policy
+        self._policy = self._chosen_policy = policy
         self._lock = threading.RLock()
         self._records: list[Telemetry] = []
         self._count = 0  # records that these are
@@ -78,6 +78,10 @@ class PayloadBuffer:
             elif passed is not None:
                 self._lose(count)
 
+    def restrict(self, level: int) -> None:
+        """Apply at most this privacy level to what is emitted until the next `take`."""
+        self._policy = replace(self._policy, level=min(self._policy.level, level))
+
     def emit_all(self, records: Sequence[Record], *, stray: bool = False) -> None:
         """The same for several records at once."""
         for record in records:
@@ -97,6 +101,7 @@ class PayloadBuffer:
         """
         with self._lock:
             records, self._records, self._count = self._records, [], 0
+            self._policy = self._chosen_policy
             tables = self._new_tables()
             about = [Run(self._run.id, self._run.name, tables=tables)] if self._run is not None and tables else []
             if not (records or about or self._untold):

@@ -14,6 +14,7 @@ Which level a metric or family needs stands in `catalog`. In doubt a record coun
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -72,7 +73,6 @@ LEFT: Mapping[str, tuple[str, ...]] = {
     "client.dropped_out": ("exception", "code", "phase", "round"),
     "edge.failed": ("exception",),
     "round.failed": ("exception",),
-    "update.refused": ("weight",),
     # Without means by class and single values, which are level 3, and checksums, by which data could be recognised.
     "data": ("samples", "features", "looks", *DATA_SCALARS),
 }
@@ -85,11 +85,13 @@ WRITTEN_BY_TIMED = (*LEFT_OF_SPANS, "message")
 OUR_WORDS = (  # events that quote nobody
     "budget", "client.answered_late", "client.busy", "client.clock", "client.connected", "client.disconnected",
     "client.joined", "client.left", "client.outside_round", "client.partition", "client.unserved", "data.new",
-    "interrupted", "round.unclosed", "season", "telemetry.lost", "telemetry.refused", "telemetry.thinned",
-    "update.base", "update.late", "update.left_out", "updates.approximate",
+    "interrupted", "round.stalled", "round.unclosed", "season", "telemetry.lost", "telemetry.refused",
+    "telemetry.thinned", "update.base", "update.late", "update.left_out", "update.refused", "updates.approximate",
     "worker.lost", "worker.thinned",
 )  # fmt: skip
 PASSING_ON = ("exception", "edge.failed", "round.failed")  # what the server catches may have been raised by a client
+ERROR_REPLY = re.compile(r"(<class '[^']*'>):<'.*'>", re.DOTALL)  # the class and the words of a client's exception
+SERVER_CODE = {"raised_by": "server"}  # in the data of such an event: raised by code that runs no client
 TROUBLE = ("warning", "error", "critical")
 FREE = (Run, Transfer, Finding, Action, Truth)
 OPEN = frozenset({Metric, LayerStats, Span, Sketch, Transfer})  # from level 3 on; spares nearly all records the rest
@@ -190,9 +192,8 @@ def _event(record: Event, policy: PrivacyPolicy, *, about_client: bool) -> Event
     data = record.data
     if policy.level >= WORDS:
         return record if policy.tracebacks or "traceback" not in data else _without(record, ("traceback",))
-    if not about_client and record.name not in PASSING_ON:
-        # The server's own words pass; those of an exception, never: it may have come through from a client.
-        return _without(record, ("traceback", "exception_message")) if record.name == "log" else record
+    if not about_client and (record.name not in PASSING_ON or SERVER_CODE.items() <= data.items()):
+        return _of_server(record)
     if record.name in OUR_WORDS:
         return record
     if level_of(record) > policy.level or (record.name == "log" and record.level not in TROUBLE):
@@ -201,6 +202,21 @@ def _event(record: Event, policy: PrivacyPolicy, *, about_client: bool) -> Event
     named = [str(left[key]) for key in ("doing", "block", "logger", "exception", "error") if key in left]
     message = f"{': '.join(named) or record.name} (its words need privacy level {WORDS})"
     return replace(record, message=message, data=left)
+
+
+def _of_server(record: Event) -> Event:
+    """The server's own words pass; those of an exception in its log, never: it may have come through from a client.
+
+    A client's error reply may be quoted in any text, in the form that Flower gives it.
+    """
+    if record.name == "log":
+        record = _without(record, ("traceback", "exception_message"))
+        if record.data.get("quotes") is True:
+            named = [str(record.data[key]) for key in ("logger", "exception") if key in record.data]
+            return replace(record, message=f"{': '.join(named)} (its words need privacy level {WORDS})")
+    if "<class '" not in record.message:
+        return record
+    return replace(record, message=ERROR_REPLY.sub(r"\1", record.message))
 
 
 def _span(record: Span, policy: PrivacyPolicy, *, about_client: bool) -> Span:

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from fedvitals.records import Event, Metric, Record, Span, Where
+from fedvitals.records import Event, Metric, Record, Span, Truth, Where, node_name
 from fedvitals.scope import Scope
 from fedvitals.transport.timing import new_span_id
 
@@ -46,6 +46,13 @@ class ScopeRecorder:
     def event(self, scope: Scope, level: str, name: str, message: str, data: Mapping[str, Any] | None = None) -> None:
         """Emit an event."""
         self.emit(Event(where(scope), time.time(), level, name, message, data or {}))
+
+    def truth(self, run: str, fault: Mapping[str, Any]) -> None:
+        """Emit what a host made ill on purpose: `kind`, `nodes`, `since`, `until`, and whatever else it says."""
+        fields = {"nodes": (), "since": 0, "until": None, **fault}
+        kind, nodes, since, until = (fields.pop(name) for name in ("kind", "nodes", "since", "until"))
+        nodes = nodes if isinstance(nodes, Iterable) and not isinstance(nodes, str) else (nodes,)
+        self.emit(Truth(Where(run), time.time(), kind, tuple(map(node_name, nodes)), since, until, fields))
 
     def exception(self, scope: Scope, name: str, error: BaseException) -> None:
         """Emit an exception as an event."""

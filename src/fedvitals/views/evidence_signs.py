@@ -126,7 +126,12 @@ TELLING: dict[str, tuple[Sign, ...]] = {
     "POOR_INITIALISATION": (Sign("gradient", "rms", "case"), Sign("loss")),
     "COMMUNICATION_FAILURE": (counted("update.lost"), Sign("traffic.sent")),
     "TIMEOUT": (counted("update.late"), Sign("time.client_virtual"), Sign("time.client")),
-    "STRAGGLER": (Sign("time.compute_virtual"), Sign("time.client_virtual"), Sign("time.client")),
+    "STRAGGLER": (
+        Sign("time.compute_virtual"),
+        Sign("time.client_virtual"),
+        Sign("time.client"),
+        Sign("time.client_evaluate"),
+    ),
     "DROP_OUT": (counted("client.dropped_out", "client.disconnected"), Sign("steps")),
     "CRASH": (counted("client.failed", "edge.failed", "round.failed"), Sign("steps")),
     "OUT_OF_MEMORY": (
@@ -134,6 +139,7 @@ TELLING: dict[str, tuple[Sign, ...]] = {
         Sign("memory.peak"),
         Sign("memory.resident"),
     ),
+    "STALLED": (Sign("time.round"),),
     "MEMORY_LEAK": (Sign("memory.resident"), Sign("memory.kept")),
     "DISK_FULL": (counted("client.failed", "monitor.error"), Sign("machine.disk_written")),
     "CLOCK_SKEW": (Sign("time.clock_error"),),

@@ -12,6 +12,7 @@ from fedvitals.diagnosis.gaps import (
     MONITOR_ERROR,
     OUTSIDE_ROUND,
     SINK_LOST,
+    UNSEEN,
     MonitorFailure,
     gaps,
     monitor_failure_of,
@@ -52,7 +53,8 @@ def examination_of(
     stored = examination_records(reader, run, "diagnosis.", SHARE, NEWEST)
     if again is None:
         examined = _examined(stored, count_clients(reader, run) if clients is None else clients)
-    warnings = queries.warnings_of(reader, run, (MONITOR_ERROR, queries.TELEMETRY_LOST, SINK_LOST, OUTSIDE_ROUND))
+    names = (MONITOR_ERROR, queries.TELEMETRY_LOST, SINK_LOST, OUTSIDE_ROUND, UNSEEN)
+    warnings = queries.warnings_of(reader, run, names)
     errors = [event for event in warnings if event.name == MONITOR_ERROR]
     failures = [failure for event in errors if (failure := monitor_failure_of(event)) is not None]
     if again is not None:
@@ -63,6 +65,7 @@ def examination_of(
         examined=examined,
         sinks={} if again is not None else _lost_by_sink(warnings),
         outside={*stored.outside, *_nodes_of(warnings, OUTSIDE_ROUND)},
+        unseen=any(event.name == UNSEEN for event in warnings),
     )
     if reader.database.dialect.name == "sqlite" and run in waiting_runs(spill_folder(reader.database.target)):
         reasons = (*reasons, "some of its records wait beside the store (`fedvitals doctor --mend` takes them back)")

@@ -13,10 +13,9 @@ from fedvitals.errors import ConfigError, unknown
 from fedvitals.store.read.events import newest_event_arrival, newest_event_of_each_node, rounds_of_events
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.memo import remembered
+from fedvitals.views.short_ids import short
 
 PARTITION = "client.partition"
-LONG = 12  # digits, from which nobody reads a number to its end
-TAIL = 6  # digits that are shown of such a one; the dashboard shows as many (parts/who.js)
 
 
 def labels_of(reader: Reader, run: str) -> Mapping[str, str]:
@@ -51,11 +50,6 @@ def _read(reader: Reader, run: str) -> dict[str, str]:
 def named(node: str, labels: Mapping[str, str]) -> str:
     """Return the whole name and its label: «18418001853788474769 (partition 3)»."""
     return f"{node} ({labels[node]})" if node in labels else node
-
-
-def short(node: str) -> str:
-    """Return the last digits of a long number, «…474769»; any other name as it is."""
-    return f"…{node[-TAIL:]}" if len(node) >= LONG and node.isascii() and node.isdigit() else node
 
 
 def place_of(case: Case, labels: Mapping[str, str]) -> str:

@@ -15,15 +15,18 @@ from fedvitals.plain_json import copied, finite
 from fedvitals.records import Run
 from fedvitals.store.read import queries
 from fedvitals.store.read.metrics import EMPTY_SERIES, series_arrays
+from fedvitals.store.read.presence import is_written, writers
 from fedvitals.store.read.reader import Reader
-from fedvitals.store.read.runs import count_runs, span_of_rounds
+from fedvitals.store.read.runs import count_runs, last_records_of_open_runs, run_heads, span_of_rounds
 from fedvitals.views.card import percent_of, setting_of
 from fedvitals.views.outline import FamilyKnown, Known, known_families, known_metric
 from fedvitals.views.traffic_counts import traffic_total
 
 LAB_ROUNDS = 10  # of an experiment that does not say how many
-RunState = Literal["running", "silent", "finished"]
-SILENT = 60.0  # seconds without a record, and without a writer that we could see, after which nobody should wait
+RunState = Literal["running", "silent", "died", "finished"]
+# Seconds without a record; a run that lives records that it does every ten. «silent»: a process is there that may write
+# to it, but it is stopped, or its machine is. «died»: there is none, as far as can be seen from here.
+SILENT, DIED = 60.0, 45.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class Status:
 
     id: str
     name: str
-    state: RunState  # «silent»: no end, no record for ten minutes, and nobody writes
+    state: RunState
     host: str
     topology: str | None
     seed: int | None
@@ -75,8 +78,8 @@ def store_status(reader: Reader, shown: str) -> StoreStatus:
     return StoreStatus(shown, __version__, count_runs(reader))
 
 
-def status_of(reader: Reader, run: str, *, written: bool = False, now: float | None = None) -> Status:
-    """`written`: whether somebody is there who may write to it still."""
+def status_of(reader: Reader, run: str, *, now: float | None = None) -> Status:
+    """Read the state of a run."""
     described, summary = queries.get_run(reader, run), queries.summary_of(reader, run)
     rounds = span_of_rounds(reader, run)
     last_record = finite(rounds.last_record)
@@ -87,7 +90,7 @@ def status_of(reader: Reader, run: str, *, written: bool = False, now: float | N
         Status,
         described,
         summary,
-        state=state_of(described.finished, last_record, described.started, written=written, now=now),
+        state=state_of(described.finished, last_record, described.started, written=is_written(reader, run), now=now),
         started=finite(described.started),
         last_record=last_record,
         rounds=rounds.count,
@@ -114,13 +117,31 @@ def state_of(
     written: bool = False,
     now: float | None = None,
 ) -> RunState:
-    """`written`: somebody is there who may write to it still, so that a long round is no silence."""
+    """Return what a run does: `written` tells whether a process is there that may write to it still."""
     if finished is not None:
         return "finished"
     heard = started if last_record is None else last_record
-    if not written and heard is not None and (time.time() if now is None else now) - heard > SILENT:
-        return "silent"
-    return "running"
+    quiet = 0.0 if heard is None else (time.time() if now is None else now) - heard
+    if written:
+        return "silent" if quiet > SILENT else "running"
+    return "died" if quiet > DIED else "running"
+
+
+def run_states(reader: Reader, now: float | None = None) -> dict[str, RunState]:
+    """Return what each run of the store does, by its id."""
+    heads, last = [*run_heads(reader)], last_records_of_open_runs(reader)
+    newest = max((run.started or 0.0 for run in heads if run.finished is None), default=None)
+    written = writers(reader)
+    return {
+        run.id: state_of(
+            run.finished,
+            last.get(run.number),
+            run.started,
+            written=run.finished is None and written(run.id, (run.started or 0.0) == newest),
+            now=now,
+        )
+        for run in heads
+    }
 
 
 def planned_rounds(run: Run) -> int | None:

@@ -362,6 +362,7 @@ OF_THE_RUN = {
     "CRASH": "Rounds fail with an error",
     "OUT_OF_MEMORY": "The server runs out of memory",
     "DISK_FULL": "The server's disk is full",
+    "STALLED": "A round stands still",
 }
 NAMED = 2  # of several culprits; the others are counted
 LONGEST = 200  # characters of a message that somebody else wrote
@@ -377,6 +378,8 @@ def clause(same: Sequence[Case], labels: Mapping[str, str]) -> str:
     suspects = _unique(suspect.node for suspect in worst.newest.suspects)
     if not who and worst.issue == "GROUP_LEFT_BEHIND" and suspects:
         return f"The global model does not serve {joined(suspects, labels)}"
+    if worst.issue == "STALLED" and suspects and worst.still_there:
+        return f"A round stands still and waits for {joined(suspects, labels)}"
     if not who or worst.issue not in OF_CLIENTS:
         words = OF_THE_RUN.get(worst.issue, worst.issue_entry.title)
         words = f"{words}, on {joined(who, labels)}" if who else words

@@ -48,7 +48,7 @@ def test_shows_at_a_glance_which_run_is_ill(home, page):
     assert row(page, "good one").locator(".health").inner_text().endswith("healthy")
     assert row(page, "goes on").locator(".run-state").inner_text() == "● live"
     assert row(page, "goes on").locator(".progress-cell").inner_text().startswith("4/10")
-    assert "silent since" in row(page, "fell quiet").locator(".run-state").inner_text()
+    assert "died, last heard" in row(page, "fell quiet").locator(".run-state").inner_text()
     assert ill.locator("svg.sparkline").count() == 1
     assert "38.4\u202fkB" in ill.inner_text()
     assert judge(page) == []
@@ -193,7 +193,7 @@ def test_running_ones_move_and_nothing_else_does(home, page, store):
     assert "0.123" in row(page, "goes on").inner_text()
     assert page.evaluate("document.activeElement.textContent") == "goes on"
     assert page.locator("tbody input:checked").count() == 1
-    new = course("z-new", "just begun", started=time.time(), finished=None)
+    new = course("z-new", "just begun", started=time.time() + 1200, finished=None)
     find(new, "c0")
     sink.write(new.records)
     sink.close()

@@ -49,7 +49,7 @@ def multiply(local, model, factor):
 def test_what_a_client_does_inside_of_its_scope_is_found(factor, words):
     findings = federate(factor)
     assert {finding.where.node for finding in findings} == {"c2"}
-    assert any(words in finding.message for finding in findings)
+    assert any(words in finding.message or "unlike its peers" in finding.message for finding in findings)
     assert min(finding.where.round for finding in findings) <= 7
 
 

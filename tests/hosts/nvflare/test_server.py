@@ -16,6 +16,7 @@ from nvflare.apis.shareable import Shareable
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 
+from fedvitals.cli.main import main
 from fedvitals.hosts.nvflare import server_component
 from fedvitals.hosts.nvflare.envelope import KEY, ResultEnvelope, SiteFailure
 from fedvitals.hosts.nvflare.server_component import ServerWatch
@@ -161,3 +162,22 @@ def test_a_monitor_that_cannot_be_costs_the_job_nothing(tmp_path, caplog):
     job.answer("site-1", job.ask("site-1"), result(changed(model(), 0.5)))
     assert "fedvitals does not watch this job" in caplog.text
     assert not job.store.exists()
+
+
+class ServerSideController:
+    """Named as NVFlare's own, of workflows that sites run among themselves."""
+
+
+def test_a_workflow_that_the_server_does_not_see_is_not_called_free_of_findings(tmp_path, capsys):
+    job = Job(tmp_path, controllers=[ServerSideController()])
+    live = str(job.watch._rounds.monitor.findings())
+    job.fire(EventType.END_RUN)
+    reason = "clients train and aggregate among themselves in this workflow"
+    assert live.startswith(f"Not judged, because {reason}")
+    for verb in ("findings", "show", "runs"):
+        with pytest.raises(SystemExit):
+            main([verb, *([] if verb == "runs" else ["digits"]), "--store", str(job.store)])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "No findings" not in shown
+        assert "healthy" not in shown.lower()
+        assert verb == "runs" or f"Not judged, because {reason}" in shown

@@ -11,9 +11,9 @@ from support.flower.federation import RUNS, HandGrid, flower_run
 from support.flower.legacy import Ordered, client_app
 
 
-def run(*mods, monitor=None, on_grid=False):
-    """The model after two rounds."""
-    strategy, grid = Ordered(), HandGrid(client_app(*mods), run_id=next(RUNS))
+def run(*mods, monitor=None, on_grid=False, fate=None):
+    """The model after two rounds; None if nothing was aggregated."""
+    strategy, grid = Ordered(), HandGrid(client_app(*mods), run_id=next(RUNS), fate=fate)
     if monitor is not None:
         fv.flower.attach(grid if on_grid else strategy, monitor)
     server = ServerApp()
@@ -26,4 +26,4 @@ def run(*mods, monitor=None, on_grid=False):
 
     with flower_run(grid.run_id):
         server(grid, Context(run_id=grid.run_id, node_id=1, node_config={}, state=RecordDict(), run_config={}))
-    return parameters_to_ndarrays(Parameters(strategy.models[-1], "numpy.ndarray"))
+    return parameters_to_ndarrays(Parameters(strategy.models[-1], "numpy.ndarray")) if strategy.models else None

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from fedvitals.analysis.traffic import ClientTraffic, Flow, Traffic
 from fedvitals.cli.bars import BLUE, GREEN, GREY, ORANGE, PINK, SKY, in_lines, percent, shares_of
-from fedvitals.cli.screen import APART, new_table, number, seconds, shown, size, with_unit
+from fedvitals.cli.screen import APART, new_table, number, seconds, shown, shown_node, size, with_unit
 from fedvitals.views.machine import ROOM, Memory
 from fedvitals.views.profile import Profile
 
@@ -49,11 +49,11 @@ def _throughput(console: Any, profile: Profile, rows: int | None) -> None:
     # What machine trained how fast is of the real clock, whatever the rest of the report is of.
     whose = " [dim](of this machine, real clock)[/dim]" if profile.clock == "virtual" else ""
     paces = [number(client.samples_per_second) for client in (clients[0], clients[-1])]
-    span = f" at the median client, {paces[0]} to {paces[1]}" if len(clients) > 1 else f", {shown(middle.node)}"
+    span = f" at the median client, {paces[0]} to {paces[1]}" if len(clients) > 1 else f", {shown_node(middle.node)}"
     console.print(f"[bold]Throughput[/bold]  {number(middle.samples_per_second)} samples/s{span}{whose}")
     for client in clients[: 3 if rows else None] if len(clients) > 1 or middle.epoch_seconds is not None else ():
         epoch = "" if client.epoch_seconds is None else f", {seconds(client.epoch_seconds)} an epoch"
-        console.print(f"  {shown(client.node)}  {number(client.samples_per_second)} samples/s{epoch}")
+        console.print(f"  {shown_node(client.node)}  {number(client.samples_per_second)} samples/s{epoch}")
     console.print()
 
 
@@ -63,12 +63,12 @@ def _grown(console: Any, memory: Memory, rows: int | None) -> None:
         most_grown = [growth for growth in memory.grown if growth.bytes > 0][: 3 if rows else None]
         for title, growth in zip(["grew most with", *[""] * len(most_grown)], most_grown, strict=False):
             most = f"{size(growth.most_bytes)} of it in round {growth.most_round}"
-            where = f"{shown(growth.node)}, over {growth.rounds} rounds; {most}"
+            where = f"{shown_node(growth.node)}, over {growth.rounds} rounds; {most}"
             console.print(f"  {title:20} {size(growth.bytes):>9}  [dim]{where}[/dim]")
     if len(memory.kept) > 1 and memory.kept[0].bytes > 0:
         first, second, *_ = memory.kept
-        rest = f"a round on average; the next is {shown(second.node)} with {size(second.bytes / second.rounds)}"
-        each = f"{size(first.bytes / first.rounds):>9}  [dim]{shown(first.node)}, {rest}[/dim]"
+        rest = f"a round on average; the next is {shown_node(second.node)} with {size(second.bytes / second.rounds)}"
+        each = f"{size(first.bytes / first.rounds):>9}  [dim]{shown_node(first.node)}, {rest}[/dim]"
         console.print(f"  {'heap kept most by':20} {each}")
 
 
@@ -79,10 +79,10 @@ def _memory(console: Any, profile: Profile, rows: int | None) -> None:
     console.print("[bold]Memory[/bold]")
     order = {metric: place for place, metric in enumerate(MEMORY)}
     for peak in sorted(memory.peaks, key=lambda reading: order.get(reading.metric, len(order))):
-        whose = f" ({shown(peak.growth_node)})" if peak.growth_node and peak.growth_node != peak.node else ""
+        whose = f" ({shown_node(peak.growth_node)})" if peak.growth_node and peak.growth_node != peak.node else ""
         grew = f", grew by {size(peak.growth_bytes)} over the run{whose}"
         grew = grew if peak.metric in GROWS and peak.growth_bytes > 0 else ""
-        where = f"{shown(peak.node)}, " if peak.node else ""
+        where = f"{shown_node(peak.node)}, " if peak.node else ""
         name = MEMORY.get(peak.metric, shown(peak.metric))
         console.print(f"  {name:20} {size(peak.bytes):>9}  [dim]{where}round {peak.round}{grew}[/dim]")
     _grown(console, memory, rows)
@@ -106,7 +106,7 @@ def _machine(console: Any, profile: Profile) -> None:
     for reading in profile.machine:
         extreme = "at least" if reading.metric in ROOM else "at most"
         mean, most = (with_unit(value, reading.unit) for value in (reading.mean, reading.extreme))
-        where = f"{shown(reading.node)}, round {reading.round}" if reading.node else f"round {reading.round}"
+        where = f"{shown_node(reading.node)}, round {reading.round}" if reading.node else f"round {reading.round}"
         name = shown(reading.metric.removeprefix("machine.").replace("_", " ").replace(".", " "))
         console.print(f"  {name:20} {mean} on average, {extreme} {most}  [dim]{where}[/dim]")
     console.print()
@@ -118,7 +118,7 @@ def _operators(console: Any, profile: Profile, rows: int | None) -> None:
     newest = profile.operators[-1]
     operators = newest.data.get("operators")
     listed = [row for row in operators if isinstance(row, dict)] if isinstance(operators, list) else []
-    console.print(f"[bold]Operators[/bold]  {shown(str(newest.node))}, round {newest.round}, by their own time")
+    console.print(f"[bold]Operators[/bold]  {shown_node(str(newest.node))}, round {newest.round}, by their own time")
     for row in listed[:rows]:
         took = sum(v for name in ("seconds", "device_seconds") if isinstance(v := row.get(name), int | float))
         taken = row.get("bytes")
@@ -165,7 +165,7 @@ def _failures(console: Any, traffic: Traffic, rows: int | None) -> None:
     for client in ill[:rows]:
         counts = [number(client.count(outcome)) for outcome in ("late", "lost", "failed")]
         shares = ["–" if share is None else percent(share) for share in (client.availability, client.failure_rate)]
-        table.add_row(shown(client.node), number(client.asked), *shares, *counts, _history(client))
+        table.add_row(shown_node(client.node), number(client.asked), *shares, *counts, _history(client))
     console.print(table)
     more = "" if rows is None or len(ill) <= rows else f"; {len(ill) - rows} more: --all"
     console.print(f"[dim]█ answered, l late, x lost, f failed, - away{more}[/dim]")
@@ -222,7 +222,7 @@ def _needed(console: Any, profile: Profile, rows: int | None) -> None:
         needs = f"none is enough: the rest takes {seconds(link.other_seconds)}{late} already"
         if link.bits_per_second is not None:
             needs = f"needs {rate(link.bits_per_second)}"
-        console.print(f"  {shown(link.node):8} has {has}, {needs}")
+        console.print(f"  {shown_node(link.node):8} has {has}, {needs}")
     if rows is not None and len(short) > rows:
         console.print(f"  [dim]and {len(short) - rows} more: --all[/dim]")
     console.print()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fedvitals.cli.bars import percent
-from fedvitals.cli.screen import APART, new_table, seconds, shown, size
+from fedvitals.cli.screen import APART, new_table, seconds, shown, shown_node, size
 from fedvitals.diagnosis.memory_fit import DeviceFit, device_table
 from fedvitals.errors import ConfigError, MissingExtraError
 from fedvitals.views.machine import Memory
@@ -125,7 +125,7 @@ def _score(value: float | None) -> str:
 def print_devices(console: Any, memory: Memory, rows: list[DeviceFit]) -> None:
     batch = "" if memory.batch is None else f", batches of {memory.batch:.0f}"
     peak = size(rows[0].peak_bytes)
-    console.print(f"\n[bold]Devices[/bold]  {shown(memory.node or '')} takes {peak} at its predicted peak{batch}")
+    console.print(f"\n[bold]Devices[/bold]  {shown_node(memory.node or '')} takes {peak} at its predicted peak{batch}")
     table = new_table(padding=APART)
     for title in ("", "it has", "", "" if all(row.fits for row in rows) else "what would fit"):
         right = title == "it has"

@@ -11,7 +11,7 @@ from rich.text import Text
 from fedvitals.analysis.critical_path import PathLink
 from fedvitals.analysis.timeline import NodeTime
 from fedvitals.cli.bars import BLUE, GREY, KINDS, along, in_lines, percent, percents, stacked, strip
-from fedvitals.cli.screen import APART, new_table, seconds, shown, sparkline
+from fedvitals.cli.screen import APART, new_table, seconds, shown, shown_node, sparkline
 from fedvitals.views.profile import Profile
 
 NODES = 20  # lines of the waterfall, unless --all
@@ -80,7 +80,7 @@ def _bars(console: Any, profile: Profile) -> None:
     console.print("  [dim]rounds: along the critical path; clients: all of their time, waiting included[/dim]")
     waited = sum(profile.waited_for.values())
     if waited > UNEXPLAINED * sum(profile.client_parts.values()):
-        shares = [f"{shown(node)} {percent(s / waited)}" for node, s in [*profile.waited_for.items()][:3]]
+        shares = [f"{shown_node(node)} {percent(s / waited)}" for node, s in [*profile.waited_for.items()][:3]]
         console.print(f"  [dim]clients waited {seconds(waited)} in all, for {', '.join(shares)}[/dim]")
     if profile.unaccounted is not None and profile.unaccounted > UNEXPLAINED:
         share = percent(profile.unaccounted)
@@ -156,7 +156,7 @@ def _waited(console: Any, waits: Mapping[str, str]) -> None:
     for node, whom in waits.items():
         by.setdefault(whom, []).append(node)
     descriptions = [
-        f"{shown(those[0]) if len(those) == 1 else f'{len(those)} nodes'} for {shown(whom)}"
+        f"{shown_node(those[0]) if len(those) == 1 else f'{len(those)} nodes'} for {shown_node(whom)}"
         for whom, those in sorted(by.items(), key=lambda item: -len(item[1]))
     ]
     if descriptions:
@@ -198,7 +198,7 @@ def _stragglers(console: Any, profile: Profile, rows: int | None) -> None:
     table = new_table(*titles, padding=APART, no_wrap=True)
     for straggler in costly[:rows]:
         table.add_row(
-            shown(straggler.node),
+            shown_node(straggler.node),
             f"{straggler.determined} of {straggler.rounds}",
             seconds(straggler.seconds_lost),
             seconds(straggler.typical),

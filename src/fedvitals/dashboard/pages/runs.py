@@ -69,7 +69,7 @@ class RunRow:
     host: str
     topology: str | None
     tags: tuple[str, ...]
-    state: RunState  # «silent»: no end, no record for a minute, and nobody writes
+    state: RunState
     written: bool  # whether somebody is there who may write to it still
     health: State
     headline: str  # the verdict

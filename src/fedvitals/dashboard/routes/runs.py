@@ -11,11 +11,11 @@ from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
 
 from fedvitals.dashboard.answers import Failure, answer, changed
 from fedvitals.dashboard.pages.runs import Contents, Order, RunList, RunsAsked, RunsPage, Sort, contents_of
-from fedvitals.dashboard.presence import writers
 from fedvitals.dashboard.routes.parameters import RunPath
-from fedvitals.dashboard.routes.status import this_minute
+from fedvitals.dashboard.routes.status import this_moment
 from fedvitals.errors import BusyError
 from fedvitals.store.marks import clear_mark, marks, set_mark
+from fedvitals.store.read.presence import writers
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.read.runs import has_run
 from fedvitals.store.upkeep import retention
@@ -68,9 +68,9 @@ def runs(
     run_list: RunList = request.app.state.run_list
 
     def work(reader: Reader) -> RunsPage:
-        return run_list.page(reader, cache.tracker.version, asked, writers(reader, cache.target))
+        return run_list.page(reader, cache.tracker.version, asked, writers(reader))
 
-    return answer(request, None, work, also=this_minute())
+    return answer(request, None, work, also=this_moment())
 
 
 @router.get("/api/runs/{run}/contents", response_model=Contents)

@@ -13,6 +13,7 @@ import { broken, nothing, skeleton } from "./parts/states.js";
 import { addressOf, pathHere } from "./root.js";
 
 const PAUSE = 300; // ms between two looks at a run that changes
+const STATE_EVERY = 10_000; // ms
 const VIEWS = {
   runs: () => import("./views/runs.js"),
   compare: () => import("./views/compare.js"),
@@ -174,6 +175,9 @@ listen((kind, data) => {
   }, mine.last && Date.now() - mine.last < PAUSE ? PAUSE : 0);
   mine.last = Date.now();
 });
+
+// A run dies without a change in the store: while one may live, its state is asked for again.
+setInterval(() => page?.shown && page.status?.state !== "finished" && refresh(page), STATE_EVERY);
 
 keyboard(() => page, go);
 show();

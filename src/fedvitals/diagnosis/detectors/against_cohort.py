@@ -21,8 +21,7 @@ from fedvitals.diagnosis.evidence.attendance import rounds_until
 from fedvitals.diagnosis.evidence.described_data import data_sketches
 from fedvitals.diagnosis.evidence.exact_relations import exact_relations
 from fedvitals.diagnosis.evidence.fault_kinds import WORDS
-from fedvitals.diagnosis.evidence.learning_rates import own_learning_rates
-from fedvitals.diagnosis.evidence.suspect_data import examine_data
+from fedvitals.diagnosis.evidence.faulty_clients import LOCATOR
 from fedvitals.diagnosis.evidence.transformed_updates import transformation
 from fedvitals.diagnosis.evidence.update_mismatch import clients_with_trained_updates
 from fedvitals.diagnosis.finding import Number, finding
@@ -72,12 +71,11 @@ def against_cohort(history: History, round_index: int) -> Iterator[Finding]:
             odd[node] = _scaled(now, grown[0], usual)
     if not odd:
         return
-    exact = exact_relations(history, round_index).keys() | own_learning_rates(history, round_index).keys()
-    named = located_clients(history, round_index) | exact | examine_data(history, round_index).suspects.keys()
-    data = data_sketches(history, round_index)
+    named = located_clients(history, round_index) | exact_relations(history, round_index).keys()
+    trend, data = LOCATOR.trend_up_to(history, round_index), data_sketches(history, round_index)
     trained, losses = clients_with_trained_updates(history, round_index), changed_loss_clients(history, round_index)
     for node, oddity in odd.items():
-        if node in named or (oddity.is_reversed and node in losses):
+        if node in named or trend.is_explained(node) or (oddity.is_reversed and node in losses):
             continue
         issue, kind = oddity.trained_as if node in trained else ("BYZANTINE", oddity.kind)
         if issue == "LABEL_NOISE" and data.labels_unchanged_since(node, oddity.since):

@@ -11,9 +11,7 @@ from fedvitals.diagnosis.evidence.described_data import data_sketches
 from fedvitals.diagnosis.evidence.exact_relations import HARMLESS, exact_relations
 from fedvitals.diagnosis.evidence.fault_kinds import WORDS
 from fedvitals.diagnosis.evidence.faulty_clients import LOCATOR, likely_limit
-from fedvitals.diagnosis.evidence.learning_rates import own_learning_rates
 from fedvitals.diagnosis.evidence.own_past import LOSS, LOSS_AFTER, OWN_PASTS, PROPORTION, SIZE, ClientChange
-from fedvitals.diagnosis.evidence.suspect_data import examine_data
 from fedvitals.diagnosis.evidence.update_mismatch import clients_with_altered_updates
 from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History, Node
@@ -33,10 +31,9 @@ def changed_losses(history: History, round_index: int) -> Iterator[Finding]:
     if not changes:
         return
     beside = located_clients(history, round_index) | _recently_altered(history, round_index)
-    suspects, data = examine_data(history, round_index).suspects, data_sketches(history, round_index)
-    elsewhere = beside | suspects.keys() | own_learning_rates(history, round_index).keys()
+    trend, data = LOCATOR.trend_up_to(history, round_index), data_sketches(history, round_index)
     for node, change in changes.items() if not beside - changes.keys() else ():
-        if node in elsewhere or data.labels_unchanged_since(node, change.since):
+        if node in beside or trend.is_explained(node) or data.labels_unchanged_since(node, change.since):
             continue
         when = "receives" if change.sign is LOSS else "has trained"
         text = (
@@ -78,9 +75,9 @@ def _enlarged(history: History, round_index: int) -> dict[Node, ClientChange]:
 
 def changed_sizes(history: History, round_index: int) -> Iterator[Finding]:
     """BYZANTINE: a client's updates became several times as large, and it is not known that it trained them so."""
-    elsewhere = exact_relations(history, round_index).keys() | own_learning_rates(history, round_index).keys()
+    trend = LOCATOR.trend_up_to(history, round_index)
     for node, change in _enlarged(history, round_index).items():
-        if node in elsewhere:
+        if node in exact_relations(history, round_index) or trend.is_explained(node):
             continue
         times = change.value / change.expected if change.expected > 0 else float("inf")
         text = (

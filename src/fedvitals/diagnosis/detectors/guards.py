@@ -41,7 +41,8 @@ def misfits(history: History, round_index: int) -> Iterator[Finding]:
         weight, node = bool(event.data.get("weight")), event.where.node
         issue = "WRONG_SAMPLE_COUNT" if weight else "SHAPE_OR_DTYPE_MISMATCH"
         why = "it claims a number of samples that is none" if weight else "its shape or type is not the model's"
-        text = f"The update of {node} was refused: {why}."
+        misfit = event.data.get("misfit")
+        text = f"The update of {node} was refused: {why}." if misfit is None else event.message
         refused = [e.where.round for e in history.events("update.refused") if e.where.node == node]
         since = min((past_round for past_round in refused if past_round is not None), default=round_index)
         yield finding(issue, round_index, text, confidence=1.0, since=since, node=node)

@@ -45,6 +45,12 @@ KIND_OF_DEVICE = 0.25  # share of the cohort
 HANGING_SECONDS = 600.0
 HANGING = 100.0  # times its peers: nothing computes so slowly
 REAL_SECONDS = 0.5  # more than its peers, on a real clock, where a busy machine is no finding
+TIMES = (  # by which clients are compared, and how many seconds more than its peers make a client slow
+    ("time.compute_virtual", 0.0),
+    ("time.client_virtual", 0.0),
+    ("time.client", REAL_SECONDS),
+    ("time.client_evaluate", REAL_SECONDS),
+)
 
 # The reason quotes what the client sent, and so stands in the event alone.
 LIMITED_WORDS = "{} brought more names or records than one client may; the event `telemetry.refused` names the limit."
@@ -90,7 +96,9 @@ def failures(history: History, round_index: int) -> Iterator[Finding]:
         since = _first_round_of(history, round_index, event)
         before = "" if since == round_index else f" (since round {since})"
         error = f" with {event.data['exception']}" if event.data.get("exception") is not None else ""
-        text, sure = f"{who} failed{error}{before}.", 1.0
+        phase = event.data.get("phase", TRAIN)
+        asked = "" if phase == TRAIN else f" when asked to {phase}"
+        text, sure = f"{who} failed{asked}{error}{before}.", 1.0
         shares: Mapping[str, Any] = {}
         if issue == "OUT_OF_MEMORY":
             text, sure = killed_words(history, round_index, event) or (text, sure)
@@ -167,7 +175,7 @@ def late(history: History, round_index: int) -> Iterator[Finding]:
 
 def stragglers(history: History, round_index: int) -> Iterator[Finding]:
     """STRAGGLER: several times as slow as its peers or its own past for the same work, several rounds in a row."""
-    for name, least in (("time.compute_virtual", 0.0), ("time.client_virtual", 0.0), ("time.client", REAL_SECONDS)):
+    for name, least in TIMES:
         seconds = history.latest(name, round_index)
         if seconds:
             slow = [*_slow_clients(history, round_index, name, least)]
@@ -196,7 +204,8 @@ def _slow_clients(history: History, round_index: int, name: str, least: float) -
         slower = changed or (off > np.log(SLOW) and score > SLOW_SCORE)
         if not steady or not slower or seconds[node] - peers < least:
             continue
-        text = f"{node} takes {np.exp(off):.1f} times as long as its peers for the same work."
+        work = "same evaluation" if name == "time.client_evaluate" else "same work"
+        text = f"{node} takes {np.exp(off):.1f} times as long as its peers for the {work}."
         text += " It was not so before." if changed else ""
         number = Number(name, seconds[node], peers, score)
         more = {"changed": changed}

@@ -24,5 +24,6 @@ WORDS = {kind: words for kind, (_, words) in _KINDS.items()}
 AFTER_TRAINING = frozenset(
     {"stale_update", "free_rider", "duplicate", "sign_flip", "scaling", "gaussian", "little_is_enough", "inner_product"}
 )
-DATA_FAULTS = frozenset({"label_noise", "label_flip", "input_noise", "input_scale"})
+INPUT_FAULTS = frozenset({"input_noise", "input_scale"})
+DATA_FAULTS = INPUT_FAULTS | {"label_noise", "label_flip"}
 MULTIPLES = frozenset({"sign_flip", "scaling"})  # of what was trained: recognised exactly where sums can be compared

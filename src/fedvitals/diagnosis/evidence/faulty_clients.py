@@ -21,9 +21,7 @@ from fedvitals.diagnosis.evidence.attendance import groups_of
 from fedvitals.diagnosis.evidence.damage import deciding_client
 from fedvitals.diagnosis.evidence.exact_relations import exact_relations
 from fedvitals.diagnosis.evidence.fault_kinds import ISSUE_OF, WORDS
-from fedvitals.diagnosis.evidence.learning_rates import own_learning_rates
 from fedvitals.diagnosis.evidence.log_odds import EvidenceModel, shipped_model
-from fedvitals.diagnosis.evidence.suspect_data import examine_data
 from fedvitals.diagnosis.evidence.trend import CAP, EvidenceTrend
 from fedvitals.diagnosis.evidence.update_mismatch import update_mismatches
 from fedvitals.diagnosis.evidence.vital_signs import SIGNS, TELEMETRY
@@ -59,8 +57,7 @@ class FaultyClientLocator:
         elsewhere = {
             *(findings.where.node for rule in (duplicates, free_riders) for findings in rule(history, round_index)),
             *exact_relations(history, round_index),
-            *own_learning_rates(history, round_index),
-            *_explained_by_data(history, round_index, trend),
+            *(node for node in trend.scores.nodes if node not in trend.altered_since and trend.is_explained(node)),
         }
         mismatches = update_mismatches(history, round_index)
         deciding = deciding_client(history, round_index)
@@ -88,12 +85,6 @@ class FaultyClientLocator:
             if past_round <= round_index and (trend.round is None or past_round > trend.round):
                 trend.add_round(history, past_round)
         return trend
-
-
-def _explained_by_data(history: History, round_index: int, trend: EvidenceTrend) -> set[Node]:
-    """Return the clients that are not accused here, because their data look wrong, which is reported by itself."""
-    examined = examine_data(history, round_index)
-    return {*examined.suspects, *examined.group} - trend.altered_since.keys()
 
 
 def _altered_update_finding(trend: EvidenceTrend, index: int, distance: float) -> Finding:

@@ -58,7 +58,7 @@ def _of_two(history: History, rates: dict[Node, float]) -> dict[Node, OwnLearnin
 
 
 def _differs(rate: float, common: float) -> bool:
-    return not 1 / DIFFERENT < rate / common < DIFFERENT
+    return common > 0 and not common / DIFFERENT < rate < common * DIFFERENT
 
 
 def _rounded(rate: float) -> float:

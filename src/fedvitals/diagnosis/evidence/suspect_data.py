@@ -51,6 +51,7 @@ class DataExamination:
     suspects: Mapping[Node, DataSuspect]
     group: tuple[Node, ...]
     usual: frozenset[Node]
+    usual_inputs: frozenset[Node]  # whose inputs spread as the others' do, whatever is known of their labels
     another_population: frozenset[Node]  # stand out, too many to be accused
 
 
@@ -87,7 +88,11 @@ def judge_data(
     group = tuple(shifted) if GROUP <= len(shifted) <= MOST_OF_GROUP * known and not many else ()
     unusual = {*suspects, *shifted}
     usual = frozenset(node for node in present if node not in unusual and _is_usual(deviations.get(node)))
-    return DataExamination({node: own for node, own in suspects.items() if node not in many}, group, usual, many)
+    inputs = frozenset(
+        node for node in present if node in deviations and abs(deviations[node].spread_score) < SPREAD_LIMIT / 2
+    )
+    accused = {node: own for node, own in suspects.items() if node not in many}
+    return DataExamination(accused, group, usual, inputs - unusual, many)
 
 
 def _another_population(

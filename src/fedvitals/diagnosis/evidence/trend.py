@@ -8,6 +8,7 @@ evidence was not learnt on, raise as many alarms as the user allows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
@@ -16,8 +17,8 @@ import numpy.typing as npt
 from fedvitals.diagnosis.evidence.attendance import groups_of
 from fedvitals.diagnosis.evidence.client_table import MOST_CLIENTS, ClientTable, Rows
 from fedvitals.diagnosis.evidence.equal_updates import peer_statistic
-from fedvitals.diagnosis.evidence.exact_relations import harmless_alterations
-from fedvitals.diagnosis.evidence.fault_kinds import AFTER_TRAINING, DATA_FAULTS, MULTIPLES
+from fedvitals.diagnosis.evidence.exact_relations import HARMLESS, exact_relations, harmless_alterations
+from fedvitals.diagnosis.evidence.fault_kinds import AFTER_TRAINING, DATA_FAULTS, INPUT_FAULTS, MULTIPLES
 from fedvitals.diagnosis.evidence.label_counts import label_counts
 from fedvitals.diagnosis.evidence.learning_rates import METRIC as LEARNING_RATE
 from fedvitals.diagnosis.evidence.learning_rates import own_learning_rates
@@ -40,6 +41,7 @@ SHARES = {"telemetry": 0.35, "server": 0.2, "flip": 0.1}
 SMALL, PARTIAL = 12, 0.7  # clients in a cohort; share of the known clients that take part in a round
 CONVERGED = 0.1  # of the run's largest update, the median client's
 POINTS_BACK = 0.2  # cosine to an earlier model, from which an update may have been added to one
+EXPLAINED_FOR = 5  # rounds
 REMEMBERED = 6  # participations from which the kind of the fault is inferred
 _NEVER = np.iinfo(np.int64).min
 EVEN, CORROBORATED = 0.5, 0.9  # probabilities: from which samples that are classified wrong count, and to which
@@ -128,6 +130,7 @@ class EvidenceTrend:
         # Samples that the received model classified right, as many as it usually does, and all of them, since there is
         # evidence against a client; and the first two of before.
         self._classified, self._classified_before = self._clients.column((3,)), self._clients.column((2,))
+        self._has_classes = False  # whether clients are known to have classes: numbers are not flipped
         self._chance = 0.0  # accuracy of a blind guess; 0 where the classes are not known
         self.round: int | None = None
         self.rounds = 0
@@ -140,6 +143,7 @@ class EvidenceTrend:
         self.suspected_kinds: dict[Node, str] = {}  # the kind that each of these is accused of
         self.abstains = False  # whether the last round's updates were transformed, so that nobody is judged by them
         self._ruled_out: dict[Node, frozenset[str]] = {}  # kinds that an exact test of the last round excludes
+        self._explained: dict[Node, int] = {}  # when something exact last explained what is unusual about a client
         self._excluded: dict[Node, frozenset[str]] = {}  # kinds that a client's data and settings of the round exclude
         self.exchanging = False  # whether clients pass models to each other, and look faulty for their neighbours
         self.largest = 0.0  # norm of the median client's update, in the round in which that was largest
@@ -154,6 +158,7 @@ class EvidenceTrend:
         vital_signs = vital_signs_of(history, round_index)
         self.round, self.rounds = round_index, self.rounds + 1
         rows = self._rows_of(vital_signs.nodes)
+        self._explained |= dict.fromkeys(_explained(history, round_index), round_index)
         self.abstains = transformation(history, round_index) is not None
         self.vital_signs, self.scores = vital_signs, None if self.abstains else self.scorer(vital_signs)
         accuracy = vital_signs.values[:, SIGNS.index("accuracy_before")]
@@ -190,9 +195,15 @@ class EvidenceTrend:
         """Return the rows of a round's clients; what is known of clients that gave way to new ones is dropped."""
         rows = self._clients.rows_of(nodes)
         for node in self._clients.forgotten:
-            for by_client in (self.altered_since, self.suspected_kinds, self.kind_chances):
+            for by_client in (self.altered_since, self.suspected_kinds, self.kind_chances, self._explained):
                 by_client.pop(node, None)
         return rows
+
+    def is_explained(self, node: Node) -> bool:
+        """Return whether a client's data, its learning rate or an exact relation of its update explained in one of the
+        last rounds what is unusual about it: what it does now and then is named by that alone.
+        """
+        return self.round is not None and self.round - self._explained.get(node, _NEVER) <= EXPLAINED_FOR
 
     def accusing_views(self, node: Node) -> list[str]:
         """Return the views in which a client is accused."""
@@ -235,6 +246,7 @@ class EvidenceTrend:
     def _count_classified(self, history: History, round_index: int, rows: Rows, vital_signs: VitalSigns) -> None:
         classes = len(label_counts(history, round_index).labels)
         self._chance = 1 / classes if classes > 1 else 0.0
+        self._has_classes = classes > 0 or math.isfinite(self.accuracy)
         sizes = history.latest("fit.samples", round_index)
         samples = np.array([sizes.get(node, 0.0) for node in vital_signs.nodes])
         right = samples * vital_signs.values[:, SIGNS.index("accuracy_before")]
@@ -299,7 +311,7 @@ class EvidenceTrend:
         """Return which kinds of fault are possible for a client, by what is known of its update, data and settings."""
         if node in self.altered_since:
             return [kind in AFTER_TRAINING - self._ruled_out.get(node, frozenset()) for kind in kinds]
-        excluded = self._excluded.get(node, frozenset())
+        excluded = self._excluded.get(node, frozenset()) | ({"label_flip"} if not self._has_classes else set())
         if honest and fired != ["server"]:
             # It sent what it trained, so the fault lies before. (The server's view does not rely on telemetry.)
             before = [kind not in AFTER_TRAINING | excluded for kind in kinds]
@@ -308,14 +320,24 @@ class EvidenceTrend:
         return [kind not in excluded for kind in kinds]
 
 
+def _explained(history: History, round_index: int) -> set[Node]:
+    """Return the clients of a round that are named by something exact."""
+    relations = exact_relations(history, round_index)
+    altered = {node for node, relation in relations.items() if relation.kind not in HARMLESS}
+    examined = examine_data(history, round_index)
+    return {*altered, *own_learning_rates(history, round_index), *examined.suspects, *examined.group}
+
+
 def _excluded_kinds(history: History, round_index: int) -> dict[Node, frozenset[str]]:
     """Return the kinds of fault that clients do not have: their data are like their peers', their learning rate the
     common one.
     """
     own = own_learning_rates(history, round_index)
     excluded = {node: {"wrong_learning_rate"} for node in history.latest(LEARNING_RATE, round_index) if node not in own}
-    for node in examine_data(history, round_index).usual:
-        excluded.setdefault(node, set()).update(DATA_FAULTS)
+    examined = examine_data(history, round_index)
+    for nodes, kinds in ((examined.usual, DATA_FAULTS), (examined.usual_inputs, INPUT_FAULTS)):
+        for node in nodes:
+            excluded.setdefault(node, set()).update(kinds)
     return {node: frozenset(kinds) for node, kinds in excluded.items()}
 
 

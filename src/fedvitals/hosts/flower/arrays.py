@@ -28,11 +28,26 @@ def model_of(content: RecordDict) -> ArrayRecord | None:
 
 
 def values_of(record: Mapping[str, Array], layers: Sequence[str] | None = None) -> dict[str, Values]:
-    """Return the trained arrays by name, read-only; `layers`: names to use instead of the wire's numbers."""
-    arrays = {
-        name: _in_place(array) for name, array in with_layer_names(record, layers).items() if not BUFFERS.search(name)
+    """Return the trained arrays by name, read-only; `layers`: names to use instead of the wire's numbers.
+
+    Raises whatever NumPy raises if an array cannot be read.
+    """
+    return trained_of({name: _in_place(array) for name, array in record.items()}, layers)
+
+
+def read_arrays(record: Mapping[str, Array]) -> dict[str, Values | None]:
+    """Return all arrays by the wire's names, read-only; None in place of those that cannot be read."""
+    return {name: _read(array) for name, array in record.items()}
+
+
+def trained_of(read: Mapping[str, Values | None], layers: Sequence[str] | None = None) -> dict[str, Values]:
+    """Return the arrays that are trained, of those that were read, under the names of `layers` if these are given."""
+    named = with_layer_names(read, layers)
+    return {
+        name: values
+        for name, values in named.items()
+        if values is not None and not BUFFERS.search(name) and np.issubdtype(values.dtype, np.floating)
     }
-    return {name: values for name, values in arrays.items() if np.issubdtype(values.dtype, np.floating)}
 
 
 def tensors_of(record: Mapping[str, Array], layers: Sequence[str] | None = None) -> dict[str, Tensor]:
@@ -40,6 +55,13 @@ def tensors_of(record: Mapping[str, Array], layers: Sequence[str] | None = None)
     import torch  # noqa: PLC0415 - for corrections alone
 
     return {name: torch.from_numpy(values.copy()) for name, values in values_of(record, layers).items()}
+
+
+def _read(array: Array) -> Values | None:
+    try:
+        return _in_place(array)
+    except Exception:  # noqa: BLE001 - bytes of a machine that may send anything
+        return None
 
 
 def _in_place(array: Array) -> Values:

@@ -7,6 +7,7 @@ import logging
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 from fedvitals.errors import ConfigError
@@ -86,7 +87,18 @@ class _FlowerRunSetup:
 
     def check(self) -> None:
         """Raise ConfigError now for settings that cannot work, instead of when the federation runs."""
-        self._monitor.host.describe("flower", {"flower": {"strategy": self._strategy}}, most=self._most)
+        self._monitor.host.describe("flower", {"flower": self._config()}, most=self._most)
+
+    def _config(self, run: Any = None) -> dict[str, Any]:
+        """Return what is known of a run: its strategy, Flower's version, and of Flower's run its id and app."""
+        config = {"strategy": self._strategy, "flwr": version("flwr")}
+        if getattr(run, "run_id", None) is not None:
+            config["run"] = str(run.run_id)
+        for own, name in (("app", "fab_id"), ("app_version", "fab_version")):
+            text = getattr(run, name, None)
+            if isinstance(text, str) and text:
+                config[own] = text
+        return config
 
     def __call__(self, grid: Any) -> None:
         if self._done:
@@ -98,11 +110,11 @@ class _FlowerRunSetup:
             logging.getLogger("flwr").info("fedvitals watches: fedvitals show %s%s", self._monitor.run.id, asking)
         if not torch_is_installed():
             logging.getLogger("flwr").info("fedvitals: %s", REMARK)
-        run_id = getattr(getattr(grid, "run", None), "run_id", None)
-        if run_id is None:
+        run = getattr(grid, "run", None)
+        if run is None or getattr(run, "run_id", None) is None:
             return
-        config = {"strategy": self._strategy, "run": str(run_id)}
+        config, trace = {"flower": self._config(run)}, trace_id(run.run_id)
         try:
-            self._monitor.host.describe("flower", {"flower": config}, trace=trace_id(run_id), most=self._most)
+            self._monitor.host.describe("flower", config, trace=trace, most=self._most)
         except ConfigError:
             return  # watching already: something was told before the federation began, and stays as it is

@@ -12,8 +12,9 @@ import hashlib
 import logging
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import Context, Error, Message
@@ -34,13 +35,14 @@ from fedvitals.hosts.flower.reply_envelope import (
     run_name,
     trace_id,
 )
+from fedvitals.hosts.private_training import trains_privately
 from fedvitals.hosts.telemetry_budget import telemetry_budget
 from fedvitals.monitor.workers import WorkerObserver
 from fedvitals.probes.allowance import Turn
 from fedvitals.probes.presets import Preset, check_name, resolve
 from fedvitals.records import Layer, LayerTable
 from fedvitals.resources.process_start import process_started
-from fedvitals.scope import Scope
+from fedvitals.scope import Scope, current
 from fedvitals.transport.privacy import WORDS, PrivacyPolicy, policy_for
 from fedvitals.transport.traceparent import entered
 
@@ -65,13 +67,14 @@ def client_mod(
     """Return the mod for `ClientApp(mods=[...])`; put it first.
 
     `probes`: what `fv.watch` measures inside of `train`. `privacy`: what may leave this client, 0 to 4, by default 2:
-    its own scalars, no layers, no text (docs/metrics.md). `tracebacks`: send the server the whole traceback of an
-    exception, which may quote data. `layers`: names for the arrays, where the wire has numbers (NumPyClient). `tape`: a
-    folder of this machine, or a `fv.Tape(folder=..., budget=...)`, that keeps what the client was sent, so that it can
-    be run again here (docs/flower.md); nothing of it leaves the machine.
+    its own scalars, no layers, no text (docs/metrics.md); by default 1 for a model that Opacus trains. `tracebacks`:
+    send the server the whole traceback of an exception, which may quote data. `layers`: names for the arrays, where the
+    wire has numbers (NumPyClient). `tape`: a folder of this machine, or a `fv.Tape(folder=..., budget=...)`, that keeps
+    what the client was sent, so that it can be run again here (docs/flower.md); nothing of it leaves the machine.
     """
     policy = policy_for("flower", 2 if privacy is None else privacy, tracebacks=tracebacks)
-    return ClientMod(_checked(probes), policy, None if layers is None else tuple(layers), _tape(tape))
+    names = None if layers is None else tuple(layers)
+    return ClientMod(_checked(probes), policy, names, _tape(tape), chosen=privacy is not None)
 
 
 def _checked(probes: Any) -> Preset | str:
@@ -100,9 +103,16 @@ class ClientMod:
     __name__ = "fedvitals"
 
     def __init__(
-        self, preset: Preset | str, policy: PrivacyPolicy, layers: Sequence[str] | None, tape: ClientTape | None = None
+        self,
+        preset: Preset | str,
+        policy: PrivacyPolicy,
+        layers: Sequence[str] | None,
+        tape: ClientTape | None = None,
+        *,
+        chosen: bool = True,
     ) -> None:
         self._preset, self._policy, self._layers, self._tape = preset, policy, layers, tape
+        self._chosen = chosen  # whether the user chose the privacy level
         self._told = False
 
     def __call__(self, message: Message, context: Context, call_next: Handler) -> Message:
@@ -156,9 +166,7 @@ class ClientMod:
         level = self._policy.level
         hiding = hiding_mods(call_next)
         if hiding and level > LEVEL:
-            if not self._told:
-                logger.warning(_REFUSED, level, ", ".join(hiding), LEVEL)
-            self._told = True
+            self._warn_once(_REFUSED, level, ", ".join(hiding), LEVEL)
             level = LEVEL
         worker = WorkerObserver(
             run=run_name(context.run_id),
@@ -180,9 +188,41 @@ class ClientMod:
         if worker is None:
             return nullcontext()
         if message.metadata.message_type.partition(".")[0] == TRAIN:
-            return worker.client(node_name(context.node_id))
+            return self._training(worker, node_name(context.node_id))
         # Evaluations are timed, not measured: `fv.watch` in there watches nothing.
         return entered(Scope(worker.run, lambda _: None, node=node_name(context.node_id), watch=_unwatched(worker)))
+
+    @contextmanager
+    def _training(self, worker: WorkerObserver, node: str) -> Iterator[None]:
+        """Open the scope of a client that trains. Unless the user chose a level, what is measured of a model that
+        Opacus trains does not leave the client.
+        """
+        with worker.client(node):
+            scope = current.get()
+            if self._chosen or scope is None or scope.watch is None:
+                yield
+                return
+            with entered(replace(scope, watch=functools.partial(self._watching, worker, scope.watch))):
+                yield
+
+    @contextmanager
+    def _watching(self, worker: WorkerObserver, watch: Callable[..., Any], model: Any, **more: Any) -> Iterator[Any]:
+        def restrict() -> None:
+            if worker.policy.level > LEVEL and trains_privately(model):
+                worker.restrict(LEVEL)
+                self._warn_once(_PRIVATE, LEVEL)
+
+        self._guarded("looking for Opacus", restrict)
+        with watch(model, **more) as observer:
+            try:
+                yield observer
+            finally:  # it may have been made private meanwhile; what was measured is reported when `watch` ends
+                self._guarded("looking for Opacus", restrict)
+
+    def _warn_once(self, text: str, *words: Any) -> None:
+        if not self._told:
+            logger.warning(text, *words)
+        self._told = True
 
     def _payload(
         self, worker: WorkerObserver | None, message: Message, context: Context, reply: Message, request_bytes: int
@@ -231,6 +271,10 @@ def _identity(node_config: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
+_PRIVATE = (
+    "fedvitals: Opacus trains this client's model with differential privacy. What is measured beside its noise (loss, "
+    "accuracy, gradients) is not sent: privacy level %d holds. client_mod(privacy=2) sends it."
+)
 _REFUSED = (
     "fedvitals: privacy level %d is refused: with %s among the mods nobody may learn of a single client, and telemetry "
     "would tell. Level %d holds. Say client_mod(privacy=1) to say so yourself."

@@ -10,7 +10,15 @@ from typing import Any
 from flwr.app import Error
 from flwr.common.constant import ErrorCode
 
-_CLASS = re.compile(r"<class '([\w.]{1,200})'>")
+_REPLY = re.compile(r"<class '([\w.<>]{1,200})(?:\(\w{1,200}\))?'>:<'(.*?)'>(?:\n(Traceback.*))?", re.DOTALL)
+# Ray puts the texts of an exception and of its causes into one, the outermost last.
+_CAUSE = re.compile(
+    r"\n\n(?:The above exception was the direct cause of the following|During handling of the above) exception"
+    r"[^\n]*\n\n"
+)
+_RAISED = re.compile(r"([A-Za-z_][\w.<>]{0,199})(?:: (.*))?", re.DOTALL)
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # colours of a terminal
+RAY = "RayTaskError"
 _ACTOR = re.compile(r"ActorDiedError.*?actor_id: ([0-9a-f]{1,64})", re.DOTALL)
 _NAMES = {value: name for name, value in vars(ErrorCode).items() if isinstance(value, int)}
 LONGEST = 20_000  # characters of a traceback
@@ -38,13 +46,33 @@ def dead_process(error: Error) -> str | None:
 
 def client_failure_of(error: Error, phase: str) -> ClientFailure:
     """Return `client.failed`, or `client.dropped_out` where the node is no longer there."""
-    code, reason = int(error.code), str(error.reason or "")[:LONGEST]
-    first, _, rest = reason.partition("\n")
-    raised = _CLASS.search(first)
+    code, reason = int(error.code), str(error.reason or "")
     kind = "WorkerDied" if code == APP_CRASHED else _NAMES.get(code, f"ERROR_{code}")
+    text, frames = reason[:LONGEST].partition("\n")[0] or kind, None
+    raised = _REPLY.fullmatch(reason)
     if raised is not None:
-        kind = raised[1].rpartition(".")[2]
+        kind, frames = raised[1].rpartition(".")[2], raised[3]
+        text = f"{kind}: {raised[2]}" if raised[2] else kind
+    if kind == RAY:
+        kind, text = _raised_on_ray(reason)
     data: dict[str, Any] = {"exception": kind, "code": code, "phase": phase}
-    if rest.startswith("Traceback"):
-        data["traceback"] = rest
-    return ClientFailure("client.dropped_out" if code == NODE_UNAVAILABLE else "client.failed", first or kind, data)
+    if frames is not None:
+        data["traceback"] = frames[:LONGEST]
+    return ClientFailure("client.dropped_out" if code == NODE_UNAVAILABLE else "client.failed", text[:LONGEST], data)
+
+
+def _raised_on_ray(reason: str) -> tuple[str, str]:
+    """Return the class and the words of what a client raised in a process of Ray, from the text that Ray makes of it.
+
+    The text has the traceback of the client's own exception, and then that of Flower's ClientAppException around it.
+    """
+    text = _ESCAPES.sub("", reason[-LONGEST:])
+    tracebacks = _CAUSE.split(text)
+    own = tracebacks[-2] if len(tracebacks) > 1 else text
+    lines = own.removesuffix("'>").splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
+    raised = _RAISED.fullmatch("\n".join(lines[frames[-1] + 1 :])) if frames else None
+    if raised is None:
+        return RAY, RAY
+    kind = raised[1].rpartition(".")[2]
+    return kind, f"{kind}: {raised[2]}" if raised[2] else kind

@@ -31,6 +31,7 @@ class GridObserver(Protocol):
 
     def messages_sent(self, messages: Sequence[Message], ids: Sequence[str | None], sent: float) -> None: ...
     def reply_received(self, reply: Message, at: float) -> Message: ...
+    def replies_read(self, replies: list[Message]) -> list[Message]: ...
     def replies_given_up(self, ids: set[str]) -> None: ...
     def late_reply_received(self, reply: Message, at: float) -> None: ...
     def nodes_listed(self, ids: Iterable[int]) -> None: ...
@@ -52,8 +53,9 @@ def hook_grid(grid: Any, observer: GridObserver) -> Callable[[], None]:
         return pushed_ids
 
     def pull_messages(message_ids: Iterable[str], *args: Any, **more: Any) -> Iterable[Message]:
-        _pull_late_replies(pull, observer)  # first: who answers the newer question owes nothing any more
-        return _read_once(pull(message_ids, *args, **more), observer)
+        ids = [*message_ids]
+        _pull_late_replies(pull, observer, ids)  # first: who answers the newer question owes nothing any more
+        return observer.replies_read(_read_once(pull(ids, *args, **more), observer))
 
     def send_and_receive(messages: Iterable[Message], *args: Any, **more: Any) -> Iterable[Message]:
         outgoing, sent = [*messages], time.time()
@@ -65,7 +67,7 @@ def hook_grid(grid: Any, observer: GridObserver) -> Callable[[], None]:
             observer.messages_sent(outgoing, keys, sent)
         replies = _read_once(replies, observer)
         observer.replies_given_up(calls.ids - {reply.metadata.reply_to_message_id for reply in replies})
-        return replies
+        return observer.replies_read(replies)
 
     def get_node_ids(*args: Any, **more: Any) -> Iterable[int]:
         listed = list_nodes(*args, **more)
@@ -101,11 +103,13 @@ def _read_once(replies: Iterable[Message], observer: GridObserver) -> list[Messa
     return [instead.get(id(reply), reply) for reply in received]
 
 
-def _pull_late_replies(pull: Callable[[list[str]], Iterable[Message]], observer: GridObserver) -> None:
+def _pull_late_replies(
+    pull: Callable[[list[str]], Iterable[Message]], observer: GridObserver, asked: Collection[str]
+) -> None:
     """Pull replies to messages that the server has given up: nobody else will ask for them, and they say why they
-    were late.
+    were late. Those that the app asks for itself (`asked`), as a loop without a barrier does, are the app's.
     """
-    owed = [*observer.unanswered][:LATE_REPLIES_ASKED]
+    owed = [key for key in observer.unanswered if key not in asked][:LATE_REPLIES_ASKED]
     if not owed:
         return
     with suppress(Exception):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from fedvitals.hosts.flower.grid_hooks import MARK
-from fedvitals.hosts.flower.server_rounds import ServerRounds
+from fedvitals.hosts.flower.server_rounds import EVALUATE, ServerRounds
 
 
 class RecordEvaluation(Protocol):
@@ -33,8 +33,18 @@ def evaluation_hooks(record_evaluation: RecordEvaluation) -> dict[str, Callable[
         server_rounds.evaluating(begin=True)
         return method(*args, **more)
 
-    def aggregate(method: Callable[..., Any], server_rounds: ServerRounds, *args: Any, **more: Any) -> Any:
-        evaluation = method(*args, **more)
+    def aggregate(
+        method: Callable[..., Any],
+        server_rounds: ServerRounds,
+        server_round: int,
+        replies: Any,
+        *args: Any,
+        **more: Any,
+    ) -> Any:
+        if server_rounds.same_metrics:
+            replies = server_rounds.fitting([*replies], EVALUATE, entries=True)
+        with server_rounds.aggregating(EVALUATE):
+            evaluation = method(server_round, replies, *args, **more)
         server_rounds.evaluating(begin=False)
         record_evaluation(server_rounds, evaluation, best=False)
         return evaluation

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, RecordDict
 
 from fedvitals.hosts.array_models import ArrayOutline, ReusableVector, Values, new_outline
-from fedvitals.hosts.flower.arrays import values_of
+from fedvitals.hosts.flower.arrays import read_arrays, trained_of
+from fedvitals.hosts.flower.message_forms import ReplyForm, form_of
 
 if TYPE_CHECKING:
     from fedvitals.hosts.outline import Outline
@@ -20,7 +21,7 @@ class KnownModels:
 
     def __init__(self, layers: Sequence[str] | None) -> None:
         self._layers = layers
-        self._read: dict[tuple[int, ...], tuple[ArrayRecord, dict[str, Values]]] = {}
+        self._read: dict[tuple[int, ...], tuple[ArrayRecord, dict[str, Values], ReplyForm]] = {}
         self._outline: Outline | ArrayOutline | None = None
         self._loaded: dict[str, Values] | None = None  # the values that the outline has
         self.started: ArrayRecord | None = None  # what the open round began with
@@ -33,17 +34,30 @@ class KnownModels:
         self.started = self.newest = None
 
     def values(self, record: ArrayRecord) -> dict[str, Values]:
-        """Return a model's arrays, cached by address; the record is held as long, so that no other can have its
+        """Return a model's trained arrays."""
+        return self._known(record)[1]
+
+    def form(self, record: ArrayRecord | None) -> ReplyForm:
+        """Return the form of a model's arrays."""
+        return ReplyForm(None) if record is None else self._known(record)[2]
+
+    def _known(self, record: ArrayRecord) -> tuple[ArrayRecord, dict[str, Values], ReplyForm]:
+        """Return what is known of a model, cached by address; the record is held as long, so that no other can have its
         address.
         """
         key = tuple(id(array.data) for array in record.values())
         if key not in self._read:
-            self._read[key] = record, values_of(record, self._layers)
-        return self._read[key][1]
+            read = read_arrays(record)
+            self._read[key] = record, trained_of(read, self._layers), form_of(RecordDict(), read)
+        return self._read[key]
 
-    def outline(self, record: ArrayRecord) -> Outline | ArrayOutline:
-        """Return the outline of a model, with its values loaded."""
+    def outline(self, record: ArrayRecord) -> Outline | ArrayOutline | None:
+        """Return the outline of a model, with its values loaded; None if it has no weights that are known as such, as
+        trees that travel as bytes.
+        """
         values = self.values(record)
+        if not values:
+            return None
         if self._outline is None or not self._outline.fits(values):
             self._outline = new_outline(values)
         elif values is not self._loaded:  # a round mostly begins with the model that the last one ended with

@@ -14,7 +14,7 @@ from flwr.app import Array, ArrayRecord
 
 from fedvitals.hosts.flower.grid_hooks import MARK, hook_grid
 from fedvitals.hosts.flower.hooks import evaluation_hooks, set_hooks
-from fedvitals.hosts.flower.server_rounds import EVALUATE, ServerRounds
+from fedvitals.hosts.flower.server_rounds import EVALUATE, TRAIN, ServerRounds
 
 
 def is_legacy(strategy: Any) -> bool:
@@ -64,10 +64,23 @@ def _configure_fit(
     return chosen
 
 
-def _aggregate_fit(aggregate: Callable[..., Any], server_rounds: ServerRounds, *args: Any, **more: Any) -> Any:
-    with server_rounds.busy_with("aggregate"):
-        result = aggregate(*args, **more)
+def _aggregate_fit(
+    aggregate: Callable[..., Any],
+    server_rounds: ServerRounds,
+    server_round: int,
+    results: list[Any],
+    failures: list[Any],
+    *rest: Any,
+    **more: Any,
+) -> Any:
+    left_out = server_rounds.unfitting_nodes()
+    if left_out:
+        failures = [*failures, *(ValueError(f"{node} was left out: {why}") for node, why in left_out.items())]
+        results = [pair for pair in results if str(getattr(pair[0], "node_id", "")) not in left_out]
+    with server_rounds.aggregating(TRAIN):
+        result = aggregate(server_round, results, failures, *rest, **more)
     parameters = result[0] if isinstance(result, tuple) and result else None
+    server_rounds.record_train_metrics(result[1] if isinstance(result, tuple) and len(result) == 2 else None)
     if parameters is None:
         server_rounds.nothing_aggregated()
     model = arrays_of(parameters)

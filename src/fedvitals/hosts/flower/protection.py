@@ -10,11 +10,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 MODS = ("secagg_mod", "secaggplus_mod", "fixedclipping_mod", "adaptiveclipping_mod", "LocalDpMod")
 STRATEGIES = "DifferentialPrivacy"  # how the names of Flower's wrappers begin
+STAGES = ("setup", "share_keys", "collect_masked_vectors", "unmask")  # of Flower's SecAgg+
 LEVEL = 1  # the most that may be told of such a federation: sums over many
 DEEPEST = 100  # frames and mods that are looked at
 
@@ -45,6 +47,29 @@ def innermost(call_next: Any) -> Any:
         else:
             break
     return call_next
+
+
+@dataclass(slots=True)
+class SecureRound:
+    """How far the secure aggregation of a round came. `stage`: the last one that clients were asked for, if any."""
+
+    stage: str | None = None
+    aggregated: bool = False  # whether the strategy was given the sum, or raised while it aggregated
+
+    def sent(self, content: Mapping[str, Any]) -> None:
+        """Note the stage of a request, if it belongs to secure aggregation."""
+        if masked(content):
+            stages = (record.get("stage") for record in content.values() if isinstance(record, Mapping))
+            self.stage = next((str(stage) for stage in stages if stage is not None), self.stage or "")
+
+    def is_halted(self, *, aggregation_seen: bool) -> bool:
+        """Return whether the round's secure aggregation ended without a sum.
+
+        `aggregation_seen`: whether it would be known if the strategy had been given the sum.
+        """
+        if self.stage is None or self.aggregated:
+            return False
+        return aggregation_seen or self.stage in STAGES[:-1]
 
 
 def masked(content: Mapping[str, Any]) -> bool:

@@ -1,30 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read one reply: take the telemetry out of it, report its times and numbers, and apply the guard."""
+"""Read one reply: take the telemetry out of it, report its times and numbers, and hand it to the guard."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import Message, MetricRecord
 
 from fedvitals.errors import RecordError
-from fedvitals.hosts import update_guard
-from fedvitals.hosts.flower import arrays, corrections, guard, protection
+from fedvitals.hosts.flower import guard
 from fedvitals.hosts.flower.failures import client_failure_of, dead_process
 from fedvitals.hosts.flower.reply_envelope import KEY, ReplyEnvelope, bytes_of, journey_id, run_name
 from fedvitals.hosts.flower.reply_envelope import read_envelope as read_letter
-from fedvitals.hosts.metric_names import with_known_names
+from fedvitals.hosts.metric_names import numbers_of, with_known_names
 from fedvitals.hosts.telemetry_budget import telemetry_budget
-from fedvitals.records import Action
-from fedvitals.resources.clocks import why_impossible
+from fedvitals.resources.clocks import worked_interval
 from fedvitals.transport.sender import NO_ROUND, Sender
 
 if TYPE_CHECKING:
     from fedvitals.hosts.flower.server_rounds import ClientRequest, ServerRounds
 
-TRAIN = "train"
+TRAIN, EVALUATE = "train", "evaluate"
 UNKNOWN = (3, 4)  # codes: the message or its reply is not kept any more, which says nothing of the client
 LEGACY_METRICS = ("fitres.metrics", "evaluateres.metrics")  # of the older API, among its settings
 
@@ -42,7 +39,7 @@ def read_reply(server_rounds: ServerRounds, request: ClientRequest, reply: Messa
     _read_telemetry(server_rounds, request, reply, record, at, size)
     server_rounds.answered(request, failed=False)
     _log_metrics(server_rounds, request, reply)
-    return _check_update(server_rounds, request, reply) if request.phase == TRAIN else None
+    return guard.check_reply(server_rounds, request, reply)
 
 
 def read_late_reply(server_rounds: ServerRounds, request: ClientRequest, reply: Message, at: float) -> None:
@@ -96,10 +93,14 @@ def _read_telemetry(
             text = f"The clock of {node} is not between 1970 and 2099. Its times are not used; set its clock."
             monitor.host.event("warning", "telemetry.refused", text, node=node, data={"phase": request.phase})
             envelope = replace(envelope, received=request.sent, replied=at, started=request.sent)
-        server_rounds.worked(*_handler_interval(envelope, request.sent, at))
+        began, ended = _handler_interval(envelope, request.sent, at)
+        server_rounds.worked(began, ended)
         if request.phase != TRAIN:
+            _report_phase_time(server_rounds, request, began, ended)
             return
-        monitor.host.log({"time.cpu": envelope.cpu}, node=node)
+        stage = server_rounds.handler_times(node)
+        stage.add(envelope.cpu, envelope.replied - envelope.received)
+        monitor.host.log({"time.cpu": stage.cpu}, node=node)
         span = journey_id(reply.metadata.reply_to_message_id)
         times = (request.sent, envelope.received, envelope.replied, at)
         monitor.host.exchange(node, *times, started=envelope.started, span=span)
@@ -108,18 +109,24 @@ def _read_telemetry(
             budget = telemetry_budget(max(size, request.size))
             own = Sender(node, run_name(reply.metadata.run_id), budget=budget, newest_round=NO_ROUND)
             monitor.host.absorb(envelope.payload, own)
+        if stage.count > 1:  # the client reports its time of this message alone
+            monitor.host.log({"time.client": stage.seconds}, node=node)
     except RecordError as error:
         text = f"Telemetry of {node} cannot be: {error}"
         monitor.host.event("warning", "telemetry.refused", text, node=node, data={"phase": request.phase})
 
 
+def _report_phase_time(server_rounds: ServerRounds, request: ClientRequest, began: float, ended: float) -> None:
+    """Report how long a client worked on a request other than «train»: as a Span, and of an evaluation as a metric."""
+    host, seconds = server_rounds.monitor.host, ended - began
+    host.span(request.node, request.phase, began - server_rounds.monitor.run.started, seconds)
+    if request.phase == EVALUATE:
+        host.log({"time.client_evaluate": seconds}, node=request.node)
+
+
 def _handler_interval(envelope: ReplyEnvelope, sent: float, returned: float) -> tuple[float, float]:
     """Return when the client's handler ran, within what the server saw: all of that where its times cannot be."""
-    if why_impossible(sent, envelope.received, envelope.replied, returned) is not None:
-        return sent, returned
-    seconds = min(envelope.replied - envelope.received, returned - sent)
-    began = min(max(envelope.received, sent), returned - seconds)
-    return began, began + seconds
+    return worked_interval(sent, envelope.received, envelope.replied, returned)
 
 
 def _log_metrics(server_rounds: ServerRounds, request: ClientRequest, reply: Message) -> None:
@@ -129,7 +136,7 @@ def _log_metrics(server_rounds: ServerRounds, request: ClientRequest, reply: Mes
     metrics: dict[str, float] = {}
     for key, record in reply.content.items():
         if isinstance(record, MetricRecord) or key in LEGACY_METRICS:
-            metrics |= {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+            metrics |= numbers_of(record)
     if request.phase == TRAIN and server_rounds.weight in metrics:
         server_rounds.monitor.host.log({"update.samples": metrics.pop(server_rounds.weight)}, node=request.node)
     metrics.pop(server_rounds.weight, None)
@@ -142,42 +149,4 @@ def _log_metrics(server_rounds: ServerRounds, request: ClientRequest, reply: Mes
         text = f"Of {len(named)} metrics in a reply of {request.node}, these were left out: {left_out}."
         server_rounds.monitor.host.event(
             "info", "telemetry.refused", text, node=request.node, data={"phase": request.phase}
-        )
-
-
-def _check_update(server_rounds: ServerRounds, request: ClientRequest, reply: Message) -> Message | None:
-    if protection.masked(request.message.content) or protection.masked(reply.content):
-        return None
-    sent, got = arrays.model_of(request.message.content), arrays.model_of(reply.content)
-    if sent is None or got is None:
-        return None
-    start, end = server_rounds.models.values(sent), arrays.values_of(got, server_rounds.layers)
-    answers: Sequence[Action] = ()
-    if server_rounds.hidden is None and end:  # a model may be all of whole numbers, as trees are
-        answers = server_rounds.measure_update(request, start, end)
-    left = next((a for a in answers if a.kind == "exclude" and a.target == request.node), None)
-    why = None if left is None else str(left.arguments.get("why", "it cannot be used"))
-    if why is None and server_rounds.guard_mode != update_guard.REPORT:
-        why = update_guard.nonfinite_words(end)
-        if why is not None:
-            _refuse(server_rounds, request, why)
-    in_force = server_rounds.corrections.in_force
-    if why is None and request.node in in_force.quarantined:
-        why = "the client is in quarantine"
-    if why is not None:
-        return guard.error_reply_instead(reply, request.message, why)
-    if in_force.of_replies:
-        corrections.correct_reply(in_force, request.node, reply, start, end, server_rounds.weight, server_rounds.layers)
-    return None
-
-
-def _refuse(server_rounds: ServerRounds, request: ClientRequest, why: str) -> None:
-    text = f"The update of {request.node} was not taken: {why}."
-    server_rounds.monitor.host.event(
-        "error", "update.left_out", text, node=request.node, data={"guard": server_rounds.guard_mode}
-    )
-    if server_rounds.guard_mode == update_guard.FAIL:
-        raise guard.NonFiniteUpdateError(
-            f"Round {request.round_index}: {why}, in the update of node {request.node}. Aggregating it would make the "
-            'model so. guard="drop" leaves such updates out; guard="report" lets them pass.'
         )

@@ -9,11 +9,10 @@ reply is passed on as it came.
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,17 +24,16 @@ from fedvitals.hosts.flower import arrays, corrections, guard, protection, repli
 from fedvitals.hosts.flower.connections import NodeConnections
 from fedvitals.hosts.flower.corrections import FlowerCorrections
 from fedvitals.hosts.flower.known_models import KnownModels
+from fedvitals.hosts.flower.misfits import ReplyChecks
+from fedvitals.hosts.flower.protection import SecureRound
 from fedvitals.hosts.flower.reply_envelope import bytes_of, node_name, round_of_message
 from fedvitals.hosts.flower.tape.server import ServerTape
-from fedvitals.hosts.metric_names import with_known_names
+from fedvitals.hosts.metric_names import as_train_metrics, numbers_of, with_known_names
 from fedvitals.hosts.participation import PhaseParticipation
-from fedvitals.monitor.guard import CAUSES_OF_CLIENT, CAUSES_REPORTED
 from fedvitals.monitor.monitor import Monitor
-from fedvitals.probes.backends import torch_is_loaded
 from fedvitals.records import Action
 from fedvitals.resources.node_spans import covered
 
-logger = logging.getLogger("fedvitals")
 TRAIN, EVALUATE = "train", "evaluate"
 UNANSWERED_KEPT = 10_000  # messages without an answer that are remembered
 
@@ -51,6 +49,24 @@ class ClientRequest:
     sent: float
     size: int
     busy: bool = False  # the node still owed an answer when it was asked
+
+
+@dataclass(slots=True)
+class HandlerTimes:
+    """What a client's handler took in a round, over all its messages: secure aggregation asks a client several times.
+
+    `cpu`: processor seconds; `seconds`: by the client's clock.
+    """
+
+    count: int = 0
+    cpu: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, cpu: float, seconds: float) -> None:
+        """Add one message."""
+        self.count += 1
+        self.cpu += cpu
+        self.seconds += max(0.0, seconds)
 
 
 class ServerRounds:
@@ -75,6 +91,7 @@ class ServerRounds:
         self.round_index: int | None = None  # of the open round
         self._last = 0
         self.metrics: dict[str, float] = {}  # of the open round, by the server's own evaluation
+        self._initial: dict[str, float] = {}  # of the model before the first round
         self._averaged: dict[str, float] = {}  # of the open round, averaged from the clients' evaluations
         self.evaluates = False  # whether the server evaluates the model itself, be it only now and then
         self._lock = threading.RLock()
@@ -83,14 +100,19 @@ class ServerRounds:
         # Processes that died, and with whom: see `failures.dead_process`.
         self.dead_processes: dict[str, ClientRequest] = {}
         self._phases: dict[str, PhaseParticipation] = {}
+        self._checks: dict[str, ReplyChecks] = {}
+        self._handler_times: dict[str, HandlerTimes] = {}
+        self._secure = SecureRound()
         self._worked: list[tuple[float, float]] = []  # stretches in which somebody did something
         self._began = 0.0
-        self._reported: dict[str | None, set[str]] = {}  # causes of what failed, by the node that it was about
         self._restored_model: ArrayRecord | None = None  # an earlier model, until there is a new one
         self._evaluating: float | None = None
         self.hooked = False  # whether a strategy tells which round it is
+        self._takes_stale = False  # whether the app has taken a reply of an earlier round: its rounds have no barrier
+        self.same_metrics = False  # whether the strategy needs the same metrics in all replies
         self._measuring = BackgroundWork("fedvitals-updates")
         self.connections = NodeConnections(monitor.host.event)
+        monitor.host.awaits(lambda: participation.awaited([*self._pending.values()]))
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -111,6 +133,8 @@ class ServerRounds:
             self.models.started = start
             outline = None if start is None else self._guarded("reading a model", lambda: self.models.outline(start))
             self.monitor.host.round_begin(round_index, outline)
+            self.monitor.host.log(self._initial)
+            self._initial = {}
             self._guarded("recording a round", lambda: self.tape.begins(round_index))
 
     def end(self, model: ArrayRecord | None = None) -> None:
@@ -118,10 +142,13 @@ class ServerRounds:
         with self._lock:
             if self.round_index is None:
                 return
+            self._guarded("checking replies", lambda: guard.judge_replies(self))
             round_index, self.round_index = self.round_index, None
             self._measuring.wait()
             for name, phase in self._phases.items():
                 self._report_phase(name, phase)
+            if self._secure.is_halted(aggregation_seen=self.hooked):
+                self._report_halt()
             self._guarded("comparing the lists of nodes", self.connections.round_ends)
             whole = max(time.time() - self._began, 1e-9)
             self.monitor.host.log({"time.worked": min(1.0, covered(self._worked) / whole)})
@@ -130,16 +157,19 @@ class ServerRounds:
             metrics = self._metrics_by_source()
             self._guarded("recording a round", lambda: self.tape.ends(metrics))
             self.monitor.host.round_end(round_index, outline, metrics)
-            self._phases, self._worked, self.metrics, self._averaged = {}, [], {}, {}
+            self._phases, self._checks, self._worked, self.metrics, self._averaged = {}, {}, [], {}, {}
+            self._handler_times, self._secure = {}, SecureRound()
 
     def close(self) -> None:
-        """End the open round, because the server has ended."""
+        """End the open round, because the server has ended. A forked process leaves that to its parent."""
+        if self.monitor.host.monitored.lifecycle.is_of_parent:
+            return  # before any lock, which a thread of the parent may have held
         self.end()
         self.monitor.flush()
 
     def failed(self, error: BaseException) -> None:
         """Report that the server's own code raised."""
-        data = {"exception": type(error).__name__}
+        data = {"exception": type(error).__name__, "raised_by": "server"}
         self.monitor.host.event("error", "round.failed", f"{type(error).__name__}: {error}"[:1000], data=data)
 
     def nothing_aggregated(self) -> None:
@@ -148,9 +178,59 @@ class ServerRounds:
         text = f"The strategy made no model of {answered} answers."
         self.monitor.host.event("error", "aggregation.failed", text, data={"answered": answered})
 
+    def _report_halt(self) -> None:
+        """Report that secure aggregation ended without a sum: Flower goes on with the model as it was, and says so in
+        its log alone.
+        """
+        phase = self._phases.get(TRAIN, PhaseParticipation())
+        text = f"It halted in the stage {self._secure.stage or 'unknown'}: of "
+        text += f"{len(phase.asked)} clients {len(phase.answered)} answered in all stages."
+        self.monitor.host.event("error", "secure_aggregation.failed", text)
+        self.monitor.host.event("error", "aggregation.failed", text, data={"answered": len(phase.answered)})
+
     def start_of(self, model: ArrayRecord | None) -> ArrayRecord | None:
         """Return the model that clients begin with: the strategy's, unless a correction restored an earlier one."""
         return model if self._restored_model is None else self._restored_model
+
+    def handler_times(self, node: str) -> HandlerTimes:
+        """Return what a client's handler took in the open round so far."""
+        return self._handler_times.setdefault(node, HandlerTimes())
+
+    def reply_checks(self, phase: str) -> ReplyChecks:
+        """Return the checks of the open round's replies in a phase."""
+        return self._checks.setdefault(phase, ReplyChecks())
+
+    def fitting(self, replies: list[Message], phase: str = TRAIN, *, entries: bool = False) -> list[Message]:
+        """Return the replies to aggregate: those that do not fit the others are reported, and replaced if the guard
+        says so. `entries`: the strategy also needs the same metrics in all of them.
+        """
+        instead = self._judged(phase, entries=entries)
+        return [instead.get(reply.metadata.reply_to_message_id, reply) for reply in replies] if instead else replies
+
+    def unfitting_nodes(self) -> dict[str, str]:
+        """Return the nodes whose reply to «train» the guard leaves out, and why; for the older API."""
+        instead = self._judged(TRAIN).values()
+        return {node_name(reply.metadata.src_node_id): str(reply.error.reason) for reply in instead}
+
+    def _judged(self, phase: str, *, entries: bool = False) -> dict[str, Message]:
+        with self._lock:
+            judge = functools.partial(guard.judge_replies, self, phase, entries=entries)
+            instead = self._guarded("checking replies", judge) or {}
+        if isinstance(instead, guard.UnusableUpdateError):
+            raise instead
+        return dict(instead)
+
+    @contextmanager
+    def aggregating(self, phase: str) -> Iterator[None]:
+        """Time the strategy's aggregation. If it raises, name the clients whose metrics are not those of the others."""
+        self._secure.aggregated = self._secure.aggregated or phase == TRAIN
+        try:
+            with self.busy_with("aggregate") if phase == TRAIN else nullcontext():
+                yield
+        except Exception:
+            if self.guard_mode == update_guard.REPORT:
+                self._guarded("checking replies", lambda: guard.report_entry_misfits(self, phase))
+            raise
 
     def robust(self, replies: list[Message]) -> list[Message]:
         """Return the replies to aggregate, changed where a correction asks for another rule."""
@@ -180,11 +260,20 @@ class ServerRounds:
         clients'.
         """
         self.evaluates = self.evaluates or best
-        if self.round_index is None:
-            return  # of the model before the first round
-        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+        numbers = numbers_of(metrics)
         numbers.pop(self.weight, None)
-        (self.metrics if best else self._averaged).update(with_known_names(numbers))
+        named = with_known_names(numbers)
+        if self.round_index is None:  # of the model before the first round, which is told with that
+            self._initial |= {f"initial.{name}": value for name, value in named.items()}
+        else:
+            (self.metrics if best else self._averaged).update(named)
+
+    def record_train_metrics(self, metrics: Any) -> None:
+        """Record what the strategy made of the clients' train metrics, if it made anything of them."""
+        if isinstance(metrics, Mapping):
+            numbers = numbers_of(metrics)
+            numbers.pop(self.weight, None)
+            self.monitor.host.log(as_train_metrics(numbers))
 
     def _metrics_by_source(self) -> dict[str, float]:
         """Return the round's metrics, one source per name.
@@ -206,13 +295,12 @@ class ServerRounds:
     @contextmanager
     def busy_with(self, part: str) -> Iterator[None]:
         """Time a stretch of the server's own work."""
-        began, clock = time.time(), time.perf_counter()
+        began = time.time()
         try:
-            yield
+            with self.monitor.host.part(part):
+                yield
         finally:
-            seconds = time.perf_counter() - clock
-            self._worked.append((began, began + seconds))
-            self.monitor.host.spent(part, seconds)
+            self._worked.append((began, max(began, time.time())))
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -232,6 +320,7 @@ class ServerRounds:
         size = bytes_of(message.content)
         if protection.masked(message.content):
             self.hidden = self.hidden or "secure aggregation"
+            self._secure.sent(message.content)
         request = ClientRequest(message, node, phase, self.round_index or 0, sent, size)
         request.busy = any(owing.node == node for owing in self.unanswered.values())
         self._pending[key] = request
@@ -261,21 +350,39 @@ class ServerRounds:
     def reply_received(self, reply: Message, at: float) -> Message:
         """Read a reply, report what it contains, and return it or a replacement."""
         with self._lock:
-            request = self._pending.pop(reply.metadata.reply_to_message_id, None)
+            key = reply.metadata.reply_to_message_id
+            request = self._pending.pop(key, None) or self.unanswered.pop(key, None)
             if request is None:
                 return reply
+            self._note_age(request)
             for key in [key for key, owing in self.unanswered.items() if owing.node == request.node]:
                 self.unanswered.pop(key)
             began = time.perf_counter()
             read = functools.partial(replies.read_reply, self, request, reply, at)
             instead = self._guarded("reading a reply", read, request.node)
             self.monitor.host.spent("receive", time.perf_counter() - began)
-            if isinstance(instead, guard.NonFiniteUpdateError):
+            if isinstance(instead, guard.UnusableUpdateError):
                 self._pending.clear()  # nobody waits for the others any more
                 self.close()
                 raise instead
-            self._guarded("recording a reply", lambda: self.tape.came(request, reply, instead), request.node)
+            if not any(checked.message is reply for checked in self.reply_checks(request.phase).waiting):
+                self._guarded("recording a reply", lambda: self.tape.came(request, reply, instead), request.node)
             return reply if instead is None else instead
+
+    def _note_age(self, request: ClientRequest) -> None:
+        """Log how many rounds ago a client was asked, where the app takes its reply in a later round."""
+        age = self._last - request.round_index
+        if age > 0 and request.phase == TRAIN:
+            self._takes_stale = True
+            self.monitor.host.log({"update.staleness": float(age)}, node=request.node)
+
+    def replies_read(self, replies: list[Message]) -> list[Message]:
+        """Return a custom loop's replies as it is to have them, once all that it waited for are there.
+
+        Strategies have their replies checked when they aggregate them.
+        """
+        waited_for = any(request.phase == TRAIN for request in self._pending.values())
+        return replies if self.hooked or waited_for else self.fitting(replies)
 
     def late_reply_received(self, reply: Message, at: float) -> None:
         """Read the reply to a message that the server had given up."""
@@ -302,7 +409,9 @@ class ServerRounds:
         self.unanswered[key] = request
         while len(self.unanswered) > UNANSWERED_KEPT:
             self.unanswered.pop(next(iter(self.unanswered)))
-        self._phases.setdefault(request.phase, PhaseParticipation()).late[request.node] = None
+        participation = self._phases.setdefault(request.phase, PhaseParticipation())
+        participation.late[request.node] = None
+        participation.answered.pop(request.node, None)  # in one stage of several
         self._guarded("recording a message", lambda: self.tape.missing(request))
         waited = time.time() - request.sent
         text = f"{request.node} was asked to {request.phase} and did not answer within {waited:.1f} s."
@@ -317,13 +426,9 @@ class ServerRounds:
         If a correction may follow from it at once, it is measured here, and the actions are returned.
         """
         clients = len(self._phases.get(TRAIN, PhaseParticipation()).asked)
-
-        def measure() -> Sequence[Action]:
-            if torch_is_loaded():
-                return host.update_difference(round_index, node, array_models.difference_of(start, end), clients)
-            return host.updates(round_index, {node: array_models.update_of(start, end, self.models.spare)})
-
         host, round_index, node = self.monitor.host, request.round_index, request.node
+        what = (host, round_index, node, start, end, clients, self.models.spare)
+        measure = functools.partial(array_models.measure_update, *what)
         if host.corrects_at_once:
             return measure()
         self._measuring.submit(functools.partial(self._guarded, "measuring an update", measure, node))
@@ -333,6 +438,8 @@ class ServerRounds:
         """Note that a client replied, or failed."""
         participation = self._phases.setdefault(request.phase, PhaseParticipation())
         (participation.failed if failed else participation.answered)[request.node] = None
+        if failed:  # in one stage of several
+            participation.answered.pop(request.node, None)
         if not failed:
             self.connections.answered(request.node)
 
@@ -341,26 +448,25 @@ class ServerRounds:
         self._worked.append((began, ended))
 
     def _report_phase(self, name: str, phase: PhaseParticipation) -> None:
-        """Report a phase; clients of a custom loop that did not reply by the round's end count as late."""
-        for key, request in [*self._pending.items()]:
+        """Report a phase; clients of a custom loop that did not reply by the round's end count as late.
+
+        Not so where the loop has no barrier: it takes their replies in a later round.
+        """
+        for key, request in [] if self._takes_stale else [*self._pending.items()]:
             if request.phase == name and request.node in phase.asked:
                 self._pending.pop(key)
                 self._late(key, request)
         participation.report(self.monitor.host, name, phase)
 
     def _guarded(self, doing: str, work: Callable[[], Any], node: str | None = None) -> Any:
-        """Return the result of our own work, or None if it failed; reported once per cause and node."""
-        try:
-            return work()
-        except guard.NonFiniteUpdateError as error:
-            return error
-        except Exception as error:  # noqa: BLE001 - the run goes on, whatever happens to us
-            cause = f"{doing}: {type(error).__name__}: {error}"[:1000]
-            reported = self._reported.setdefault(node, set())
-            if cause not in reported and len(reported) < (CAUSES_REPORTED if node is None else CAUSES_OF_CLIENT):
-                reported.add(cause)
-                about = "" if node is None else f" (client '{node}')"
-                logger.warning("fedvitals could not finish %s%s; training goes on.", cause, about)
-                data = {"doing": doing, "exception": type(error).__name__}
-                self.monitor.host.event("warning", "monitor.error", cause, node=node, data=data)
-            return None
+        """Return the result of our own work: None if it failed, which is reported; the error of an update that is not
+        to be used.
+        """
+
+        def usable() -> Any:
+            try:
+                return work()
+            except guard.UnusableUpdateError as error:
+                return error
+
+        return self.monitor.host.guarded(doing, usable, node)

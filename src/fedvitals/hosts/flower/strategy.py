@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.serverapp.strategy import FedAvg
 
 from fedvitals.hosts.flower.grid_hooks import grid_hooked
 from fedvitals.hosts.flower.hooks import evaluation_hooks, set_hooks
-from fedvitals.hosts.flower.server_rounds import EVALUATE, ServerRounds
+from fedvitals.hosts.flower.server_rounds import EVALUATE, TRAIN, ServerRounds
 
 OnGrid = Callable[[Any], None]  # told of the grid, before anything is sent
 
@@ -30,6 +31,7 @@ def watch_strategy(strategy: Any, server_rounds: ServerRounds, begin: OnGrid) ->
     }
     set_hooks(strategy, server_rounds, hooks)
     server_rounds.hooked = server_rounds.corrections.aggregates = True
+    server_rounds.same_metrics = isinstance(strategy, FedAvg)
 
 
 def _start(begin: OnGrid, start: Callable[..., Any], server_rounds: ServerRounds, *args: Any, **more: Any) -> Any:
@@ -91,12 +93,13 @@ def _aggregate_train(
     *rest: Any,
     **more: Any,
 ) -> Any:
-    received = [*replies]
+    received = server_rounds.fitting([*replies], entries=server_rounds.same_metrics)
     taken = server_rounds.robust(received)
     server_rounds.record_on_tape(lambda tape: tape.aggregating(taken, changed=taken is not received))
-    with server_rounds.busy_with("aggregate"):
+    with server_rounds.aggregating(TRAIN):
         result = aggregate(server_round, taken, *rest, **more)
     own, metrics = (*result, None, None)[:2] if isinstance(result, tuple) else (None, None)
+    server_rounds.record_train_metrics(metrics)
     if own is None:
         server_rounds.nothing_aggregated()
     if not isinstance(own, ArrayRecord):

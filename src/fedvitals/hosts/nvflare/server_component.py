@@ -7,6 +7,7 @@ It is a filter for a task that never comes, because that is how NVFlare lets any
 
 from __future__ import annotations
 
+import functools
 import logging
 import shlex
 import time
@@ -22,6 +23,7 @@ from nvflare.app_common.abstract.fl_model import FLModel
 from nvflare.app_common.app_constant import AppConstants
 from nvflare.app_common.app_event_type import AppEventType
 
+from fedvitals.diagnosis.gaps import NOTHING_SEEN, UNSEEN
 from fedvitals.errors import RecordError
 from fedvitals.hosts.nvflare import filters, models, task_results
 from fedvitals.hosts.nvflare.envelope import KEY, read_envelope, run_name, trace_id
@@ -33,10 +35,6 @@ logger = logging.getLogger("fedvitals")
 SIMULATED = "simulate_job"  # the id of every job in the simulator
 TOPIC = "fedvitals.failure"  # of messages in which a site tells why a task failed, where its result cannot
 PEER_CONTROLLER = "ServerSideController"  # of swarm learning, and of all workflows that sites run among themselves
-UNSEEN = (
-    "Sites train and aggregate among themselves in this workflow: the server sees neither their rounds nor their "
-    "updates, and nothing is measured of them."
-)
 HIGHEST_LEVEL = 4  # of the privacy levels
 
 
@@ -94,7 +92,7 @@ class ServerWatch(Filter):  # type: ignore[misc] # NVFlare has no types
                 return
             handler = self._handlers.get(event_type)
             if handler is not None:
-                rounds.guarded(f"reading the event {event_type}", handler, rounds, fl_ctx)
+                rounds.guarded(f"reading the event {event_type}", functools.partial(handler, rounds, fl_ctx))
             elif event_type == EventType.END_RUN:
                 self._rounds = None
                 rounds.close()
@@ -133,7 +131,9 @@ class ServerWatch(Filter):  # type: ignore[misc] # NVFlare has no types
         close_at_exit(self._rounds)
         self._state(self._rounds, names, "the job's filters")
         if _is_left_to_sites(fl_ctx):
-            monitor.host.event("warning", "workflow.unseen", UNSEEN, data={"workflows": config["workflows"]})
+            monitor.host.event(
+                "warning", UNSEEN, f"{NOTHING_SEEN.capitalize()}.", data={"workflows": config["workflows"]}
+            )
         engine = fl_ctx.get_engine()
         engine.register_aux_message_handler(topic=TOPIC, message_handle_func=self._failure_arrived)
         asking = "" if monitor.file is None else f" --store {shlex.quote(str(monitor.file))}"
@@ -190,7 +190,7 @@ class ServerWatch(Filter):  # type: ignore[misc] # NVFlare has no types
         del topic, fl_ctx
         rounds, task_id, header = self._rounds, request.get("task_id"), request.get(KEY)
         if rounds is not None and isinstance(task_id, str):
-            rounds.guarded("reading a failure", _failure_read, rounds, task_id, header)
+            rounds.guarded("reading a failure", functools.partial(_failure_read, rounds, task_id, header))
         return make_reply("OK")
 
 

@@ -8,12 +8,12 @@ or change the job: a failure of ours is reported once, and the result is passed 
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
-import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +25,10 @@ from fedvitals.hosts.background_work import BackgroundWork
 from fedvitals.hosts.metric_names import with_known_names
 from fedvitals.hosts.nvflare import models
 from fedvitals.hosts.participation import PhaseParticipation
-from fedvitals.monitor.guard import CAUSES_OF_CLIENT, CAUSES_REPORTED
 from fedvitals.monitor.monitor import Monitor
-from fedvitals.probes.backends import torch_is_loaded
 from fedvitals.records import Action
 from fedvitals.resources.node_spans import covered
 
-logger = logging.getLogger("fedvitals")
 TRAIN, EVALUATE = "train", "evaluate"
 EVALUATION_TASKS = ("validate", "evaluate", "cross_validate")
 UNANSWERED_KEPT = 10_000  # tasks without an answer that are remembered
@@ -74,11 +71,13 @@ class ServerRounds:
         self._worked: list[tuple[float, float]] = []
         self._began = 0.0
         self._aggregation_began: float | None = None
-        self._reported: dict[str | None, set[str]] = {}
+        self.guarded = monitor.host.guarded
+        self._aggregation = contextlib.ExitStack()  # the aggregation that is under way
         self._ended_by_server = False  # whether it was reported that the job was given up or aborted
         self._measuring = BackgroundWork("fedvitals-updates")
         self._room_to_wait = threading.BoundedSemaphore(MOST_WAITING)
         self._spare = ReusableVector()
+        monitor.host.awaits(lambda: participation.awaited([*self._pending.values()]))
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -102,11 +101,11 @@ class ServerRounds:
             if self._announced == round_index:
                 self._announced = None
             self.end()
-            self._guarded("prescribing", lambda: self._follow(self.monitor.host.prescribed(round_index)))
+            self.guarded("prescribing", lambda: self._follow(self.monitor.host.prescribed(round_index)))
             self.round_index = self._last = round_index
             self.start, self._newest = start, None
             self._began = time.time()
-            outline = None if start is None else self._guarded("reading a model", lambda: self._outline_of(start))
+            outline = None if start is None else self.guarded("reading a model", lambda: self._outline_of(start))
             # In a context of its own: the threads of NVFlare come and go, and none may stay inside of this round.
             contextvars.copy_context().run(self.monitor.host.round_begin, round_index, outline)
 
@@ -124,18 +123,26 @@ class ServerRounds:
                 self.begin(self._announced, self._newest)  # nobody came for its model
             if self.round_index is None:
                 return
+            self._aggregation.close()  # where its end was not told
             self._measuring.wait()
             self._report_phases()
             whole = max(time.time() - self._began, 1e-9)
             self.monitor.host.log({"time.worked": min(1.0, covered(self._worked) / whole)})
             after = self._newest if model is None or model.is_difference else model.values
-            outline = None if after is None else self._guarded("reading a model", lambda: self._outline_of(after))
+            outline = None if after is None else self.guarded("reading a model", lambda: self._outline_of(after))
             contextvars.copy_context().run(self.monitor.host.round_end, self.round_index, outline, self._metrics)
             self.round_index, self._newest = None, after
             self._worked, self._metrics = [], {}
 
     def close(self) -> None:
-        """End the open round and the run, and report what happened after the last round."""
+        """End the open round and the run, and report what happened after the last round.
+
+        A forked process leaves that to its parent.
+        """
+        if (
+            self.monitor.host.monitored.lifecycle.is_of_parent
+        ):  # before any lock, which a thread of the parent may have held
+            return
         self.end()
         with self.lock:
             self._report_phases()
@@ -165,6 +172,7 @@ class ServerRounds:
     def aggregating(self) -> None:
         """Note that the server begins to aggregate."""
         self._aggregation_began = time.time()
+        self._aggregation.enter_context(self.monitor.host.part("aggregate"))
 
     def aggregated(self, model: models.Arrays | None, metrics: Mapping[str, Any], contributions: int | None) -> None:
         """Note the result of an aggregation: the new model or the change to it, and averaged metrics."""
@@ -172,7 +180,7 @@ class ServerRounds:
             now = time.time()
             if self._aggregation_began is not None:
                 self._worked.append((self._aggregation_began, now))
-                self.monitor.host.spent("aggregate", now - self._aggregation_began)
+                self._aggregation.close()
                 self._aggregation_began = None
             if contributions == 0 or model is None or not (model.values or model.unread):
                 answered = len(self._phases.get(TRAIN, PhaseParticipation()).answered)
@@ -340,37 +348,16 @@ class ServerRounds:
         host, round_index, node = self.monitor.host, request.round_index, request.node
         clients = len(self._phases.get(TRAIN, PhaseParticipation()).asked)
 
-        def measure() -> Sequence[Action]:
-            if torch_is_loaded():
-                return host.update_difference(round_index, node, array_models.difference_of(start, end), clients)
-            return host.updates(round_index, {node: array_models.update_of(start, end, self._spare)})
+        what = (host, round_index, node, start, end, clients, self._spare)
+        measure = functools.partial(array_models.measure_update, *what)
 
         def measure_later() -> None:
             try:
-                self._guarded("measuring an update", measure, node)
+                self.guarded("measuring an update", measure, node)
             finally:
                 self._room_to_wait.release()
 
         if host.corrects_at_once or not self._room_to_wait.acquire(blocking=False):
-            return self._guarded("measuring an update", measure, node) or ()
+            return self.guarded("measuring an update", measure, node) or ()
         self._measuring.submit(measure_later)
         return ()
-
-    def guarded(self, doing: str, work: Callable[..., Any], *arguments: Any, node: str | None = None) -> Any:
-        """Do a piece of our own work; see `_guarded`."""
-        return self._guarded(doing, functools.partial(work, *arguments), node)
-
-    def _guarded(self, doing: str, work: Callable[[], Any], node: str | None = None) -> Any:
-        """Return the result of our own work, or None if it failed; reported once per cause and node."""
-        try:
-            return work()
-        except Exception as error:  # noqa: BLE001 - the job goes on, whatever happens to us
-            cause = f"{doing}: {type(error).__name__}: {error}"[:1000]
-            reported = self._reported.setdefault(node, set())
-            if cause not in reported and len(reported) < (CAUSES_REPORTED if node is None else CAUSES_OF_CLIENT):
-                reported.add(cause)
-                about = "" if node is None else f" (site '{node}')"
-                logger.warning("fedvitals could not finish %s%s; training goes on.", cause, about)
-                data = {"doing": doing, "exception": type(error).__name__}
-                self.monitor.host.event("warning", "monitor.error", cause, node=node, data=data)
-            return None

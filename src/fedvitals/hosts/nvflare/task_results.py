@@ -21,7 +21,7 @@ from fedvitals.hosts.nvflare.envelope import ResultEnvelope, SiteFailure, journe
 from fedvitals.hosts.nvflare.return_codes import client_failure_of
 from fedvitals.hosts.nvflare.server_rounds import TRAIN, ServerRounds, SiteRequest
 from fedvitals.hosts.telemetry_budget import telemetry_budget
-from fedvitals.resources.clocks import why_impossible
+from fedvitals.resources.clocks import worked_interval
 from fedvitals.transport.sender import NO_ROUND, Sender
 
 # The weight of an update that is left out: so small that it vanishes beside any other, and the model stays what it was
@@ -84,7 +84,7 @@ def _read_telemetry(
             text = f"The clock of {node} is not between 1970 and 2099. Its times are not used; set its clock."
             host.event("warning", "telemetry.refused", text, node=node, data={"phase": request.phase})
             envelope = replace(envelope, received=request.sent, replied=at, started=request.sent)
-        server_rounds.worked(*_busy_interval(envelope, request.sent, at))
+        server_rounds.worked(*worked_interval(request.sent, envelope.received, envelope.replied, at))
         if request.phase == TRAIN:
             host.log({"time.cpu": envelope.cpu}, node=node)
             span = journey_id(server_rounds.job_id, node, request.round_index)
@@ -99,15 +99,6 @@ def _read_telemetry(
         host.event("warning", "telemetry.refused", text, node=node, data={"phase": request.phase})
         return None
     return envelope
-
-
-def _busy_interval(envelope: ResultEnvelope, sent: float, returned: float) -> tuple[float, float]:
-    """Return when the site worked, within what the server saw: all of that where its times cannot be."""
-    if why_impossible(sent, envelope.received, envelope.replied, returned) is not None:
-        return sent, returned
-    seconds = min(envelope.replied - envelope.received, returned - sent)
-    began = min(max(envelope.received, sent), returned - seconds)
-    return began, began + seconds
 
 
 def _log_metrics(server_rounds: ServerRounds, request: SiteRequest, dxo: DXO) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fedvitals.catalog import ALIVE
 from fedvitals.records import Run
 from fedvitals.store.read.reader import Reader
 
@@ -84,7 +85,10 @@ def end_of_run(reader: Reader, run: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SpanOfRounds:
-    """How many rounds a run has, from which to which, and the time of the last record that belongs to one."""
+    """How many rounds a run has, from which to which, and the time of the last record that belongs to one.
+
+    Before the first round that is the time of the last sign of life.
+    """
 
     count: int
     first: int | None
@@ -94,20 +98,29 @@ class SpanOfRounds:
 
 def span_of_rounds(reader: Reader, run: str) -> SpanOfRounds:
     """Return the span of a run's rounds, without listing them."""
-    (row,) = reader.database.rows(
-        "SELECT COUNT(*), MIN(round), MAX(round), MAX(last) FROM run_round WHERE run = ?",
-        (reader.names.number(run) or 0,),
+    number = reader.names.number(run) or 0
+    ((count, first, last, at),) = reader.database.rows(
+        "SELECT COUNT(*), MIN(round), MAX(round), MAX(last) FROM run_round WHERE run = ?", (number,)
     )
-    return SpanOfRounds(*row)
+    if at is None:
+        ((at,),) = reader.database.rows(
+            "SELECT MAX(at) FROM metric WHERE run = ? AND name = ? AND round IS NULL",
+            (number, reader.names.number(ALIVE) or 0),
+        )
+    return SpanOfRounds(count, first, last, at)
 
 
 def last_records_of_open_runs(reader: Reader) -> dict[int, float | None]:
-    """Return for each run without an end, by its number, the time of the last record that belongs to a round."""
-    return dict(
-        reader.database.rows(
-            "SELECT run, MAX(last) FROM run_round WHERE run IN (SELECT id FROM run WHERE finished IS NULL) GROUP BY run"
-        )
+    """Return for each run without an end, by its number, the time of the last record as `span_of_rounds`."""
+    before_rounds = reader.database.rows(
+        "SELECT run, MAX(at) FROM metric WHERE run IN (SELECT id FROM run WHERE finished IS NULL) AND name = ? "
+        "AND round IS NULL GROUP BY run",
+        (reader.names.number(ALIVE) or 0,),
     )
+    in_rounds = reader.database.rows(
+        "SELECT run, MAX(last) FROM run_round WHERE run IN (SELECT id FROM run WHERE finished IS NULL) GROUP BY run"
+    )
+    return {**dict(before_rounds), **dict(in_rounds)}
 
 
 def is_newest_open_run(reader: Reader, run: str) -> tuple[bool, bool]:

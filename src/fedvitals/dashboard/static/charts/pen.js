@@ -6,6 +6,7 @@
 // [x, y, width, height, …], many in one stroke.
 
 import { s } from "../dom.js";
+import { shortId } from "../parts/who.js";
 
 export const FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif';
 const big = matchMedia("(min-width: 2200px)"); // where the page's own text grows as well
@@ -42,6 +43,8 @@ export function textWidth(text, size = SIZE, weight = 400) {
 export function fitted(text, room, size = SIZE, weight = 400) {
   const whole = String(text).slice(0, 300);
   if (textWidth(whole, size, weight) <= room) return whole;
+  const id = shortId(whole);
+  if (id !== whole && textWidth(id, size, weight) <= room) return id;
   const letters = [...whole];
   let [low, high] = [0, letters.length];
   while (low < high) {

@@ -14,7 +14,7 @@ const PAGES = [
   ["topology", "topology"], ["findings", "findings"], ["replay", "replay"],
 ];
 const PARENT = { client: "clients", round: "rounds", finding: "findings" };
-const STATES = { running: "● live", silent: "○ silent", finished: "■ finished" };
+const STATES = { running: "● live", silent: "○ silent", died: "✕ died", finished: "■ finished" };
 
 export function header(node) {
   const crumbs = h("div", { class: "crumbs" });

@@ -11,7 +11,6 @@ export const HEALTH = {
   warming: ["◌", "muted", "too early"],
   unjudged: ["–", "muted", "not fully examined"],
 };
-const SILENT = 600; // seconds, as on the server
 
 export function healthMark(health, findings) {
   const [shape, colour, word] = health === "ill" && findings?.critical ? ["■", "sev-critical", "ill"] : (HEALTH[health] ?? HEALTH.unjudged);
@@ -26,12 +25,14 @@ export function findingCounts(findings) {
     h("span", { class: "shape", "aria-hidden": "true", text: shape }), number(findings[kind]), h("span", { class: "unseen", text: ` ${kind} ` })));
 }
 
-/** What a run does now: a run falls silent without a word from the server, so the clock here counts too. */
+/** What a run does, in words. */
 export function stateNow(run, now = Date.now() / 1000) {
   if (run.finished !== null) return { state: "finished", text: "", title: `finished ${when(run.finished)}` };
   const last = run.last_record ?? run.started;
-  if (run.state === "silent" || (!run.written && last !== null && now - last > SILENT)) {
-    return { state: "silent", text: `○ silent since ${last === null ? "its start" : ago(last, now).replace(" ago", "")}`, title: `no end, and no record since ${when(last)}` };
+  if (run.state === "silent" || run.state === "died") {
+    const mark = run.state === "died" ? "✕ died" : "○ silent";
+    const why = run.state === "died" ? "no end, and no process that writes to it" : "its process is there, and records nothing";
+    return { state: run.state, text: `${mark}, last heard ${last === null ? "at its start" : ago(last, now)}`, title: `${why}; last record ${when(last)}` };
   }
   return { state: "running", text: "● live", title: last === null ? "no record yet" : `last record ${ago(last, now)}` };
 }

@@ -12,6 +12,11 @@ export function nameOf(node) {
   return h("span", { class: "long-id", title: node }, h("span", { text: node.slice(0, -TAIL) }), node.slice(-TAIL));
 }
 
+/** The last digits of a long number, «…474769», where there is no room for more; any other name as it is. */
+export function shortId(node) {
+  return LONG.test(node) ? `…${node.slice(-TAIL)}` : node;
+}
+
 /** «partition 3», muted; nothing where it has no label. */
 export function labelOf(label) {
   return label ? [" ", h("span", { class: "muted small nowrap", text: label })] : null;

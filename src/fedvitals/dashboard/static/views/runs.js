@@ -155,7 +155,7 @@ function filterBar(params) {
     node.offer(options);
     return node;
   };
-  const state = select("state", "State", [["", "any state"], ["running", "running"], ["silent", "silent"], ["finished", "finished"]]);
+  const state = select("state", "State", [["", "any state"], ["running", "running"], ["silent", "silent"], ["died", "died"], ["finished", "finished"]]);
   const health = select("health", "Health", [["", "any health"], ...Object.entries(HEALTH).map(([key, [, , word]]) => [key, word])]);
   const tag = select("tag", "Tag", [["", "any tag"]]);
   const worst = h("button", { class: "button quiet", type: "button", text: "worst first", on: { click: () => params.set({ sort: params.get("sort") === "worst" ? null : "worst", order: null, page: null }, { push: true }) } });

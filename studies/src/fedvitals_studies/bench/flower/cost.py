@@ -51,8 +51,8 @@ def measured(model: str, folder: Path, *, quick: bool, tell: Tell) -> Row:
 def ratio_of(lines: Sequence[Mapping[str, Any]]) -> Row:
     """Of the diary's lines: each watched stretch over its neighbours, by the clock and in seconds of processors."""
     bare, watched = _means(lines, "seconds")
-    value, low, high = _over(bare, watched)
-    processors = _over(*_means(lines, "cpu"))
+    value, low, high = percent_over_neighbours(bare, watched)
+    processors = percent_over_neighbours(*_means(lines, "cpu"))
     return {
         "overhead_percent": value,
         "low": low,
@@ -77,7 +77,7 @@ def _means(lines: Sequence[Mapping[str, Any]], what: str) -> tuple[list[float], 
     return means[::2], means[1::2]
 
 
-def _over(bare: Sequence[float], watched: Sequence[float]) -> tuple[float, float, float]:
+def percent_over_neighbours(bare: Sequence[float], watched: Sequence[float]) -> tuple[float, float, float]:
     """By how many per cent the watched ones are longer: the median over the pairs, and its 95 % interval."""
     pairs = zip(watched, bare, bare[1:], strict=False)
     ratios = np.array([2 * own / (before + after) if before + after else 1.0 for own, before, after in pairs])

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For tests, ours and yours: a sink in memory, a tiny federation, and checks of the contracts in `protocols.py`.
-
-A probe, sink, detector or topology of your own holds its contract if the check of that name returns; what is wrong
-comes as an AssertionError that says so. Needs no test framework.
-"""
+"""A sink in memory, a tiny federation, and checks of the contracts of probes, sinks, detectors and topologies."""
 
 from __future__ import annotations
 
@@ -48,16 +44,6 @@ from fedvitals.records import (
 from fedvitals.stats import FAMILIES, empty_sums
 from fedvitals.store import MemoryStore
 from fedvitals.transport.sink_adapter import as_sink
-
-__all__ = [
-    "MemorySink",
-    "check_detector",
-    "check_probe",
-    "check_sink",
-    "check_topology",
-    "examples_of_records",
-    "tiny_run",
-]
 
 Kind = TypeVar("Kind", bound=Record)
 

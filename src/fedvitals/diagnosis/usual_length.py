@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a run's rounds usually take, and from which length on a round is too long to be one of them.
+
+The limit is twice the median, which a round of even runs never reaches. Where the run's own rounds are uneven it lies
+higher: `k` standard deviations of the logarithms above the median, where k is larger the fewer rounds are known, and
+the standard deviation is drawn towards that of even rounds while they are few.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median, variance
+
+FEWEST = 5  # rounds before anything is said
+NEWEST = 30  # rounds that are looked back on
+TWICE = 1.9  # times the median; less than 2, because the limit is looked at now and then only
+EVEN_SPREAD, EVEN_WEIGHT = 0.1, 4  # standard deviation of the logarithms in even runs; counts as so many rounds
+DEVIATIONS, DEVIATIONS_OF_FEW = 4.5, 10.0  # k = 4.5 + 10 / rounds
+
+
+@dataclass(frozen=True, slots=True)
+class UsualLength:
+    """Seconds: the median, and the length from which on a round is too long."""
+
+    seconds: float
+    limit: float
+
+
+def usual_length(lengths: Sequence[float]) -> UsualLength | None:
+    """Return the usual length of a run's rounds from those of the past, in seconds; None while they are too few."""
+    known = [math.log(seconds) for seconds in lengths[-NEWEST:] if seconds > 0]
+    if len(known) < FEWEST:
+        return None
+    middle, own = median(known), len(known) - 1
+    spread = math.sqrt((own * variance(known) + EVEN_WEIGHT * EVEN_SPREAD**2) / (own + EVEN_WEIGHT))
+    deviations = DEVIATIONS + DEVIATIONS_OF_FEW / len(known)
+    usual = math.exp(middle)
+    return UsualLength(usual, max(TWICE * usual, math.exp(middle + deviations * spread)))

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For tests, ours and yours: a sink in memory, tiny federations, and checks of what plugs into fedvitals.
+
+A probe, sink, detector, topology or host of your own holds its contract if the check of that name returns; what is
+wrong comes as an AssertionError that says so. Needs no test framework.
+"""
+
+from fedvitals.testing.host_contract import HostDriver, check_host
+from fedvitals.testing.plugin_contracts import (
+    MemorySink,
+    check_detector,
+    check_probe,
+    check_sink,
+    check_topology,
+    examples_of_records,
+    tiny_run,
+)
+from fedvitals.testing.scripted_federation import ScriptedError, ScriptedFederation
+
+__all__ = [
+    "HostDriver",
+    "MemorySink",
+    "ScriptedError",
+    "ScriptedFederation",
+    "check_detector",
+    "check_host",
+    "check_probe",
+    "check_sink",
+    "check_topology",
+    "examples_of_records",
+    "tiny_run",
+]

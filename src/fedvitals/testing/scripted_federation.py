@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A federation whose course is known beforehand: which client fails, answers late, never answers, or lies.
+
+`check_host` lets a host run such federations and then looks at what the store has of them. A federation is plain data,
+so that it can travel to the processes of a host; what happens in these is noted in files of its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from fedvitals.measurements import run_of, single_records, stamped
+from fedvitals.records import Event, Metric, Record, Run, Where
+from fedvitals.transport.wire.payload import decode, encode
+
+Trouble = Literal["fails", "late", "lost"]
+Weights = Mapping[str, npt.NDArray[Any]]
+SHAPES = {"dense.weight": (6, 4), "dense.bias": (4,), "head.weight": (4, 3)}
+RATE, SPREAD = 0.3, 0.3  # how far a client goes to its target in a round, and how far targets lie apart
+FORGED_VALUE, FORGED_NAME = 66613.0, "user.forged"  # by which a lie is recognised in the store
+FORKED_WORDS = "logged by a process that was forked off the server"
+FORK_SECONDS = 30.0  # in which a forked process must have ended
+WAIT_SECONDS = 60.0  # that a client waits for a round at most
+
+
+class ScriptedError(Exception):
+    """The error of a client that is to fail."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedFederation:
+    """What happens in which round, counted from 0. `clients`: the names by which the host's server knows them.
+
+    `troubles`: (round, client, trouble): a client that fails raises while it trains; the answer of one that is late
+    comes after the round; of one that is lost it never comes. `liar`: the client that sends forged telemetry. `slow`:
+    the client that is asked in the first round, while the others go on, and whose answer is taken in the last round.
+    `forks_in`: the round in which the server's process forks. `folder`: where notes go.
+    """
+
+    name: str
+    clients: tuple[str, ...]
+    rounds: int
+    folder: str
+    troubles: tuple[tuple[int, str, Trouble], ...] = ()
+    liar: str | None = None
+    slow: str | None = None
+    forks_in: int | None = None
+
+    def to_json(self) -> str:
+        """Return the federation as text, for a process or a machine that is given arguments only as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ScriptedFederation:
+        """Return the federation that `to_json` wrote."""
+        fields = json.loads(text)
+        troubles = tuple((round_index, node, trouble) for round_index, node, trouble in fields["troubles"])
+        return cls(**{**fields, "clients": tuple(fields["clients"]), "troubles": troubles})
+
+    # -- for the clients ----------------------------------------------------------------------------------------------
+
+    def trouble(self, round_index: int, node: str) -> Trouble | None:
+        """Return what is wrong with a client in a round; None: it answers in time."""
+        return next((trouble for at, who, trouble in self.troubles if (at, who) == (round_index, node)), None)
+
+    def train(self, round_index: int, node: str, weights: Weights) -> dict[str, npt.NDArray[Any]]:
+        """Return a client's weights after its training. Raises a ScriptedError if the client is to fail."""
+        if self.trouble(round_index, node) == "fails":
+            raise ScriptedError(f"{node} fails in round {round_index}, as it is to")
+        stream = np.random.default_rng([self.clients.index(node), round_index])
+        target = {name: 1 + SPREAD * stream.normal(size=values.shape) for name, values in weights.items()}
+        return {name: (values + RATE * (target[name] - values)).astype(np.float32) for name, values in weights.items()}
+
+    def telemetry(self, round_index: int, node: str, payload: bytes) -> bytes:
+        """Return what a client sends as its telemetry: its payload as it is, or forged if the client lies."""
+        if node != self.liar or not payload:
+            return payload
+        other = next(name for name in self.clients if name != node)
+        own = [*single_records(decode(payload))]
+        run = run_of(own[0])
+        here, there = Where(run, None, node), Where(run, None, other)
+        lies: tuple[list[Record], ...] = (
+            [Metric(there, 1.0, FORGED_NAME, FORGED_VALUE), Event(there, 1.0, "error", "client.failed", FORGED_NAME)],
+            [Metric(here, 1.0, "time.round", FORGED_VALUE), Metric(here, 1.0, "clients.failed", FORGED_VALUE)],
+            [Run("another-run", FORGED_NAME), Metric(Where("another-run", 0, other), 1.0, "loss", FORGED_VALUE)],
+            [Event(here, 1.0, "info", "cohort", FORGED_NAME, {"phase": "train", "late": [other], "asked": [other]})],
+        )
+        if round_index % (len(lies) + 1) == len(lies):
+            return payload[:-7]
+        forged = [stamped(lie, f"lies-{round_index}", i) for i, lie in enumerate(lies[round_index % (len(lies) + 1)])]
+        return encode([*own, *forged])
+
+    def answers(self, round_index: int, node: str) -> bool:
+        """Wait until a client's answer to a round is to be sent, and return True; False: it never is.
+
+        For clients with a thread or a process of their own. Others look at `trouble` and `slow` themselves.
+        """
+        trouble = self.trouble(round_index, node)
+        if trouble == "late":
+            self._await_round(round_index + 1)
+        elif node == self.slow and round_index == 0:
+            self._await_round(self.rounds - 1)
+        return trouble != "lost"
+
+    def _await_round(self, round_index: int) -> None:
+        """Wait until the server is in this round."""
+        until = time.monotonic() + WAIT_SECONDS
+        while round_index not in [note["round"] for note in self.notes("round")] and time.monotonic() < until:
+            time.sleep(0.02)
+
+    # -- for the server -----------------------------------------------------------------------------------------------
+
+    def model(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the weights that the federation begins with."""
+        stream = np.random.default_rng(0)
+        return {name: stream.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+    def average(self, weights: Iterable[Weights]) -> dict[str, npt.NDArray[Any]]:
+        """Return the mean of the clients' weights."""
+        every = [*weights]
+        return {name: np.stack([own[name] for own in every]).mean(0, dtype=np.float32) for name in every[0]}
+
+    def took(self, round_index: int, node: str) -> None:
+        """Note that the server took a client's answer into its model; for `slow`."""
+        self.note("took", round=round_index, node=node)
+
+    def in_round(self, round_index: int, close: Callable[[], None]) -> None:
+        """Call this in each round, in the process of the server, as soon as the round has begun.
+
+        `close`: what ends the watching. Where the script says so, the process forks; its child logs a line, closes, as
+        an exit would, and ends.
+        """
+        self.note("round", round=round_index)
+        if round_index != self.forks_in or not hasattr(os, "fork"):
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a process with threads, as every server is
+            child = os.fork()
+        if child == 0:
+            try:
+                logging.getLogger("federation").error(FORKED_WORDS)
+                close()
+            finally:
+                os._exit(0)
+        self.note("forked", outcome=_outcome_of(child))
+
+    def at_end(self, close: Callable[[], None]) -> None:
+        """Call this after the last round, in the process of the server: it closes twice, and notes what came of it."""
+        try:
+            close()
+            close()
+        except Exception as error:  # noqa: BLE001 - the check says what it was
+            self.note("closed", error=f"{type(error).__name__}: {error}")
+        else:
+            self.note("closed", error=None)
+
+    # -- notes --------------------------------------------------------------------------------------------------------
+
+    def note(self, kind: str, **fields: Any) -> None:
+        """Add a note, from whichever process."""
+        with (Path(self.folder) / f"{self.name}.notes").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"kind": kind, **fields}) + "\n")
+
+    def notes(self, kind: str) -> list[dict[str, Any]]:
+        """Return the notes of a kind, in the order in which they were made."""
+        file = Path(self.folder) / f"{self.name}.notes"
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        return [note for note in map(json.loads, lines) if note["kind"] == kind]
+
+
+def _outcome_of(child: int) -> str:
+    """Wait for a forked process; return whether it «ended» or «hung», which ends it."""
+    until = time.monotonic() + FORK_SECONDS
+    while time.monotonic() < until:
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return "ended"
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "hung"
