@@ -44,7 +44,7 @@ def test_lists_compares_tags_and_deletes(store):
         assert client.get("/api/runs/b/contents").json()["records"] > 60
         assert client.put("/api/runs/b/tags/paper", headers=WRITE).json()["tags"] == ["paper"]
         # Its training holds the run as long as its store is open: silent for years, but there.
-        assert (found["c"]["state"], found["c"]["written"]) == ("running", True)
+        assert (found["c"]["state"], found["c"]["written"]) == ("silent", True)
         refused = client.delete("/api/runs/c", headers=WRITE)
         assert refused.status_code == 409
         assert "being written" in refused.json()["error"]["message"]

@@ -118,12 +118,14 @@ def key(record):
 
 
 def _by_process(record):
-    """Samples of the machine come as time goes by; what memory consists of is told once by each process."""
+    """Samples of the machine and signs of life come as time goes by; what memory consists of is told once by each
+    process.
+    """
     name = getattr(record, "name", "")
     if isinstance(record, Transfer):
         return record.kind == "telemetry"  # which only records that come home have
     of_memory = name.startswith("memory.") and name != "memory.resident"
-    return of_memory or name.startswith(("machine.", "process.", "time.critical"))
+    return of_memory or name.startswith(("machine.", "process.", "time.critical", "monitor.alive"))
 
 
 def check_like_twin(sink, twin):

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedvitals.diagnosis.cause_levels import cause_levels
 from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE
 from fedvitals.protocols import Node
 from fedvitals.records import Finding, Suspect, Where
@@ -54,8 +55,16 @@ def finding(
         ],
         **(more or {}),
     }
+    if causes := [cause for cause in evidence.get("causes", ()) if _is_chance(cause)]:
+        evidence["levels"] = cause_levels(confidence, causes, evidence.get("views", ()))
     # A step may come from a client's claims, and a store takes no integer beyond 64 bits.
     where = Where("", round_index, node, step if step is not None and abs(step) < 1 << 63 else None, layer, group)
     level = issue_entry.severity if severity is None else severity
     # The caller also fills in the time: the same history must give the same finding.
     return Finding(where, 0.0, issue, level, min(max(confidence, 0.0), 1.0), message, evidence, tuple(suspects))
+
+
+def _is_chance(cause: Any) -> bool:
+    """Return whether this is a kind of fault with its chance: a detector of somebody else's may write anything."""
+    known = isinstance(cause, list | tuple) and len(cause) == 2 and isinstance(cause[0], str)
+    return known and isinstance(cause[1], int | float)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fleets in which some have fedvitals and some do not, and who is who: nodes, spans and runs keep their identity."""
 
+from importlib.metadata import version
+
 import pytest
 from flwr.app import Message
 from flwr.serverapp.strategy import FedAvg
@@ -144,7 +146,7 @@ def test_the_run_says_whose_it_is():
         federate(FedAvg(), with_mod(), monitor, rounds=1, run_id=4242)
     run = sink.of(Run)[-1]
     assert run.host == "flower"
-    assert run.config["flower"] == {"strategy": "FedAvg", "run": "4242"}
+    assert run.config["flower"] == {"strategy": "FedAvg", "run": "4242", "flwr": version("flwr")}
     assert run.config["fedvitals"]["privacy"] == 2
     assert run.config["fedvitals"]["tracebacks"] is False
 

@@ -26,4 +26,10 @@ AFTER_TRAINING = frozenset(
 )
 INPUT_FAULTS = frozenset({"input_noise", "input_scale"})
 DATA_FAULTS = INPUT_FAULTS | {"label_noise", "label_flip"}
+FAMILY_OF = {
+    **dict.fromkeys(_KINDS, "update"),
+    **dict.fromkeys(("label_noise", "label_flip"), "labels"),
+    **dict.fromkeys(INPUT_FAULTS, "inputs"),
+    "wrong_learning_rate": "training",
+}
 MULTIPLES = frozenset({"sign_flip", "scaling"})  # of what was trained: recognised exactly where sums can be compared

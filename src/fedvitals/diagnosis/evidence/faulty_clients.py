@@ -113,10 +113,11 @@ def _evidence_finding(trend: EvidenceTrend, index: int) -> Finding:
     beginnings = [trend.views[name].began(node) for name in fired]
     since = min(beginning for beginning in beginnings if beginning is not None)
     kind, probability = WORDS[trend.suspected_kinds[node]], trend.probability(node)
-    cause = (
-        f", most likely because of {kind}" if probability >= SURE else f": if something is wrong, most likely {kind}"
+    sure = "something is wrong" if probability >= SURE else "if something is wrong"
+    text = (
+        f"{node} is unlike its peers since round {since}: {sure}, most likely {kind}. The cause is less certain than "
+        "that there is one."
     )
-    text = f"{node} is unlike its peers since round {since}{cause}."
     evidence = {
         "views": fired,
         "evidence": {name: round(trend.views[name].total(node), 2) for name in fired},

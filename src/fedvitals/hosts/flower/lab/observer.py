@@ -54,6 +54,7 @@ def write_watcher(watcher: AnyWatcher) -> tuple[str, bytes]:
         )
     fields: dict[str, Any] = {field.name: getattr(watcher, field.name) for field in dataclasses.fields(watcher)}
     initial = fields.pop("initial")
+    del fields["monitor_process"]  # whose number means nothing on another machine
     document = _ObserverFields(**{**fields, "preset": name})
     return msgspec.json.encode(document).decode(), initial or b""
 
