@@ -45,8 +45,8 @@ REMEMBERED = 64  # runs that are not read ahead again
 QUIET = 0.25  # seconds without a request after which we may work
 # Seconds after which free memory is given back once more, also while many ask. After 10, a server held 97 MB instead of
 # 77 over a run of 3,260 rounds, since what answers leave meanwhile grows with the run.
-GIVE_BACK = 1.0
-ALL_OBJECTS = 10  # how often that happens until objects that are older than two times are looked at, too
+GIVE_BACK = 2.0
+ALL_OBJECTS = 5  # how often that happens until objects that are older than two times are looked at, too
 
 
 class Warming:
