@@ -8,9 +8,10 @@ import pytest
 
 from fedvitals.records import Metric, Where
 from fedvitals.store import open_reader, open_store
+from fedvitals.store.read.federation_layers import whole_layers
 from fedvitals.views.phases import phases
 from fedvitals.views.status import status_of
-from support.store_contract import RUN
+from support.store_contract import RUN, stats, sums
 
 ROUNDS = 2000
 NAMES = ("time.round", "monitor.cost", "bottleneck.compute", "bottleneck.upload", "bottleneck.server")
@@ -58,3 +59,14 @@ def test_a_few_points_of_a_runs_phases_take_250_bytes_a_round(store):
     np.testing.assert_allclose(parts["upload"], [7 * 0.25 if number % 2 else 0 for number in shown.rounds])
     np.testing.assert_allclose(sum(parts.values()), 7.0)
     assert peak < 250 * ROUNDS
+
+
+def test_the_layers_of_the_federation_take_little_more_than_what_comes_out(tmp_path):
+    with open_store(tmp_path / "runs.db") as store:
+        for first in range(0, ROUNDS, 50):
+            store.write([RUN, *(stats(number, None, number, number + 1) for number in range(first, first + 50))])
+    with open_reader(tmp_path / "runs.db") as reader:
+        (rounds, _, matrix), peak = peak_of(lambda: whole_layers(reader, "r-1", "gradient"))
+    assert rounds == list(range(ROUNDS))
+    np.testing.assert_allclose(matrix[-1], sums(ROUNDS - 1), rtol=1e-5)
+    assert peak < 2.2 * matrix.nbytes
