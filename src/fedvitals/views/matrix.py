@@ -61,7 +61,7 @@ def _read_newest(reader: Reader, run: int, name: int, until: int) -> _Held:
     return _placed(reader, places[:, 0], places[:, 1], values)
 
 
-def _placed(reader: Reader, rounds: Whole, nodes: Whole, told: Reals) -> _Held:
+def _placed(reader: Reader, rounds: Whole, nodes: Whole, numbers: Reals) -> _Held:
     """The round, the node and the value of each cell, as a matrix."""
     columns, column = np.unique(rounds, return_inverse=True)
     present = np.zeros(int(nodes.max()) + 1, bool)  # numbers of names are small: no need to sort a million
@@ -69,7 +69,7 @@ def _placed(reader: Reader, rounds: Whole, nodes: Whole, told: Reals) -> _Held:
     known, row = np.flatnonzero(present), (np.cumsum(present) - 1)[nodes]
     values = np.full((len(known), len(columns)), np.nan, np.float32)
     there = np.zeros(values.shape, bool)
-    values[row, column], there[row, column] = single(told), True
+    values[row, column], there[row, column] = single(numbers), True
     return _arranged(reader, known, columns, values, there)
 
 
