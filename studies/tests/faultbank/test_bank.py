@@ -406,9 +406,8 @@ def test_an_own_bank_from_its_file_to_its_page(capsys, tmp_path, runs):
     assert facts["digest"] in page
     code, text, _ = call(capsys, *arguments, "--bar")
     missed = any(bar["verdict"] == "missed" for bar in facts["bars"])
-    assert missed  # one run of ten rounds cannot have everything
-    assert code == 1
-    assert "missed" in text
+    assert code == int(missed)
+    assert ("missed" in text) == missed
 
 
 def test_data_sets_that_are_not_there_are_named_and_their_cases_counted(capsys, tmp_path):
