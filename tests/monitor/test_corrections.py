@@ -46,7 +46,7 @@ def train(model, loader):
 
 
 def digits_loop(cure="auto", *, noisy=False, rounds=22, snippet=SNIPPET, since=6):
-    """Run docs/cure.md's loop on digits with eight clients; c3 is the largest. `noisy`: its labels are off by one.
+    """Run docs/cure.md's loop on digits with eight clients, c3 the largest. `noisy`: its labels are off by one.
 
     Returns the model, its accuracy on samples that no correction was judged by, and the actions.
     """
