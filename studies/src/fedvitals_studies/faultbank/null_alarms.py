@@ -147,7 +147,9 @@ def data_rate(runs: int) -> NullRate:
         for client in range(CLIENTS):
             y = chance.integers(0, classes, 120)
             x = centres[y] + chance.normal(size=(120, 12))
-            name, text, data = describe(torch.tensor(x, dtype=torch.float32), torch.tensor(y), len(y)).remark(0)
+            description = describe(torch.tensor(x, dtype=torch.float32), torch.tensor(y), len(y))
+            assert description is not None  # noqa: S101 - numbers with labels can be described
+            name, text, data = description.remark(0)
             events.append(Event(Where(RUN, 0, f"c{client}"), 0.0, "info", name, text, data, f"c{client}", 1))
         history = _history({"steps": np.full((1, CLIENTS), 4.0)}, events)
         alarms += len(examine_data(history, 0).suspects)
