@@ -158,7 +158,6 @@ def check(rows, vectors, models, *, near=2e-5, columns=PEER_COLUMNS):
 def test_vectors_in_one_matrix_and_apart(apart, rounds, monkeypatch):
     """The same numbers, in stretches that are shorter than a layer; models are those of the last six rounds."""
     monkeypatch.setattr(layer_products, "PIECE", 1)
-    monkeypatch.setattr(layer_products, "SHORTEST", 1024)
     updates, models = some(6, common=3.0), list(some(rounds, seed=1).cumsum(0))
     vectors = [row.clone() for row in updates] if apart else list(updates)
     assert (layer_products.as_matrix(vectors) is None) == apart
@@ -262,15 +261,15 @@ def test_signs_of_evenly_spread_coordinates(monkeypatch):
     updates = some(5, size=10_000)
     updates[:, ::7] = 0.0
     every = peers.sign_stride(5, 10_000)
-    chosen = peers.chosen_coordinates(updates, every)
-    places = peers.chosen_coordinates(torch.arange(10_000), every)
+    chosen = peers.chosen_coordinates(updates, every).flatten(1)
+    places = peers.chosen_coordinates(torch.arange(10_000), every).flatten()
     assert torch.equal(chosen, updates[:, places])
     assert 512 <= len(places) <= 1024
     assert places.diff().max() == (every - 1) * peers.RUN_OF_SIGNS + 1
     for i, share in enumerate(peers.agreement(chosen.sign())):
         assert share == pytest.approx(sign_agreement(list(chosen), i), abs=1e-12)
     assert peers.sign_stride(5, 1024) == 1
-    assert len(peers.chosen_coordinates(torch.arange(1 << 20), peers.sign_stride(100_000, 1 << 20))) < 1024
+    assert peers.chosen_coordinates(torch.arange(1 << 20), peers.sign_stride(100_000, 1 << 20)).numel() < 1024
 
 
 def test_past_its_memory_sketches_say_what_they_can():
@@ -291,9 +290,9 @@ def test_models_are_kept_only_where_they_fit():
     for number in range(9):
         models.add(number, [torch.full((10,), float(number))])
     assert models.compared_with(torch.zeros(10)) == 5
-    assert models.backwards(slice(3, 5)).tolist() == [[-1] * 2, [-2] * 2, [-3] * 2, [-4] * 2, [-5] * 2]
+    assert models.backwards(slice(3, 5), layer_products.Workspace()).tolist() == [[-1] * 2, [-2] * 2, [-3] * 2, [-4] * 2, [-5] * 2]
     models.add(8, [torch.full((10,), 9.0)])  # the round is begun again
-    assert models.backwards(slice(None))[:, 0].tolist() == [-2, -3, -4, -5, -6]
+    assert models.backwards(slice(None), layer_products.Workspace())[:, 0].tolist() == [-2, -3, -4, -5, -6]
     assert models.compared_with(torch.zeros(11)) == 0
     models.add(9, [torch.zeros(11)])
     assert models.compared_with(torch.zeros(10)) == 0
@@ -307,7 +306,7 @@ def test_a_model_is_copied_into_the_memory_of_one_that_is_no_longer_needed():
     models.add(20, [parameter.fill_(20.0)])
     assert {model.data_ptr() for _, model in models._past} == addresses
     assert parameter.data_ptr() not in addresses
-    assert models.backwards(slice(None))[:, 0].tolist() == [-1, -2, -3, -4, -5]
+    assert models.backwards(slice(None), layer_products.Workspace())[:, 0].tolist() == [-1, -2, -3, -4, -5]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedvitals.probes.host_copies import to_host
-from fedvitals.probes.layer_products import UpdateRows, piece_length
+from fedvitals.probes.layer_products import UpdateRows, Workspace, piece_length
 from fedvitals.probes.peer_columns import (
     BACK,
     BIAS,
@@ -48,6 +48,7 @@ CANDIDATE = 0.8  # sketch cosine from which a pair is compared exactly
 CANDIDATES = 4  # of each client, at most; one each where updates are so large that four would take long:
 PAIRED_NUMBERS = 64 << 20  # that are read for exact comparisons
 PAIRED_AT_ONCE = 4 << 20
+SIGNS_AT_ONCE = 1 << 14  # of each client, on a CPU
 # Below this share of one's own square, what is left after taking one's own part from a sum is mostly rounding.
 _CANCELLED = 1e-3
 _NOTHING = 1e-10  # square below which the others cancel each other: there is no direction to compare with
@@ -82,10 +83,10 @@ class PastModels:
             self._past[place] = number, model.to(like)  # and there it stays: to fetch them anew each round takes long
         return len(self._past) - 1
 
-    def backwards(self, place: slice) -> Tensor:
+    def backwards(self, place: slice, workspace: Workspace) -> Tensor:
         """Return [k, ...]: a range of the differences from the newest model to the earlier ones, newest first."""
         *past, now = (model[place] for _, model in self._past)
-        differences = now.new_empty(len(past), len(now))
+        differences = workspace.rows("models", now, len(past), len(now))
         for model, difference in zip(reversed(past), differences, strict=True):
             torch.sub(model, now, out=difference)
         return differences
@@ -109,9 +110,12 @@ class Peers:
     A client that sent only zeros has no direction: it is ignored, and its own row is NaN.
     """
 
-    def __init__(self, vectors: Sequence[Tensor], sums: Array, layout: PeerLayout, models: PastModels) -> None:
+    def __init__(
+        self, vectors: Sequence[Tensor], sums: Array, layout: PeerLayout, models: PastModels, workspace: Workspace
+    ) -> None:
         """`sums` are the nine sums, [clients, layers, 9]; of one layer where layers are not known."""
-        self._vectors, self._updates = vectors, UpdateRows(vectors)
+        self._vectors, self._workspace = vectors, workspace
+        self._updates = UpdateRows(vectors, workspace, "updates")
         self._rows = spread_rows(sums)
         self._head = layout.head
         squares = sums[..., SUM_SQUARES]
@@ -132,17 +136,23 @@ class Peers:
                 self._to_models(to_models, lengths)
             if self._head is not None:
                 self._to_classes(self._head, torch.cat(heads))
-        every = sign_stride(len(self._vectors), self._vectors[0].numel())
-        if self._updates.matrix is None:
-            signs = torch.stack([chosen_coordinates(vector, every).sign() for vector in self._vectors])
-        else:
-            signs = chosen_coordinates(self._updates.matrix, every).sign()
-        self._rows[:, SIGNS] = agreement(signs)
+        self._rows[:, SIGNS] = agreement(self._signs())
         cosines = cosines_of(sketches)
         most = PAIRED_NUMBERS // max(1, self._vectors[0].numel())
         self._rows[:, NEAREST] = nearest(cosines, self._exact_pairs(candidates(cosines, most)))
         self._rows[self._norms == 0] = np.nan
         return self._rows
+
+    def _signs(self) -> Tensor:
+        """Return the signs of the coordinates that are compared, [clients, ...]."""
+        every = sign_stride(len(self._vectors), self._vectors[0].numel())
+        if self._updates.matrix is not None:
+            return chosen_coordinates(self._updates.matrix, every).flatten(1).sign()
+        chosen = [chosen_coordinates(vector, every) for vector in self._vectors]
+        signs = self._workspace.rows("signs", chosen[0], len(chosen), chosen[0].numel())
+        for row, values in zip(signs, chosen, strict=True):
+            torch.sign(values, out=row.view(values.shape))
+        return signs
 
     def _products(self) -> tuple[dict[int, Array], dict[int, float], Array, Array, list[Tensor]]:
         """Compute in one pass, range by range, each update times the sum of all unit vectors, and times the models.
@@ -161,13 +171,14 @@ class Peers:
         for stretch in self._stretches():
             own = self._updates.at(stretch)
             columns = [c for c, (place, _) in self._compared.items() if place.start <= stretch.start < place.stop]
-            units = torch.stack([factors[column] for column in columns]).to(own) @ own
-            back = self._models.backwards(stretch) if self._rounds_back else own[:0]
+            chosen = torch.stack([factors[column] for column in columns]).to(own)
+            units = torch.mm(chosen, own, out=self._workspace.rows("units", own, len(columns), own.shape[1]))
+            back = self._models.backwards(stretch, self._workspace) if self._rounds_back else own[:0]
             columns_of_parts.append(columns)
-            # In this order: the other one takes twice as long.
-            parts += units @ own.T, units.square().sum(1), back @ own.T, back.square_().sum(1)
             if HEAD in columns:
-                heads.append(units[columns.index(HEAD)])
+                heads.append(units[columns.index(HEAD)].clone())
+            # In this order: the other one takes twice as long.
+            parts += units @ own.T, units.square_().sum(1), back @ own.T, back.square_().sum(1)
         fetched = to_host(parts)
         for columns, *rows in zip(columns_of_parts, *(fetched[i::4] for i in range(4)), strict=True):
             for column, products, total in zip(columns, *rows[:2], strict=True):
@@ -271,12 +282,14 @@ class Peers:
 
 
 def chosen_coordinates(vectors: Tensor, every: int) -> Tensor:
-    """Return one run of neighbours in `every` such runs, along the last axis; all if it is 1."""
+    """Return one run of neighbours in `every` such runs, along the last axis: [..., runs, neighbours]; all, in one run,
+    if it is 1.
+    """
     if every == 1:
-        return vectors
+        return vectors.unsqueeze(-2)
     whole = vectors.shape[-1] // RUN_OF_SIGNS * RUN_OF_SIGNS
     runs: Tensor = vectors[..., :whole].unflatten(-1, (-1, RUN_OF_SIGNS))
-    return runs[..., ::every, :].flatten(-2)
+    return runs[..., ::every, :]
 
 
 def agreement(signs: Tensor) -> Array:
@@ -285,12 +298,15 @@ def agreement(signs: Tensor) -> Array:
     Without its own sign s the sum T is T − s, which agrees with s where s·T ≥ 2, and disagrees where s·T ≤ 0. So two
     products serve all clients. They are sums of few integers, hence exact.
     """
-    total = signs.sum(0)
-    with_plus, with_minus = (total >= 2).to(signs), (total <= -2).to(signs)
-    against_plus, against_minus = (total <= 0).to(signs), (total >= 0).to(signs)
-    differences = torch.stack([with_plus - with_minus, against_plus - against_minus]) @ signs.T
-    sums = torch.stack([with_plus + with_minus, against_plus + against_minus]) @ signs.abs().T
-    agree, against = _to_host((sums + differences) / 2)
+    counts = []
+    for part in signs.split(SIGNS_AT_ONCE if signs.is_cpu else max(1, signs.shape[1]), dim=1):
+        total = part.sum(0)
+        with_plus, with_minus = (total >= 2).to(part), (total <= -2).to(part)
+        against_plus, against_minus = (total <= 0).to(part), (total >= 0).to(part)
+        differences = torch.stack([with_plus - with_minus, against_plus - against_minus]) @ part.T
+        sums = torch.stack([with_plus + with_minus, against_plus + against_minus]) @ part.abs().T
+        counts.append((sums + differences) / 2)
+    agree, against = np.sum(to_host(counts), axis=0)
     with np.errstate(invalid="ignore"):
         return np.asarray(agree / (agree + against))
 
@@ -353,7 +369,3 @@ def nearest(cosines: Array, exact: dict[tuple[int, int], float]) -> Array:
 def _inverse(norms: Array) -> Array:
     with np.errstate(divide="ignore"):
         return np.where(norms > 0, 1 / norms, 0.0)
-
-
-def _to_host(values: Tensor) -> Array:
-    return values.double().cpu().numpy()

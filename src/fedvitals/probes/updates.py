@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fedvitals.kernels import count_sketch, sums, sums_of_parts
 from fedvitals.probes.attempts import Attempt, unguarded
-from fedvitals.probes.layer_products import as_matrix, products_by_layer
+from fedvitals.probes.layer_products import Workspace, as_matrix, products_by_layer
 from fedvitals.probes.peer_columns import MOST_CLIENTS
 from fedvitals.probes.peers import PastModels, PeerLayout, Peers, from_sketches, layout_of
 from fedvitals.probes.view import flatten
@@ -106,6 +106,7 @@ class UpdateTracker:
         self._memory = memory
         self._held = self._expected = 0
         self._models = PastModels(memory // 4)
+        self._workspace = Workspace()
         self._layouts: dict[str, tuple[tuple[int, ...], PeerLayout]] = {}  # by the digest of their table
         self._round: dict[str, ClientUpdate] = {}
         self._previous: dict[str, PreviousUpdate] = {}  # the client that was absent longest first
@@ -227,7 +228,7 @@ class UpdateTracker:
         if not self._brief:
             sizes = tuple(cohort[0].sizes)
             layout = next((own for known, own in reversed(self._layouts.values()) if known == sizes), PeerLayout())
-            peers = Peers(vectors, _sums(cohort), layout, self._models)
+            peers = Peers(vectors, _sums(cohort), layout, self._models, self._workspace)
             _set_peers(cohort, peers.rows(_sketches(cohort)))
 
     def _align_to_vectors(self, cohort: list[ClientUpdate], vectors: list[Tensor]) -> None:
@@ -236,7 +237,9 @@ class UpdateTracker:
         if len(cohort) == 1 and not past:
             return
         before = [old.vector for old in past.values() if old.vector is not None]
-        with_total, total_squares, with_previous = products_by_layer(vectors, sizes, before, [*past])
+        with_total, total_squares, with_previous = products_by_layer(
+            vectors, sizes, before, [*past], self._workspace
+        )
         if len(cohort) > 1:
             own = np.stack([update.squares_of_layers for update in cohort])
             # others = total − own, so these follow without forming that vector...

@@ -20,7 +20,7 @@ from typing import Any
 from nvflare.apis.shareable import Shareable
 
 from fedvitals.hosts import array_models, participation
-from fedvitals.hosts.array_models import ArrayOutline, ReusableVector, Values, new_outline
+from fedvitals.hosts.array_models import ArrayOutline, ReusableVectors, Values, new_outline
 from fedvitals.hosts.background_work import BackgroundWork
 from fedvitals.hosts.metric_names import with_known_names
 from fedvitals.hosts.nvflare import models
@@ -76,7 +76,7 @@ class ServerRounds:
         self._ended_by_server = False  # whether it was reported that the job was given up or aborted
         self._measuring = BackgroundWork("fedvitals-updates")
         self._room_to_wait = threading.BoundedSemaphore(MOST_WAITING)
-        self._spare = ReusableVector()
+        self._spare = ReusableVectors()
         monitor.host.awaits(lambda: participation.awaited([*self._pending.values()]))
 
     # -- rounds -------------------------------------------------------------------------------------------------------
