@@ -237,9 +237,7 @@ class UpdateTracker:
         if len(cohort) == 1 and not past:
             return
         before = [old.vector for old in past.values() if old.vector is not None]
-        with_total, total_squares, with_previous = products_by_layer(
-            vectors, sizes, before, [*past], self._workspace
-        )
+        with_total, total_squares, with_previous = products_by_layer(vectors, sizes, before, [*past], self._workspace)
         if len(cohort) > 1:
             own = np.stack([update.squares_of_layers for update in cohort])
             # others = total − own, so these follow without forming that vector...

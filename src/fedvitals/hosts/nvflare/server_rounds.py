@@ -139,9 +139,8 @@ class ServerRounds:
 
         A forked process leaves that to its parent.
         """
-        if (
-            self.monitor.host.monitored.lifecycle.is_of_parent
-        ):  # before any lock, which a thread of the parent may have held
+        # Before any lock, which a thread of the parent may have held.
+        if self.monitor.host.monitored.lifecycle.is_of_parent:
             return
         self.end()
         with self.lock:
@@ -165,9 +164,8 @@ class ServerRounds:
             others = f" Still at work: {', '.join(working)}." if working else ""
             text = f"The job was ended from outside of its workflow, in round {self.round_index}.{others}"
             self.monitor.host.event("error", "round.failed", text, data={"exception": "JOB_ABORTED"})
-            self.monitor.host.event(
-                "error", "job.aborted", text, data={"working": working}
-            )  # in our words, at any level
+            # In our words, at any level.
+            self.monitor.host.event("error", "job.aborted", text, data={"working": working})
 
     def aggregating(self) -> None:
         """Note that the server begins to aggregate."""
