@@ -24,6 +24,7 @@ def by_layer(a, b):
 @pytest.fixture(params=[1, 1 << 18])
 def piece(request, monkeypatch):
     monkeypatch.setattr(layer_products, "PIECE", request.param)
+    monkeypatch.setattr(layer_products, "SHORTEST", 1024)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -157,6 +157,7 @@ def check(rows, vectors, models, *, near=2e-5, columns=PEER_COLUMNS):
 @pytest.mark.parametrize("rounds", [0, 1, 3, 9])
 def test_vectors_in_one_matrix_and_apart(apart, rounds, monkeypatch):
     """The same numbers, in stretches that are shorter than a layer; models are those of the last six rounds."""
+    monkeypatch.setattr(layer_products, "SHORTEST", 1024)
     monkeypatch.setattr(layer_products, "PIECE", 1)
     updates, models = some(6, common=3.0), list(some(rounds, seed=1).cumsum(0))
     vectors = [row.clone() for row in updates] if apart else list(updates)

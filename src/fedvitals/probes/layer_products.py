@@ -19,13 +19,14 @@ from fedvitals.probes.snapshot import pieces_of
 from fedvitals.stats import SUM, Array
 
 PIECE = 1 << 18  # numbers of all updates that are worked on at a time
-SHORTEST = 1024  # of each update: below, the calls cost more than the arithmetic
+SHORTEST = 1 << 13  # of each update: below, the calls cost more than the arithmetic
+KEPT = 4 << 20  # numbers that a workspace keeps for one use, at most
 PIECE_AWAY = 1 << 28  # on a device: no cache to stay in, and each call has its price
 
 
 class Workspace:
-    """Memory for pieces of updates, kept between rounds; on a device, where memory belongs to the training, it is not
-    kept.
+    """Memory for pieces of updates, kept between rounds unless it is large, or on a device, where it belongs to the
+    training.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class Workspace:
         vector, size = self._vectors.get(use), height * width
         if vector is None or vector.numel() < size or vector.dtype != like.dtype or not like.is_cpu:
             vector = like.new_empty(size)
-            if like.is_cpu:
+            if like.is_cpu and size <= KEPT:
                 self._vectors[use] = vector
         return vector[:size].view(height, width)
 

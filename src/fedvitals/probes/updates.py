@@ -38,8 +38,9 @@ from fedvitals.stats import ALIGNMENT_COLUMNS, COUNT, INFS, NANS, PEER_COLUMNS, 
 _ROUNDING = 1e-6  # of a sum of squares
 # Below this share of a client's own ‖d‖², what is left after taking it from the total is mostly rounding.
 _CANCELLED = 1e-3
-_TOGETHER = 1 << 20  # bytes of updates that are copied into one matrix
+_TOGETHER = 32 << 20  # bytes of updates that are copied into one matrix
 _TOGETHER_AWAY = 2 << 30  # on a device, where each call has its price
+_LONG = 1 << 17  # numbers of an update on a CPU that is not copied: fresh memory costs more than the calls
 
 
 @dataclass(slots=True)
@@ -214,8 +215,9 @@ class UpdateTracker:
         Small ones as one matrix, since for a small model a call costs more than its computation.
         """
         whole = as_matrix(vectors)
+        is_long = vectors[0].is_cpu and vectors[0].numel() >= _LONG
         room = _TOGETHER if vectors[0].is_cpu else _TOGETHER_AWAY
-        if whole is None and sum(vector.numel() * vector.element_size() for vector in vectors) <= room:
+        if whole is None and not is_long and sum(vector.nbytes for vector in vectors) <= room:
             whole = torch.stack(vectors)
             vectors = [*whole]
             for update, vector in zip(cohort, vectors, strict=True):
