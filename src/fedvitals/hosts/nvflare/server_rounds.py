@@ -21,7 +21,7 @@ from nvflare.apis.shareable import Shareable
 
 from fedvitals.diagnosis.corrections.followed import FollowedCorrections
 from fedvitals.hosts import array_models, participation
-from fedvitals.hosts.array_models import ArrayOutline, ReusableVector, Values, new_outline
+from fedvitals.hosts.array_models import ArrayOutline, ReusableVectors, Values, new_outline
 from fedvitals.hosts.background_work import BackgroundWork
 from fedvitals.hosts.metric_names import with_known_names
 from fedvitals.hosts.nvflare import models
@@ -77,7 +77,7 @@ class ServerRounds:
         self._ended_by_server = False  # whether it was reported that the job was given up or aborted
         self._measuring = BackgroundWork("fedvitals-updates")
         self._room_to_wait = threading.BoundedSemaphore(MOST_WAITING)
-        self._spare = ReusableVector()
+        self._spare = ReusableVectors()
         monitor.host.awaits(lambda: participation.awaited([*self._pending.values()]))
 
     # -- rounds -------------------------------------------------------------------------------------------------------
@@ -141,9 +141,8 @@ class ServerRounds:
 
         A forked process leaves that to its parent.
         """
-        if (
-            self.monitor.host.monitored.lifecycle.is_of_parent
-        ):  # before any lock, which a thread of the parent may have held
+        # Before any lock, which a thread of the parent may have held.
+        if self.monitor.host.monitored.lifecycle.is_of_parent:
             return
         self.end()
         with self.lock:
@@ -167,9 +166,8 @@ class ServerRounds:
             others = f" Still at work: {', '.join(working)}." if working else ""
             text = f"The job was ended from outside of its workflow, in round {self.round_index}.{others}"
             self.monitor.host.event("error", "round.failed", text, data={"exception": "JOB_ABORTED"})
-            self.monitor.host.event(
-                "error", "job.aborted", text, data={"working": working}
-            )  # in our words, at any level
+            # In our words, at any level.
+            self.monitor.host.event("error", "job.aborted", text, data={"working": working})
 
     def aggregating(self) -> None:
         """Note that the server begins to aggregate."""
