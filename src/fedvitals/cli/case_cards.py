@@ -88,7 +88,7 @@ def print_card(
         _print_failure(console, failure)
     numbers = _numbers(case)
     if numbers is not None:
-        console.print("  rests on")
+        console.print("  evidence")
         console.print(numbers)
     for name, value in more_of(case):
         console.print(f"  {shown(name.replace('_', ' ')):9} {shown(text_of(value))}", soft_wrap=True)

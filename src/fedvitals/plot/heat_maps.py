@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from fedvitals.errors import ConfigError, unknown
+from fedvitals.metric_titles import metric_title
 from fedvitals.plot.canvas import Figure, drawn, flags, nothing, round_axis
 from fedvitals.plot.cells import cell_sheet, colour_scale, draw_cells, shades_of
 from fedvitals.plot.source import Which, check_sign, opened
@@ -36,10 +37,12 @@ def clients(
         cases = cases_of(reader, chosen)
         cells = None if sign is None else client_grid(reader, chosen, sign, sort=sort, limit=rows, columns=COLUMNS)
     if cells is None or sign is None or not cells.rows:
-        return nothing("No client told anything that could be shown.", "Clients tell in `monitor.client(...)`.")
+        return nothing("No client reported anything that could be shown.", "Clients report in `monitor.client(...)`.")
     shown = f"{len(cells.rows)} of {cells.total_rows} clients" if len(cells.rows) < cells.total_rows else ""
     order = {"worst": "worst first", "value": "largest first", "name": "by name"}[sort]
-    figure, axes, top = cell_sheet(len(cells.rows), words(sign, 40), ", ".join(w for w in (shown, order) if w))
+    figure, axes, top = cell_sheet(
+        len(cells.rows), words(metric_title(sign), 50), ", ".join(w for w in (shown, order) if w)
+    )
     shades = shades_of(cells, signed=sign in SIGNED)
     draw_cells(axes, cells, shades)
     colour_scale(top, shades, cells.unit)

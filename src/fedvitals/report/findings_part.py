@@ -31,11 +31,11 @@ ADVICE = 5  # cases whose first remedy stands among what to do
 SAVING = 0.05  # share of a round that a change must save to be worth naming
 MARKS = {"critical": "■", "warning": "▲", "note": "·"}
 STATES = {
-    "ill": "Ill",
+    "ill": "Problem",
     "watch": "Watch",
-    "healthy": "Healthy",
-    "warming": "Too early to say",
-    "unjudged": "Not fully examined",
+    "healthy": "OK",
+    "warming": "Too early",
+    "unjudged": "Not judged",
 }
 
 
@@ -198,7 +198,7 @@ def _numbers(finding: FullFinding) -> Table | None:
         )
         for row in finding.numbers[:10]
     )
-    head = ("rests on", "value", "usual", "of", "standard deviations", "compared as")
+    head = ("evidence", "value", "usual", "of", "standard deviations", "compared as")
     keep = [i for i in range(len(head)) if i < 2 or any(row[i] for row in rows)]
     return Table(
         "",

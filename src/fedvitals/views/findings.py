@@ -11,10 +11,12 @@ from typing import Any, Literal
 from fedvitals.diagnosis.cases import Case, is_trouble
 from fedvitals.diagnosis.evidence.vital_signs import as_measured
 from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE, RATES, measured_rates
+from fedvitals.metric_titles import metric_title
 from fedvitals.plain_json import copied
 from fedvitals.records import Action, Event
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
+from fedvitals.views.case_sentences import clause, sure
 from fedvitals.views.cases import (
     Brief,
     Marked,
@@ -36,7 +38,7 @@ from fedvitals.views.evidence import Evidence, evidence_of
 from fedvitals.views.evidence_signs import COMPARED, meaning_of, sign_of, title_of
 from fedvitals.views.labels import labels_of
 from fedvitals.views.outline import outline_of
-from fedvitals.views.verdict import Verdict, clause, facts_of, judge, sure
+from fedvitals.views.verdict import Verdict, facts_of, judge
 
 Where = Literal["open", "past", "muted", "acknowledged", "all"]
 LONGEST = 2000  # characters of one piece of evidence
@@ -299,7 +301,7 @@ def _number(row: Mapping[str, Any], case: Case) -> NumberRow:
     as_it_is = sign is None or (not sign.statistic and not sign.events and name not in COMPARED)
     return NumberRow(
         name=name,
-        title=name if sign is None or as_it_is else title_of(sign, PLACES.get(sign.layer, case.layer)),
+        title=metric_title(name) if sign is None or as_it_is else title_of(sign, PLACES.get(sign.layer, case.layer)),
         meaning="" if sign is None else meaning_of(sign),
         compared_as=COMPARED[name][1] if name in COMPARED else "",
         value=value,
