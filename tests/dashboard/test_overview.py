@@ -67,7 +67,7 @@ def test_the_verdict_is_the_stored_findings_sentence(tmp_path, page):
         headline = page.locator(".verdict-headline")
         assert "c3" in headline.inner_text()
         assert "since round 4" in headline.inner_text()
-        assert page.locator(".verdict-state").inner_text().endswith("ILL")
+        assert page.locator(".verdict-state").inner_text().endswith("PROBLEM")
         worse = charted.finding("c1", since=7, number=9, severity="critical", confidence=0.99, issue="SIGN_FLIP")
         charted.stamp([worse], store)
         expect(headline).to_have_text(re.compile("^c1"))
@@ -78,7 +78,7 @@ def test_the_verdict_is_the_stored_findings_sentence(tmp_path, page):
 def test_a_healthy_run_says_so_as_plainly(tmp_path, page):
     with shown(page, charted.written(tmp_path / "s.db")) as url:
         ready(page, url, "overview")
-        assert page.locator(".verdict-state").inner_text().endswith("HEALTHY")
+        assert page.locator(".verdict-state").inner_text().endswith("OK")
         assert "10 rounds, 6 clients" in page.locator(".verdict-headline").inner_text()
         assert "Nobody is suspected." in page.locator("aside").inner_text()
 

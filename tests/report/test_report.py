@@ -139,13 +139,13 @@ def test_hostile_names_are_text(pages):
 
 def test_an_empty_run_says_what_is_missing(pages):
     words = " ".join(Page(pages[pictured.EMPTY]).words)
-    for part in ("Not judged", "No client was seen", "No round was timed", "Neither accuracy nor loss was told"):
+    for part in ("Not judged", "No client was seen", "No round was timed", "Neither accuracy nor loss was measured"):
         assert part in words
 
 
 def test_several_runs_are_compared(pages):
     words = " ".join(Page(pages[RUNS[-1]]).words)
-    for part in ("A (synthetic)", "One run each", "Where they part", "settings that differ", "Verdicts"):
+    for part in ("A (synthetic)", "One run each", "Where they diverge", "settings that differ", "Verdicts"):
         assert part in words
 
 

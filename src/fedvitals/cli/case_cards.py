@@ -129,7 +129,11 @@ def _coloured(severity: str) -> str:
 
 
 def _how_sure(case: Case) -> str:
-    trend = f"  {sparkline(case.confidences)}  first {case.confidences[0]:.0%}" if len(case.confidences) > 1 else ""
+    trend = (
+        f"  {sparkline(case.confidences, unit='share')}  first {case.confidences[0]:.0%}"
+        if len(case.confidences) > 1
+        else ""
+    )
     exact = ", an exact test" if case.issue_entry.exact else ""
     return f"{case.confidence:.0%}{exact}{trend}"
 

@@ -133,7 +133,9 @@ def _signs(card: Card) -> Any:
     table = new_table("sign", "of", ">first", ">now", "trend", **_titled("Vital signs"))
     for sign in card.signs:
         first, now = (with_unit(sign.values[i], sign.unit) for i in (0, -1))
-        table.add_row(metric_title(sign.name), f"[dim]{sign.of}[/dim]", first, now, sparkline(sign.values))
+        table.add_row(
+            metric_title(sign.name), f"[dim]{sign.of}[/dim]", first, now, sparkline(sign.values, unit=sign.unit)
+        )
     return table
 
 
@@ -208,5 +210,9 @@ def _show_node(reader: Reader, run: str, node: str, as_json: bool) -> None:
         return
     table = new_table("metric", ">first", ">now", "trend", **_titled(shown(named(node, labels))))
     for name, (_, values) in history.items():
-        table.add_row(metric_title(name), *(with_unit(values[i], unit_of(name)) for i in (0, -1)), sparkline(values))
+        table.add_row(
+            metric_title(name),
+            *(with_unit(values[i], unit_of(name)) for i in (0, -1)),
+            sparkline(values, unit=unit_of(name)),
+        )
     new_console().print(table)

@@ -13,7 +13,7 @@ from fedvitals.plot import canvas
 from fedvitals.plot.canvas import Figure, drawn
 from fedvitals.plot.scale import End, Height, end_of, label_ends
 from fedvitals.plot.source import Which, check_client, check_sign, opened, suspects
-from fedvitals.plot.style import BLUE, COLOURS, HAIRLINE, VERMILLION, axis_unit, words
+from fedvitals.plot.style import BLUE, COLOURS, VERMILLION, axis_unit, words
 from fedvitals.records import AnyName, is_client, node_name
 from fedvitals.store import Target
 from fedvitals.store.read import queries
@@ -61,7 +61,7 @@ def draw_cohort(axes: Any, sign: str, matrix: Matrix, named: Sequence[str]) -> N
         colour = COLOURS[(place + 1) % len(COLOURS)]  # the first is the cohort's own
         heights = height.of(np.array(values, float))
         if 2 * len(rounds) < len(matrix.rounds):  # told now and then: what lies between is not known
-            axes.plot(rounds, heights, "o:", color=colour, linewidth=0.7, markersize=3.5)
+            axes.plot(rounds, heights, "o", color=colour, markersize=3.5)
         else:
             canvas.line(axes, rounds, heights.tolist(), colour)
         ends += end_of(words(node, 16), colour, rounds, heights)
@@ -87,16 +87,12 @@ def draw_band(axes: Any, cohort_band: Band, height: Height, colour: str = BLUE, 
         lone = canvas.alone(own)  # a band of one round has no width
         axes.vlines(np.asarray(cohort_band.rounds)[lone], own[lone], top[lone], colour, alpha=alpha, linewidth=3)
     canvas.line(axes, cohort_band.rounds, np.where(few, np.nan, median).tolist(), colour, linewidth=1.0)
-    if few.any():  # leads the eye from one to the next, and says that nothing is known between them
-        kept = np.isfinite(median) & (~few | few.all())
-        axes.plot(np.asarray(cohort_band.rounds)[kept], median[kept], ":", color=colour, linewidth=0.7, alpha=0.6)
     for ends in (low, high):  # of two clients, both
         axes.plot(
             np.asarray(cohort_band.rounds)[few], ends[few], "o", color=colour, alpha=0.45, markersize=3, mfc="none"
         )
     odd = [r for r, count in zip(cohort_band.rounds, cohort_band.clients, strict=True) if not count]
-    if odd:
-        axes.plot(odd, [axes.get_ylim()[0]] * len(odd), "x", color=HAIRLINE, markersize=4)
+    canvas.mark_not_finite(axes, odd)
 
 
 def told_by_few(cohort_band: Band, clients: int = 0) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -204,6 +200,7 @@ def _draw(axes: Any, name: str, own: Series, cohort: Band | None, clients: int) 
     if own.rounds:
         heights = height.of(canvas.numbers(own.values))
         canvas.line(axes, own.rounds, heights.tolist(), VERMILLION, linewidth=1.6)
+        canvas.mark_not_finite(axes, own.odd)
         ends += end_of(own.of, VERMILLION, own.rounds, heights)
     canvas.head(axes, name, note)
     unit = own.unit or ("" if cohort is None else cohort.unit)

@@ -35,7 +35,7 @@ from fedvitals.views.cases import (
     traceback_of,
 )
 from fedvitals.views.evidence import Evidence, evidence_of
-from fedvitals.views.evidence_signs import COMPARED, meaning_of, sign_of, title_of
+from fedvitals.views.evidence_signs import COMPARED, meaning_of, sign_of, title_of, unit_of
 from fedvitals.views.labels import labels_of
 from fedvitals.views.outline import outline_of
 from fedvitals.views.verdict import Verdict, facts_of, judge
@@ -107,6 +107,7 @@ class NumberRow:
     score: float | None  # robust standard deviations
     raw_value: float | None  # as they were measured, whatever they were compared as
     raw_usual: float | None
+    unit: str  # of these two
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +311,7 @@ def _number(row: Mapping[str, Any], case: Case) -> NumberRow:
         score=number_of(row.get("score")),
         raw_value=as_measured(name, value),
         raw_usual=as_measured(name, usual),
+        unit="" if sign is None else unit_of(sign),
     )
 
 

@@ -3,7 +3,7 @@
 
 import { SHAPES } from "../colour.js";
 import { fill, h, keyed } from "../dom.js";
-import { exact, number, percent, sure, when, withUnit } from "../format.js";
+import { exactly, number, percent, sure, when, withUnit } from "../format.js";
 import { runLink } from "../params.js";
 import { causeLevels } from "./finding_parts.js";
 
@@ -42,13 +42,13 @@ export function numbersTable(numbers) {
   return h("table", { class: "data small" }, h("caption", { class: "unseen", text: "Evidence of the finding" }),
     h("thead", {}, h("tr", {}, ["sign", "value", "usual", "score"].map((text, i) => h("th", { scope: "col", class: i ? "num" : null, text })))),
     h("tbody", {}, numbers.slice(0, 6).map((one) => h("tr", {},
-      h("td", { title: [one.name, one.meaning].filter(Boolean).join(": ") }, one.title, one.compared_as && h("span", { class: "muted", text: ` (compared as ${one.compared_as})` })), ...["raw_value", "raw_usual", "score"].map((key) => h("td", { class: "num", text: number(one[key] ?? null) }))))));
+      h("td", { title: [one.name, one.meaning].filter(Boolean).join(": ") }, one.title, one.compared_as && h("span", { class: "muted", text: ` (compared as ${one.compared_as})` })), h("td", { class: "num", text: withUnit(one.raw_value, one.unit) }), h("td", { class: "num", text: withUnit(one.raw_usual, one.unit) }), h("td", { class: "num", text: number(one.score ?? null) })))));
 }
 
 export function factList(facts) {
   return h("dl", { class: "facts-list" }, facts.map((one) => [
     h("dt", { text: one.title, title: `${one.name}: ${one.meaning}` }),
-    h("dd", { title: one.value === null ? null : exact(one.value) },
+    h("dd", { title: one.value === null ? null : exactly(one.value, one.unit) },
       one.value === null ? h("span", { class: "sev-critical", text: "not finite" }) : withUnit(one.value, one.unit),
       h("span", { class: "muted small", text: ` r${one.round}${one.median === null ? "" : `; median ${withUnit(one.median, one.unit)} of ${number(one.clients)}`}` })),
   ]));
