@@ -181,7 +181,8 @@ def test_muted_cases_do_not_decide_and_acknowledged_ones_say_so():
 @pytest.mark.parametrize(
     ("change", "state", "words"),
     [
-        ({"rounds": 0}, "warming", "Too early to judge: no round is complete"),
+        ({"rounds": 0}, "warming", "Waiting for round 0."),
+        ({"rounds": 0, "gaps": ("no client was measured",)}, "warming", "Waiting for round 0."),
         ({"rounds": 2}, "warming", "Too early to judge: 2 rounds so far"),
         ({"rounds": 2, "finished": True}, "warming", "Too short to judge: 2 rounds."),
         ({"detectors": 0}, "unjudged", "Not judged: no detector looked at this run."),

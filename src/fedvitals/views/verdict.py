@@ -101,15 +101,15 @@ def judge(cases: Sequence[Case], facts: Facts) -> Verdict:
     if ill:
         ruined = [case for case in ill if damage_by(case, cases)]
         return _of_lost_model(ruined, ill, cases, facts) if ruined else _of_cases("ill", "", ill, cases, facts)
+    if facts.detectors and not facts.rounds and not facts.finished:
+        return Verdict("warming", "Waiting for round 0.", "")
     if (not facts.detectors and not cases) or (facts.gaps and not faded and not over):
         why = no_all_clear(facts.gaps) if facts.detectors else "Not judged: no detector looked at this run."
         return Verdict("unjudged", why, _how_it_stands(facts))
     if facts.rounds < WARM:
         return Verdict("warming", _too_early(facts), _how_it_stands(facts))
-    if faded:
-        return _of_cases("watch", "" if facts.gaps else "Nothing serious now. ", faded, cases, facts)
-    if over:
-        return _of_cases("watch", "" if facts.gaps else "Nothing serious now. ", over, cases, facts)
+    if faded or over:
+        return _of_cases("watch", "" if facts.gaps else "Nothing serious now. ", faded or over, cases, facts)
     return Verdict("healthy", _healthy(cases, facts), _sentences(_how_it_stands(facts), _blind_spots(facts)))
 
 
@@ -246,8 +246,8 @@ def _healthy(cases: Sequence[Case], facts: Facts) -> str:
 def _too_early(facts: Facts) -> str:
     if facts.finished:
         return f"Too short to judge: {_counted(facts.rounds, 'round')}."
-    so_far = f"{_counted(facts.rounds, 'round')} so far" if facts.rounds else "no round is complete"
-    return f"Too early to judge: {so_far}; clients can be compared from {WARM} rounds on."
+    so_far = _counted(facts.rounds, "round")
+    return f"Too early to judge: {so_far} so far; clients can be compared from {WARM} rounds on."
 
 
 # -- what goes with it ------------------------------------------------------------------------------------------------
