@@ -356,7 +356,7 @@ def test_the_page_of_one_client(address, page):
     assert page.locator(".verdict-state").inner_text().endswith("PROBLEM")
     assert "c3" in page.locator(".verdict-headline").inner_text()
     first = page.locator(".sign-grid .chart-title").first.inner_text()
-    assert first in ("Training loss", "Cosine of the update to the mean of all other clients' updates")
+    assert first in ("loss", "cosine to the other clients' updates")
     page.wait_for_selector("section[aria-label^=layers] canvas", state="attached")
     page.locator("section[aria-label^=layers] select").nth(1).select_option("absmax")
     expect(page.locator("section[aria-label^=layers] .chart-title")).to_contain_text("absmax")

@@ -17,6 +17,7 @@ from fedvitals.cli import case_cards, ui
 from fedvitals.cli.options import print_json, store_options
 from fedvitals.cli.screen import new_console, number, seconds, shown, sparkline, with_unit
 from fedvitals.errors import MissingExtraError
+from fedvitals.metric_titles import metric_title
 from fedvitals.views.units import percent
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ class _Live:
             sign = vital_sign(history, name)
             if sign.values:
                 signs.add_row(
-                    name,
+                    metric_title(name),
                     sparkline(sign.values, unit=sign.unit),
                     with_unit(sign.values[-1], sign.unit),
                     f"[dim]{sign.of}[/dim]",

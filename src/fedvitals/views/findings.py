@@ -284,7 +284,7 @@ def finding_details(reader: Reader, run: str, key: str) -> FindingDetails:
         FindingDetails,
         case.issue_entry,
         case=card(case, marked(reader, run), labels),
-        numbers=tuple(_number(row, case) for row in numbers_of(case)),
+        numbers=tuple(number_row(row, case) for row in numbers_of(case)),
         more=tuple((name.replace("_", " "), text_of(value)[:LONGEST]) for name, value in more_of(case)),
         suspects=tuple(
             SuspectRow(s.node, labels.get(s.node, ""), number_of(s.score), s.reason) for s in case.newest.suspects
@@ -295,7 +295,8 @@ def finding_details(reader: Reader, run: str, key: str) -> FindingDetails:
     )
 
 
-def _number(row: Mapping[str, Any], case: Case) -> NumberRow:
+def number_row(row: Mapping[str, Any], case: Case) -> NumberRow:
+    """Return a number of a finding's evidence with its name for people, as it was measured, and with its unit."""
     name = str(row.get("name"))
     sign = sign_of(name, case)
     value, usual = number_of(row.get("value")), number_of(row.get("usual"))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import click
 
 from fedvitals.cli.screen import new_progress
+from fedvitals.metric_titles import metric_title
 from fedvitals.views.units import number, percent
 
 if TYPE_CHECKING:
@@ -54,9 +55,9 @@ def quality_of(metrics: Mapping[str, float]) -> str:
     quality = ""
     for prefix in ("", "local."):  # of a model with parts at home there are local tests alone
         if f"{prefix}accuracy" in metrics:
-            quality = f"{prefix}accuracy {percent(metrics[f'{prefix}accuracy'])}"
+            quality = f"{metric_title(f'{prefix}accuracy')} {percent(metrics[f'{prefix}accuracy'])}"
         elif f"{prefix}loss" in metrics:
-            quality = f"{prefix}loss {number(metrics[f'{prefix}loss'])}"
+            quality = f"{metric_title(f'{prefix}loss')} {number(metrics[f'{prefix}loss'])}"
         if quality:
             break
     attack = f", attack's success {percent(metrics['attack.success'])}" if "attack.success" in metrics else ""

@@ -95,7 +95,7 @@ export function header(node) {
 
 /** «12/40 rounds»: as many as the terminal and the list of runs count. */
 function roundCount({ rounds, rounds_planned: planned }) {
-  return planned ? `${number(rounds)}/${number(planned)} rounds` : `${number(rounds)} round${rounds === 1 ? "" : "s"}`;
+  return planned >= rounds ? `${number(rounds)}/${number(planned)} rounds` : `${number(rounds)} round${rounds === 1 ? "" : "s"}`;
 }
 
 /** Of a run that trains: how long it will take, at the mean pace so far. */
