@@ -171,7 +171,7 @@ def test_the_sign_is_chosen_in_the_catalogues_words(address, page):
     page.wait_for_url(re.compile("sign=update.norm"))
     expect(page.locator("[data-band=clients] .chart-title")).to_have_text("update norm")
     page.go_back()
-    expect(page.locator("[data-band=clients] .chart-title")).to_have_text("Training loss")
+    expect(page.locator("[data-band=clients] .chart-title")).to_have_text("loss")
 
 
 def test_a_cell_leads_to_that_client_in_that_round(address, page):
