@@ -19,7 +19,7 @@ from fedvitals.views.clients import open_and_past_cases
 from fedvitals.views.cohort import Matrix, matrix_of
 from fedvitals.views.grid import Grid, make_grid
 from fedvitals.views.matrix import metric_matrix
-from fedvitals.views.shown_statistics import shown_statistic
+from fedvitals.views.shown_statistics import measured_layers, shown_statistic
 
 Sort = Literal["worst", "name", "value"]
 
@@ -93,9 +93,10 @@ def layer_grid(
     known = layer_history(reader, run, family)
     layers, rounds = known.layers, known.rounds
     values = shown_statistic(family, known.matrix, statistic).T if rounds else np.empty((len(layers), 0))
+    measured = measured_layers(family, known.matrix) if rounds else None
     del known  # its nine numbers of each layer and round are not to be held while the one is put into a grid
     return make_grid(
-        matrix_of(layers, rounds, values),
+        matrix_of(layers, rounds, values, None if measured is None else measured.T),
         rows=list(layers),
         sort="given",
         first=first,

@@ -23,3 +23,8 @@ def shown_statistic(family: str, matrix: Any, statistic: str) -> NDArray[np.floa
         return values
     measured = derive(family, matrix, "count") > 0
     return np.where(measured & (derive(family, matrix, "finite") <= 0), np.nan, values)
+
+
+def measured_layers(family: str, matrix: Any) -> NDArray[np.bool_] | None:
+    """Return which layers were measured, `[..., layers]`, so that NaN is told from absence; None: not known."""
+    return derive(family, matrix, "count") > 0 if FAMILIES[family].columns is STATISTICS else None
