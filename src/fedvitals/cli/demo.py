@@ -17,7 +17,7 @@ from fedvitals.cli import case_cards, ui
 from fedvitals.cli.options import print_json, store_options
 from fedvitals.cli.screen import new_console, number, seconds, shown, sparkline, with_unit
 from fedvitals.errors import MissingExtraError
-from fedvitals.metric_titles import metric_title
+from fedvitals.views.metric_titles import metric_title
 from fedvitals.views.units import percent
 
 if TYPE_CHECKING:

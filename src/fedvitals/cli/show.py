@@ -12,7 +12,7 @@ import click
 from fedvitals.cli import case_cards
 from fedvitals.cli.options import opened_run, print_json, run_options
 from fedvitals.cli.screen import new_console, new_table, number, seconds, shown, size, sparkline, with_unit
-from fedvitals.metric_titles import metric_title
+from fedvitals.views.metric_titles import metric_title
 
 if TYPE_CHECKING:
     from fedvitals.store.read.reader import Reader

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from fedvitals.metric_titles import metric_title
 from fedvitals.plot import canvas
 from fedvitals.plot.canvas import Figure, drawn
 from fedvitals.plot.scale import End, Height, end_of, label_ends
@@ -21,6 +20,7 @@ from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import cases_of, concerns
 from fedvitals.views.cohort import Matrix
 from fedvitals.views.matrix import metric_matrix
+from fedvitals.views.metric_titles import metric_title
 from fedvitals.views.series import Band, Series, band, series
 
 POINTS = 240  # buckets of rounds; each keeps its extremes

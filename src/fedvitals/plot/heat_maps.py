@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from fedvitals.errors import ConfigError, unknown
-from fedvitals.metric_titles import metric_title
 from fedvitals.plot.canvas import Figure, drawn, flags, nothing, round_axis
 from fedvitals.plot.cells import cell_sheet, colour_scale, draw_cells, shades_of
 from fedvitals.plot.source import Which, check_sign, opened
@@ -15,6 +14,7 @@ from fedvitals.store.read.layer_history import layer_history
 from fedvitals.views.cases import cases_of
 from fedvitals.views.heat import Sort, client_grid
 from fedvitals.views.layers import grid_of
+from fedvitals.views.metric_titles import metric_title
 from fedvitals.views.overview import overview
 from fedvitals.views.shown_statistics import shown_statistic
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from fedvitals.catalog import CATALOG
 from fedvitals.diagnosis.cases import Case
-from fedvitals.metric_titles import metric_title
 from fedvitals.stats import FAMILIES, PEERS, statistics_of
 from fedvitals.views.cases import numbers_of
+from fedvitals.views.metric_titles import metric_title
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from typing import Any, Literal
 from fedvitals.diagnosis.cases import Case, is_trouble
 from fedvitals.diagnosis.evidence.vital_signs import as_measured
 from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE, RATES, measured_rates
-from fedvitals.metric_titles import metric_title
 from fedvitals.plain_json import copied
 from fedvitals.records import Action, Event
 from fedvitals.store.read import queries
@@ -37,6 +36,7 @@ from fedvitals.views.cases import (
 from fedvitals.views.evidence import Evidence, evidence_of
 from fedvitals.views.evidence_signs import COMPARED, meaning_of, sign_of, title_of, unit_of
 from fedvitals.views.labels import labels_of
+from fedvitals.views.metric_titles import metric_title
 from fedvitals.views.outline import outline_of
 from fedvitals.views.verdict import Verdict, facts_of, judge
 

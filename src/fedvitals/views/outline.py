@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fedvitals.catalog import meaning_of, unit_of
-from fedvitals.metric_titles import metric_title
 from fedvitals.records import Run, is_client, natural
 from fedvitals.stats import CLASS_ROWS, FAMILIES, statistics_of
 from fedvitals.store.marks import Mark, marks
@@ -16,6 +15,7 @@ from fedvitals.store.read.metrics import SeriesByNode, series_of
 from fedvitals.store.read.nodes import nodes_by_number
 from fedvitals.store.read.reader import Reader
 from fedvitals.store.read.runs import run_settings
+from fedvitals.views.metric_titles import metric_title
 
 OUTCOMES = ("accuracy", "loss", "local.accuracy", "local.loss")
 

@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from fedvitals.catalog import meaning_of, unit_of
-from fedvitals.metric_titles import metric_title
 from fedvitals.protocols import Node
 from fedvitals.stats import Array
 from fedvitals.store.read.metrics import series_of
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cohort import Matrix
+from fedvitals.views.metric_titles import metric_title
 
 Numbers = list[float | None]
 """Values for JSON: None where there is none, or none that is finite."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import click
 
 from fedvitals.cli.screen import new_progress
-from fedvitals.metric_titles import metric_title
+from fedvitals.views.metric_titles import metric_title
 from fedvitals.views.units import number, percent
 
 if TYPE_CHECKING:

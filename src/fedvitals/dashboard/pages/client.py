@@ -20,7 +20,6 @@ from fedvitals.catalog import CATALOG, meaning_of, unit_of
 from fedvitals.diagnosis.cases import Case
 from fedvitals.diagnosis.evidence.outlier_ranking import FEWEST, robust_scores
 from fedvitals.errors import ConfigError
-from fedvitals.metric_titles import metric_title
 from fedvitals.plain_json import copied, finite
 from fedvitals.records import FAILURES as FAILED
 from fedvitals.records import Event, natural
@@ -34,6 +33,7 @@ from fedvitals.time_parts import REST
 from fedvitals.views.cases import Brief, brief, cases_of, concerns, marked, traceback_of
 from fedvitals.views.clients import FAR, ClientRow
 from fedvitals.views.labels import named
+from fedvitals.views.metric_titles import metric_title
 from fedvitals.views.profile import ORDER
 from fedvitals.views.series import Numbers, Series, json_numbers, series
 from fedvitals.views.units import number
