@@ -60,6 +60,18 @@ class HostObserver:
         """Whether a framework has attached itself to this monitor."""
         return self.monitored.has_closing_host
 
+    def silence(self) -> None:
+        """Measure, and record nothing: of several processes that train a client together, another one reports.
+
+        Does nothing once the run has begun.
+        """
+        self.monitored.silence()
+
+    @property
+    def last_round(self) -> int | None:
+        """The number of the round that is open, or was open last."""
+        return self._scopes.last_round
+
     def before_close(self, work: Callable[[], None]) -> None:
         """Attach a framework: `work` is called before the run ends, since a round may be open."""
         self.monitored.before_close(work)
@@ -145,7 +157,13 @@ class HostObserver:
         if self._rounds.open is None:
             self._guard("opening a client", lambda: self._clients.warn_outside_round(node))
         self._progress.moved(TRAIN)
-        return self._clients.begin(node, model, data, group, loss)
+        return self._clients.begin(node, model, data, group, loss, watch=functools.partial(self._watching, node))
+
+    @contextlib.contextmanager
+    def _watching(self, node: AnyName, model: Any, *, data: Any = None, loss: Any = None) -> Iterator[HostObserver]:
+        """Inside the scope of a client that was opened without its model: the stretch in which that trains."""
+        with self._clients.watching(node, model, data, loss):
+            yield self
 
     def stats(self, node: Any, family: str, array: Any) -> None:
         """Statistics that the host computed itself: [layers, columns], or [clients, layers, columns] for many nodes."""
@@ -491,5 +509,6 @@ class HostObserver:
 
 
 def _model(state: Any) -> Any:
-    """The host's global model, if that is what it gave: a module."""
+    """The host's global model, if that is what it gave: a module; without DDP's wrapper."""
+    state = state.module if type(state).__name__ == "DistributedDataParallel" else state
     return state if hasattr(state, "named_parameters") else None

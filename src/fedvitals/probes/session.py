@@ -28,6 +28,8 @@ from fedvitals.probes.instruments import Instruments
 from fedvitals.probes.optimizer_settings import optimizer_settings
 from fedvitals.probes.pending_results import PendingResults, Report, StepTotals
 from fedvitals.probes.presets import Planned
+from fedvitals.probes.rank_watch import RankWatch, rank_remarks
+from fedvitals.probes.ranks import Gathered
 from fedvitals.probes.results import Results
 from fedvitals.probes.snapshot import MeasuredUpdate, ParameterSnapshot
 from fedvitals.probes.training_losses import MeasuredLosses, TrainingLosses
@@ -36,6 +38,7 @@ from fedvitals.probes.view import View, flatten
 from fedvitals.probes.weights import weights
 from fedvitals.protocols import Moment, PreparedProbe
 from fedvitals.schedule import always, at_exit
+from fedvitals.stats import Array
 
 LABEL_ROUNDS = 5
 REPLACED = (
@@ -64,9 +67,18 @@ class Clock(Protocol):
 class ClientSession:
     """Begins when it is created; `stop` ends it and returns the results, `abandon` ends it without any."""
 
-    def __init__(self, instruments: Instruments, view: View, report: Report, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        instruments: Instruments,
+        view: View,
+        report: Report,
+        clock: Clock | None = None,
+        ranks: Callable[[], RankWatch] | None = None,
+    ) -> None:
+        """`ranks` begins to watch the processes that train the model together, where there are several."""
         began = time.perf_counter()
         self._instruments, self._view, self._report, self._clock = instruments, view, report, clock
+        self._ranks: RankWatch | None = None
         self.results = Results()
         self._rows: list[list[tuple[int, Mapping[str, Any]]]] = [[] for _ in instruments.preset.probes]
         self._takes: dict[int, Take] = {}
@@ -107,6 +119,7 @@ class ClientSession:
         self.cost = self._set_up = self._began - began
         try:
             self._arm(0)
+            self._ranks = None if ranks is None else ranks()
             if clock is not None:
                 clock.start(view.model)
         except BaseException:
@@ -130,6 +143,15 @@ class ClientSession:
                 self._settings = {**self._settings, "batch.size": self._losses.batch}
 
     def abandon(self) -> None:
+        """End the session without results."""
+        self._remove()
+        if self._ranks is not None:
+            self._guarded("telling other processes", self._ranks.group.abandon)
+
+    def _remove(self) -> None:
+        """Take all hooks off."""
+        if self._ranks is not None:
+            self._ranks.stop()
         if self._clock is not None:
             self._clock.remove()
         for handle in (self._last_input, self._on_load):
@@ -155,7 +177,7 @@ class ClientSession:
         if isinstance(self._hooks, StepCounter):
             self._steps = self._hooks.steps
         self._guarded("training losses", self._stop_losses)
-        self.abandon()
+        self._remove()
         instruments, view = self._instruments, self._view
         instruments.clipping_seen |= self._clip.confirmed
         instruments.turns.note(view.node or "", self._steps)
@@ -175,7 +197,6 @@ class ClientSession:
     def _begin_copies(self) -> PendingResults:
         """Begin to copy everything measured to the host."""
         view, instruments = self._view, self._instruments
-        place = (view.round, view.node or "")
         return PendingResults(
             instruments,
             self.results,
@@ -187,8 +208,15 @@ class ClientSession:
             StepTotals(self._steps, self._skipped, self._clip.norms, self._settings, self._measured_losses),
             None if self._weighed is None else (self._weighed, sums([b for _, b in view.named_buffers])),
             self._report,
-            functools.partial(instruments.shards.add_up, view.parameters, place) if self._sharded else None,
+            None if self._ranks is None else functools.partial(self._gather, self._ranks),
         )
+
+    def _gather(self, ranks: RankWatch, rows: list[Array], totals: list[Array]) -> Gathered:
+        """Return what all processes measured that train the model together, and report who lags or is lost."""
+        group, seconds = ranks.group, time.perf_counter() - self._began
+        gathered = group.gather(self._steps, ranks.before_exchange, rows, totals)
+        self.results.remarks += rank_remarks(gathered, len(group.ranks), self._steps, seconds)
+        return gathered
 
     def _measure_update(self) -> MeasuredUpdate:
         """Return the update, measured where it lies; as a vector, where there is room to compare it with others."""
@@ -293,6 +321,8 @@ class ClientSession:
                 self._steps = step + 1
             if skipped is not False:
                 self._skipped = self._skipped + skipped
+            if self._ranks is not None:
+                self._ranks.step()
             if self._recorded is not None:
                 self._record(optimizer, owned, step, *self._recorded)
             for index, planned in self._stepwise:

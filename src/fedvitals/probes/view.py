@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedvitals.probes.ranks import parameters_of
 from fedvitals.probes.snapshot import ParameterSnapshot, shards_of
 from fedvitals.records import Layer, LayerTable
 
@@ -39,7 +40,7 @@ class View:
     ) -> None:
         """`trained` are names of parameters that train elsewhere in the federation."""
         self.model = model
-        everything: list[tuple[str, Tensor]] = list(model.named_parameters())
+        everything = parameters_of(model)
         self.named_parameters = trained_parameters(everything, trained)
         watched = {id(parameter) for _, parameter in self.named_parameters}
         self.frozen = [(name, parameter) for name, parameter in everything if id(parameter) not in watched]

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fedvitals.errors import ConfigError
+from fedvitals.hosts.loop.model_run import ModelRun
 from fedvitals.monitor.monitor import Monitor
+from fedvitals.probes.ranks import is_reporting, parameters_of
 from fedvitals.scope import current
-
-NODE = "model"
 
 
 @contextmanager
@@ -36,7 +36,8 @@ def watch(
     `settings` are those of `Monitor`: probes, sinks, detectors, privacy, config, seed...
 
     Inside of a client that somebody else watches, as the handler of a Flower app with `fv.flower.client_mod`, the model
-    is that client's: its numbers belong to the federation's run, and nothing is stored here.
+    is that client's: its numbers belong to the federation's run, and nothing is stored here. Of several processes that
+    train the model together, the one of the lowest rank stores it.
     """
     if isinstance(optimizer, str | os.PathLike):
         raise ConfigError(f"watch(model, optimizer, store) got {optimizer!r} for the optimiser. Name it as store=...")
@@ -55,30 +56,23 @@ def watch(
 def _alone(
     model: nn.Module, optimizer: Optimizer | None, monitor: Monitor, steps: int, data: Any, loss: Any
 ) -> Iterator[Monitor]:
-    own = {id(p) for p in model.parameters()}
+    own = {id(parameter) for _, parameter in parameters_of(model)}
+    if not is_reporting(model):
+        monitor.host.silence()
+    rounds = ModelRun(monitor, model, data, loss)
     count = 0
-
-    def begin() -> None:
-        monitor.host.round_begin(count // steps, model)
-        monitor.host.client_begin(NODE, model, optimizer, data, loss=loss)
-
-    def end(error: BaseException | None = None) -> None:
-        monitor.host.client_end(NODE, error)
-        monitor.host.round_end(count // steps, model)
 
     def after_step(stepping: Optimizer, *_: Any) -> None:
         nonlocal count
         if stepping is not optimizer and not any(id(p) in own for g in stepping.param_groups for p in g["params"]):
             return
-        if (count + 1) % steps == 0:
+        count += 1
+        if count % steps == 0:
             # After a step, not before: torch walks the very hooks that closing a client removes.
-            end()
-            count += 1
-            begin()
-        else:
-            count += 1
+            rounds.end()
+            rounds.begin()
 
-    begin()
+    rounds.begin()
     handle = register_optimizer_step_post_hook(after_step)
     failure: BaseException | None = None
     try:
@@ -91,5 +85,5 @@ def _alone(
         if count and count % steps == 0 and failure is None:
             monitor.host.discard()  # the last window has just closed, and no step came after it
         else:
-            end(failure)
+            rounds.end(failure)
         monitor.close()
