@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import fedvitals as fv
+from fedvitals.probes import rank_watch
 from fedvitals.records import Event, LayerStats
 from fedvitals.testing import MemorySink
 
@@ -118,13 +119,32 @@ def failing(rank, port, queue):
         queue.put((type(error).__name__, [(e.name, e.data) for e in sink.of(Event)]))
 
 
-def start(target):
+def waiting(rank, port, queue):
+    """Others end or stop while the first waits for something else; nobody exchanges anything."""
+    distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
+    rank_watch.BEAT, rank_watch.SILENCE = 0.1, 1.0
+    sink, model = MemorySink(), copies()
+    with fv.Monitor(None, sinks=[sink]) as monitor, monitor.round(0, model), monitor.client("a", model):
+        functional.cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        time.sleep(0.5)
+        if rank:
+            os.kill(os.getpid(), signal.SIGKILL if rank == 1 else signal.SIGSTOP)
+        until = time.monotonic() + 20
+        while time.monotonic() < until and len(sink.events("rank.lost")) < 2:
+            monitor.flush()
+            time.sleep(0.1)
+        queue.put([(e.level, e.where.node, e.message, e.data) for e in sink.events("rank.lost")])
+    os._exit(0)
+
+
+def start(target, ranks=RANKS):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    processes = [context.Process(target=target, args=(rank, port, queue)) for rank in range(RANKS)]
+    processes = [context.Process(target=target, args=(rank, port, queue)) for rank in range(ranks)]
     for process in processes:
         process.start()
     return processes, queue
@@ -194,3 +214,19 @@ def test_the_rank_that_dies_is_named():
         process.join(60)
     assert [data["rank"] for name, data in events if name == "rank.lost"] == [1]
     assert "client.failed" in [name for name, _ in events]
+
+
+@pytest.mark.thorough
+def test_ranks_that_end_or_stop_are_named_while_the_others_wait():
+    processes, queue = start(waiting, 3)
+    try:
+        events = queue.get(timeout=90)
+    finally:
+        processes[2].kill()
+    for process in processes:
+        process.join(60)
+    assert {data["rank"]: data["ended"] for _, _, _, data in events} == {1: True, 2: False}
+    for level, node, message, data in events:
+        assert (level, node) == ("warning", "a")
+        assert str(processes[data["rank"]].pid) in message
+        assert data["steps"] == 1

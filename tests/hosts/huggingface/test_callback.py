@@ -11,34 +11,10 @@ from fedvitals.scope import current
 from fedvitals.testing import MemorySink
 from support.hooks import hooks_left
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'fedvitals[huggingface]'")
+pytest.importorskip("lightning")
 
-SAMPLES, LENGTH, VOCABULARY = 24, 12, 64
-
-
-def language_model():
-    torch.manual_seed(0)
-    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **shape)
-    return transformers.LlamaForCausalLM(config)
-
-
-def texts():
-    stream = torch.Generator().manual_seed(1)
-    rows = torch.randint(0, VOCABULARY, (SAMPLES, LENGTH), generator=stream)
-    return [{"input_ids": row, "attention_mask": torch.ones(LENGTH, dtype=torch.long), "labels": row} for row in rows]
-
-
-def fit(folder, callbacks, model=None, **changes):
-    settings = {
-        "per_device_train_batch_size": 4, "num_train_epochs": 2, "logging_steps": 1, "learning_rate": 1e-2,
-        "warmup_steps": 2, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True,
-    }  # fmt: skip
-    arguments = transformers.TrainingArguments(str(folder), **settings | changes)
-    model = model or language_model()
-    trainer = transformers.Trainer(model, arguments, train_dataset=texts(), eval_dataset=texts()[:4], callbacks=callbacks)
-    trainer.train()
-    return trainer
+from support.small_trainers import VOCABULARY, language_model, texts, tune
 
 
 def weights(model):
@@ -48,7 +24,7 @@ def weights(model):
 def test_a_training_of_its_own(tmp_path):
     """Epochs are rounds of one client; losses are its own, evaluations the model's; the run ends with the training."""
     sink = MemorySink()
-    trainer = fit(
+    trainer = tune(
         tmp_path, [fv.huggingface.Callback(None, sinks=[sink], strict=True, run="tune")], eval_strategy="epoch"
     )
     assert [m.value for m in sink.metrics("steps", node="model")] == [6, 6]
@@ -65,7 +41,7 @@ def test_a_training_of_its_own(tmp_path):
     assert sink.metrics("user.train_runtime", round=1)
     assert sink.of(Run)[-1].finished
     assert sink.of(Run)[-1].name == "tune"
-    assert not hooks_left(trainer.model, trainer.optimizer)
+    assert not hooks_left(trainer.model, trainer.optimizer.optimizer)
     assert current.get() is None
 
 
@@ -80,9 +56,9 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_watching_changes_no_bits(tmp_path, case):
-    plain = fit(tmp_path, [], **CASES[case])
+    plain = tune(tmp_path, [], **CASES[case])
     sink = MemorySink()
-    watched = fit(tmp_path, [fv.huggingface.Callback(None, sinks=[sink], strict=True)], **CASES[case])
+    watched = tune(tmp_path, [fv.huggingface.Callback(None, sinks=[sink], strict=True)], **CASES[case])
     assert all(torch.equal(a, b) for a, b in zip(weights(plain.model), weights(watched.model), strict=True))
     steps = {"accumulation": [2, 2], "evaluations": [4, 4, 4]}
     assert [m.value for m in sink.metrics("steps")] == steps.get(case, [6, 6])
@@ -92,7 +68,7 @@ def test_watching_changes_no_bits(tmp_path, case):
 
 def test_rounds_of_so_many_steps(tmp_path):
     sink = MemorySink()
-    fit(tmp_path, [fv.huggingface.Callback(None, sinks=[sink], strict=True, steps=5)])
+    tune(tmp_path, [fv.huggingface.Callback(None, sinks=[sink], strict=True, steps=5)])
     assert [m.value for m in sink.metrics("steps")] == [5, 5, 2]
 
 
@@ -107,10 +83,10 @@ def test_inside_of_a_plain_federation(tmp_path, opened):
                 for name in ("a", "b"):
                     model = language_model()
                     if opened == "by the callback":
-                        fit(tmp_path, [fv.huggingface.Callback(monitor, client=name)], model, max_steps=3)
+                        tune(tmp_path, [fv.huggingface.Callback(monitor, client=name)], model, max_steps=3)
                         continue
                     with monitor.client(name, model if opened == "with its model" else None):
-                        fit(tmp_path, [fv.huggingface.Callback(monitor)], model, max_steps=3)
+                        tune(tmp_path, [fv.huggingface.Callback(monitor)], model, max_steps=3)
                     assert not hooks_left(model)
     for name in ("a", "b"):
         assert [m.value for m in sink.metrics("steps", node=name)] == [3, 3]
@@ -126,8 +102,8 @@ def test_inside_of_a_worker_process(tmp_path):
     with fv.Monitor(None, sinks=[sink], strict=True) as monitor, monitor.round(0):
         worker = monitor.host.for_worker()
         with worker.client("a"):
-            fit(tmp_path, [fv.huggingface.Callback()], max_steps=3)
-        fit(tmp_path, [fv.huggingface.Callback(worker, client="b")], max_steps=2)
+            tune(tmp_path, [fv.huggingface.Callback()], max_steps=3)
+        tune(tmp_path, [fv.huggingface.Callback(worker, client="b")], max_steps=2)
         monitor.host.absorb(worker.payload())
     assert [sink.value("steps", node=name) for name in ("a", "b")] == [3, 2]
     assert sink.value("loss", node="a") > 0
@@ -138,7 +114,7 @@ def test_errors_of_ours_do_not_stop_the_training(tmp_path, monkeypatch, caplog):
     from fedvitals.hosts.loop.model_run import ModelRun
 
     monkeypatch.setattr(ModelRun, "begin", lambda _: 1 / 0)
-    trainer = fit(tmp_path, [fv.huggingface.Callback(None, sinks=[MemorySink()])], max_steps=2)
+    trainer = tune(tmp_path, [fv.huggingface.Callback(None, sinks=[MemorySink()])], max_steps=2)
     assert trainer.state.global_step == 2
     assert sum("division by zero" in line for line in caplog.messages) == 1
 
@@ -149,8 +125,8 @@ def test_a_training_that_fails_is_ended_by_the_next_one(tmp_path):
     broken = language_model()
     broken.lm_head.register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        fit(tmp_path, [callback], broken)
-    fit(tmp_path, [callback], max_steps=2)
+        tune(tmp_path, [callback], broken)
+    tune(tmp_path, [callback], max_steps=2)
     assert [m.value for m in sink.metrics("steps")] == [0, 2]
     assert hooks_left(broken) == ["lm_head"]  # the test's own
 
@@ -158,7 +134,7 @@ def test_a_training_that_fails_is_ended_by_the_next_one(tmp_path):
 def test_evaluations_after_the_training(tmp_path):
     sink = MemorySink()
     with fv.Monitor(None, sinks=[sink], strict=True) as monitor:
-        trainer = fit(tmp_path, [fv.huggingface.Callback(monitor)], max_steps=2)
+        trainer = tune(tmp_path, [fv.huggingface.Callback(monitor)], max_steps=2)
         loss = trainer.evaluate()["eval_loss"]
     assert [m.value for m in sink.metrics("loss") if m.where.node is None] == [pytest.approx(loss)]
 
@@ -172,6 +148,7 @@ def test_settings_that_cannot_be_meant():
         fv.huggingface.Callback(3)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL has older names for settings
 def test_supervised_fine_tuning(tmp_path):
     """TRL's trainer takes the same callback."""
     trl = pytest.importorskip("trl")

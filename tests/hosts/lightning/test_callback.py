@@ -2,13 +2,10 @@
 """`fv.lightning.Callback` in a real Lightning Trainer, alone and inside of a federation."""
 
 import pickle
-import warnings
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset
 
 import fedvitals as fv
 from fedvitals.records import Run
@@ -16,51 +13,10 @@ from fedvitals.scope import current
 from fedvitals.testing import MemorySink
 from support.hooks import hooks_left
 
-pl = pytest.importorskip("lightning.pytorch")
+pytest.importorskip("lightning", reason="needs lightning: pip install 'fedvitals[lightning]'")
+pytest.importorskip("transformers")
 
-
-class Classifier(pl.LightningModule):
-    def __init__(self, fails_at=None):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
-        self.fails_at = fails_at
-
-    def forward(self, x):
-        return self.net(x)
-
-    def training_step(self, batch, number):
-        if self.global_step == self.fails_at:
-            raise ZeroDivisionError
-        loss = functional.cross_entropy(self(batch["x"]), batch["y"])
-        self.log("train_loss", loss, on_step=False, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch, number):
-        logits = self(batch["x"])
-        self.log("val_loss", functional.cross_entropy(logits, batch["y"]))
-        self.log("val_acc", (logits.argmax(1) == batch["y"]).float().mean())
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), 0.01)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-
-
-def loader():
-    stream = torch.Generator().manual_seed(1)
-    rows = TensorDataset(torch.randn(24, 6, generator=stream), torch.randint(0, 3, (24,), generator=stream))
-    return DataLoader([{"x": x, "y": y} for x, y in rows], 4)
-
-
-def fit(callbacks, module=None, **changes):
-    settings = {"max_epochs": 2, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    module = module or Classifier()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's advice on workers of loaders
-        trainer = pl.Trainer(accelerator="cpu", enable_model_summary=False, callbacks=callbacks, **settings | changes)
-        torch.manual_seed(3)
-        trainer.fit(module, loader(), loader())
-    return trainer, module
+from support.small_trainers import Classifier, fit
 
 
 def watched():
@@ -153,16 +109,11 @@ def test_the_other_package_of_lightning():
     callback, sink = watched()
 
     class Same(other.LightningModule):
-        __init__, forward, training_step = Classifier.__init__, Classifier.forward, Classifier.training_step
+        __init__, fails_at = other.LightningModule.__init__, None
+        forward, training_step, validation_step = Classifier.forward, Classifier.training_step, Classifier.validation_step
         configure_optimizers = Classifier.configure_optimizers
 
-    Same.__init__ = lambda self: (other.LightningModule.__init__(self), setattr(self, "net", nn.Linear(6, 3)))[0]
-    Same.fails_at = None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = other.Trainer(
-            accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[callback],
-        )  # fmt: skip
-        trainer.fit(Same(), loader())
-    assert sink.value("steps") == 6
+    module = Same()
+    module.net = nn.Linear(6, 3)
+    fit([callback], module, other)
+    assert [m.value for m in sink.metrics("steps")] == [6, 6]
