@@ -56,7 +56,9 @@ class TrainerWatch:
         if not isinstance(monitor, Monitor | WorkerObserver | str | os.PathLike | None):
             raise ConfigError(f"Callback(monitor) takes a fv.Monitor or the file of a store; got {monitor!r}.")
         if isinstance(monitor, Monitor | WorkerObserver) and settings:
-            raise ConfigError(f"Callback(monitor, {', '.join(settings)}=...): settings belong to the fv.Monitor itself.")
+            raise ConfigError(
+                f"Callback(monitor, {', '.join(settings)}=...): settings belong to the fv.Monitor itself."
+            )
         if steps is not None and steps < 1:
             raise ConfigError(f"Callback(steps=) needs at least 1 step per round, got {steps}.")
         self._monitor: Any = monitor
@@ -147,7 +149,7 @@ class TrainerWatch:
         if not isinstance(monitor, Monitor):
             monitor = Monitor(monitor, **{"run": "trainer", **self._settings})
         if not is_reporting(model):
-            monitor.host.silence()
+            monitor.host.monitored.silence()
         atexit.register(self._end_at_exit)  # after the monitor's own, which then comes later
         self._observer = monitor
         self._rounds = ModelRun(monitor, model, self._data, self._loss, self._client)
@@ -190,7 +192,10 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
         str(name): value
         for name, value in values.items()
         if name not in PROGRESS
-        and ((isinstance(value, Real) and not isinstance(value, bool)) or (isinstance(value, Tensor) and value.numel() == 1))
+        and (
+            (isinstance(value, Real) and not isinstance(value, bool))
+            or (isinstance(value, Tensor) and value.numel() == 1)
+        )
     }
     return {name: float(value) for name, value in single.items()}
 

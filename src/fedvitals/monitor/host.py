@@ -60,18 +60,6 @@ class HostObserver:
         """Whether a framework has attached itself to this monitor."""
         return self.monitored.has_closing_host
 
-    def silence(self) -> None:
-        """Measure, and record nothing: of several processes that train a client together, another one reports.
-
-        Does nothing once the run has begun.
-        """
-        self.monitored.silence()
-
-    @property
-    def last_round(self) -> int | None:
-        """The number of the round that is open, or was open last."""
-        return self._scopes.last_round
-
     def before_close(self, work: Callable[[], None]) -> None:
         """Attach a framework: `work` is called before the run ends, since a round may be open."""
         self.monitored.before_close(work)
@@ -161,7 +149,6 @@ class HostObserver:
 
     @contextlib.contextmanager
     def _watching(self, node: AnyName, model: Any, *, data: Any = None, loss: Any = None) -> Iterator[HostObserver]:
-        """Inside the scope of a client that was opened without its model: the stretch in which that trains."""
         with self._clients.watching(node, model, data, loss):
             yield self
 
@@ -310,17 +297,10 @@ class HostObserver:
         self._guard("truth()", lambda: self._emission.record.truth(self._context.run.id, fault))
 
     def span(
-        self,
-        node: AnyName | None,
-        name: str,
-        began: float,
-        seconds: float,
-        *,
-        parent: str | None = None,
-        **attributes: Any,
+        self, node: AnyName | None, name: str, began: float, seconds: float, *, parent: str | None = None, **more: Any
     ) -> str | None:
         """A stretch of time on the host's clock: `began` seconds after the run did. `clock="virtual"` if it is none."""
-        record = functools.partial(self._clients.span, node, name, began, seconds, parent, attributes)
+        record = functools.partial(self._clients.span, node, name, began, seconds, parent, more)
         own: str | None = self._guard("span()", record)
         return own
 
@@ -510,5 +490,5 @@ class HostObserver:
 
 def _model(state: Any) -> Any:
     """The host's global model, if that is what it gave: a module; without DDP's wrapper."""
-    state = state.module if type(state).__name__ == "DistributedDataParallel" else state
-    return state if hasattr(state, "named_parameters") else None
+    own = state.module if type(state).__name__ == "DistributedDataParallel" else state
+    return own if hasattr(own, "named_parameters") else None

@@ -23,6 +23,8 @@ from torch import nn
 
 from fedvitals.model_hooks import Hook, can_be_hooked
 from fedvitals.probes.ranks import Gathered, RankGroup
+from fedvitals.probes.results import Results
+from fedvitals.stats import Array
 
 BEAT = 2.0  # seconds from one sign of life to the next
 SILENCE = 15.0  # seconds without one, after which a process is named
@@ -34,7 +36,7 @@ Tell = Callable[[str, str, Mapping[str, Any]], None]
 
 
 class RankWatch:
-    """One training, as one of its processes sees it, from its creation until `stop`. `step` is called at each step of
+    """One training, as one of its processes sees it, from its creation until `remove`. `step` is called at each step of
     an optimiser, `tell` takes what is to be said at once: name, words and data of an event.
     """
 
@@ -42,7 +44,8 @@ class RankWatch:
         self.group, self._tell = group, tell
         self.steps = 0
         self._times: deque[float] = deque(maxlen=KEPT)
-        self._mark = time.perf_counter()
+        self._mark = self._began = time.perf_counter()
+        self._seconds = 0.0  # that the training took
         self._before: float | None = None  # since then, until the processes first wait for each other
         self._handle: Any = None
         self._stopped = threading.Event()
@@ -69,12 +72,19 @@ class RankWatch:
         """The usual seconds of a step until the processes first wait for each other; 0 where it is unknown."""
         return median(self._times) if self._times else 0.0
 
-    def stop(self) -> None:
+    def remove(self) -> None:
         """The training is over."""
         self._stopped.set()
+        self._seconds = time.perf_counter() - self._began
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+
+    def gather(self, results: Results, steps: int, rows: list[Array], totals: list[Array]) -> Gathered:
+        """Return what all processes measured of so many steps, and remark in the results who lags or is lost."""
+        gathered = self.group.gather(steps, self.before_exchange, rows, totals)
+        results.remarks += rank_remarks(gathered, len(self.group.ranks), steps, self._seconds)
+        return gathered
 
     # -- signs of life ------------------------------------------------------------------------------------------------
 

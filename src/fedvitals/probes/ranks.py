@@ -79,7 +79,8 @@ def parameters_of(model: nn.Module) -> list[tuple[str, Tensor]]:
     named: list[tuple[str, Tensor]] = list(model.named_parameters())
     if not _is_distributed():
         return named
-    states = [module._get_fsdp_state() for module in model.modules() if hasattr(type(module), "_get_fsdp_state")]  # noqa: SLF001 - torch tells it nowhere else
+    sharded: list[Any] = [module for module in model.modules() if hasattr(type(module), "_get_fsdp_state")]
+    states = [module._get_fsdp_state() for module in sharded]  # noqa: SLF001 - torch tells it nowhere else
     groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]
     own = [own for group in groups for own in group.fsdp_params if hasattr(own, "_unsharded_param")]
     shards = {id(parameter._unsharded_param): parameter.sharded_param for parameter in own}  # noqa: SLF001
@@ -173,9 +174,7 @@ class RankGroup:
         if not self.reports:
             self._send(RankMessage(NO_STEPS, 0.0, []))
 
-    def gather(
-        self, steps: int, before_exchange: float, rows: Sequence[Array], totals: Sequence[Array]
-    ) -> Gathered:
+    def gather(self, steps: int, before_exchange: float, rows: Sequence[Array], totals: Sequence[Array]) -> Gathered:
         """Return what all processes have measured: in the process that reports; in the others, their own."""
         arrays = [*rows, *totals]
         if not self.reports:

@@ -28,8 +28,7 @@ from fedvitals.probes.instruments import Instruments
 from fedvitals.probes.optimizer_settings import optimizer_settings
 from fedvitals.probes.pending_results import PendingResults, Report, StepTotals
 from fedvitals.probes.presets import Planned
-from fedvitals.probes.rank_watch import RankWatch, rank_remarks
-from fedvitals.probes.ranks import Gathered
+from fedvitals.probes.rank_watch import RankWatch
 from fedvitals.probes.results import Results
 from fedvitals.probes.snapshot import MeasuredUpdate, ParameterSnapshot
 from fedvitals.probes.training_losses import MeasuredLosses, TrainingLosses
@@ -38,7 +37,6 @@ from fedvitals.probes.view import View, flatten
 from fedvitals.probes.weights import weights
 from fedvitals.protocols import Moment, PreparedProbe
 from fedvitals.schedule import always, at_exit
-from fedvitals.stats import Array
 
 LABEL_ROUNDS = 5
 REPLACED = (
@@ -149,12 +147,7 @@ class ClientSession:
             self._guarded("telling other processes", self._ranks.group.abandon)
 
     def _remove(self) -> None:
-        """Take all hooks off."""
-        if self._ranks is not None:
-            self._ranks.stop()
-        if self._clock is not None:
-            self._clock.remove()
-        for handle in (self._last_input, self._on_load):
+        for handle in (self._ranks, self._clock, self._last_input, self._on_load):
             if handle is not None:
                 handle.remove()
         self._hooks.remove()
@@ -208,15 +201,8 @@ class ClientSession:
             StepTotals(self._steps, self._skipped, self._clip.norms, self._settings, self._measured_losses),
             None if self._weighed is None else (self._weighed, sums([b for _, b in view.named_buffers])),
             self._report,
-            None if self._ranks is None else functools.partial(self._gather, self._ranks),
+            None if self._ranks is None else functools.partial(self._ranks.gather, self.results, self._steps),
         )
-
-    def _gather(self, ranks: RankWatch, rows: list[Array], totals: list[Array]) -> Gathered:
-        """Return what all processes measured that train the model together, and report who lags or is lost."""
-        group, seconds = ranks.group, time.perf_counter() - self._began
-        gathered = group.gather(self._steps, ranks.before_exchange, rows, totals)
-        self.results.remarks += rank_remarks(gathered, len(group.ranks), self._steps, seconds)
-        return gathered
 
     def _measure_update(self) -> MeasuredUpdate:
         """Return the update, measured where it lies; as a vector, where there is room to compare it with others."""

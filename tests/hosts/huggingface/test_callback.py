@@ -140,11 +140,11 @@ def test_evaluations_after_the_training(tmp_path):
 
 
 def test_settings_that_cannot_be_meant():
-    with pytest.raises(ConfigError, match="belong to the fv.Monitor"):
+    with pytest.raises(ConfigError, match=r"belong to the fv\.Monitor"):
         fv.huggingface.Callback(fv.Monitor(None), probes="light")
     with pytest.raises(ConfigError, match="at least 1"):
         fv.huggingface.Callback(steps=0)
-    with pytest.raises(ConfigError, match="takes a fv.Monitor"):
+    with pytest.raises(ConfigError, match=r"takes a fv\.Monitor"):
         fv.huggingface.Callback(3)
 
 
@@ -160,7 +160,9 @@ def test_supervised_fine_tuning(tmp_path):
         save_strategy="no", logging_steps=1, bf16=False, dataset_kwargs={"skip_prepare_dataset": True},
     )  # fmt: skip
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=_characters(), pad_token="!", eos_token="!"  # noqa: S106
+        tokenizer_object=_characters(),
+        pad_token="!",
+        eos_token="!",
     )
     callback = fv.huggingface.Callback(None, sinks=[sink], strict=True)
     trl.SFTTrainer(
@@ -174,4 +176,4 @@ def _characters():
     import tokenizers
 
     vocabulary = {chr(33 + i): i for i in range(VOCABULARY)}
-    return tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="!"))  # noqa: S106
+    return tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="!"))

@@ -110,7 +110,11 @@ def test_the_other_package_of_lightning():
 
     class Same(other.LightningModule):
         __init__, fails_at = other.LightningModule.__init__, None
-        forward, training_step, validation_step = Classifier.forward, Classifier.training_step, Classifier.validation_step
+        forward, training_step, validation_step = (
+            Classifier.forward,
+            Classifier.training_step,
+            Classifier.validation_step,
+        )
         configure_optimizers = Classifier.configure_optimizers
 
     module = Same()

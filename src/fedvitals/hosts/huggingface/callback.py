@@ -16,7 +16,7 @@ from fedvitals.monitor.workers import WorkerObserver
 from fedvitals.records import AnyName
 
 
-class Callback(TrainerCallback):  # type: ignore[misc]
+class Callback(TrainerCallback):
     """Watches what a Trainer trains; nothing of it is changed, and an error of ours does not stop it.
 
     Inside of a client that somebody watches, as of a Flower app or an NVFlare task, the model is that client's, and no

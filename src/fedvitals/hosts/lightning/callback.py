@@ -11,7 +11,7 @@ try:
     from lightning.pytorch import Callback as LightningCallback
 except ModuleNotFoundError as missing:
     try:
-        from pytorch_lightning import Callback as LightningCallback
+        from pytorch_lightning import Callback as LightningCallback  # type: ignore[assignment]
     except ModuleNotFoundError:
         raise missing from None
 
@@ -20,7 +20,6 @@ from fedvitals.hosts.trainer_watch import EVALUATED, TrainerWatch
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.monitor.workers import WorkerObserver
 from fedvitals.records import AnyName
-
 
 LOSSES = ("loss", "train_loss", "train_loss_epoch", "train/loss", "train/loss_epoch", "training_loss")
 

@@ -25,7 +25,7 @@ class ModelRun:
         node: str = NODE,
     ) -> None:
         self._monitor, self._model, self._data, self._loss, self.node = monitor, model, data, loss, node
-        last = monitor.host.last_round
+        last = monitor.host.monitored.last_round
         self._round = 0 if last is None else last + 1
 
     def begin(self) -> None:

@@ -58,7 +58,7 @@ def _alone(
 ) -> Iterator[Monitor]:
     own = {id(parameter) for _, parameter in parameters_of(model)}
     if not is_reporting(model):
-        monitor.host.silence()
+        monitor.host.monitored.silence()
     rounds = ModelRun(monitor, model, data, loss)
     count = 0
 
