@@ -19,7 +19,7 @@ from fedvitals.probes import rank_watch
 from fedvitals.records import Event, LayerStats
 from fedvitals.testing import MemorySink
 
-ROUNDS, STEPS, BATCH, RANKS = 2, 6, 8, 2
+ROUNDS, STEPS, BATCH, RANKS = 2, 12, 8, 2
 NAMES = (
     "gradient.norm", "gradient.norm_max", "gradient.norm_last", "update.norm", "weight.norm", "weight.drift",
     "weight.drift_init", "weight.update_ratio", "steps",

@@ -15,21 +15,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import msgspec
 from torch import nn
 
 from fedvitals.model_hooks import Hook, can_be_hooked
-from fedvitals.probes.ranks import Gathered, RankGroup
+from fedvitals.probes.ranks import Gathered, Quartiles, RankGroup
 from fedvitals.probes.results import Results
 from fedvitals.stats import Array
 
 BEAT = 2.0  # seconds from one sign of life to the next
 SILENCE = 15.0  # seconds without one, after which a process is named
 KEPT = 512  # steps whose times are kept
-FEWEST_STEPS, LAG_SHARE, LEAST_LAG = 5, 0.2, 1e-3  # of a training; of a step, and seconds of it, that the others wait
+FEWEST_STEPS = 9  # that are known of a process, to judge it
+LAG_SHARE, LEAST_LAG = 0.2, 1e-3  # of a step, and seconds of it, that the others wait
 LOST, LAGGING = "rank.lost", "rank.lagging"
 Remark = tuple[str, str, Mapping[str, Any]]
 Tell = Callable[[str, str, Mapping[str, Any]], None]
@@ -68,9 +69,9 @@ class RankWatch:
         self._before, self._mark = None, time.perf_counter()
 
     @property
-    def before_exchange(self) -> float:
-        """The usual seconds of a step until the processes first wait for each other; 0 where it is unknown."""
-        return median(self._times) if self._times else 0.0
+    def before_exchange(self) -> Quartiles:
+        """The quartiles of the times until the processes first wait for each other; none of few steps."""
+        return tuple(quantiles(self._times)) if len(self._times) >= FEWEST_STEPS else ()
 
     def remove(self) -> None:
         """The training is over."""
@@ -147,15 +148,15 @@ def rank_remarks(gathered: Gathered, ranks: int, steps: int, seconds: float) -> 
         remarks.append(("layers.sharded", text, {"processes": ranks - missing, "of": ranks}))
     times = {rank: own for rank, own in gathered.before_exchange.items() if own}
     slowest = max(times, key=lambda rank: times[rank], default=None)
-    if slowest is None or len(times) < 2 or steps < FEWEST_STEPS:
+    if slowest is None or len(times) < 2:
         return remarks
-    usual = median(own for rank, own in times.items() if rank != slowest)
-    lag = times[slowest] - usual
-    if lag > max(LEAST_LAG, LAG_SHARE * seconds / steps):
+    low, own, _ = times[slowest]
+    usual, high = (median(times[rank][i] for rank in times if rank != slowest) for i in (1, 2))
+    if low - high > max(LEAST_LAG, LAG_SHARE * seconds / steps):  # in nearly all steps, not in a few
         text = (
-            f"Rank {slowest} lags: it takes {times[slowest]:.3g} s of a step before the processes exchange, the others "
+            f"Rank {slowest} lags: it takes {own:.3g} s of a step before the processes exchange, the others "
             f"{usual:.3g} s, and they wait for it."
         )
-        data = {"rank": slowest, "seconds": times[slowest], "others_seconds": usual, "step_seconds": seconds / steps}
+        data = {"rank": slowest, "seconds": own, "others_seconds": usual, "step_seconds": seconds / steps}
         remarks.append((LAGGING, text, data))
     return remarks

@@ -29,6 +29,8 @@ from fedvitals.kernels import is_sharded
 from fedvitals.stats import Array, merge_sums
 
 PATIENCE = 5.0  # seconds; once: a process that did not come is not waited for again
+Quartiles = tuple[float, ...]
+"""Of the seconds of a step until the processes first wait for each other; none where they are unknown."""
 SLICE = timedelta(milliseconds=100)
 ANSWER = timedelta(seconds=5)  # within which the store answers
 NO_STEPS = -1  # of a training that nothing is told of
@@ -91,7 +93,7 @@ class RankMessage(msgspec.Struct, array_like=True):
     """What a process has measured of a training: its arrays as shapes and bytes, all float64."""
 
     steps: int
-    before_exchange: float  # seconds of a step, until the processes first wait for each other
+    before_exchange: Quartiles
     arrays: list[tuple[tuple[int, ...], bytes]]
 
 
@@ -123,14 +125,14 @@ class RankMark(msgspec.Struct, array_like=True):
 
 @dataclass(slots=True)
 class Gathered:
-    """What all processes measured: nine sums per layer, totals, seconds before the first exchange by rank; the ranks
+    """What all processes measured: nine sums per layer, totals, times before the first exchange by rank; the ranks
     that were not watched, and those that did not answer although they were.
     """
 
     rows: list[Array]
     totals: list[Array]
     sharded: bool
-    before_exchange: dict[int, float] = field(default_factory=dict)
+    before_exchange: dict[int, Quartiles] = field(default_factory=dict)
     unwatched: list[int] = field(default_factory=list)
     lost: dict[int, RankMark] = field(default_factory=dict)
 
@@ -172,9 +174,11 @@ class RankGroup:
     def abandon(self) -> None:
         """The training is over, and nothing is told of it."""
         if not self.reports:
-            self._send(RankMessage(NO_STEPS, 0.0, []))
+            self._send(RankMessage(NO_STEPS, (), []))
 
-    def gather(self, steps: int, before_exchange: float, rows: Sequence[Array], totals: Sequence[Array]) -> Gathered:
+    def gather(
+        self, steps: int, before_exchange: Quartiles, rows: Sequence[Array], totals: Sequence[Array]
+    ) -> Gathered:
         """Return what all processes have measured: in the process that reports; in the others, their own."""
         arrays = [*rows, *totals]
         if not self.reports:
