@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import time
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import fedvitals as fv
 from fedvitals.probes import rank_watch
 from fedvitals.records import Event, LayerStats
 from fedvitals.testing import MemorySink
+from support.waiting import wait_until
 
 ROUNDS, STEPS, BATCH, RANKS = 2, 12, 8, 2
 NAMES = (
@@ -88,6 +90,34 @@ def join(rank, port):
     distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
 
 
+def in_federation(rank):
+    """Train shards where only the first process knows of a federation, as with NVFlare; the other has `fv.watch`."""
+    sink, model = MemorySink(), shards()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    with ExitStack() as scopes:
+        if rank == 0:
+            monitor = scopes.enter_context(fv.Monitor(None, sinks=[sink], strict=True))
+            scopes.enter_context(monitor.round(0))
+            scopes.enter_context(monitor.client("a"))
+        scopes.enter_context(fv.watch(model, optimizer, "never.db", sinks=[sink], steps=4))
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            x, y = batch(step)
+            functional.cross_entropy(model(x[rank::RANKS]), y[rank::RANKS]).backward()
+            optimizer.step()
+    return summary(sink), len(sink.records)
+
+
+def own_passes(rank):
+    """Probes that compute through the model; the two processes are due at different clients."""
+    sink, model = MemorySink(), shards()
+    monitor = fv.Monitor(None, sinks=[sink], probes=[fv.probes.gradient_scale(4)], strict=True)
+    with monitor, monitor.round(0, model), monitor.client("ab"[rank], model):
+        model(batch(0)[0]).sum().backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    return {m.name for m in sink.metrics()}, [e.name for e in sink.events()]
+
+
 def compared(rank, port, queue):
     """All that healthy processes do, in one pair of them."""
     join(rank, port)
@@ -95,6 +125,8 @@ def compared(rank, port, queue):
         for case, options in {"watched": {}, "plain": {"watched": False}, "clipped": {"clip": 0.05}}.items():
             queue.put((f"{name} {case}", rank, train(make(), rank, RANKS, **options)))
     queue.put(("slow", rank, train(copies(), rank, RANKS, slow=1)))
+    queue.put(("federation", rank, in_federation(rank)))
+    queue.put(("own passes", rank, own_passes(rank)))
     queue.put(("first only", rank, train(copies(), rank, RANKS, watched=rank == 0)))
     distributed.barrier()
     distributed.destroy_process_group()
@@ -154,8 +186,9 @@ def start(target, ranks=RANKS):
 def ranks():
     processes, queue = start(compared)
     collected = {}
-    for _ in range(8 * RANKS):
-        case, rank, results = queue.get(timeout=120)
+    for _ in range(10 * RANKS):
+        wait_until(lambda: not queue.empty() or any(p.exitcode for p in processes), 120, "results")
+        case, rank, results = queue.get(timeout=5)
         collected[case, rank] = results
     for process in processes:
         process.join(60)
@@ -181,6 +214,15 @@ def test_statistics_are_those_of_one_process(ranks, kind, clip):
         unclipped = 1, "gradient.norm_unclipped"
         assert (unclipped in metrics) == (unclipped in whole) == (clip is not None)
         assert whole.get(unclipped, 0) == pytest.approx(metrics.get(unclipped, 0), rel=TOLERANCE)
+
+
+@pytest.mark.thorough
+def test_nobody_makes_passes_of_our_own_through_shards(ranks):
+    """One process alone would wait for the others, for ever: what is due is decided by each for itself."""
+    for rank in range(RANKS):
+        metrics, events = ranks["own passes", rank]
+        assert not [name for name in metrics if name.startswith("scale.")]
+        assert "probe.abstains" in events
 
 
 @pytest.mark.thorough
@@ -230,3 +272,13 @@ def test_ranks_that_end_or_stop_are_named_while_the_others_wait():
         assert (level, node) == ("warning", "a")
         assert str(processes[data["rank"]].pid) in message
         assert data["steps"] == 1
+
+
+@pytest.mark.thorough
+def test_only_the_first_process_needs_to_know_of_the_federation(ranks):
+    (whole, _, events), _ = ranks["federation", 0]
+    (metrics, _, _), _ = train(network())
+    for name in ("update.norm", "gradient.norm", "steps"):
+        assert whole[0, name] == pytest.approx(metrics[0, name], rel=TOLERANCE), name
+    assert "layers.sharded" not in [name for name, *_ in events]
+    assert ranks["federation", 1][1] == 0  # records

@@ -20,11 +20,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from fedvitals.errors import ConfigError
-from fedvitals.hosts.loop.model_run import NODE, ModelRun
+from fedvitals.hosts.loop.model_run import NODE, ModelRun, train_for_federation
 from fedvitals.hosts.own_failures import guarded
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.monitor.workers import WorkerObserver
-from fedvitals.probes.ranks import is_reporting, train_together
+from fedvitals.probes.ranks import train_together
 from fedvitals.records import AnyName, node_name
 from fedvitals.scope import current
 
@@ -90,6 +90,8 @@ class TrainerWatch:
             self._observer = self._open.enter_context(self._monitor.client(self._client, model, **own))
         else:
             self._begin_run(model)
+            return
+        train_for_federation(model)
 
     def step_begins(self) -> None:
         """The batches of an optimiser step come next."""
@@ -109,8 +111,10 @@ class TrainerWatch:
 
     def close_round(self) -> None:
         """Close the round of a run of its own, if it is over."""
-        if self._in_round and self._over:
-            self._close(None)
+        if self._in_round and self._over and self._rounds is not None:
+            self._over = False
+            if self._rounds.is_divided:
+                self._close(None)
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Take metrics that the trainer logs: of the round the mean of losses, and the last of everything else."""
@@ -148,8 +152,6 @@ class TrainerWatch:
         monitor = self._monitor
         if not isinstance(monitor, Monitor):
             monitor = Monitor(monitor, **{"run": "trainer", **self._settings})
-        if not is_reporting(model):
-            monitor.host.monitored.silence()
         atexit.register(self._end_at_exit)  # after the monitor's own, which then comes later
         self._observer = monitor
         self._rounds = ModelRun(monitor, model, self._data, self._loss, self._client)

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,7 +32,7 @@ from fedvitals.stats import Array, merge_sums
 PATIENCE = 5.0  # seconds; once: a process that did not come is not waited for again
 Quartiles = tuple[float, ...]
 """Of the seconds of a step until the processes first wait for each other; none where they are unknown."""
-SLICE = timedelta(milliseconds=100)
+PAUSE = 0.01  # seconds from one look to the next
 ANSWER = timedelta(seconds=5)  # within which the store answers
 NO_STEPS = -1  # of a training that nothing is told of
 
@@ -66,12 +67,6 @@ def ranks_of(model: nn.Module) -> tuple[int, ...]:
     return tuple(ranks) if len(ranks) > 1 else ()
 
 
-def is_reporting(model: nn.Module) -> bool:
-    """Return whether this process reports what is measured of the model: it alone trains it, or its rank is lowest."""
-    ranks = ranks_of(model)
-    return not ranks or ranks[0] == distributed.get_rank()
-
-
 def parameters_of(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return a model's parameters by name; of sharded ones, the shards, which optimisers have.
 
@@ -98,21 +93,29 @@ class RankMessage(msgspec.Struct, array_like=True):
 
 
 class RankMark(msgspec.Struct, array_like=True):
-    """Where the process of a rank runs, and how many trainings it has begun."""
+    """Where the process of a rank runs, and how many trainings it has begun. `numbering`: within which the number of
+    the process means something.
+    """
 
     begun: int
     host: str
     process: int
+    numbering: str
+
+    @classmethod
+    def own(cls, begun: int) -> RankMark:
+        """Return the mark of this process."""
+        return cls(begun, socket.gethostname(), os.getpid(), _numbering())
 
     @property
     def is_gone(self) -> bool:
         """Whether the process is known to have ended, as far as that can be seen from here."""
-        if self.host != socket.gethostname():
+        if (self.host, self.numbering) != (socket.gethostname(), _numbering()):
             return False
         try:
             os.kill(self.process, 0)
-            with open(f"/proc/{self.process}/stat", encoding="ascii", errors="replace") as status:  # noqa: PTH123
-                return status.read().rpartition(")")[2].split()[0] == "Z"
+            status = Path(f"/proc/{self.process}/stat").read_text(encoding="ascii", errors="replace")
+            return status.rpartition(")")[2].split()[0] == "Z"
         except ProcessLookupError:
             return True
         except OSError:
@@ -168,8 +171,18 @@ class RankGroup:
             while mark is not None and number <= mark.begun and self.store.check([self._key(rank, number)]):
                 self.store.delete_key(self._key(rank, number))
                 self._taken[rank], number = number, number + 1
-        mark = RankMark(self._count, socket.gethostname(), os.getpid())
-        self.store.set(f"{self._prefix}/begun/{self.own}", msgspec.msgpack.encode(mark))
+        self.store.set(f"{self._prefix}/begun/{self.own}", msgspec.msgpack.encode(RankMark.own(self._count)))
+
+    def divide(self, *, divided: bool) -> None:
+        """Say, in the process that reports, whether it divides its training into rounds, or trains for a federation."""
+        if self.reports:
+            self.store.set(f"{self._prefix}/divided", b"1" if divided else b"0")
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the process that reports divides its training into rounds; it does so unless it said otherwise."""
+        key = f"{self._prefix}/divided"
+        return self.reports or not self.store.check([key]) or bool(self.store.get(key) == b"1")
 
     def abandon(self) -> None:
         """The training is over, and nothing is told of it."""
@@ -238,10 +251,7 @@ class RankGroup:
             if rank in self._absent or mark.is_gone or time.monotonic() > until:
                 self._absent.add(rank)
                 return None
-            try:
-                self.store.wait([key], SLICE)
-            except (RuntimeError, ValueError):  # not yet
-                continue
+            time.sleep(PAUSE)  # not `store.wait`, which writes to the user's screen when it has waited in vain
         encoded: bytes = self.store.get(key)
         self.store.delete_key(key)
         return encoded
@@ -264,6 +274,14 @@ def group_of(model: nn.Module) -> RankGroup | None:
     if known is None or known[0] is not store:  # processes have joined anew
         known = _groups[ranks, sharded] = (store, RankGroup(ranks, store, sharded=sharded))
     return known[1]
+
+
+def _numbering() -> str:
+    """Return the name of the space in which this process has its number; a container has one of its own."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
 
 
 def _encode(array: Array) -> tuple[tuple[int, ...], bytes]:

@@ -111,8 +111,10 @@ def test_inside_of_a_worker_process(tmp_path):
 
 
 def test_errors_of_ours_do_not_stop_the_training(tmp_path, monkeypatch, caplog):
+    from fedvitals.hosts import own_failures
     from fedvitals.hosts.loop.model_run import ModelRun
 
+    own_failures._warn_once.cache_clear()
     monkeypatch.setattr(ModelRun, "begin", lambda _: 1 / 0)
     trainer = tune(tmp_path, [fv.huggingface.Callback(None, sinks=[MemorySink()])], max_steps=2)
     assert trainer.state.global_step == 2

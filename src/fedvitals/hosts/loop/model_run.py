@@ -9,12 +9,23 @@ from typing import Any
 from torch import nn
 
 from fedvitals.monitor.monitor import Monitor
+from fedvitals.probes.ranks import group_of
 
 NODE = "model"
 
 
+def train_for_federation(model: nn.Module) -> None:
+    """Tell the other processes that train the model that its training is one of a federation's, and not divided."""
+    group = group_of(model)
+    if group is not None:
+        group.divide(divided=False)
+
+
 class ModelRun:
-    """Opens and closes the rounds of one model's training; the first number is the one after the monitor's last."""
+    """Opens and closes the rounds of one model's training; the first number is the one after the monitor's last.
+
+    Of several processes that train the model together, the one of the lowest rank records it.
+    """
 
     def __init__(
         self,
@@ -27,6 +38,16 @@ class ModelRun:
         self._monitor, self._model, self._data, self._loss, self.node = monitor, model, data, loss, node
         last = monitor.host.monitored.last_round
         self._round = 0 if last is None else last + 1
+        self._group = group_of(model)
+        if self._group is not None:
+            self._group.divide(divided=True)
+            if not self._group.reports:
+                monitor.host.monitored.silence()
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether a round may end before the training does. Not where another process reports it to a federation."""
+        return self._group is None or self._group.is_divided
 
     def begin(self) -> None:
         """Open the next round and its client."""

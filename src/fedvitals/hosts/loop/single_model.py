@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fedvitals.errors import ConfigError
-from fedvitals.hosts.loop.model_run import ModelRun
+from fedvitals.hosts.loop.model_run import ModelRun, train_for_federation
+from fedvitals.hosts.own_failures import guarded
 from fedvitals.monitor.monitor import Monitor
-from fedvitals.probes.ranks import is_reporting, parameters_of
+from fedvitals.probes.ranks import parameters_of
 from fedvitals.scope import current
 
 
@@ -45,6 +46,7 @@ def watch(
         raise ConfigError(f"watch(steps=) needs at least 1 step per round, got {steps}.")
     around = current.get()
     if around is not None and around.watch is not None:
+        guarded("talking to other processes", lambda: train_for_federation(model))
         watching = around.watch(model, data=data, loss=loss)
     else:
         watching = _alone(model, optimizer, Monitor(store, run, **settings), steps, data, loss)
@@ -57,20 +59,19 @@ def _alone(
     model: nn.Module, optimizer: Optimizer | None, monitor: Monitor, steps: int, data: Any, loss: Any
 ) -> Iterator[Monitor]:
     own = {id(parameter) for _, parameter in parameters_of(model)}
-    if not is_reporting(model):
-        monitor.host.monitored.silence()
     rounds = ModelRun(monitor, model, data, loss)
-    count = 0
+    count, ended = 0, False  # steps in the round; whether one has ended
 
     def after_step(stepping: Optimizer, *_: Any) -> None:
-        nonlocal count
+        nonlocal count, ended
         if stepping is not optimizer and not any(id(p) in own for g in stepping.param_groups for p in g["params"]):
             return
         count += 1
-        if count % steps == 0:
+        if count % steps == 0 and rounds.is_divided:
             # After a step, not before: torch walks the very hooks that closing a client removes.
             rounds.end()
             rounds.begin()
+            count, ended = 0, True
 
     rounds.begin()
     handle = register_optimizer_step_post_hook(after_step)
@@ -82,7 +83,7 @@ def _alone(
         raise
     finally:
         handle.remove()
-        if count and count % steps == 0 and failure is None:
+        if ended and not count and failure is None:
             monitor.host.discard()  # the last window has just closed, and no step came after it
         else:
             rounds.end(failure)
