@@ -180,7 +180,7 @@ class TrainerWatch:
 
     def _end_at_exit(self) -> None:
         """End a training that was left by an exception, which ended the program."""
-        guarded("ending a training", lambda: self.end(getattr(sys, "last_exc", None)))
+        guarded("ending a training", lambda: self.end(getattr(sys, "last_value", None)))
 
     def __getstate__(self) -> dict[str, Any]:
         """What goes to processes that a trainer starts; nothing is open there."""
