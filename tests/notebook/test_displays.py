@@ -87,6 +87,13 @@ def test_runs_are_listed_with_their_figures_and_a_run_with_its_verdict(tmp_path)
         assert words in html
 
 
+def test_pictures_take_runs_of_fv_open(tmp_path):
+    """From their own store, whatever the default is."""
+    pytest.importorskip("matplotlib")
+    run = fv.open(stored(tmp_path / "elsewhere.db", course("r1", "quiet"))).newest
+    assert fv.plot.learning(run)._repr_png_().startswith(b"\x89PNG")
+
+
 @pytest.mark.browser
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
 def test_displays_take_the_colours_of_the_notebook(tmp_path, page, theme):

@@ -120,23 +120,26 @@ class Runs:
 
 
 class StoredRun:
-    """A run of a store: `name`, `id` and `summary` as they were when it was taken; its methods read the store anew."""
+    """A run of a store: `name`, `id` and `summary` as they were when it was taken; its methods read the store anew.
+
+    Wherever `fv.plot` takes a run, it takes this.
+    """
 
     def __init__(self, store: Path | str, summary: queries.RunSummary) -> None:
-        self._store = store
+        self.store = store
         self.summary = summary
         self.id, self.name = summary.id, summary.name
 
     @property
     def verdict(self) -> str:
         """What is wrong, since when and how sure that is, in a sentence or two; or that nothing is, or who looked."""
-        with open_reader(self._store) as reader:
+        with open_reader(self.store) as reader:
             verdict = verdict_of(reader, self.id)
         return f"{verdict.headline.rstrip('.')}. {verdict.detail}".strip()
 
     def metric_names(self) -> list[str]:
         """Return the metrics that the run has, sorted; docs/metrics.md says what they mean."""
-        with open_reader(self._store) as reader:
+        with open_reader(self.store) as reader:
             return queries.metric_names(reader, self.id)
 
     def metrics(
@@ -232,7 +235,7 @@ class StoredRun:
         return node_filter(nodes, reader.history(self.id).nodes())
 
     def _table(self, read: Callable[[Reader], Columns], form: str) -> Any:
-        with open_reader(self._store) as reader:
+        with open_reader(self.store) as reader:
             columns = read(reader)
         return as_table(columns, form)
 
@@ -240,7 +243,7 @@ class StoredRun:
         return f"<run {self.name!r}, {self.id}: {self.summary.rounds} rounds, {self.summary.clients} clients>"
 
     def _repr_html_(self) -> str:
-        with open_reader(self._store) as reader:
+        with open_reader(self.store) as reader:
             summary, state = queries.summary_of(reader, self.id), run_states(reader)[self.id]
             verdict, cases = verdict_of(reader, self.id), cases_of(reader, self.id)
         began = time.strftime("%d %b %Y %H:%M", time.localtime(summary.started))
