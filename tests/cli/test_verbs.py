@@ -153,6 +153,7 @@ def test_runs_keep_their_columns_in_80_columns(tmp_path, capsys, monkeypatch):
     for name in names:
         small_run(path, name, ["c0", "c1"])
     ids = [found["id"] for found in result(capsys, "runs", "--store", path)]
+    monkeypatch.delenv("COLUMNS", raising=False)
     _, out, _ = run(capsys, "runs", "--store", path)
     assert all(name in out for name in names + ids)
     monkeypatch.setenv("COLUMNS", "80")

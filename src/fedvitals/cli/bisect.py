@@ -69,7 +69,7 @@ def command(
         _print(culprit, store)
 
 
-def _suspects(store: str | None, run: str, good: int, bad: int) -> tuple[str, list[str]]:
+def _suspects(store: str | None, run: str | None, good: int, bad: int) -> tuple[str, list[str]]:
     """The run that is meant, and whom its findings of these rounds name."""
     from fedvitals.records import Finding
     from fedvitals.store.read import queries

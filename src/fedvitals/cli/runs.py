@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from fedvitals.store.read.queries import RunSummary
     from fedvitals.store.upkeep.retention import Cleared
 
-NAME = 16  # characters that a name has at least, if it is as long
+NAME = 16  # characters of a name, for which ids are cut first
+SHORTEST = 5  # characters of a name, however narrow the terminal is
 TIME = 15  # characters with which the id of a run tells when it began
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
@@ -91,11 +92,11 @@ def _print_table(
     figures = sum(1 + max(map(len, column)) for column in zip(titles, *cells, strict=True))
 
     def room() -> int:
-        return console.width - figures - 1 - max(map(len, ids))
+        return int(console.width) - figures - 1 - max(map(len, ids))
 
     if room() < min(NAME, max(map(len, names))):
         ids = distinct_beginnings(ids, TIME)
-    names = differing_parts(names, max(room(), NAME))
+    names = differing_parts(names, max(room(), SHORTEST))
     table = new_table("run", "id", *(f">{title}" for title in titles), no_wrap=True)
     for name, identity, own in zip(names, ids, cells, strict=True):
         table.add_row(shown(name), shown(identity), *own)

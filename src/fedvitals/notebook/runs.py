@@ -70,7 +70,7 @@ class Runs:
 
     def __getitem__(self, run: str | int) -> StoredRun:
         if isinstance(run, int):
-            return [*self][run]
+            return list(self)[run]
         if not isinstance(run, str):
             raise ConfigError(f"A run is a name, an id or its place in the list, got {type(run).__name__}.")
         with open_reader(self._store) as reader:

@@ -27,7 +27,7 @@ def opened(run: Which, store: Target = None) -> Iterator[tuple[Reader, str]]:
         yield reader, queries.find_run(reader, text)
         return
     if isinstance(run, StoredRun):
-        run, store = run.id, run.store
+        store, run = run.store, run.id
     if not isinstance(run, str):
         raise ConfigError(f"A run is a name, an id, one of fv.open(...), or (reader, id), got {type(run).__name__}.")
     with open_reader(store) as reader:
