@@ -108,6 +108,20 @@ class MonitoredRun:
         """Whether a host wants to be called before the run ends."""
         return bool(self._before_close)
 
+    @property
+    def last_round(self) -> int | None:
+        """The number of the round that is open, or was open last."""
+        return self.spine.scopes.last_round
+
+    def silence(self) -> None:
+        """Measure, and record nothing: of several processes that train a client together, another one reports.
+
+        Does nothing once the run has begun.
+        """
+        if self.spine.emission.writer is None:
+            self.outputs.silence()
+            self.lifecycle.silence()
+
     def before_close(self, work: Callable[[], None]) -> None:
         """Call `work` before the run ends: a host may have a round open."""
         self._before_close.append(work)
@@ -147,7 +161,7 @@ class MonitoredRun:
             if self.cure.automatic and not self.asked():
                 # Corrections are the host's to apply, and a plain loop that does not ask for them applies none.
                 why = "Nothing is corrected by itself: this host does not ask what to do."
-                remedy = 'Call monitor.prescribed(round) before each round, or take cure="suggest".'
+                remedy = 'Call monitor.corrections().apply(updates) before you average, or take cure="suggest".'
                 self.spine.emission.record.event(opened.scope, "warning", "cure.unasked", f"{why} {remedy}")
 
         number = opened.scope.round or 0

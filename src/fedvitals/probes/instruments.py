@@ -20,7 +20,6 @@ from fedvitals.probes.nonlinearity import nonlinearity
 from fedvitals.probes.presets import Preset
 from fedvitals.probes.results import Results
 from fedvitals.probes.scale import scale
-from fedvitals.probes.shards import ShardGroup
 from fedvitals.probes.snapshot import InitialModel, shards_of, sketch_of
 from fedvitals.probes.updates import UpdateTracker
 from fedvitals.probes.view import View, flatten, table_of
@@ -53,7 +52,6 @@ class Instruments:
         self.trained: frozenset[str] = frozenset()  # names of the parameters that train in any model seen so far
         self.unsuited: set[tuple[int, type]] = set()  # probes, by place, and the models that they cannot measure
         self.unsuited_losses: set[tuple[str, type]] = set()  # clients and models whose training losses are unknown
-        self.shards = ShardGroup()
         self.snapshot_buffers: list[Tensor] = []
         self.data = DataWatch()
         self.labels: dict[str, Mapping[int, int]] = {}  # each client's label histogram, as last told

@@ -28,6 +28,7 @@ from fedvitals.probes.instruments import Instruments
 from fedvitals.probes.optimizer_settings import optimizer_settings
 from fedvitals.probes.pending_results import PendingResults, Report, StepTotals
 from fedvitals.probes.presets import Planned
+from fedvitals.probes.rank_watch import RankWatch
 from fedvitals.probes.results import Results
 from fedvitals.probes.snapshot import MeasuredUpdate, ParameterSnapshot
 from fedvitals.probes.training_losses import MeasuredLosses, TrainingLosses
@@ -64,9 +65,18 @@ class Clock(Protocol):
 class ClientSession:
     """Begins when it is created; `stop` ends it and returns the results, `abandon` ends it without any."""
 
-    def __init__(self, instruments: Instruments, view: View, report: Report, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        instruments: Instruments,
+        view: View,
+        report: Report,
+        clock: Clock | None = None,
+        ranks: Callable[[], RankWatch] | None = None,
+    ) -> None:
+        """`ranks` begins to watch the processes that train the model together, where there are several."""
         began = time.perf_counter()
         self._instruments, self._view, self._report, self._clock = instruments, view, report, clock
+        self._ranks: RankWatch | None = None
         self.results = Results()
         self._rows: list[list[tuple[int, Mapping[str, Any]]]] = [[] for _ in instruments.preset.probes]
         self._takes: dict[int, Take] = {}
@@ -107,6 +117,7 @@ class ClientSession:
         self.cost = self._set_up = self._began - began
         try:
             self._arm(0)
+            self._ranks = None if ranks is None else ranks()
             if clock is not None:
                 clock.start(view.model)
         except BaseException:
@@ -130,9 +141,13 @@ class ClientSession:
                 self._settings = {**self._settings, "batch.size": self._losses.batch}
 
     def abandon(self) -> None:
-        if self._clock is not None:
-            self._clock.remove()
-        for handle in (self._last_input, self._on_load):
+        """End the session without results."""
+        self._remove()
+        if self._ranks is not None:
+            self._guarded("telling other processes", self._ranks.group.abandon)
+
+    def _remove(self) -> None:
+        for handle in (self._ranks, self._clock, self._last_input, self._on_load):
             if handle is not None:
                 handle.remove()
         self._hooks.remove()
@@ -155,7 +170,7 @@ class ClientSession:
         if isinstance(self._hooks, StepCounter):
             self._steps = self._hooks.steps
         self._guarded("training losses", self._stop_losses)
-        self.abandon()
+        self._remove()
         instruments, view = self._instruments, self._view
         instruments.clipping_seen |= self._clip.confirmed
         instruments.turns.note(view.node or "", self._steps)
@@ -175,7 +190,6 @@ class ClientSession:
     def _begin_copies(self) -> PendingResults:
         """Begin to copy everything measured to the host."""
         view, instruments = self._view, self._instruments
-        place = (view.round, view.node or "")
         return PendingResults(
             instruments,
             self.results,
@@ -187,7 +201,7 @@ class ClientSession:
             StepTotals(self._steps, self._skipped, self._clip.norms, self._settings, self._measured_losses),
             None if self._weighed is None else (self._weighed, sums([b for _, b in view.named_buffers])),
             self._report,
-            functools.partial(instruments.shards.add_up, view.parameters, place) if self._sharded else None,
+            None if self._ranks is None else functools.partial(self._ranks.gather, self.results, self._steps),
         )
 
     def _measure_update(self) -> MeasuredUpdate:
@@ -293,6 +307,8 @@ class ClientSession:
                 self._steps = step + 1
             if skipped is not False:
                 self._skipped = self._skipped + skipped
+            if self._ranks is not None:
+                self._ranks.step()
             if self._recorded is not None:
                 self._record(optimizer, owned, step, *self._recorded)
             for index, planned in self._stepwise:

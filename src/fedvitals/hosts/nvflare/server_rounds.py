@@ -19,6 +19,7 @@ from typing import Any
 
 from nvflare.apis.shareable import Shareable
 
+from fedvitals.diagnosis.corrections.followed import FollowedCorrections
 from fedvitals.hosts import array_models, participation
 from fedvitals.hosts.array_models import ArrayOutline, ReusableVectors, Values, new_outline
 from fedvitals.hosts.background_work import BackgroundWork
@@ -58,7 +59,7 @@ class ServerRounds:
         self.round_index: int | None = None  # of the open round
         self._last = -1  # the newest round that has begun
         self.start: dict[str, Values] | None = None  # the model that the open round began with
-        self.left_out: frozenset[str] = frozenset()  # sites in quarantine
+        self.corrections = FollowedCorrections[Any](monitor.host, _obstacle)
         self._announced: int | None = None  # a round that began before its model was known
         self._newest: dict[str, Values] | None = None  # the round's aggregate, once it is known
         self._outline: Any = None
@@ -101,7 +102,8 @@ class ServerRounds:
             if self._announced == round_index:
                 self._announced = None
             self.end()
-            self.guarded("prescribing", lambda: self._follow(self.monitor.host.prescribed(round_index)))
+            prescribed = self.monitor.host.prescribed
+            self.guarded("prescribing", lambda: self.corrections.follow(prescribed(round_index), round_index, None))
             self.round_index = self._last = round_index
             self.start, self._newest = start, None
             self._began = time.time()
@@ -190,16 +192,6 @@ class ServerRounds:
                 self._newest = models.added(self.start, model.values)
             numbers = {str(name): float(value) for name, value in metrics.items() if isinstance(value, int | float)}
             self._metrics.update(with_known_names(numbers))
-
-    def _follow(self, actions: Sequence[Action]) -> None:
-        """Apply the corrections of the coming round that can be applied here; refuse the others, with the reason."""
-        quarantined = set()
-        for action in actions:
-            if action.kind == "quarantine" and action.target is not None:
-                quarantined.add(action.target)
-            elif action.kind != "checkpoint":
-                self.monitor.host.refused(action, f"'{action.kind}' is not applied to NVFlare jobs; quarantine is.")
-        self.left_out = frozenset(quarantined)
 
     # -- tasks --------------------------------------------------------------------------------------------------------
 
@@ -359,3 +351,8 @@ class ServerRounds:
             return self.guarded("measuring an update", measure, node) or ()
         self._measuring.submit(measure_later)
         return ()
+
+
+def _obstacle(action: Action) -> str | None:
+    """Return why an action cannot be applied to an NVFlare job."""
+    return None if action.kind == "quarantine" else f"'{action.kind}' is not applied to NVFlare jobs; quarantine is."

@@ -121,7 +121,7 @@ def _check_update(server_rounds: ServerRounds, request: SiteRequest, result: Sha
     why = None if excluded is None else str(excluded.arguments.get("why", "it cannot be used"))
     if why is None and server_rounds.guard_mode != update_guard.REPORT:
         why = update_guard.nonfinite_words(got.values)
-    if why is None and request.node in server_rounds.left_out:
+    if why is None and request.node in server_rounds.corrections.in_force.quarantined:
         why = "the site is in quarantine"
     if why is None:
         return None
