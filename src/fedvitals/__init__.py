@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fedvitals.hosts import nvflare as nvflare
     from fedvitals.hosts.loop.single_model import watch as watch
     from fedvitals.monitor.monitor import Monitor as Monitor
+    from fedvitals.notebook import open as open  # noqa: A004
     from fedvitals.probes.presets import preset as preset
     from fedvitals.probes.sample_review import suspect_samples as suspect_samples
     from fedvitals.records import Event as Event
@@ -69,6 +70,7 @@ _HOME = {
     "Alerts": "fedvitals.sinks.alerts.sink",
     "Capture": "fedvitals.resources.capture",
     "CorrectionPolicy": "fedvitals.diagnosis.corrections.policy",
+    "open": "fedvitals.notebook",
     "open_store": "fedvitals.store",
     "Tape": "fedvitals.replay.tape.tape",
     "open_replay": "fedvitals.replay.debugger.session",

@@ -145,7 +145,7 @@ def test_an_empty_run_says_what_is_missing(pages):
 
 def test_several_runs_are_compared(pages):
     words = " ".join(Page(pages[RUNS[-1]]).words)
-    for part in ("A (synthetic)", "One run each", "Where they part", "settings that differ", "Verdicts"):
+    for part in ("A (synthetic)", "One run each", "Where they diverge", "settings that differ", "Verdicts"):
         assert part in words
 
 

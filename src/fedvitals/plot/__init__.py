@@ -2,8 +2,8 @@
 """Pictures of runs, for notebooks and reports: `fv.plot.gsc("baseline", "exploding")` gives a matplotlib Figure.
 
 A run is an id, the beginning of one, or a name (its newest run) in `store=` (default: as everywhere, FEDVITALS_STORE,
-else runs.db here); or `(reader, id)` of a store that is open already. `figure.savefig("x.svg")` writes a file.
-Needs the extra `plots`.
+else runs.db here); a run of `fv.open(...)`; or `(reader, id)` of a store that is open already.
+`figure.savefig("x.svg")` writes a file. Needs the extra `plots`.
 """
 
 from fedvitals.plot.cohort_band import client, cohort, learning

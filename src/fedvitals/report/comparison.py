@@ -46,7 +46,7 @@ def comparison(reader: Reader, runs: Sequence[str], pictures: Pictures) -> tuple
             "The paper's main use of the gradient scale: runs beside each other. 0 is a level of its own.",
         ),
         *_troubles(page),
-        Heading(2, "Where they part"),
+        Heading(2, "Where they diverge"),
         Points(tuple(literal(divergence.words) for divergence in page.partings)),
         *settings_part(runs_of, [side.letter for side in page.sides]),
         Heading(2, "Verdicts"),
