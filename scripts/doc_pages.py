@@ -13,7 +13,7 @@ from fedvitals.catalog import LEVELS, MEASURES
 from fedvitals.diagnosis.abstentions import ACCEPTED, NEWEST, NOT_JUDGED
 from fedvitals.diagnosis.issues.table import FAMILIES as ISSUE_FAMILIES
 from fedvitals.diagnosis.issues.table import ISSUES, Issue, measured_rates
-from fedvitals.stats import CLASS_STATISTICS, DERIVED, FAMILIES, PEERS
+from fedvitals.stats import ADAPTERS, CLASS_STATISTICS, DERIVED, FAMILIES, PEERS
 from fedvitals.store.schema import LAYER_STATISTICS, TABLES, VERSION
 
 PRIVACY = """
@@ -72,6 +72,12 @@ def metrics_page() -> str:
         "`update.peers`: how a client's update d_i stands among its round's; NaN where there is nothing to compare:",
         "",
         *(f"- {column}: {meaning}." for column, meaning in PEERS.items()),
+        "",
+        "`update.adapters`: each low-rank adapter, of the server after the round; of a client its own part. "
+        "`update.directions`: of the server, the shares of ‖P‖² of the first singular directions; of a client "
+        "`w_i u_kᵀ M_i v_k / σ_k`, its part in each of them.",
+        "",
+        *(f"- {column}: {meaning}." for column, meaning in ADAPTERS.items()),
         "",
         CLASSES.format(statistics=", ".join(CLASS_STATISTICS)),
         "",
