@@ -90,7 +90,7 @@ ADAPTERS = {
     "error_by_rank": "the same, each direction averaged over the clients that have it",
     "moved": "clients whose product differs from what they were sent",
 }
-"""The columns of the family `update.adapters`; of a client, the first five and NaN."""
+"""The columns of the family `update.adapters`; of a client, the first three and NaN."""
 DIRECTIONS = 16  # singular directions of an adapter that are told
 
 CLASS_ROWS = "class"  # the kind of a table whose rows are classes, and no layers of a model

@@ -9,10 +9,12 @@ measured like any other layer. Nothing here imports torch.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,29 +127,30 @@ def other_kinds(trained: Iterable[str], pairs: Sequence[AdapterPair]) -> dict[st
 
 def scale_of(model: Any, pair: AdapterPair) -> float | None:
     """Return α/r of a pair in a model, from the module that holds it; None where that does not say."""
-    module: Any = model
-    for part in _holder(pair).split("."):
-        module = getattr(module, part, None) if part else module
-        if module is None:
-            return None
-    adapter = pair.name.removeprefix(_holder(pair)).strip(".") or "default"
-    known = next((s for name in SCALES if (s := _number(getattr(module, name, None), adapter)) is not None), None)
-    if known is not None:
-        return known
+    try:
+        get_holder, adapter = _holder(pair)
+        module = model if get_holder is None else get_holder(model)
+    except AttributeError:
+        return None
+    for name in SCALES:
+        known = _number(getattr(module, name, None), adapter)
+        if known is not None:
+            return known
     alpha = next((s for name in ALPHAS if (s := _number(getattr(module, name, None), adapter)) is not None), None)
     rank = next((s for name in RANKS if (s := _number(getattr(module, name, None), adapter)) is not None), None)
     return alpha / (rank or pair.rank) if alpha is not None else None
 
 
-def _holder(pair: AdapterPair) -> str:
-    """Return the module that A and B are parts of."""
-    ends = zip(pair.a.split("."), pair.b.split("."), strict=True)
+@functools.lru_cache(4096)
+def _holder(pair: AdapterPair) -> tuple[Callable[[Any], Any] | None, str]:
+    """Return what gives the module that A and B are parts of (None: the model itself), and the adapter's name."""
     common = []
-    for own, other in ends:
+    for own, other in zip(pair.a.split("."), pair.b.split("."), strict=True):
         if own != other:
             break
         common.append(own)
-    return ".".join(common)
+    path = ".".join(common)
+    return operator.attrgetter(path) if path else None, pair.name.removeprefix(path).strip(".") or "default"
 
 
 def _number(attribute: Any, adapter: str) -> float | None:

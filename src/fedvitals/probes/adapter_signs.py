@@ -48,7 +48,6 @@ class ClientSigns:
     rank: int
     norm: float
     change: float
-    effective_rank: float
     directions: Array
 
 
@@ -76,6 +75,8 @@ def held_rank(sent: Factors, start: Factors) -> int:
     A client that has moved nothing at all has what it was sent.
     """
     rank = sent.rank
+    if rank <= start.rank and sent.a[-1].any() and (sent.a[-1] != start.a[rank - 1]).any():
+        return rank  # as a rule
     there = np.any(sent.a != 0, axis=1) | np.any(sent.b != 0, axis=0)
     shared = min(rank, start.rank)
     moved = np.ones(rank, np.bool_)
@@ -123,48 +124,44 @@ def signs_of(
     product is zero. weights: of the clients in the mean; None if unknown, and then there are no errors.
     """
     stack = _Stack([start, new, *(c.factors for c in clients), *(() if first is None else (first,))])
-    before, after = stack.coefficients(0), stack.coefficients(1)
-    own = [stack.coefficients(2 + place) for place in range(len(clients))]
-    beginning = np.zeros_like(before) if first is None else stack.coefficients(2 + len(clients))
+    before, after, *_ = coefficients = stack.all_coefficients()
+    own = coefficients[2 : 2 + len(clients)]
+    beginning = np.zeros_like(before) if first is None else coefficients[-1]
     ranks = [client.held for client in clients if client.held]
-    smallest = min(ranks, default=new.rank)
-    above = stack.part(after, 1, smallest)
-    norm = stack.norm(after)
-    error = by_rank = energy_kept = math.nan
+    differing, smallest = len(set(ranks)) > 1, min(ranks, default=new.rank)
+    nothing = np.full_like(after, math.nan)
+    mean = intended = wanted = nothing
     if weights is not None and len(clients):
-        mean = np.sum([w * c for w, c in zip(weights, own, strict=True)], axis=0)
-        error = _over(stack.norm(after - mean), stack.norm(mean))
-        intended = _intended(stack, clients, weights)
-        by_rank = _over(stack.norm(after - intended), stack.norm(intended))
-        if len(set(ranks)) > 1:
-            wanted = np.sum([stack.part(intended, 2 + i, smallest) for i in range(len(clients))], axis=0)
-            energy_kept = _over(stack.norm(above), stack.norm(wanted)) ** 2
+        mean, intended = weights @ own, _intended(stack, clients, weights)
+        wanted = intended * stack.directions(from_number=smallest)
+    above = after * stack.directions(from_number=smallest)
+    rows = np.array(
+        [after, after - before, after - beginning, above, mean, after - mean, intended, after - intended, wanted]
+    )
+    norm, change, drift, upper, of_mean, error, of_intended, by_rank, of_wanted = stack.norms(rows).tolist()
+    norms, changes = stack.norms(own), stack.norms(own - before)
     spectrum = Spectrum(new)
-    differing = len(set(ranks)) > 1
     signs = AdapterSigns(
         new.rank,
         norm,
-        stack.norm(after - before),
-        stack.norm(after - beginning),
+        change,
+        drift,
         spectrum.effective_rank,
         spectrum.stable_rank,
-        _over(stack.norm(above), norm) ** 2 if differing else math.nan,
-        energy_kept,
-        error,
-        by_rank if differing else math.nan,
-        sum(stack.norm(c - before) > 0 for c in own),
+        _over(upper, norm) ** 2 if differing else math.nan,
+        _over(upper, of_wanted) ** 2 if differing else math.nan,
+        _over(error, of_mean),
+        _over(by_rank, of_intended) if differing else math.nan,
+        int((changes > 0).sum()),
         spectrum.shares,
     )
     shares = np.full(len(clients), 1 / max(1, len(clients))) if weights is None else weights
+    directions = stack.along(spectrum)[2 : 2 + len(clients)] * shares[:, None]
     parts = [
-        ClientSigns(
-            client.held,
-            stack.norm(c),
-            stack.norm(c - before),
-            Spectrum(client.factors).effective_rank,
-            spectrum.contributions(client.factors, float(share)),
+        ClientSigns(client.held, own_norm, own_change, own_directions)
+        for client, own_norm, own_change, own_directions in zip(
+            clients, norms.tolist(), changes.tolist(), directions, strict=True
         )
-        for client, c, share in zip(clients, own, shares, strict=True)
     ]
     return signs, parts
 
@@ -176,10 +173,10 @@ def _intended(stack: _Stack, clients: Sequence[ClientFactors], weights: Array) -
     totals = np.sum(held * weights[:, None], axis=0)
     with np.errstate(divide="ignore", invalid="ignore"):
         by_direction = np.where(totals > 0, held * weights[:, None] / totals, 0.0)
-    coefficients = np.zeros(stack.size)
-    for place, (client, shares) in enumerate(zip(clients, by_direction, strict=True)):
-        coefficients += stack.coefficients(2 + place) * stack.spread(2 + place, shares[: client.factors.rank])
-    return coefficients
+    shares = [
+        own[: client.factors.rank] * client.factors.scale for own, client in zip(by_direction, clients, strict=True)
+    ]
+    return stack.of_clients(np.concatenate(shares))
 
 
 class _Stack:
@@ -187,38 +184,49 @@ class _Stack:
 
     def __init__(self, factors: Sequence[Factors]) -> None:
         left, right = np.concatenate([f.b for f in factors], axis=1), np.concatenate([f.a for f in factors])
+        self._left, self._right = left, right
         self._gram = (left.T @ left) * (right @ right.T)
         self._ends = np.cumsum([f.rank for f in factors]).tolist()
         self._scales = [f.scale for f in factors]
         self.size = self._ends[-1]
 
-    def _place(self, which: int) -> slice:
-        return slice(self._ends[which - 1] if which else 0, self._ends[which])
+    def all_coefficients(self) -> Array:
+        """Return the coefficients of each pair's scaled product, [pairs, K]."""
+        which = np.repeat(np.arange(len(self._scales)), np.diff([0, *self._ends]))
+        return np.asarray((which == np.arange(len(self._scales))[:, None]) * np.array(self._scales)[:, None])
 
-    def coefficients(self, which: int) -> Array:
-        """Return the coefficients of one pair's scaled product."""
-        return self.spread(which, np.full(self._place(which).stop - self._place(which).start, self._scales[which]))
-
-    def spread(self, which: int, values: Array) -> Array:
-        """Return values for the directions of one pair, and zeros for those of the others."""
+    def of_clients(self, values: Array) -> Array:
+        """Return values for the directions of the clients, which follow the first two pairs, and zeros elsewhere."""
         coefficients = np.zeros(self.size)
-        coefficients[self._place(which)] = values
+        coefficients[self._ends[1] : self._ends[1] + len(values)] = values
         return coefficients
 
-    def part(self, coefficients: Array, which: int, first: int) -> Array:
-        """Return the coefficients of one pair's directions from the number `first` on."""
-        kept, place = np.zeros(self.size), self._place(which)
-        own = slice(min(place.start + first, place.stop), place.stop)
-        kept[own] = coefficients[own]
-        return kept
+    def directions(self, from_number: int) -> Array:
+        """Return 1 for each direction of a pair from this number on, and 0 for those before."""
+        starts = [0, *self._ends[:-1]]
+        return np.concatenate(
+            [np.arange(end - start) >= from_number for start, end in zip(starts, self._ends, strict=True)]
+        ).astype(np.float64)
 
-    def norm(self, coefficients: Array) -> float:
-        used = np.flatnonzero(coefficients)
-        own = coefficients[used]
-        squares = float(own @ self._gram[np.ix_(used, used)] @ own) if len(used) else 0.0
+    def along(self, spectrum: Spectrum) -> Array:
+        """Return u_kᵀ M v_k / σ_k of each pair's product M, in the first singular directions of another, [pairs,
+        DIRECTIONS]; NaN where there is no direction.
+
+        Weighted as in a mean of products, they add up to 1.
+        """
+        left, right, values = spectrum.directions()
+        products = (left.T @ self._left) * (self._right @ right).T / values[:, None]
+        parts = np.full((len(self._scales), DIRECTIONS), np.nan)
+        sums = np.add.reduceat(products, [0, *self._ends[:-1]], axis=1).T
+        parts[:, : len(values)] = sums * np.array(self._scales)[:, None]
+        return parts
+
+    def norms(self, rows: Array) -> Array:
+        """Return the norms of the products with these coefficients, [products, K]; NaN where they are."""
+        squares = np.einsum("ik,ik->i", rows @ self._gram, rows)
         # Of a difference of equal products, rounding leaves this much of their own squares.
-        largest = float(own**2 @ np.diag(self._gram)[used]) if len(used) else 0.0
-        return math.sqrt(squares) if squares > 1e-14 * largest else 0.0
+        largest = (rows**2) @ np.diag(self._gram)
+        return np.where(squares > 1e-14 * largest, np.sqrt(np.maximum(squares, 0.0)), squares * 0.0)
 
 
 class Spectrum:
@@ -255,18 +263,11 @@ class Spectrum:
         """‖P‖_F² / ‖P‖₂²; 0 of a product that is zero."""
         return float(1 / self._energies[0]) if len(self._energies) and self._energies[0] > 0 else 0.0
 
-    def contributions(self, client: Factors, weight: float) -> Array:
-        """Return w u_kᵀ M v_k / σ_k of a client's product M: its part in each of the first directions, [DIRECTIONS].
-
-        Over all clients of a weighted mean of products they add up to 1.
-        """
+    def directions(self) -> tuple[Array, Array, Array]:
+        """Return the first singular directions, [out, k] and [in, k], and their values; at most DIRECTIONS."""
         count = int(min(DIRECTIONS, (self.values > self.values[:1].max(initial=0.0) * 1e-9).sum()))
-        left = self._u[:, :count].T @ (self._left.T @ client.b)
-        right = (client.a @ self._right) @ self._v[:, :count]
-        parts = np.full(DIRECTIONS, np.nan)
-        parts[:count] = weight * client.scale * np.einsum("kr,rk->k", left, right) / self.values[:count]
-        return parts
+        return self._left @ self._u[:, :count], self._right @ self._v[:, :count], self.values[:count]
 
 
 def _over(value: float, total: float) -> float:
-    return value / total if total > 0 else math.nan
+    return value / total if total > 0 else math.nan  # NaN if either is

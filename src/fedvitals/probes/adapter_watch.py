@@ -84,20 +84,20 @@ class AdapterWatch:
         self._found: dict[Any, tuple[AdapterPair, ...]] = {}  # by names and shapes
         self._scales: dict[str, float] = {}  # α/r by client, as it told
         self._first: dict[str, Factors] = {}  # of the run's first model, by pair
+        self._frozen: dict[tuple[AdapterPair, ...], list[str]] = {}  # names of the matrices beside the pairs
         self._pairs: tuple[AdapterPair, ...] = ()
         self._start: _Copy | None = None
         self._new: _Copy | None = None
         self._credit, self._turn = 0.0, 0
 
     def pairs_of(
-        self, trained: Iterable[tuple[str, Any]], frozen: Iterable[tuple[str, Any]]
+        self, trained: Sequence[tuple[str, Any]], frozen: Sequence[tuple[str, Any]]
     ) -> tuple[AdapterPair, ...]:
         """Return the low-rank pairs of a model, from its named parameters that train and those that do not."""
         shapes = tuple((name, tuple(p.shape)) for name, p in trained)
-        still = tuple((name, tuple(p.shape)) for name, p in frozen)
-        key = shapes, still
+        key = shapes, len(frozen)
         if key not in self._found:
-            self._found[key] = find_pairs(shapes, still)
+            self._found[key] = find_pairs(shapes, [(name, tuple(p.shape)) for name, p in frozen])
         return self._found[key]
 
     def note_scales(self, scales: Mapping[str, float]) -> None:
@@ -134,7 +134,9 @@ class AdapterWatch:
     def _copied(self, model: Any, trained: Sequence[tuple[str, Any]]) -> _Copy:
         wanted = {name for pair in self._pairs for name in (pair.a, pair.b)}
         values = {name: _clone(p) for name, p in trained if name in wanted}
-        frozen = {name: _sample(p) for name, p in _beside(model, self._pairs, wanted)}
+        if self._pairs not in self._frozen:
+            self._frozen[self._pairs] = [name for name, _ in _beside(model, self._pairs, wanted)]
+        frozen = {name: _sample(own) for name in self._frozen[self._pairs] if (own := _named(model, name)) is not None}
         return _Copy(values, frozen, {pair.name: scale_of(model, pair) for pair in self._pairs})
 
     def know(self, tables: Iterable[LayerTable]) -> None:
@@ -281,22 +283,23 @@ def _factors(pair: AdapterPair, copy: _Copy) -> Factors:
 
 def _client_factors(pair: AdapterPair, update: Update, layout: Layout, before: Factors, ratio: float) -> ClientFactors:
     """Return what a client sent: the global model's first directions, as many as it has, plus its update."""
-    first_a, last_a = layout.places[pair.a]
-    first_b, last_b = layout.places[pair.b]
-    a = _double(update.vector[first_a:last_a]).reshape(-1, pair.inputs)
-    b = _double(update.vector[first_b:last_b]).reshape(pair.outputs, -1)
-    shared = min(len(a), before.rank)
-    a, b = a.copy(), b.copy()
-    # As the sender had it in single precision, so that what was set to zero is zero here, too.
-    a[:shared] = _rounded(a[:shared] + before.a[:shared], update.vector)
-    b[:, :shared] = _rounded(b[:, :shared] + before.b[:, :shared], update.vector)
+    a = _sum(update.vector, layout.places[pair.a], (-1, pair.inputs), before.a)
+    b = _sum(update.vector, layout.places[pair.b], (pair.outputs, -1), before.b)
     factors = Factors(b, a, before.scale * ratio)
     return ClientFactors(factors, held_rank(factors, before))
 
 
-def _rounded(values: Array, like: Any) -> Array:
-    """Return values rounded to single precision, unless the update is in double."""
-    return values if "64" in str(like.dtype) else values.astype(np.float32).astype(np.float64)
+def _sum(vector: Any, place: tuple[int, int], shape: tuple[int, int], before: Array) -> Array:
+    """Return a part of an update as a matrix, plus what the client was sent of it.
+
+    Rounded to single precision unless the update is in double, so that what the client set to zero is zero here.
+    """
+    values = _double(vector[place[0] : place[1]]).reshape(shape)
+    rows, columns = min(len(values), len(before)), min(values.shape[1], before.shape[1])
+    whole = values.copy() if (rows, columns) != values.shape else values + before[:rows, :columns]
+    if whole.shape != (rows, columns):
+        whole[:rows, :columns] += before[:rows, :columns]
+    return whole if "64" in str(vector.dtype) else whole.astype(np.float32).astype(np.float64)
 
 
 def _beside(model: Any, pairs: Sequence[AdapterPair], trained: set[str]) -> list[tuple[str, Any]]:
@@ -310,6 +313,13 @@ def _beside(model: Any, pairs: Sequence[AdapterPair], trained: set[str]) -> list
         if shape is not None and name not in trained and tuple(values.shape) in (shape, shape[::-1]):
             beside.append((name, values))
     return beside
+
+
+def _named(model: Any, name: str) -> Any:
+    """Return a parameter or buffer of a model; None of a model that has no modules, or no such tensor."""
+    for part in name.split("."):
+        model = getattr(model, part, None)
+    return model
 
 
 def _sample(values: Any) -> Array:
@@ -340,7 +350,7 @@ def _results(
         client = Results()
         rows, parts = _empty(pairs)
         for place, (_, clients) in signs.items():
-            for column in ("rank", "norm", "change", "effective_rank"):
+            for column in ("rank", "norm", "change"):
                 rows[place, ADAPTER_COLUMNS.index(column)] = getattr(clients[i], column)
             parts[place] = clients[i].directions
         _measured(client, rows, parts)

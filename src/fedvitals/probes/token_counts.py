@@ -95,11 +95,11 @@ class TokenCounts:
         A forward pass takes 2 operations for each weight of a product, a backward pass as many for the inputs, and as
         many again for weights that train. An embedding is looked up, unless the output layer shares it.
         """
-        parameters = [*self._model.parameters()]
-        device = parameters[0].device if parameters else torch.device("cpu")
-        peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        first = next(self._model.parameters(), None)
+        peak = peak_flops(torch.cuda.get_device_name(first.device)) if first is not None and first.is_cuda else None
         if peak is None:
             return 0.0
+        parameters = [*self._model.parameters()]
         products = {id(m.weight) for m in self._model.modules() if isinstance(m, nn.Linear)}
         tables = {id(m.weight) for m in self._model.modules() if isinstance(m, nn.Embedding)} - products
         used = [p for p in parameters if id(p) not in tables and p.dim() > 1]
