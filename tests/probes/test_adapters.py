@@ -306,3 +306,21 @@ def test_the_lab_measures_its_adapters_and_exact_aggregation_has_no_error(tmp_pa
 def test_an_adapter_that_nobody_moves_is_counted(tmp_path):
     sink, _ = watched(tmp_path, lora_model(), stepped="2.")
     assert metrics_of(sink, "server", 1)["adapter.unmoved"] == 1
+
+
+def test_an_adapter_that_nobody_moves_is_named_by_its_layer(tmp_path):
+    monitor = Monitor(str(tmp_path / "runs.db"), strict=True)
+    federate(monitor, lora_model(), rounds=3, stepped="2.")
+    monitor.flush()
+    dead = [finding for finding in monitor.findings() if finding.issue == "DEAD_ADAPTER"]
+    monitor.close()
+    assert [(finding.where.round, finding.where.layer) for finding in dead] == [(1, "0"), (2, "0")]
+
+
+def test_scales_that_differ_between_clients_are_named(tmp_path):
+    monitor = Monitor(str(tmp_path / "runs.db"), strict=True)
+    federate(monitor, lora_model(), rounds=1, scales=(2.0, 2.0, 8.0))
+    monitor.flush()
+    named = [finding.where.node for finding in monitor.findings() if finding.issue == "ADAPTER_SCALE_MISMATCH"]
+    monitor.close()
+    assert named == ["c2"]
