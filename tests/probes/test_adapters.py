@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Low-rank adapters at the server: recognised by structure, and every sign equal to that of the full products."""
 
-import copy
 import math
 
 import numpy as np
@@ -10,12 +9,13 @@ import torch
 from torch import nn
 
 from fedvitals import lab
-from fedvitals.lab.adapters import BottleneckLinear, LoraLinear
+from fedvitals.lab.adapters import BottleneckLinear
 from fedvitals.monitor.monitor import Monitor
 from fedvitals.probes.adapter_pairs import find_pairs, other_kinds, scale_of
 from fedvitals.probes.adapter_signs import ClientFactors, Factors, held_rank, mean_weights, signs_of
 from fedvitals.stats import ADAPTER_COLUMNS
 from fedvitals.testing import MemorySink
+from support.adapter_runs import federate, lora_model, only_trains
 
 
 class OwnLora(nn.Module):
@@ -37,12 +37,6 @@ def shapes_of(model, *, trained):
 
 def pairs_of(model):
     return find_pairs(shapes_of(model, trained=True), shapes_of(model, trained=False))
-
-
-def only_trains(model, *ends):
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.endswith(ends))
-    return model
 
 
 # -- recognised -------------------------------------------------------------------------------------------------------
@@ -180,44 +174,6 @@ def test_directions_that_are_zero_or_as_they_were_sent_are_not_a_clients():
 
 
 # -- in a run ---------------------------------------------------------------------------------------------------------
-
-
-def lora_model(rank=4, width=20):
-    torch.manual_seed(0)
-    layers = [LoraLinear(nn.Linear(width, 30), rank, 2.0), nn.ReLU(), LoraLinear(nn.Linear(30, 16), rank, 2.0)]
-    return only_trains(nn.Sequential(*layers), "lora_A.weight", "lora_B.weight")
-
-
-def federate(monitor, model, rounds=2, ranks=(4, 4, 4), aggregate=None, scales=None, stepped=""):
-    """Train clients on random targets; A and B are averaged with zeros for what a client of a lower rank lacks."""
-    generator = torch.Generator().manual_seed(1)
-    for number in range(rounds):
-        with monitor.round(number, model):
-            states = []
-            for client, rank in enumerate(ranks):
-                own = copy.deepcopy(model)
-                if scales is not None:
-                    own[0].scale = own[2].scale = scales[client]
-                steps = [p for n, p in own.named_parameters() if p.requires_grad and n.startswith(stepped)]
-                optimizer = torch.optim.Adam(steps, 0.02)
-                with monitor.client(f"c{client}", own):
-                    for _ in range(3):
-                        x = torch.randn(8, 20, generator=generator)
-                        optimizer.zero_grad()
-                        (own(x) - x[:, :16] * client).square().mean().backward()
-                        optimizer.step()
-                    with torch.no_grad():
-                        for layer in (own[0], own[2]):
-                            layer.lora_A.weight[rank:] = 0
-                            layer.lora_B.weight[:, rank:] = 0
-                states.append({name: p.detach().clone() for name, p in own.named_parameters()})
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    if parameter.requires_grad:
-                        parameter.copy_(torch.stack([state[name] for state in states]).mean(0))
-                if aggregate is not None:
-                    aggregate(model, states)
-    return states
 
 
 def watched(tmp_path, model, **settings):
