@@ -16,13 +16,13 @@ def issues(history, number):
 @pytest.mark.parametrize(
     ("held_back", "loss", "expected"),
     [
-        ([2.0, 2.0, 2.1, 2.12], [3.0, 3.0, 3.0, 3.0], ["FORGETTING"]),
+        ([2.0, 2.0, 2.12, 2.14], [3.0, 3.0, 3.0, 3.0], ["FORGETTING"]),
         ([2.0, 2.0, 2.0, 2.3], [3.0, 3.0, 3.0, 3.0], ["FORGETTING"]),  # at once
-        ([2.0, 2.0, 2.1, 2.12], [3.0, 3.0, 2.8, 2.7], []),  # the clients gain more
-        ([2.0, 2.0, 2.1, 2.0], [3.0] * 4, []),  # over again
+        ([2.0, 2.0, 2.12, 2.14], [3.0, 3.0, 2.8, 2.7], []),  # the clients gain more
+        ([2.0, 2.0, 2.12, 2.0], [3.0] * 4, []),  # over again
         ([2.0, 2.01, 2.02, 2.03], [3.0] * 4, []),  # hardly
         ([2.2, 2.1, 2.05, 2.0], [3.0] * 4, []),
-        ([2.0, 2.0, 2.1, 2.12], [None] * 4, ["FORGETTING"]),  # where nobody measures what the clients gain
+        ([2.0, 2.0, 2.12, 2.14], [None] * 4, ["FORGETTING"]),  # where nobody measures what the clients gain
         ([2.0, 2.0, float("nan"), 2.4], [3.0] * 4, []),
     ],
 )

@@ -13,7 +13,7 @@ from fedvitals.diagnosis.finding import Number, finding
 from fedvitals.protocols import Detector, History
 from fedvitals.records import Finding, Suspect
 
-FORGOTTEN, FORGOTTEN_ROUNDS = 0.03, 2  # of the lowest held-back loss so far; rounds in a row
+FORGOTTEN, FORGOTTEN_ROUNDS = 0.05, 2  # of the lowest held-back loss so far; rounds in a row
 FORGOTTEN_AT_ONCE = 0.1  # that is enough in a single round
 LENGTHS = 4.0  # times the median length, or a part of it
 FEW_CLIENTS = 4

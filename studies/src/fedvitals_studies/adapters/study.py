@@ -2,7 +2,7 @@
 """Planted and healthy federations, each judged by what the detectors of «standard» said of it.
 
 A planted problem counts as found if its issue is named within three rounds of its onset, and not before. In healthy
-federations every case above a note is an alarm, whatever its issue. Limits were set on seeds below 1000; those of the
+federations every case above a note is an alarm, whatever its issue. Limits were set on seeds below 2000; those of the
 study begin there.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from fedvitals.diagnosis.cases import cases, is_trouble
 from fedvitals_studies.adapters.federation import FAULTS, ISSUES, drawn_setting, watched_run
 
-FIRST_SEED, TUNING_SEED = 1000, 0
+FIRST_SEED, TUNING_SEED = 2000, 1000
 PLANTED_RUNS, HEALTHY_RUNS, HEALTHY_ROUNDS = 40, 50, 10
 WITHIN = 3  # rounds
 FOUND_BAR, ALARM_BAR = 0.95, 0.7

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 PACKAGES = (
-    "asyncio", "email", "json", "http", "logging", "unittest", "xml", "multiprocessing", "importlib", "concurrent",
-    "encodings", "ctypes",
+    "asyncio", "email", "json", "http", "logging", "unittest", "xml", "multiprocessing", "importlib", "tkinter",
 )  # fmt: skip
 MANUAL = "pydoc_data"
-OTHER_CODE = ("idlelib", "tkinter", "lib2to3")  # that the model has seen, and no client has
+OTHER_CODE = ("idlelib", "distutils", "lib2to3")  # that the model has seen, and no client has
 CLIENT_BYTES, MANUAL_BYTES, HELD_BACK_BYTES = 120_000, 400_000, 12_000
 WINDOW = 32  # bytes that the model sees at once
 
