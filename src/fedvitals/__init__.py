@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fedvitals.hosts.loop.single_model import watch as watch
     from fedvitals.monitor.monitor import Monitor as Monitor
     from fedvitals.probes.presets import preset as preset
+    from fedvitals.probes.sample_review import suspect_samples as suspect_samples
     from fedvitals.records import Event as Event
     from fedvitals.records import Finding as Finding
     from fedvitals.records import Metric as Metric
@@ -55,6 +56,7 @@ _HOME = {
     "errors": "fedvitals.errors",
     "watch": "fedvitals.hosts.loop.single_model",
     "preset": "fedvitals.probes.presets",
+    "suspect_samples": "fedvitals.probes.sample_review",
     "budget": "fedvitals.schedule",
     "every": "fedvitals.schedule",
     "first": "fedvitals.schedule",

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedvitals.errors import ConfigError
-from fedvitals.lab.aggregators import robust
 from fedvitals.lab.aggregators.averages import (
     AVERAGING,
     AggregationError,
@@ -320,7 +319,7 @@ def test_the_plain_mean_refuses_what_has_none(states):
     with pytest.raises(AggregationError):
         weighted_mean(states, torch.zeros(len(states)))
     with pytest.raises(AggregationError):
-        robust.trimmed_mean(torch.ones(0, 2), 0.1)
+        aggregate(TrimmedMean(), torch.ones(0, 2))
 
 
 @pytest.mark.parametrize(

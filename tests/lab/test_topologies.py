@@ -185,6 +185,23 @@ def test_models_in_flight_are_kept_and_no_others():
             assert len(flights) == 5  # a place is filled at each landing but the last
 
 
+def test_late_updates_leave_running_variances_positive():
+    e = lab.Experiment(
+        dataset="digits", model=lab.CNN(channels=(4, 4), norm="batch"), clients=8, rounds=6,
+        local=lab.Local(iterations=8, optimizer=lab.sgd(0.1)),
+        topology=lab.Asynchronous(buffer=4, concurrency=8), network=lab.Network(jitter=1.0),
+    )  # fmt: skip
+    site = lab.Site.of(e)
+    with Engine(site, "sequential") as engine:
+        federation = Federation(site, engine, NullObserver(), ServerState(site.layout.flat(site.module)))
+        for number in range(6):
+            federation.round = number
+            federation.server.model = e.topology.round(federation)
+            variances = [v for name, v in site.layout.views(federation.server.model).items() if "running_var" in name]
+            assert variances
+            assert all(bool((v > 0).all()) for v in variances)
+
+
 @pytest.mark.parametrize("fault", [lab.LostMessage(nodes=["c2"]), lab.DropOut(nodes=["c2"]), lab.Timeout(nodes=["c2"])])
 def test_client_that_never_arrives_does_not_hold_up_the_others(fault):
     e = experiment(topology=lab.Asynchronous(buffer=8), network=lab.Network(deadline_seconds=60.0), faults=[fault])

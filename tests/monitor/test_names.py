@@ -156,7 +156,9 @@ def test_corrections_come_back_with_the_text_of_the_name():
         with monitor.round(0, shared):
             actions = monitor.updates(0, {0: good, 1: bad, 2: good})
         assert [(action.kind, action.target) for action in actions] == [("exclude", "1")]
-        monitor.prescribed(np.int64(1))
+        with monitor.round(np.int64(1), shared):
+            updates, weights = monitor.corrections().apply({0: good, 1: bad, 2: good}, {0: 5, 1: 5, 2: 7})
+        assert ([*updates], weights) == ([0, 2], {0: 5, 2: 7})
 
 
 def test_a_name_given_twice_in_two_ways_is_one_client():

@@ -11,7 +11,7 @@ from torch import nn
 
 from fedvitals.kernels import sums
 from fedvitals.kernels.sketch import COSINE_ERROR
-from fedvitals.probes import peer_columns, peers
+from fedvitals.probes import layer_products, peer_columns, peers
 from fedvitals.probes.updates import UpdateTracker
 from fedvitals.records import Layer, LayerTable
 from fedvitals.stats import PEER_COLUMNS
@@ -157,10 +157,11 @@ def check(rows, vectors, models, *, near=2e-5, columns=PEER_COLUMNS):
 @pytest.mark.parametrize("rounds", [0, 1, 3, 9])
 def test_vectors_in_one_matrix_and_apart(apart, rounds, monkeypatch):
     """The same numbers, in stretches that are shorter than a layer; models are those of the last six rounds."""
-    monkeypatch.setattr(peers, "STRETCH", 1)
+    monkeypatch.setattr(layer_products, "SHORTEST", 1024)
+    monkeypatch.setattr(layer_products, "PIECE", 1)
     updates, models = some(6, common=3.0), list(some(rounds, seed=1).cumsum(0))
     vectors = [row.clone() for row in updates] if apart else list(updates)
-    assert (peers.as_matrix(vectors) is None) == apart
+    assert (layer_products.as_matrix(vectors) is None) == apart
     check(rows_of(vectors, models=models), vectors, models)
 
 
@@ -261,15 +262,15 @@ def test_signs_of_evenly_spread_coordinates(monkeypatch):
     updates = some(5, size=10_000)
     updates[:, ::7] = 0.0
     every = peers.sign_stride(5, 10_000)
-    chosen = peers.chosen_coordinates(updates, every)
-    places = peers.chosen_coordinates(torch.arange(10_000), every)
+    chosen = peers.chosen_coordinates(updates, every).flatten(1)
+    places = peers.chosen_coordinates(torch.arange(10_000), every).flatten()
     assert torch.equal(chosen, updates[:, places])
     assert 512 <= len(places) <= 1024
     assert places.diff().max() == (every - 1) * peers.RUN_OF_SIGNS + 1
     for i, share in enumerate(peers.agreement(chosen.sign())):
         assert share == pytest.approx(sign_agreement(list(chosen), i), abs=1e-12)
     assert peers.sign_stride(5, 1024) == 1
-    assert len(peers.chosen_coordinates(torch.arange(1 << 20), peers.sign_stride(100_000, 1 << 20))) < 1024
+    assert peers.chosen_coordinates(torch.arange(1 << 20), peers.sign_stride(100_000, 1 << 20)).numel() < 1024
 
 
 def test_past_its_memory_sketches_say_what_they_can():
@@ -289,12 +290,25 @@ def test_models_are_kept_only_where_they_fit():
     models = peers.PastModels(6 * 4 * 10)
     for number in range(9):
         models.add(number, [torch.full((10,), float(number))])
-    assert models.backwards(torch.zeros(10))[:, 0].tolist() == [-1, -2, -3, -4, -5]
+    assert models.compared_with(torch.zeros(10)) == 5
+    back = models.backwards(slice(3, 5), layer_products.Workspace())
+    assert back.tolist() == [[-1, -1], [-2, -2], [-3, -3], [-4, -4], [-5, -5]]
     models.add(8, [torch.full((10,), 9.0)])  # the round is begun again
-    assert models.backwards(torch.zeros(10))[:, 0].tolist() == [-2, -3, -4, -5, -6]
-    assert models.backwards(torch.zeros(11)) is None
+    assert models.backwards(slice(None), layer_products.Workspace())[:, 0].tolist() == [-2, -3, -4, -5, -6]
+    assert models.compared_with(torch.zeros(11)) == 0
     models.add(9, [torch.zeros(11)])
-    assert models.backwards(torch.zeros(10)) is None
+    assert models.compared_with(torch.zeros(10)) == 0
+
+
+def test_a_model_is_copied_into_the_memory_of_one_that_is_no_longer_needed():
+    models, parameter = peers.PastModels(1 << 20), torch.zeros(10)
+    for number in range(20):
+        models.add(number, [parameter.fill_(float(number))])
+    addresses = {model.data_ptr() for _, model in models._past}
+    models.add(20, [parameter.fill_(20.0)])
+    assert {model.data_ptr() for _, model in models._past} == addresses
+    assert parameter.data_ptr() not in addresses
+    assert models.backwards(slice(None), layer_products.Workspace())[:, 0].tolist() == [-1, -2, -3, -4, -5]
 
 
 @pytest.mark.parametrize(

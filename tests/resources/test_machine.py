@@ -15,7 +15,7 @@ from fedvitals.resources import machine
 from fedvitals.resources.machine import MachineSampler, Sample, why_not
 from fedvitals.testing import MemorySink
 from support.conditions import holds_for_each
-from support.waiting import PATIENCE, wait_until
+from support.waiting import wait_until
 
 ALWAYS = {"machine.cpu", "machine.memory", "machine.memory_free", "process.cpu", "process.resident"}
 
@@ -76,7 +76,7 @@ def test_what_fails_is_told_once_and_ends_it():
 
     sampler = MachineSampler(tell, failed.append, period=0.01)
     sampler.start()
-    sampler._thread.join(PATIENCE)
+    wait_until(lambda: not samplers())
     assert [str(error) for error in failed] == ["no such counter"]
     sampler.stop()
 
@@ -86,7 +86,7 @@ def test_a_monitor_samples_from_its_first_event_to_its_end(monkeypatch):
     sink = MemorySink()
     with fv.Monitor(None, sinks=[sink], privacy=0, strict=True) as monitor:
         assert not samplers()
-        monitor._run.lifecycle._machine._period = 0.01
+        monitor._run.lifecycle._machine._thread._period = 0.01
         with monitor.round(4):
             wait_until(lambda: monitor.flush() and any(getattr(r, "name", "") == "machine.cpu" for r in sink.records))
     assert not samplers()

@@ -25,6 +25,7 @@ def print_list(
     console: Any, cases: Sequence[Case], most: int | None = None, labels: Mapping[str, str] = NO_LABELS
 ) -> None:
     """Print one line per case, and its message. `labels`: of nodes, see `views.labels`."""
+    from fedvitals.views.cause_levels import levels_in_words
     from fedvitals.views.labels import place_of
 
     for case in cases[:most]:
@@ -32,6 +33,8 @@ def print_list(
         below = "  [dim]follows from it:[/dim] " if case.cause is not None else ""
         console.print(f"{below}{_coloured(case.severity)}  {words}", soft_wrap=True)
         console.print(f"          {shown(case.newest.message)}", soft_wrap=True)
+        if levels := levels_in_words(case):
+            console.print(f"          [dim]{shown(levels)}[/dim]", soft_wrap=True)
         if case.alternatives:
             console.print(f"          [dim]{shown(case.alternatives_in_words)}[/dim]", soft_wrap=True)
     if most is not None and len(cases) > most:
@@ -64,6 +67,7 @@ def print_card(
 ) -> None:
     """Everything about one case: what, where, since when, how sure, on what, why, what to do, what would refute it."""
     from fedvitals.views.cases import more_of, text_of
+    from fedvitals.views.cause_levels import levels_in_words
     from fedvitals.views.labels import named, place_of
 
     known = case.issue_entry
@@ -73,6 +77,7 @@ def print_card(
         ("where", place_of(case, labels)),
         ("when", case.timeline),
         ("how sure", _how_sure(case)),
+        ("of what", levels_in_words(case)),
         ("or else", case.alternatives_in_words.removeprefix("or ")),
         ("follows", "" if case.cause is None else f"from {case.cause[0]} of {case.cause[1] or 'the run'}"),
     ):

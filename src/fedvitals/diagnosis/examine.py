@@ -29,6 +29,7 @@ from fedvitals.diagnosis.detectors import (
 )
 from fedvitals.diagnosis.evidence import faulty_clients
 from fedvitals.diagnosis.history_cutoff import CutoffRound, HistoryCutoff
+from fedvitals.diagnosis.whole_run import WholeRunCauses
 from fedvitals.errors import ConfigError
 from fedvitals.protocols import Detector, History, name_of
 from fedvitals.records import Finding
@@ -138,6 +139,7 @@ class DetectorExamination:
         self._horizon = CutoffRound()
         self.history = HistoryCutoff(history, self._horizon, finished=finished)  # as detectors see it
         self._detectors, self._failed = detectors, failed
+        self._whole_run = WholeRunCauses()
 
     def findings_of(self, round_index: int) -> Iterator[Finding]:
         """Yield what the detectors report for a round, from what was known by its end."""
@@ -153,7 +155,9 @@ class DetectorExamination:
                 if self._failed is None:
                     raise
                 self._failed(error, f"the detector '{name_of(detector)}'")
-            yield from findings  # what it reported before it failed counts
+            for finding in findings:  # what it reported before it failed counts
+                if not isinstance(finding, Finding) or not self._whole_run.explain(finding, round_index):
+                    yield finding
 
 
 def with_run_and_time(finding: Finding, run: str, at: float) -> Finding:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,34 +27,46 @@ if TYPE_CHECKING:
     from fedvitals.records import Action
 
 Values = npt.NDArray[Any]
-USED_BY_NOBODY = 2  # references to an object that lies in an attribute, as `getrefcount` counts
+USED_BY_NOBODY = 2  # references to an object in a list, as `getrefcount` counts: the list's, and that of the call
+KEPT_BYTES = 64 << 20
 BUFFERS = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked)$")
 
 
-class ReusableVector:
-    """A vector that is reused from update to update: in a large model, allocating costs four times what subtracting
-    does.
+class ReusableVectors:
+    """Vectors that are used again when nobody holds them any more: in a large model, allocating costs four times what
+    subtracting does.
+
+    `most` bytes of them are kept at most.
     """
 
-    def __init__(self) -> None:
-        self._room = np.empty(0, np.float32)
+    def __init__(self, most: int = KEPT_BYTES) -> None:
+        self._most = most
+        self._kept: list[Values] = []
+        self._lock = threading.Lock()
 
     def __call__(self, size: int, dtype: Any) -> Values:
-        # Two: our own, and that of the call. A tensor that somebody keeps holds one more.
-        """Return a vector of this size and type; the last one, unless somebody still holds it."""
-        if self._room.size != size or self._room.dtype != dtype or sys.getrefcount(self._room) > USED_BY_NOBODY:
-            self._room = np.empty(size, dtype)
-        return self._room
+        """Return a vector of this size and type with any content, which nobody else holds."""
+        with self._lock:
+            self._kept = [own for own in self._kept if own.size == size and own.dtype == dtype]
+            for place in range(len(self._kept)):
+                if sys.getrefcount(self._kept[place]) <= USED_BY_NOBODY:  # a tensor or a view holds one more
+                    return self._kept[place]
+            vector = np.empty(size, dtype)
+            if (len(self._kept) + 1) * vector.nbytes <= self._most:
+                self._kept.append(vector)
+            return vector
 
 
-def difference_of(sent: Mapping[str, Values], got: Mapping[str, Values]) -> ArrayDifference:
+def difference_of(
+    sent: Mapping[str, Values], got: Mapping[str, Values], room: Callable[..., Values] = np.empty
+) -> ArrayDifference:
     """Return what a client changed, layer by layer; where shapes differ, what it sent, so that the difference shows.
 
-    Needs torch.
+    `room`: gives the vector for it. Needs torch.
     """
     from fedvitals.probes.array_difference import ArrayDifference  # noqa: PLC0415 - imports torch
 
-    return ArrayDifference([*sent.values()] if _alike(sent, got) else None, [*got.values()])
+    return ArrayDifference([*sent.values()] if _alike(sent, got) else None, [*got.values()], room)
 
 
 def update_of(
@@ -82,10 +95,10 @@ def measure_update(
 ) -> Sequence[Action]:
     """Measure what one of so many `clients` changed, by torch where it is loaded; return what is to be done about it.
 
-    `room`: gives the vector for the difference where NumPy computes it.
+    `room`: gives the vector for the difference.
     """
     if torch_is_loaded():
-        return host.update_difference(round_index, node, difference_of(start, end), clients)
+        return host.update_difference(round_index, node, difference_of(start, end, room), clients)
     return host.updates(round_index, {node: update_of(start, end, room)})
 
 

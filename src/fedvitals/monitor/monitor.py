@@ -25,6 +25,7 @@ from fedvitals.diagnosis.examine import STANDARD, choose_detectors
 from fedvitals.diagnosis.live_detectors import FindingList
 from fedvitals.monitor.host import HostObserver
 from fedvitals.monitor.lifecycle import check_parts
+from fedvitals.monitor.loop_corrections import LoopCorrections
 from fedvitals.monitor.monitored_run import MonitoredRun
 from fedvitals.probes.backends import make_instruments
 from fedvitals.protocols import Detector, RecordWriter
@@ -107,6 +108,7 @@ class Monitor:
             chosen_privacy=(privacy, cohort, tracebacks),
         )
         self._host = HostObserver(self._run)
+        self._corrections = LoopCorrections(self._host)
 
     @property
     def host(self) -> HostObserver:
@@ -189,9 +191,15 @@ class Monitor:
         """
         self._host.event("info", TRANSFORMED, f"Updates are changed on their way: {how}.", data={"stated": how})
 
-    def prescribed(self, round_index: int) -> Sequence[Action]:
-        """The corrections in force in the coming round, for the loop to apply (docs/cure.md)."""
-        return self._host.prescribed(round_index)
+    def corrections(self) -> LoopCorrections:
+        """The corrections in force in the open round, for the loop to apply to what it is about to average.
+
+            updates, weights = monitor.corrections().apply(updates, weights)
+
+        Changes nothing unless the monitor has `cure="auto"`, and then only what its trials allow (docs/cure.md).
+        """
+        self._corrections.ask()
+        return self._corrections
 
     def transfer(
         self,

@@ -147,7 +147,7 @@ class MonitoredRun:
             if self.cure.automatic and not self.asked():
                 # Corrections are the host's to apply, and a plain loop that does not ask for them applies none.
                 why = "Nothing is corrected by itself: this host does not ask what to do."
-                remedy = 'Call monitor.prescribed(round) before each round, or take cure="suggest".'
+                remedy = 'Call monitor.corrections().apply(updates) before you average, or take cure="suggest".'
                 self.spine.emission.record.event(opened.scope, "warning", "cure.unasked", f"{why} {remedy}")
 
         number = opened.scope.round or 0

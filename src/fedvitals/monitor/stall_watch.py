@@ -8,9 +8,8 @@ what the training notes in `Progress`, and ends with the run. It cannot run whil
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from fedvitals.diagnosis.usual_length import UsualLength, usual_length
 from fedvitals.monitor.progress import Awaited, Progress
 from fedvitals.monitor.spine import Spine
 from fedvitals.records import Finding
+from fedvitals.resources.periodic_thread import PeriodicThread
 from fedvitals.resources.stack_requests import StackRequests
 from fedvitals.resources.thread_stacks import thread_stacks
 from fedvitals.transport.privacy import WORDS
@@ -49,30 +49,24 @@ class StallWatch:
         self._emission, self._guard, self._progress = spine.emission, spine.guard, progress
         self._on_finding = on_finding
         self.sources: list[AwaitedSource] = [progress.awaited]
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = PeriodicThread("fedvitals-watch", PERIOD, self._work)
         self._due = 0.0  # seconds of the open round after which it is reported again
         self._requests: StackRequests | None = None  # for the stacks of clients in other processes
         self._answers: dict[str, dict[str, str]] = {}  # those that were reported
 
     def start(self) -> None:
         """Start the thread, unless it was started or stopped before."""
-        if self._thread is None and not self._stop.is_set():
-            self._thread = threading.Thread(target=self._work, name="fedvitals-watch", daemon=True)
-            self._thread.start()
+        self._thread.start()
 
     def stop(self) -> None:
         """Stop the thread and wait for it."""
-        self._stop.set()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=2.0)
+        self._thread.stop()
         if self._requests is not None:
             self._guard("removing requests", self._requests.close)
 
-    def _work(self) -> None:
+    def _work(self, ticks: Iterator[None]) -> None:
         beat = looked = time.monotonic()
-        while not self._stop.wait(PERIOD):
+        for _ in ticks:
             now = time.monotonic()
             if now - looked > PAUSE:
                 self._progress.skip(now - looked)

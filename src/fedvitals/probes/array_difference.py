@@ -7,7 +7,7 @@ each model is read once, and a difference that nobody keeps is never in memory a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,13 @@ Values = npt.NDArray[Any]
 class ArrayDifference:
     """What was added to the arrays `before` to get `after`; if `before` is None, `after` itself.
 
-    Both have equal shapes. The arrays must not change as long as this is used.
+    Both have equal shapes. The arrays must not change as long as this is used. `room` gives the vector for the whole.
     """
 
-    def __init__(self, before: Sequence[Values] | None, after: Sequence[Values]) -> None:
+    def __init__(
+        self, before: Sequence[Values] | None, after: Sequence[Values], room: Callable[..., Values] = np.empty
+    ) -> None:
+        self._room = room
         self._after = [array.reshape(-1) for array in after]
         self._before = None if before is None else [array.reshape(-1) for array in before]
         self._shapes = [array.shape for array in after]
@@ -45,7 +48,7 @@ class ArrayDifference:
 
     def tensors(self) -> FlatTensors:
         """Return the whole difference by layer, contiguous in one vector."""
-        vector = np.empty(self.length, self._dtype)
+        vector = self._room(self.length, self._dtype)
         place = 0
         for layer, array in enumerate(self._after):
             self._subtract(layer, 0, array.size, vector[place : place + array.size])

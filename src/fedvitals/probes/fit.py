@@ -62,7 +62,7 @@ class Fit:
         if not count:
             return metrics, None
         x, y = samples.read(view.data, samples.spread_indices(total, count, (view.round or 0) * count))
-        batch = _to_device(view.model, x, y)
+        batch = to_device(view.model, x, y)
         return metrics | self.before_on(view, batch), batch
 
     def before_on(self, view: View, batch: samples.Batch) -> dict[str, float]:
@@ -212,7 +212,7 @@ def labels_of(data: Any, most: int = 100_000) -> dict[int, int] | None:
     return {label: n for label, n in enumerate(torch.bincount(labels).tolist()) if n}
 
 
-def _to_device(model: nn.Module, x: samples.Inputs, y: Tensor) -> samples.Batch:
+def to_device(model: nn.Module, x: samples.Inputs, y: Tensor) -> samples.Batch:
     parameter = next(model.parameters(), None)
     if parameter is None or parameter.device == y.device:
         return x, y

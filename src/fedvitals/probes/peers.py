@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fedvitals.probes.host_copies import to_host
+from fedvitals.probes.layer_products import UpdateRows, Workspace, piece_length
 from fedvitals.probes.peer_columns import (
     BACK,
     BIAS,
@@ -41,14 +42,13 @@ from fedvitals.probes.peer_columns import (
 from fedvitals.probes.view import flatten
 from fedvitals.stats import SUM_SQUARES, Array
 
-__all__ = ["PastModels", "PeerLayout", "Peers", "as_matrix", "from_sketches", "layout_of", "sign_stride", "spread_rows"]
+__all__ = ["PastModels", "PeerLayout", "Peers", "from_sketches", "layout_of", "sign_stride", "spread_rows"]
 
 CANDIDATE = 0.8  # sketch cosine from which a pair is compared exactly
 CANDIDATES = 4  # of each client, at most; one each where updates are so large that four would take long:
 PAIRED_NUMBERS = 64 << 20  # that are read for exact comparisons
 PAIRED_AT_ONCE = 4 << 20
-STRETCH = 1 << 20  # numbers of all updates that are worked on at a time
-STRETCH_AWAY = 1 << 28  # on a device: no cache to stay in, and each call has its price
+SIGNS_AT_ONCE = 1 << 14  # of each client, on a CPU
 # Below this share of one's own square, what is left after taking one's own part from a sum is mostly rounding.
 _CANCELLED = 1e-3
 _NOTHING = 1e-10  # square below which the others cancel each other: there is no direction to compare with
@@ -66,18 +66,30 @@ class PastModels:
         if (ROUNDS_BACK + 1) * sum(p.numel() * p.element_size() for p in parameters) > self._memory:
             self._past.clear()
             return
+        spare = None  # the memory of a model that is no longer needed
         if self._past and self._past[-1][0] == number:
-            self._past.pop()
-        self._past.append((number, flatten(parameters)))
+            spare = self._past.pop()[1]
+        elif len(self._past) == self._past.maxlen:
+            spare = self._past.popleft()[1]
+        self._past.append((number, flatten([*parameters], spare)))
 
-    def backwards(self, like: Tensor) -> Tensor | None:
-        """Return [k, D]: the differences from the newest model to the earlier ones, newest first; None without any."""
+    def compared_with(self, like: Tensor) -> int:
+        """Return how many earlier models there are to compare updates like this one with, and bring them to its
+        device.
+        """
         if len(self._past) < 2 or any(model.shape != like.shape for _, model in self._past):
-            return None
+            return 0
         for place, (number, model) in enumerate(self._past):
             self._past[place] = number, model.to(like)  # and there it stays: to fetch them anew each round takes long
-        *past, now = (model for _, model in self._past)
-        return torch.stack(past[::-1]) - now
+        return len(self._past) - 1
+
+    def backwards(self, place: slice, workspace: Workspace) -> Tensor:
+        """Return [k, ...]: a range of the differences from the newest model to the earlier ones, newest first."""
+        *past, now = (model[place] for _, model in self._past)
+        differences = workspace.rows("models", now, len(past), len(now))
+        for model, difference in zip(reversed(past), differences, strict=True):
+            torch.sub(model, now, out=difference)
+        return differences
 
     def steps_back(self, sizes: Sequence[int]) -> dict[int, Array]:
         """Return, by rounds ago, each layer's sum of the earlier model minus the newest; {} for layers of other
@@ -98,9 +110,12 @@ class Peers:
     A client that sent only zeros has no direction: it is ignored, and its own row is NaN.
     """
 
-    def __init__(self, vectors: Sequence[Tensor], sums: Array, layout: PeerLayout, models: PastModels) -> None:
+    def __init__(
+        self, vectors: Sequence[Tensor], sums: Array, layout: PeerLayout, models: PastModels, workspace: Workspace
+    ) -> None:
         """`sums` are the nine sums, [clients, layers, 9]; of one layer where layers are not known."""
-        self._vectors, self._matrix = vectors, as_matrix(vectors)
+        self._vectors, self._workspace = vectors, workspace
+        self._updates = UpdateRows(vectors, workspace, "updates")
         self._rows = spread_rows(sums)
         self._head = layout.head
         squares = sums[..., SUM_SQUARES]
@@ -109,71 +124,74 @@ class Peers:
         for column, piece in ((FIRST, layout.first), (HEAD, layout.head), (BIAS, layout.bias)):
             if piece is not None:
                 self._compared[column] = piece.place, np.sqrt(squares[:, piece.layer])
-        self._models = models.backwards(vectors[0])
+        self._models, self._rounds_back = models, models.compared_with(vectors[0])
 
     def rows(self, sketches: Array) -> Array:
         """Return [clients, PEER_COLUMNS]; `sketches`, [clients, 256], select the pairs to compare exactly."""
-        dots, squares, to_models, heads = self._products()
+        dots, squares, to_models, lengths, heads = self._products()
         with np.errstate(all="ignore"):
             for column, (place, norms) in self._compared.items():
                 self._rows[:, column] = self._to_others(place, norms, dots[column], squares[column])
-            if self._models is not None:
-                self._to_models(to_models)
+            if self._rounds_back:
+                self._to_models(to_models, lengths)
             if self._head is not None:
                 self._to_classes(self._head, torch.cat(heads))
-        every = sign_stride(len(self._vectors), self._vectors[0].numel())
-        if self._matrix is None:
-            signs = torch.stack([chosen_coordinates(vector, every).sign() for vector in self._vectors])
-        else:
-            signs = chosen_coordinates(self._matrix, every).sign()
-        self._rows[:, SIGNS] = agreement(signs)
+        self._rows[:, SIGNS] = agreement(self._signs())
         cosines = cosines_of(sketches)
         most = PAIRED_NUMBERS // max(1, self._vectors[0].numel())
         self._rows[:, NEAREST] = nearest(cosines, self._exact_pairs(candidates(cosines, most)))
         self._rows[self._norms == 0] = np.nan
         return self._rows
 
-    def _at(self, place: slice) -> Tensor:
-        """Return a range of coordinates of all updates, [clients, ...]."""
-        if self._matrix is not None:
-            return self._matrix[:, place]
-        return torch.stack([vector[place] for vector in self._vectors])
+    def _signs(self) -> Tensor:
+        """Return the signs of the coordinates that are compared, [clients, ...]."""
+        every = sign_stride(len(self._vectors), self._vectors[0].numel())
+        if self._updates.matrix is not None:
+            return chosen_coordinates(self._updates.matrix, every).flatten(1).sign()
+        chosen = [chosen_coordinates(vector, every) for vector in self._vectors]
+        signs = self._workspace.rows("signs", chosen[0], len(chosen), chosen[0].numel())
+        for row, values in zip(signs, chosen, strict=True):
+            torch.sign(values, out=row.view(values.shape))
+        return signs
 
-    def _products(self) -> tuple[dict[int, Array], dict[int, float], Array, list[Tensor]]:
+    def _products(self) -> tuple[dict[int, Array], dict[int, float], Array, Array, list[Tensor]]:
         """Compute in one pass, range by range, each update times the sum of all unit vectors, and times the models.
 
-        Returns these products by column, [clients]; the squares of the sums; the products with the models, [k,
-        clients]; and the head's sum of unit vectors, in pieces. A range is small enough to stay in the processor's
-        cache.
+        Returns these products by column, [clients]; the squares of the sums; the products with the differences of
+        models, [k, clients], and the lengths of these, [k]; and the head's sum of unit vectors, in pieces. A range is
+        small enough to stay in the processor's cache.
         """
-        clients = len(self._vectors)
         factors = {column: torch.as_tensor(_inverse(norms)) for column, (_, norms) in self._compared.items()}
-        dots = {column: np.zeros(clients) for column in self._compared}
+        dots = {column: np.zeros(len(self._vectors)) for column in self._compared}
         squares = dict.fromkeys(self._compared, 0.0)
-        to_models = np.zeros((0 if self._models is None else len(self._models), clients))
+        to_models, model_squares = np.zeros((self._rounds_back, len(self._vectors))), np.zeros(self._rounds_back)
         heads: list[Tensor] = []
-        pieces: list[tuple[list[int], Tensor, Tensor]] = []
+        columns_of_parts: list[list[int]] = []
+        parts: list[Tensor | Array] = []
         for stretch in self._stretches():
-            own = self._at(stretch)
+            own = self._updates.at(stretch)
             columns = [c for c, (place, _) in self._compared.items() if place.start <= stretch.start < place.stop]
-            units = torch.stack([factors[column] for column in columns]).to(own) @ own
-            against = units if self._models is None else torch.cat([units, self._models[:, stretch]])
-            # In this order: the other one takes twice as long.
-            pieces.append((columns, against @ own.T, units.square().sum(1)))
+            chosen = torch.stack([factors[column] for column in columns]).to(own)
+            units = torch.mm(chosen, own, out=self._workspace.rows("units", own, len(columns), own.shape[1]))
+            back = self._models.backwards(stretch, self._workspace) if self._rounds_back else own[:0]
+            columns_of_parts.append(columns)
             if HEAD in columns:
-                heads.append(units[columns.index(HEAD)])
-        fetched = to_host([part for _, *pair in pieces for part in pair])
-        for (columns, *_), products, totals in zip(pieces, fetched[::2], fetched[1::2], strict=True):
-            for column, row, total in zip(columns, products, totals, strict=False):
-                dots[column] += row
+                heads.append(units[columns.index(HEAD)].clone())
+            # In this order: the other one takes twice as long.
+            parts += units @ own.T, units.square_().sum(1), back @ own.T, back.square_().sum(1)
+        fetched = to_host(parts)
+        for columns, *rows in zip(columns_of_parts, *(fetched[i::4] for i in range(4)), strict=True):
+            for column, products, total in zip(columns, *rows[:2], strict=True):
+                dots[column] += products
                 squares[column] += float(total)
-            to_models += products[len(columns) :]
-        return dots, squares, to_models, heads
+            to_models += rows[2]
+            model_squares += rows[3]
+        return dots, squares, to_models, np.sqrt(model_squares), heads
 
     def _stretches(self) -> Iterator[slice]:
         """Yield ranges of coordinates that lie entirely inside or outside of every separately compared layer."""
         edges = sorted({edge for place, _ in self._compared.values() for edge in (place.start, place.stop)})
-        width = max(1024, (STRETCH if self._vectors[0].is_cpu else STRETCH_AWAY) // len(self._vectors))
+        width = piece_length(self._vectors)
         for start, stop in itertools.pairwise(edges):
             for first in range(start, stop, width):
                 yield slice(first, min(first + width, stop))
@@ -203,18 +221,17 @@ class Peers:
             cosines[i] = dot / norms[i] / math.sqrt(left) if left > _NOTHING else np.nan
         return np.clip(cosines, -1, 1)
 
-    def _to_models(self, dots: Array) -> None:
+    def _to_models(self, dots: Array, lengths: Array) -> None:
         """Set the cosines along the last step of the global model, and back to where it was some rounds ago."""
-        assert self._models is not None  # noqa: S101 - asked by the caller
-        lengths = _to_host(torch.linalg.vector_norm(self._models, dim=1))[:, None]
-        cosines = np.clip(np.where(lengths > 0, dots / self._norms / lengths, np.nan), -1, 1)
+        distances = lengths[:, None]
+        cosines = np.clip(np.where(distances > 0, dots / self._norms / distances, np.nan), -1, 1)
         self._rows[:, STEP] = -cosines[0]
         self._rows[:, BACK] = np.fmax.reduce(cosines, axis=0)
 
     def _to_classes(self, head: LayerSlice, total: Tensor) -> None:
         """Compare each row of the head, which belongs to one class, with the others' rows for that class."""
         norms = self._compared[HEAD][1]
-        own = self._at(head.place).unflatten(1, (head.rows, -1))
+        own = self._updates.at(head.place).unflatten(1, (head.rows, -1))
         total = total.view(head.rows, -1)
         sizes, dots, squares = to_host(
             [
@@ -254,7 +271,7 @@ class Peers:
         if not pairs:
             return {}
         if len(pairs) * self._vectors[0].numel() <= PAIRED_AT_ONCE:  # small ones: a call for each would cost more
-            own = self._at(slice(None))
+            own = self._updates.at(slice(None))
             left, right = (own[list(side)] for side in zip(*pairs, strict=True))
             dots = (left * right).sum(1, dtype=torch.float64).tolist()
         else:
@@ -265,12 +282,14 @@ class Peers:
 
 
 def chosen_coordinates(vectors: Tensor, every: int) -> Tensor:
-    """Return one run of neighbours in `every` such runs, along the last axis; all if it is 1."""
+    """Return one run of neighbours in `every` such runs, along the last axis: [..., runs, neighbours]; all, in one run,
+    if it is 1.
+    """
     if every == 1:
-        return vectors
+        return vectors.unsqueeze(-2)
     whole = vectors.shape[-1] // RUN_OF_SIGNS * RUN_OF_SIGNS
     runs: Tensor = vectors[..., :whole].unflatten(-1, (-1, RUN_OF_SIGNS))
-    return runs[..., ::every, :].flatten(-2)
+    return runs[..., ::every, :]
 
 
 def agreement(signs: Tensor) -> Array:
@@ -279,12 +298,15 @@ def agreement(signs: Tensor) -> Array:
     Without its own sign s the sum T is T − s, which agrees with s where s·T ≥ 2, and disagrees where s·T ≤ 0. So two
     products serve all clients. They are sums of few integers, hence exact.
     """
-    total = signs.sum(0)
-    with_plus, with_minus = (total >= 2).to(signs), (total <= -2).to(signs)
-    against_plus, against_minus = (total <= 0).to(signs), (total >= 0).to(signs)
-    differences = torch.stack([with_plus - with_minus, against_plus - against_minus]) @ signs.T
-    sums = torch.stack([with_plus + with_minus, against_plus + against_minus]) @ signs.abs().T
-    agree, against = _to_host((sums + differences) / 2)
+    counts = []
+    for part in signs.split(SIGNS_AT_ONCE if signs.is_cpu else max(1, signs.shape[1]), dim=1):
+        total = part.sum(0)
+        with_plus, with_minus = (total >= 2).to(part), (total <= -2).to(part)
+        against_plus, against_minus = (total <= 0).to(part), (total >= 0).to(part)
+        differences = torch.stack([with_plus - with_minus, against_plus - against_minus]) @ part.T
+        sums = torch.stack([with_plus + with_minus, against_plus + against_minus]) @ part.abs().T
+        counts.append((sums + differences) / 2)
+    agree, against = np.sum(to_host(counts), axis=0)
     with np.errstate(invalid="ignore"):
         return np.asarray(agree / (agree + against))
 
@@ -344,24 +366,6 @@ def nearest(cosines: Array, exact: dict[tuple[int, int], float]) -> Array:
     return np.where(np.isinf(largest), np.nan, largest)
 
 
-def as_matrix(vectors: Sequence[Tensor]) -> Tensor | None:
-    """Return the vectors as [clients, D] without a copy if they are the rows of one matrix, else None."""
-    first, last, size = vectors[0], vectors[-1], vectors[0].numel()
-    address, length = first.data_ptr(), size * first.element_size()
-    for v in vectors:
-        if v.data_ptr() != address or v.shape != first.shape or v.dtype != first.dtype or not v.is_contiguous():
-            return None
-        address += length
-    # What lies between two parts of one piece of memory is part of it, too.
-    if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
-        return None
-    return first.as_strided((len(vectors), size), (size, 1))
-
-
 def _inverse(norms: Array) -> Array:
     with np.errstate(divide="ignore"):
         return np.where(norms > 0, 1 / norms, 0.0)
-
-
-def _to_host(values: Tensor) -> Array:
-    return values.double().cpu().numpy()

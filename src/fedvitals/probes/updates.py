@@ -28,8 +28,9 @@ from torch import Tensor
 
 from fedvitals.kernels import count_sketch, sums, sums_of_parts
 from fedvitals.probes.attempts import Attempt, unguarded
+from fedvitals.probes.layer_products import Workspace, as_matrix, products_by_layer
 from fedvitals.probes.peer_columns import MOST_CLIENTS
-from fedvitals.probes.peers import PastModels, PeerLayout, Peers, as_matrix, from_sketches, layout_of
+from fedvitals.probes.peers import PastModels, PeerLayout, Peers, from_sketches, layout_of
 from fedvitals.probes.view import flatten
 from fedvitals.records import LayerTable
 from fedvitals.stats import ALIGNMENT_COLUMNS, COUNT, INFS, NANS, PEER_COLUMNS, SUM, SUM_SQUARES, Array
@@ -37,8 +38,9 @@ from fedvitals.stats import ALIGNMENT_COLUMNS, COUNT, INFS, NANS, PEER_COLUMNS, 
 _ROUNDING = 1e-6  # of a sum of squares
 # Below this share of a client's own ‖d‖², what is left after taking it from the total is mostly rounding.
 _CANCELLED = 1e-3
-_TOGETHER = 32 << 20  # bytes of updates that are compared in one go
-_TOGETHER_AWAY = 2 << 30  # on a device, where each go has its price
+_TOGETHER = 32 << 20  # bytes of updates that are copied into one matrix
+_TOGETHER_AWAY = 2 << 30  # on a device, where each call has its price
+_LONG = 1 << 17  # numbers of an update on a CPU that is not copied: fresh memory costs more than the calls
 
 
 @dataclass(slots=True)
@@ -105,6 +107,7 @@ class UpdateTracker:
         self._memory = memory
         self._held = self._expected = 0
         self._models = PastModels(memory // 4)
+        self._workspace = Workspace()
         self._layouts: dict[str, tuple[tuple[int, ...], PeerLayout]] = {}  # by the digest of their table
         self._round: dict[str, ClientUpdate] = {}
         self._previous: dict[str, PreviousUpdate] = {}  # the client that was absent longest first
@@ -209,58 +212,46 @@ class UpdateTracker:
         """Compute cosines per layer and as a whole, to the mean of the *other* updates and to the client's previous
         one.
 
-        All clients at once where memory allows, since for a small model a call costs more than its computation.
+        Small ones as one matrix, since for a small model a call costs more than its computation.
         """
-        room = _TOGETHER if vectors[0].is_cpu else _TOGETHER_AWAY
-        together = max(1, room // max(1, vectors[0].numel() * vectors[0].element_size()))
         whole = as_matrix(vectors)
-        total = _sum(vectors) if whole is None or whole.is_cpu else whole.sum(0)
-        total_squares = _dots(total[None], total, cohort[0].sizes)
-        if whole is None and len(cohort) <= together:  # one matrix from here on, and for the next round's comparison
+        is_long = vectors[0].is_cpu and vectors[0].numel() >= _LONG
+        room = _TOGETHER if vectors[0].is_cpu else _TOGETHER_AWAY
+        if whole is None and not is_long and sum(vector.nbytes for vector in vectors) <= room:
             whole = torch.stack(vectors)
             vectors = [*whole]
             for update, vector in zip(cohort, vectors, strict=True):
                 update.vector = vector
-        for first in range(0, len(cohort), together):
-            last = first + together
-            part = cohort[first:last]
-            stacked = torch.stack(vectors[first:last]) if whole is None else whole[first:last]
-            if not self._brief:
-                for update, values in zip(part, count_sketch(stacked).cpu(), strict=True):
-                    update.sketch = values
-            if len(cohort) > 1:
-                self._align_to_others(part, stacked, total, total_squares, vectors)
-            self._align_to_previous(part, stacked)
+        if not self._brief:
+            sketches = count_sketch(whole).cpu() if whole is not None else [count_sketch(own).cpu() for own in vectors]
+            for update, values in zip(cohort, sketches, strict=True):
+                update.sketch = values
+        self._align_to_vectors(cohort, vectors)
         if not self._brief:
             sizes = tuple(cohort[0].sizes)
             layout = next((own for known, own in reversed(self._layouts.values()) if known == sizes), PeerLayout())
-            peers = Peers(vectors, _sums(cohort), layout, self._models)
+            peers = Peers(vectors, _sums(cohort), layout, self._models, self._workspace)
             _set_peers(cohort, peers.rows(_sketches(cohort)))
 
-    def _align_to_others(
-        self, part: list[ClientUpdate], stacked: Tensor, total: Tensor, total_squares: Array, vectors: list[Tensor]
-    ) -> None:
-        own = np.stack([update.squares_of_layers for update in part])
-        with_total = _dots(stacked, total, part[0].sizes)
-        # others = total − own, so these follow without forming that vector...
-        dot, squares = with_total - own, total_squares - 2 * with_total + own
-        for i in np.flatnonzero((squares < _CANCELLED * own).any(axis=1)):  # ...unless one client outweighs the others
-            others = _sum([vector for vector in vectors if vector is not part[i].vector])
-            dot[i] = _dots(stacked[i : i + 1], others, part[i].sizes)[0]
-            squares[i] = _dots(others[None], others, part[i].sizes)[0]
-        _store_cosines("update.cosine_mean", 0, part, dot, own, squares)
-
-    def _align_to_previous(self, part: list[ClientUpdate], stacked: Tensor) -> None:
-        known = [i for i, update in enumerate(part) if self._comparable(update) is not None]
-        if not known:
+    def _align_to_vectors(self, cohort: list[ClientUpdate], vectors: list[Tensor]) -> None:
+        sizes = cohort[0].sizes
+        past = {i: old for i, update in enumerate(cohort) if (old := self._comparable(update)) is not None}
+        if len(cohort) == 1 and not past:
             return
-        these, past = [part[i] for i in known], [self._previous[part[i].node] for i in known]
-        vectors = [old.vector for old in past if old.vector is not None]
-        whole = as_matrix(vectors)
-        before = torch.stack(vectors) if whole is None else whole
-        dot = _dots(stacked if len(known) == len(part) else stacked[known], before, these[0].sizes)
-        own, squares = (np.stack([u.squares_of_layers for u in group]) for group in (these, past))
-        _store_cosines("update.cosine_previous", 1, these, dot, own, squares)
+        before = [old.vector for old in past.values() if old.vector is not None]
+        with_total, total_squares, with_previous = products_by_layer(vectors, sizes, before, [*past], self._workspace)
+        if len(cohort) > 1:
+            own = np.stack([update.squares_of_layers for update in cohort])
+            # others = total − own, so these follow without forming that vector...
+            dot, squares = with_total - own, total_squares - 2 * with_total + own
+            for i in np.flatnonzero((squares < _CANCELLED * own).any(axis=1)):  # ...unless one outweighs the others
+                others = _sum([vector for place, vector in enumerate(vectors) if place != i])
+                dot[i], squares[i] = _dots(vectors[i], others, sizes), _dots(others, others, sizes)
+            _store_cosines("update.cosine_mean", 0, cohort, dot, own, squares)
+        if past:
+            these = [cohort[i] for i in past]
+            own, squares = (np.stack([u.squares_of_layers for u in group]) for group in (these, past.values()))
+            _store_cosines("update.cosine_previous", 1, these, with_previous, own, squares)
 
     def _comparable(self, update: ClientUpdate) -> PreviousUpdate | None:
         """Return the client's previous update, if it was finite, of the same model, and is still kept."""
@@ -353,7 +344,7 @@ def _sum(vectors: list[Tensor]) -> Tensor:
 
 
 def _dots(a: Tensor, b: Tensor, sizes: list[int]) -> Array:
-    """Return ⟨a, b⟩ as [clients, layers], where `a` is [clients, D] and `b` the same or one vector for all."""
+    """Return ⟨a, b⟩ of each layer."""
     products = sums_of_parts(a * b, tuple(sizes))
     return np.asarray(torch.as_tensor(products).cpu())[..., SUM]
 

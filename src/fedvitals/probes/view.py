@@ -95,9 +95,11 @@ class FlatTensors(list[Tensor]):
         self.vector = vector
 
 
-def flatten(tensors: Sequence[Tensor]) -> Tensor:
+def flatten(tensors: Sequence[Tensor], room: Tensor | None = None) -> Tensor:
     """Return copies of all tensors in one vector: float64 if any of them is, else float32. Of sharded ones, the shards
     of this process.
+
+    `room`: a vector that may be overwritten, and is returned if it has the right length, type and device.
     """
     if not tensors:
         return torch.zeros(0)
@@ -107,10 +109,11 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     tensors = shards_of(tensors)
     kinds = {t.dtype for t in tensors}
     with torch.no_grad():
-        if len(kinds) == 1 and tensors[0].dtype in (torch.float32, torch.float64):
-            return torch.cat([t.reshape(-1) for t in tensors])
         dtype = torch.float64 if torch.float64 in kinds else torch.float32
-        return torch.cat([t.reshape(-1).to(dtype) for t in tensors])
+        parts = [t.reshape(-1).to(dtype) for t in tensors]
+        kind = (sum(part.numel() for part in parts), dtype, parts[0].device)
+        usable = room is not None and (room.numel(), room.dtype, room.device) == kind
+        return torch.cat(parts, out=room if usable else None)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from fedvitals.plot.finding_evidence import draw_evidence
 from fedvitals.report.markup import Block, Card, Code, Facts, Heading, Pictures, Points, Table, Text, literal
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import case_key, cases_of
+from fedvitals.views.cause_levels import levels_in_words
 from fedvitals.views.findings import (
     CaseCard,
     Findings,
@@ -125,6 +126,7 @@ def _card(finding: FullFinding, case: Case, rounds: Sequence[int], pictures: Pic
         ("severity", f"{literal(brief.severity)}{state}"),
         ("when", literal(brief.course)),
         ("how sure", f"{literal(brief.sure)}{exact}"),
+        *((("of what", literal(levels_in_words(case))),) if brief.levels else ()),
         *(
             (("or else", literal(", ".join(f"{i} {whole_percent(p)}" for i, p in brief.alternatives))),)
             if brief.alternatives

@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fedvitals.resources.memory import kernel_kills
+from fedvitals.resources.periodic_thread import PeriodicThread
 
 PERIOD = 1.0  # seconds
 GPUS = 16  # that are asked
@@ -36,28 +36,23 @@ class MachineSampler:
     """Tells by `tell`, on a thread of its own, from `start` to `stop`. Each may be called again, to no effect."""
 
     def __init__(self, tell: Tell, failed: Callable[[Exception], None], period: float = PERIOD) -> None:
-        self._tell, self._failed, self._period = tell, failed, period
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._tell, self._failed = tell, failed
+        self._thread = PeriodicThread("fedvitals-machine", period, self._work)
 
     def start(self) -> None:
         """Start the thread, unless it was started or stopped before, or psutil is missing."""
-        if self._thread is None and not self._stop.is_set() and why_not() is None:
-            self._thread = threading.Thread(target=self._work, name="fedvitals-machine", daemon=True)
+        if why_not() is None:
             self._thread.start()
 
     def stop(self) -> None:
         """Stop the thread and wait for it."""
-        self._stop.set()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=2.0)
+        self._thread.stop()
 
-    def _work(self) -> None:
+    def _work(self, ticks: Iterator[None]) -> None:
         with contextlib.ExitStack() as stack:
             try:
                 sample = Sample(gpus(stack))
-                while not self._stop.wait(self._period):
+                for _ in ticks:
                     self._tell(sample())
             except Exception as error:  # noqa: BLE001 - told once; the run goes on without
                 self._failed(error)

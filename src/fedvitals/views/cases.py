@@ -19,11 +19,12 @@ from fedvitals.store.read import events, queries
 from fedvitals.store.read.nodes import rounds_attended
 from fedvitals.store.read.paging import record_pages, records_of_kind
 from fedvitals.store.read.reader import Reader
+from fedvitals.views.cause_levels import CauseLevel, levels_of, what_looks_wrong
 from fedvitals.views.labels import place_of
 from fedvitals.views.memo import remembered
 
 PAGE = 100  # findings that are held at once, 7 kB each: an ill run that trains for days has one a round
-TOLD_APART = ("since", "numbers")  # of the evidence; the rest is the issue's own
+TOLD_APART = ("since", "numbers", "levels")  # of the evidence; the rest is the issue's own
 
 
 def case_key(case: Case) -> str:
@@ -184,6 +185,8 @@ class Brief:
     still_there: bool
     course: str  # since when, how often, still there
     alternatives: tuple[tuple[str, float], ...]  # other issues that it may be, with their probabilities
+    levels: tuple[CauseLevel, ...]  # something is wrong, of which family, the exact cause; empty: no causes are known
+    looks: str  # what looks wrong, where the exact cause is not likelier than not; else empty
     follows: str | None  # the key of the case that it is a consequence of
     message: str
     acknowledged: bool
@@ -221,6 +224,8 @@ def brief(case: Case, marked: Marked, labels: Mapping[str, str]) -> Brief:
         label=labels.get(case.node or "", ""),
         since=since_of(case),
         course=case.timeline,
+        levels=levels_of(case),
+        looks=what_looks_wrong(case),
         follows=None if case.cause is None else key_text(case.cause),
         message=case.newest.message,
         acknowledged=key in marked.acknowledged,

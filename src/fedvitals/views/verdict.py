@@ -27,6 +27,7 @@ from fedvitals.store.read.metrics import newest_outcomes, values_in_rounds
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.card import detectors_of, setting_of
 from fedvitals.views.cases import actions_about, case_key, cases_of, culprits, key_text, since_of
+from fedvitals.views.cause_levels import CauseLevel, levels_of, what_looks_wrong
 from fedvitals.views.gaps import examination_of
 from fedvitals.views.labels import labels_of, named, place_of
 from fedvitals.views.outline import Outline, outline_of
@@ -53,6 +54,7 @@ class Verdict:
     layer: str | None = None
     issue: str | None = None
     key: str | None = None  # of the worst case
+    levels: tuple[CauseLevel, ...] = ()  # of the worst case: something is wrong, of which family, the exact cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,7 @@ def _of_cases(state: State, opening: str, chosen: Sequence[Case], cases: Sequenc
         layer=worst.layer,
         issue=worst.issue,
         key=case_key(worst),
+        levels=levels_of(worst),
     )
 
 
@@ -386,7 +389,8 @@ def clause(same: Sequence[Case], labels: Mapping[str, str]) -> str:
     else:
         whole_group = worst.node is None
         subject = f"nearly all of {joined(who)}" if whole_group else joined(who, labels)
-        words = f"{subject} {OF_CLIENTS[worst.issue][len(who) > 1 or whole_group]}"
+        several = len(who) > 1 or whole_group
+        words = what_looks_wrong(worst, subject, several=several) or f"{subject} {OF_CLIENTS[worst.issue][several]}"
     layer = f"layer{'s' * (len(layers) > 1)} {joined(layers)}" if layers else "a layer"
     if "{layer}" in words:
         return words.replace("{layer}", layer)

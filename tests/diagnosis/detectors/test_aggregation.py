@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What averaging does to the whole, each fault named; natural differences of size and data are not."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -55,8 +57,10 @@ def test_weights_that_grow_by_a_factor_explode():
     assert findings_by(written([10.0 + n for n in range(6)], [2.0] * 6), DETECTORS) == []
 
 
-def running(variances, least=0.1):
-    """Six clients' running variances of two layers, the largest as given."""
+def running(variances, least=0.1, server=None):
+    """Six clients' running variances of two layers, the largest as given; `server`: the least of the global model's, a
+    round before.
+    """
     table = LayerTable("buffer", tuple(Layer(f"norm{i}.running_var", (4,), "float32") for i in range(2)))
     store = MemoryStore()
     records = [Run("r", "r", tables=(table,), source="s", sequence=0)]
@@ -66,8 +70,21 @@ def running(variances, least=0.1):
         matrix[:, MIN], matrix[:, MAX] = (least if i == 3 else 0.1), largest
         records.append(LayerStats(Where("r", 0, f"c{i}"), 1.0, "buffer", matrix, table.digest, "s", 2 * i + 1))
         records.append(Metric(Where("r", 0, f"c{i}"), 1.0, "steps", 5.0, "s", 2 * i + 2))
+    if server is not None:
+        matrix = empty_sums(2)
+        matrix[:, 0], matrix[:, 1], matrix[:, 2], matrix[:, MIN], matrix[:, MAX] = 4, 1, 1, server, 1
+        records = [*records[:1], *(replace(r, where=replace(r.where, round=1)) for r in records[1:])]
+        records.append(LayerStats(Where("r", 0, "server"), 1.0, "buffer", matrix, table.digest, "s", 99))
     store.write(records)
     return store.history("r")
+
+
+def test_clients_that_were_sent_a_broken_model_are_not_reported_for_it():
+    spread = list(np.linspace(1.0, 5.0, 6))
+    sent = first_rounds(findings_by(running(spread, least=-1.0, server=0.1), DETECTORS))
+    assert sent == {("BATCH_NORM_STATISTICS", "c3"): 1}
+    broken = first_rounds(findings_by(running(spread, least=-1.0, server=-1.0), DETECTORS))
+    assert broken == {("BATCH_NORM_STATISTICS", None): 0}
 
 
 def test_running_variances_far_from_the_peers_or_negative():

@@ -13,6 +13,7 @@ from nvflare.apis.fl_constant import ReturnCode
 from nvflare.app_common.aggregators.weighted_aggregation_helper import WeightedAggregationHelper
 
 from fedvitals.hosts.nvflare.envelope import ResultEnvelope, SiteFailure
+from fedvitals.records import Action, Where
 from support.nvflare_rounds import changed, failed, model, result, served
 
 SITES = ("site-1", "site-2", "site-3")
@@ -164,6 +165,25 @@ def test_the_guard_can_end_the_job_and_says_why():
     assert "round 7" in why
     assert "site-1" in why
     assert "guard='drop'" in why
+
+
+def test_a_site_in_quarantine_is_left_out_and_other_corrections_are_refused_with_a_sentence():
+    start, refusals = model(), []
+    ordered = [
+        Action(Where("r"), 0.0, "TEST", kind, target, {"keep": []})
+        for kind, target in (("checkpoint", None), ("quarantine", "site-2"), ("server_rate", None))
+    ]
+    replies = {site: result(changed(start, number)) for number, site in enumerate(SITES, 1)}
+    others = {site: result(changed(start, number)) for number, site in enumerate(SITES, 1) if site != "site-2"}
+    with served(cure="auto") as (server, sink):
+        server.rounds.monitor.host.prescribed = lambda _: ordered
+        server.rounds.monitor.host.refused = lambda action, why: refusals.append((action.kind, why))
+        for site, sent in replies.items():
+            assert server.answer(site, server.ask(site, start), sent) is None
+    for name, values in aggregate(replies).items():
+        assert values == pytest.approx(aggregate(others)[name], abs=1e-5), name
+    assert [event.where.node for event in sink.events("update.left_out")] == ["site-2"]
+    assert refusals == [("server_rate", "'server_rate' is not applied to NVFlare jobs; quarantine is.")]
 
 
 def test_without_a_guard_nothing_of_a_result_changes():

@@ -8,7 +8,7 @@ as fit into a budget, and the answer says how many those are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -139,7 +139,8 @@ def _read(
     key, arrivals = (run, family, statistic, *span), [arrival for arrival, _ in wanted]
 
     def newest_rounds() -> Read:
-        by_round = _by_round(reader, run, family, statistic, arrivals)
+        clients = [*clients_by_number(reader, run)]
+        by_round = _by_round(_enough(_parts(reader, family, statistic, arrivals, clients), clients, low, high))
         return _shown({n: statistics for n, statistics in by_round.items() if low <= n <= high})
 
     return names, remembered(reader, "layers", key, wanted, newest_rounds), left < 0
@@ -157,8 +158,23 @@ def _shown(by_round: Read) -> Read:
     return shown
 
 
-def _by_round(reader: Reader, run: str, family: str, statistic: str, arrivals: Sequence[int]) -> Read:
-    parts = list(_parts(reader, family, statistic, sorted(arrivals), [*clients_by_number(reader, run)]))
+def _enough(parts: Iterable[Part], clients: Sequence[int], low: float, high: float) -> list[Part]:
+    """Of parts, the newest first, as many as fill the pages of all clients; the oldest of these comes first.
+
+    A page has MOST_ROUNDS rounds between `low` and `high`; while a client has fewer, all parts are taken.
+    """
+    rounds_of: Counter[int] = Counter()
+    taken: list[Part] = []
+    for part in parts:
+        taken.append(part)
+        within = (part[0] >= low) & (part[0] <= high)
+        rounds_of.update(np.unique(np.stack([part[0], part[2]])[:, within], axis=1)[1].tolist())
+        if all(rounds_of[client] >= MOST_ROUNDS for client in clients):
+            break
+    return taken[::-1]
+
+
+def _by_round(parts: Sequence[Part]) -> Read:
     by_round: Read = {}
     if parts:
         rounds, _, nodes, values = newest(parts)

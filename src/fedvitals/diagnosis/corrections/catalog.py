@@ -145,6 +145,7 @@ def advise(finding: Finding, history: History) -> Action | None:  # noqa: ARG001
 
 
 _OF_ONE_CLIENT = (quarantine, trimmed_mean, advise)
+_OF_DATA = (quarantine, halve_weight, trimmed_mean, advise)  # where leaving it out costs too much, half may help
 CORRECTIONS: dict[str, tuple[Correction, ...]] = {
     "DIVERGENCE": (server_slower, client_slower, clip_gradients, trimmed_mean, advise),
     "OSCILLATION": (server_slower, client_slower, shorter, advise),
@@ -152,10 +153,8 @@ CORRECTIONS: dict[str, tuple[Correction, ...]] = {
     "PLATEAU": (server_faster, client_slower, advise),
     "OVERFITTING": (shorter, advise),
     "CLIENT_DRIFT": (shorter, client_slower, advise),
-    **dict.fromkeys(
-        ("LABEL_NOISE", "LABEL_FLIP", "INPUT_NOISE", "INPUT_SCALE", "BYZANTINE", "STALE_UPDATE", "FREE_RIDER"),
-        _OF_ONE_CLIENT,
-    ),
+    **dict.fromkeys(("LABEL_NOISE", "LABEL_FLIP", "INPUT_NOISE", "INPUT_SCALE"), _OF_DATA),
+    **dict.fromkeys(("BYZANTINE", "STALE_UPDATE", "FREE_RIDER"), _OF_ONE_CLIENT),
     **dict.fromkeys(("WRONG_LEARNING_RATE", "FROZEN_LAYER", "UNUSUAL_CLIENT"), _OF_ONE_CLIENT),
     "MISSING_CLASSES": (advise,),  # legitimate data, however rare: shutting it out would be the fault
     "DUPLICATE_UPDATE": (halve_weight, advise),  # who copied whom cannot be seen

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from fedvitals.diagnosis.detectors.signals import client_median, loss_curve
 from fedvitals.diagnosis.evidence.attendance import SERVER, clients_of, newest_values, rounds_until
@@ -45,6 +46,8 @@ FAIR_SHARE = 0.12  # of the cohort, that must have changed together
 RISEN, RISEN_MANY, RISEN_UNLIKE = ({2: 9.0, 3: 5.5}, 3.8, 8.0)
 
 WIDE, WIDE_LAYERS = 30.0, 0.5  # times the peers' running variance, in at least this share of the layers
+BUFFER_SIGNS = ("min", "max", "nans", "infs")
+INHERITED = 10  # rounds that an update may have been under way since its client was sent a broken model
 
 
 def weight_explosion(history: History, round_index: int) -> Iterator[Finding]:
@@ -247,37 +250,56 @@ def _spread(values: Array) -> float:
 
 
 def running_statistics(history: History, round_index: int) -> Iterator[Finding]:
-    """BATCH_NORM_STATISTICS: running variances that are negative, not finite, or far wider than the peers'."""
+    """BATCH_NORM_STATISTICS: running variances that are negative, not finite, or far wider than the peers'.
+
+    Clients are not reported once the global model's were broken in an earlier round: they train what they are sent.
+    """
     layers = history.layers("buffer")
     rows = [i for i, name in enumerate(layers) if name.endswith("running_var")]
     if not rows:
         return
-    nodes, sums = history.across("buffer", ("min", "max", "nans", "infs"), round_index)
+    nodes, sums = history.across("buffer", BUFFER_SIGNS, round_index)
     clients = set(clients_of(history, round_index))
     peers = [i for i, node in enumerate(nodes) if node in clients]
-    widest = np.log(np.clip(sums[:, rows, 1], 1e-30, 1e30))
+    broken = _broken(sums, rows)
+    widest = np.where(broken[:, None], np.nan, np.log(np.clip(sums[:, rows, 1], 1e-30, 1e30)))
+    inherited = _sent_broken(history, round_index, rows)
     for i, node in enumerate(nodes):
-        if node not in clients and node != SERVER:
+        if node != SERVER and (inherited or node not in clients):
             continue
-        broken = bool((sums[i, :, 2:] > 0).any() or (sums[i, rows, 0] < 0).any())
         usual = _medians(widest[[j for j in peers if j != i]])
         times = widest[i] - usual if i in peers else np.full(len(rows), np.nan)
-        if not broken and np.mean(times > np.log(WIDE)) < WIDE_LAYERS:
+        if not broken[i] and np.mean(times > np.log(WIDE)) < WIDE_LAYERS:
             continue
         who = "the global model" if node == SERVER else node
         worst = int(np.argmax(np.nan_to_num(times, nan=-np.inf)))
-        how = "are negative, NaN or infinite" if broken else f"are up to {np.exp(times[worst]):.0f} times the peers'"
+        how = "are negative, NaN or infinite" if broken[i] else f"are up to {np.exp(times[worst]):.0f} times the peers'"
         peers_own = None if np.isnan(usual[worst]) else float(np.exp(usual[worst]))
-        number = Number("buffer", float(np.exp(widest[i, worst])), peers_own)
+        number = Number("buffer", float(sums[i, rows[worst], 1]), peers_own)
         yield finding(
             "BATCH_NORM_STATISTICS",
             round_index,
             f"Running variances of {who} {how}.",
-            confidence=1.0 if broken else 0.95,
+            confidence=1.0 if broken[i] else 0.95,
             node=None if node == SERVER else node,
-            layer=None if broken else layers[rows[worst]],
+            layer=None if broken[i] else layers[rows[worst]],
             numbers=[number],
         )
+
+
+def _broken(sums: Array, rows: Sequence[int]) -> npt.NDArray[np.bool_]:
+    """Return of each node whether a buffer is not finite, or a running variance (`rows`) negative."""
+    return np.asarray((sums[..., 2:] > 0).any((1, 2)) | (sums[:, rows, 0] < 0).any(1))
+
+
+def _sent_broken(history: History, round_index: int, rows: Sequence[int]) -> bool:
+    """Return whether the global model's buffers were broken after one of the rounds before."""
+    for past_round in rounds_until(history, round_index - 1, INHERITED):
+        nodes, sums = history.across("buffer", BUFFER_SIGNS, past_round)
+        server = [i for i, node in enumerate(nodes) if node == SERVER]
+        if server and _broken(sums[server], rows).any():
+            return True
+    return False
 
 
 def _medians(peers: Array) -> Array:

@@ -35,7 +35,8 @@ from fedvitals.records import Event, Finding
 
 FIRST_ROUNDS = 3  # in which pressure is still that of the first weights
 HINDERED = 10  # rounds after which first weights that still hinder are more than a remark
-EXPLODING_START = 8.0  # pressure in the first rounds; healthy runs had up to 3
+EXPLODING_START = 25.0  # pressure in the first rounds; healthy runs had up to 15, in a wide head behind a layer norm,
+# and planted explosions 140 and more
 EXPLODING_LATER = 30.0  # and this many times ...
 GROWTH = 5.0  # ... the run's own usual one; healthy runs grow to 6 as they become sure of themselves
 FADED = 0.022  # pressure below which nothing is learnt; narrow deep networks that learn begin with 0.044, weights that

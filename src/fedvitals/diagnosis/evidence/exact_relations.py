@@ -38,6 +38,7 @@ SAME_FACTOR = 0.01
 NEARLY_ONE = 0.05  # rounding to a few bits changes an update's length by less
 ROUNDS_BACK = 10  # in which an update that is sent again is looked for
 FAR = 3.0  # times the usual difference that a transformation makes
+CROWD = 3  # clients that send one and the same update
 FEWEST_OTHERS = 2  # clients, whose updates show what is done to all on their way
 SERVER = "server"
 
@@ -137,14 +138,20 @@ def _zero_shares(history: History, round_index: int, family: str) -> dict[Node, 
 def _colluding(history: History, round_index: int) -> dict[Node, ExactRelation]:
     """Return the clients that sent one and the same update which none of them trained.
 
-    All of them must report that they trained something else: of one that reports nothing the others may be copies.
+    All of them must report that they trained something else: of one that reports nothing the others may be copies. A
+    crowd is enough by itself if nobody in it is known to have trained what it sent: who copies has one original.
     """
     transformed = transformation(history, round_index) is not None
     altered = set() if transformed else clients_with_altered_updates(history, round_index)
     most = len(clients_of(history, round_index)) / 2
     together = equal_updates(history, round_index)
     differing = {node for nodes in together for node in untrained_among(history, round_index, nodes)}
-    equal = [nodes for nodes in together if differing.issuperset(nodes)]
+    trained = clients_with_trained_updates(history, round_index)
+    equal = [
+        nodes
+        for nodes in together
+        if differing.issuperset(nodes) or (len(nodes) >= CROWD and trained.isdisjoint(nodes))
+    ]
     near = [nodes for nodes in nearly_equal_updates(history, round_index) if altered and altered.issuperset(nodes)]
     relations: dict[Node, ExactRelation] = {}
     accomplices = [_with_accomplices(history, round_index, near)] if near else []

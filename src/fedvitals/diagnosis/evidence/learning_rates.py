@@ -28,11 +28,6 @@ class OwnLearningRate:
     common: float
     before: bool = False
 
-    @property
-    def ratio(self) -> float:
-        """How many times the common rate it is."""
-        return self.rate / self.common
-
 
 @shared
 def own_learning_rates(history: History, round_index: int) -> dict[Node, OwnLearningRate]:

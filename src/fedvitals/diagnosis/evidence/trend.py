@@ -130,7 +130,7 @@ class EvidenceTrend:
         # Samples that the received model classified right, as many as it usually does, and all of them, since there is
         # evidence against a client; and the first two of before.
         self._classified, self._classified_before = self._clients.column((3,)), self._clients.column((2,))
-        self._has_classes = False  # whether clients are known to have classes: numbers are not flipped
+        self._has_classes = False  # whether clients are known to have classes, not numbers to predict
         self._chance = 0.0  # accuracy of a blind guess; 0 where the classes are not known
         self.round: int | None = None
         self.rounds = 0
@@ -276,8 +276,12 @@ class EvidenceTrend:
         for node, stands_accused in zip(nodes, accused.tolist(), strict=True):
             if stands_accused or node in self.altered_since:
                 self._update_suspected_kind(node, honest=node in unaltered)
-            elif self.suspected_kinds.pop(node, None) is not None:
-                self.kind_chances.pop(node, None)
+            else:
+                self._clear_suspicion(node)
+
+    def _clear_suspicion(self, node: Node) -> None:
+        self.suspected_kinds.pop(node, None)
+        self.kind_chances.pop(node, None)
 
     def _update_suspected_kind(self, node: Node, *, honest: bool) -> None:
         """Set the kind of fault that a client is accused of. A kind stays unless it has become clearly untenable."""
@@ -287,8 +291,7 @@ class EvidenceTrend:
         kinds = self.model.views[view].kinds
         possible = self._possible_kinds(node, fired, kinds, honest=honest)
         if not any(possible):  # unlike its peers, and nothing that could be wrong with it is
-            self.suspected_kinds.pop(node, None)
-            self.kind_chances.pop(node, None)
+            self._clear_suspicion(node)
             return
         logs = self.views[view].kind_logs(node)
         if view == "telemetry" and honest and self.model.views["server"].kinds == kinds:
@@ -303,6 +306,10 @@ class EvidenceTrend:
             whole = sum(chances.values())
             chances |= {kind: chance / whole for kind, chance in chances.items()}
         likeliest, before = max(chances, key=lambda kind: chances[kind]), self.suspected_kinds.get(node)
+        if likeliest in DATA_FAULTS and not self._has_classes:
+            # A client whose numbers are harder to predict looks like one whose data are wrong.
+            self._clear_suspicion(node)
+            return
         stands = chances.get(before, 0.0) if before is not None else 0.0
         if stands == 0 or (stands < UNTENABLE and chances[likeliest] > PLAIN):
             self.suspected_kinds[node] = likeliest
@@ -311,7 +318,7 @@ class EvidenceTrend:
         """Return which kinds of fault are possible for a client, by what is known of its update, data and settings."""
         if node in self.altered_since:
             return [kind in AFTER_TRAINING - self._ruled_out.get(node, frozenset()) for kind in kinds]
-        excluded = self._excluded.get(node, frozenset()) | ({"label_flip"} if not self._has_classes else set())
+        excluded = self._excluded.get(node, frozenset())
         if honest and fired != ["server"]:
             # It sent what it trained, so the fault lies before. (The server's view does not rely on telemetry.)
             before = [kind not in AFTER_TRAINING | excluded for kind in kinds]

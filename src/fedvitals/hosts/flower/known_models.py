@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord, RecordDict
 
-from fedvitals.hosts.array_models import ArrayOutline, ReusableVector, Values, new_outline
+from fedvitals.hosts.array_models import ArrayOutline, ReusableVectors, Values, new_outline
 from fedvitals.hosts.flower.arrays import read_arrays, trained_of
 from fedvitals.hosts.flower.message_forms import ReplyForm, form_of
 
@@ -26,7 +26,7 @@ class KnownModels:
         self._loaded: dict[str, Values] | None = None  # the values that the outline has
         self.started: ArrayRecord | None = None  # what the open round began with
         self.newest: ArrayRecord | None = None
-        self.spare = ReusableVector()
+        self.spare = ReusableVectors()
 
     def forget(self) -> None:
         """Forget all models but the newest, which the next round begins with."""

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import Message, MetricRecord
 
 from fedvitals.errors import RecordError
+from fedvitals.hosts import client_telemetry
+from fedvitals.hosts.client_telemetry import TRAIN
 from fedvitals.hosts.flower import guard
 from fedvitals.hosts.flower.failures import client_failure_of, dead_process
 from fedvitals.hosts.flower.reply_envelope import KEY, ReplyEnvelope, bytes_of, journey_id, run_name
 from fedvitals.hosts.flower.reply_envelope import read_envelope as read_letter
-from fedvitals.hosts.metric_names import numbers_of, with_known_names
-from fedvitals.hosts.telemetry_budget import telemetry_budget
+from fedvitals.hosts.metric_names import numbers_of
 from fedvitals.resources.clocks import worked_interval
-from fedvitals.transport.sender import NO_ROUND, Sender
 
 if TYPE_CHECKING:
     from fedvitals.hosts.flower.server_rounds import ClientRequest, ServerRounds
 
-TRAIN, EVALUATE = "train", "evaluate"
+EVALUATE = "evaluate"
 UNKNOWN = (3, 4)  # codes: the message or its reply is not kept any more, which says nothing of the client
 LEGACY_METRICS = ("fitres.metrics", "evaluateres.metrics")  # of the older API, among its settings
 
@@ -90,8 +90,7 @@ def _read_telemetry(
     try:
         envelope = read_letter(record, reply.metadata.src_node_id, node, at - request.sent)
         if not envelope.is_dated:
-            text = f"The clock of {node} is not between 1970 and 2099. Its times are not used; set its clock."
-            monitor.host.event("warning", "telemetry.refused", text, node=node, data={"phase": request.phase})
+            client_telemetry.report_impossible_clock(monitor.host, node, request.phase)
             envelope = replace(envelope, received=request.sent, replied=at, started=request.sent)
         began, ended = _handler_interval(envelope, request.sent, at)
         server_rounds.worked(began, ended)
@@ -104,16 +103,13 @@ def _read_telemetry(
         span = journey_id(reply.metadata.reply_to_message_id)
         times = (request.sent, envelope.received, envelope.replied, at)
         monitor.host.exchange(node, *times, started=envelope.started, span=span)
-        if envelope.payload:
-            # A mod between ours and the wire may have compressed the reply, hardly the request.
-            budget = telemetry_budget(max(size, request.size))
-            own = Sender(node, run_name(reply.metadata.run_id), budget=budget, newest_round=NO_ROUND)
-            monitor.host.absorb(envelope.payload, own)
+        # A mod between ours and the wire may have compressed the reply, hardly the request.
+        largest, run = max(size, request.size), run_name(reply.metadata.run_id)
+        client_telemetry.absorb_payload(monitor.host, node, run, envelope.payload, largest)
         if stage.count > 1:  # the client reports its time of this message alone
             monitor.host.log({"time.client": stage.seconds}, node=node)
     except RecordError as error:
-        text = f"Telemetry of {node} cannot be: {error}"
-        monitor.host.event("warning", "telemetry.refused", text, node=node, data={"phase": request.phase})
+        client_telemetry.report_impossible(monitor.host, node, request.phase, error)
 
 
 def _report_phase_time(server_rounds: ServerRounds, request: ClientRequest, began: float, ended: float) -> None:
@@ -130,7 +126,7 @@ def _handler_interval(envelope: ReplyEnvelope, sent: float, returned: float) -> 
 
 
 def _log_metrics(server_rounds: ServerRounds, request: ClientRequest, reply: Message) -> None:
-    """Log the metrics that a client sent its server. «train_loss» and the like become its loss."""
+    """Log the metrics that a client sent its server."""
     if server_rounds.hidden is not None:
         return
     metrics: dict[str, float] = {}
@@ -140,13 +136,4 @@ def _log_metrics(server_rounds: ServerRounds, request: ClientRequest, reply: Mes
     if request.phase == TRAIN and server_rounds.weight in metrics:
         server_rounds.monitor.host.log({"update.samples": metrics.pop(server_rounds.weight)}, node=request.node)
     metrics.pop(server_rounds.weight, None)
-    named = with_known_names(metrics)
-    if request.phase != TRAIN:
-        local = {f"local.{k}": v for k, v in named.items() if k in ("loss", "accuracy")}
-        named = {f"{request.phase}.{k}": v for k, v in metrics.items()} | local
-    left_out = server_rounds.monitor.host.log_of_sender(named, request.node)
-    if left_out:
-        text = f"Of {len(named)} metrics in a reply of {request.node}, these were left out: {left_out}."
-        server_rounds.monitor.host.event(
-            "info", "telemetry.refused", text, node=request.node, data={"phase": request.phase}
-        )
+    client_telemetry.log_metrics(server_rounds.monitor.host, request.node, request.phase, metrics)

@@ -25,6 +25,7 @@ from nvflare.app_common.app_event_type import AppEventType
 
 from fedvitals.diagnosis.gaps import NOTHING_SEEN, UNSEEN
 from fedvitals.errors import RecordError
+from fedvitals.hosts import client_telemetry
 from fedvitals.hosts.nvflare import filters, models, task_results
 from fedvitals.hosts.nvflare.envelope import KEY, read_envelope, run_name, trace_id
 from fedvitals.hosts.nvflare.server_rounds import EVALUATE, EVALUATION_TASKS, TRAIN, ServerRounds, SiteRequest
@@ -224,9 +225,7 @@ def _failure_read(rounds: ServerRounds, task_id: str, header: Any) -> None:
         try:
             failure = read_envelope(header, 1e9).failure
         except RecordError as error:
-            text = f"Telemetry of {request.node} cannot be: {error}"
-            data = {"phase": request.phase}
-            rounds.monitor.host.event("warning", "telemetry.refused", text, node=request.node, data=data)
+            client_telemetry.report_impossible(rounds.monitor.host, request.node, request.phase, error)
             return
         if failure is not None:
             task_results.read_failure(rounds, request, failure)

@@ -19,8 +19,9 @@ from typing import Any
 
 from nvflare.apis.shareable import Shareable
 
+from fedvitals.diagnosis.corrections.followed import FollowedCorrections
 from fedvitals.hosts import array_models, participation
-from fedvitals.hosts.array_models import ArrayOutline, ReusableVector, Values, new_outline
+from fedvitals.hosts.array_models import ArrayOutline, ReusableVectors, Values, new_outline
 from fedvitals.hosts.background_work import BackgroundWork
 from fedvitals.hosts.metric_names import with_known_names
 from fedvitals.hosts.nvflare import models
@@ -58,7 +59,7 @@ class ServerRounds:
         self.round_index: int | None = None  # of the open round
         self._last = -1  # the newest round that has begun
         self.start: dict[str, Values] | None = None  # the model that the open round began with
-        self.left_out: frozenset[str] = frozenset()  # sites in quarantine
+        self.corrections = FollowedCorrections[Any](monitor.host, _obstacle)
         self._announced: int | None = None  # a round that began before its model was known
         self._newest: dict[str, Values] | None = None  # the round's aggregate, once it is known
         self._outline: Any = None
@@ -76,7 +77,7 @@ class ServerRounds:
         self._ended_by_server = False  # whether it was reported that the job was given up or aborted
         self._measuring = BackgroundWork("fedvitals-updates")
         self._room_to_wait = threading.BoundedSemaphore(MOST_WAITING)
-        self._spare = ReusableVector()
+        self._spare = ReusableVectors()
         monitor.host.awaits(lambda: participation.awaited([*self._pending.values()]))
 
     # -- rounds -------------------------------------------------------------------------------------------------------
@@ -101,7 +102,8 @@ class ServerRounds:
             if self._announced == round_index:
                 self._announced = None
             self.end()
-            self.guarded("prescribing", lambda: self._follow(self.monitor.host.prescribed(round_index)))
+            prescribed = self.monitor.host.prescribed
+            self.guarded("prescribing", lambda: self.corrections.follow(prescribed(round_index), round_index, None))
             self.round_index = self._last = round_index
             self.start, self._newest = start, None
             self._began = time.time()
@@ -139,9 +141,8 @@ class ServerRounds:
 
         A forked process leaves that to its parent.
         """
-        if (
-            self.monitor.host.monitored.lifecycle.is_of_parent
-        ):  # before any lock, which a thread of the parent may have held
+        # Before any lock, which a thread of the parent may have held.
+        if self.monitor.host.monitored.lifecycle.is_of_parent:
             return
         self.end()
         with self.lock:
@@ -165,9 +166,8 @@ class ServerRounds:
             others = f" Still at work: {', '.join(working)}." if working else ""
             text = f"The job was ended from outside of its workflow, in round {self.round_index}.{others}"
             self.monitor.host.event("error", "round.failed", text, data={"exception": "JOB_ABORTED"})
-            self.monitor.host.event(
-                "error", "job.aborted", text, data={"working": working}
-            )  # in our words, at any level
+            # In our words, at any level.
+            self.monitor.host.event("error", "job.aborted", text, data={"working": working})
 
     def aggregating(self) -> None:
         """Note that the server begins to aggregate."""
@@ -192,16 +192,6 @@ class ServerRounds:
                 self._newest = models.added(self.start, model.values)
             numbers = {str(name): float(value) for name, value in metrics.items() if isinstance(value, int | float)}
             self._metrics.update(with_known_names(numbers))
-
-    def _follow(self, actions: Sequence[Action]) -> None:
-        """Apply the corrections of the coming round that can be applied here; refuse the others, with the reason."""
-        quarantined = set()
-        for action in actions:
-            if action.kind == "quarantine" and action.target is not None:
-                quarantined.add(action.target)
-            elif action.kind != "checkpoint":
-                self.monitor.host.refused(action, f"'{action.kind}' is not applied to NVFlare jobs; quarantine is.")
-        self.left_out = frozenset(quarantined)
 
     # -- tasks --------------------------------------------------------------------------------------------------------
 
@@ -361,3 +351,8 @@ class ServerRounds:
             return self.guarded("measuring an update", measure, node) or ()
         self._measuring.submit(measure_later)
         return ()
+
+
+def _obstacle(action: Action) -> str | None:
+    """Return why an action cannot be applied to an NVFlare job."""
+    return None if action.kind == "quarantine" else f"'{action.kind}' is not applied to NVFlare jobs; quarantine is."

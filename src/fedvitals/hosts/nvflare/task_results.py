@@ -14,15 +14,12 @@ from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable
 
 from fedvitals.errors import RecordError
-from fedvitals.hosts import update_guard
-from fedvitals.hosts.metric_names import with_known_names
+from fedvitals.hosts import client_telemetry, update_guard
 from fedvitals.hosts.nvflare import models
 from fedvitals.hosts.nvflare.envelope import ResultEnvelope, SiteFailure, journey_id, read_envelope, run_name
 from fedvitals.hosts.nvflare.return_codes import client_failure_of
 from fedvitals.hosts.nvflare.server_rounds import TRAIN, ServerRounds, SiteRequest
-from fedvitals.hosts.telemetry_budget import telemetry_budget
 from fedvitals.resources.clocks import worked_interval
-from fedvitals.transport.sender import NO_ROUND, Sender
 
 # The weight of an update that is left out: so small that it vanishes beside any other, and the model stays what it was
 # if all are left out.
@@ -81,8 +78,7 @@ def _read_telemetry(
     try:
         envelope = read_envelope(header, at - request.sent)
         if not envelope.is_dated:
-            text = f"The clock of {node} is not between 1970 and 2099. Its times are not used; set its clock."
-            host.event("warning", "telemetry.refused", text, node=node, data={"phase": request.phase})
+            client_telemetry.report_impossible_clock(host, node, request.phase)
             envelope = replace(envelope, received=request.sent, replied=at, started=request.sent)
         server_rounds.worked(*worked_interval(request.sent, envelope.received, envelope.replied, at))
         if request.phase == TRAIN:
@@ -90,13 +86,10 @@ def _read_telemetry(
             span = journey_id(server_rounds.job_id, node, request.round_index)
             times = (request.sent, envelope.received, envelope.replied, at)
             host.exchange(node, *times, started=envelope.started, span=span)
-        if envelope.payload:
-            budget = telemetry_budget(max(size, request.size))
-            own = Sender(node, run_name(server_rounds.job_id), budget=budget, newest_round=NO_ROUND)
-            host.absorb(envelope.payload, own)
+        largest, run = max(size, request.size), run_name(server_rounds.job_id)
+        client_telemetry.absorb_payload(host, node, run, envelope.payload, largest)
     except RecordError as error:
-        text = f"Telemetry of {node} cannot be: {error}"
-        host.event("warning", "telemetry.refused", text, node=node, data={"phase": request.phase})
+        client_telemetry.report_impossible(host, node, request.phase, error)
         return None
     return envelope
 
@@ -109,17 +102,9 @@ def _log_metrics(server_rounds: ServerRounds, request: SiteRequest, dxo: DXO) ->
     if not isinstance(source, Mapping):
         return
     metrics = {str(name): float(value) for name, value in source.items() if _is_number(value)}
-    named = with_known_names(metrics)
-    if request.phase != TRAIN:
-        local = {f"local.{name}": value for name, value in named.items() if name in ("loss", "accuracy")}
-        named = {f"{request.phase}.{name}": value for name, value in metrics.items()} | local
-    elif _is_number(dxo.meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND)):
-        named["num_steps"] = float(dxo.meta[MetaKey.NUM_STEPS_CURRENT_ROUND])
-    left_out = server_rounds.monitor.host.log_of_sender(named, request.node)
-    if left_out:
-        text = f"Of {len(named)} metrics in a result of {request.node}, these were left out: {left_out}."
-        data = {"phase": request.phase}
-        server_rounds.monitor.host.event("info", "telemetry.refused", text, node=request.node, data=data)
+    steps = dxo.meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND)
+    more = {"num_steps": float(steps)} if request.phase == TRAIN and _is_number(steps) else {}
+    client_telemetry.log_metrics(server_rounds.monitor.host, request.node, request.phase, metrics, more)
 
 
 def _is_number(value: Any) -> bool:
@@ -136,7 +121,7 @@ def _check_update(server_rounds: ServerRounds, request: SiteRequest, result: Sha
     why = None if excluded is None else str(excluded.arguments.get("why", "it cannot be used"))
     if why is None and server_rounds.guard_mode != update_guard.REPORT:
         why = update_guard.nonfinite_words(got.values)
-    if why is None and request.node in server_rounds.left_out:
+    if why is None and request.node in server_rounds.corrections.in_force.quarantined:
         why = "the site is in quarantine"
     if why is None:
         return None

@@ -80,13 +80,18 @@ class Asynchronous(Description, frozen=True):
         return model
 
     def _discounted(self, federation: Federation, late: dict[Node, int], updates: Iterable[Update]) -> Iterator[Update]:
-        """Yield the updates as changes of the current model, discounted by their staleness."""
-        model = federation.server.model
+        """Yield the updates as changes of the current model, discounted by their staleness.
+
+        Buffers, such as running variances, move towards the client's by that discount: a sum of changes from several
+        older models could make a variance negative.
+        """
+        model, weights = federation.server.model, federation.site.layout.weights
         for update in updates:
             models_ago = late[update.node]
             federation.observer.log({"update.staleness": float(models_ago)}, node=update.node)
             if models_ago and update.state.shape == model.shape:
-                update.state = model + (update.state - update.start) / (1 + models_ago) ** self.exponent
+                before = torch.cat([update.start[:weights], model[weights:]])
+                update.state = model + (update.state - before) / (1 + models_ago) ** self.exponent
             yield update
 
 

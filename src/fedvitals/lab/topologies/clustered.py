@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from fedvitals.errors import ConfigError
+from fedvitals.kernels.ranked_means import trimmed_mean
 from fedvitals.lab.aggregators.averages import AggregationError, FedAvg, MeanAccumulator, check_update
-from fedvitals.lab.aggregators.robust import trimmed_mean, update_gram_matrix
+from fedvitals.lab.aggregators.robust import update_gram_matrix
 from fedvitals.lab.description import Description, require
 from fedvitals.lab.engines.tasks import Node, Task
 from fedvitals.lab.faults import table as fault_table

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedvitals.kernels import GradientRecorder
 from fedvitals.monitor.monitor import Monitor
+from fedvitals.probes.data_sketch import DataWatch
 from fedvitals.probes.hooks import StepHooks
 from fedvitals.probes.presets import Preset, preset
 from fedvitals.probes.scale import scale
@@ -39,7 +40,8 @@ Tell = Callable[[str], None]
 SIZE = Size(clients=2, steps=3, batch=4, tokens=128, vocabulary=VOCABULARY)  # of the language model's rounds
 
 
-PARTS = ("steps", "rounds", "llm", "others")
+PARTS = ("steps", "rounds", "data", "llm", "others")
+DATA_SIGNS = "tap and data channel"
 GPT_NAME = "gpt"  # the language model, in rows
 SCALED = "standard with scale"
 BARS = {  # per cent, by what is measured, model and who measures
@@ -51,6 +53,8 @@ BARS = {  # per cent, by what is measured, model and who measures
     ("rounds", "paper-cnn", "standard"): 3.0,
     ("rounds", "demo", "light"): 2.0,
     ("rounds", "demo", SCALED): 6.0,  # gradient scale of some clients in every round
+    ("data", "paper-cnn", DATA_SIGNS): 2.0,
+    ("data", "demo", DATA_SIGNS): 2.0,
     ("llm", GPT_NAME, "standard"): 4.0,
 }
 
@@ -58,8 +62,9 @@ BARS = {  # per cent, by what is measured, model and who measures
 def bench_overhead(*, quick: bool = False, tell: Tell = lambda _text: None, only: Collection[str] = ()) -> list[Row]:
     """Rows for the table. `only`: some of PARTS.
 
-    `steps`: statistics per step on four models. `rounds`: the whole monitor per round on two federations. `llm`: on a
-    language model, at `standard` without gradient scale. `others`: what people take instead of us, on the same model.
+    `steps`: statistics per step on four models. `rounds`: the whole monitor per round on two federations. `data`: what
+    training losses by class and the description of data add to such a round. `llm`: the whole monitor on a language
+    model, at `standard` without gradient scale. `others`: what people take instead of us, on the same model.
     """
     parts = [part for part in PARTS if not only or part in only]
     threads = torch.get_num_threads()
@@ -72,6 +77,9 @@ def bench_overhead(*, quick: bool = False, tell: Tell = lambda _text: None, only
         for workload in (WORKLOADS[1], _DEMO) if "rounds" in parts else ():
             tell(f"whole monitor per round: {workload.name}")
             rows += _judged("rounds", _per_round(workload, pairs=7 if quick else 41))
+        for workload in (WORKLOADS[1], _DEMO) if "data" in parts else ():
+            tell(f"tap and data channel per round: {workload.name}")
+            rows += _judged("data", _data_signs(workload, pairs=7 if quick else 41))
         for part in [name for name in ("llm", "others") if name in parts]:
             tell(f"whole monitor per round: GPT of 42 M parameters, {part}")
             rows += _judged(part, language_model_rows(part, 2 if quick else 25, tell))
@@ -181,13 +189,7 @@ def _call_alone(workload: Workload, bare: list[float]) -> Row:
 
 def _per_round(workload: Workload, pairs: int) -> list[Row]:
     """A small federation's round, bare and under two presets; every arm trains the same from the same start."""
-    clients, steps = (3, 20) if workload.name == "paper-cnn" else (20, 25)
-    torch.manual_seed(0)
-    start = workload.model()
-    loaders = []
-    for c in range(clients):
-        x, y = workload.data(steps * workload.batch, seed=c)
-        loaders.append(DataLoader(TensorDataset(x, y), workload.batch))
+    start, loaders = _federation(workload)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         arms: dict[str, Callable[[], float]] = {"bare": lambda: _round(workload, start, loaders, None, 0)}
         presets = {"light": preset("light"), "standard": without_scale(), SCALED: preset("standard")}
@@ -199,6 +201,55 @@ def _per_round(workload: Workload, pairs: int) -> list[Row]:
         times = _interleaved(arms, pairs)
     common = {"what": "whole monitor per round", "model": workload.name, "pairs": pairs}
     return [{**common, "by": name, **_overhead(times["bare"], times[name])} for name in presets]
+
+
+def _federation(workload: Workload) -> tuple[Any, list[DataLoader[Any]]]:
+    """Return the model that rounds begin with, and each client's data."""
+    clients, steps = (3, 20) if workload.name == "paper-cnn" else (20, 25)
+    torch.manual_seed(0)
+    start = workload.model()
+    loaders = []
+    for c in range(clients):
+        x, y = workload.data(steps * workload.batch, seed=c)
+        loaders.append(DataLoader(TensorDataset(x, y), workload.batch))
+    return start, loaders
+
+
+def _data_signs(workload: Workload, pairs: int) -> list[Row]:
+    """What the tap (training losses by class) and the data channel add to a round, as a share of the bare round.
+
+    Two monitors that differ by them alone take turns. Data that stay the same are described in the first round, which
+    is not counted; what that takes once, at most, is a row of its own.
+    """
+    start, loaders = _federation(workload)
+    whole = without_scale()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        without = Monitor(Path(folder) / "without.db", probes=replace(whole, training_losses=0), strict=True)
+        without.host.monitored.kit.data = _NoData()  # type: ignore[union-attr]
+        monitors = {"with": Monitor(Path(folder) / "with.db", probes=whole, strict=True), "without": without}
+        arms: dict[str, Callable[[], float]] = {"bare": lambda: _round(workload, start, loaders, None, 0)}
+        for name, monitor in monitors.items():
+            arms[name] = _counted(workload, start, loaders, stack.enter_context(monitor))
+        for arm in [*arms.values()] * 2:
+            arm()
+        times = _interleaved(arms, pairs)
+    began = time.process_time()
+    for index, loader in enumerate(loaders):
+        DataWatch().look(f"c{index}", loader)
+    described = 100 * (time.process_time() - began) / float(np.median(times["bare"]))
+    common = {"what": "tap and data channel per round", "model": workload.name, "pairs": pairs}
+    added = [b + w - o for b, w, o in zip(times["bare"], times["with"], times["without"], strict=True)]
+    quickest = {name: float(np.percentile(own, 10)) for name, own in times.items()}
+    quiet = 100 * (quickest["with"] - quickest["without"]) / quickest["bare"]
+    once = {**common, "by": "description of new data, once", "overhead_percent": described}
+    return [{**common, "by": DATA_SIGNS, **_overhead(times["bare"], added), "quiet_percent": quiet}, once]
+
+
+class _NoData(DataWatch):
+    """A data channel that looks at nothing."""
+
+    def look(self, node: str, data: Any) -> None:
+        """Return that nothing is new."""
 
 
 def without_scale() -> Preset:

@@ -5,6 +5,7 @@ import { SHAPES } from "../colour.js";
 import { fill, h, keyed } from "../dom.js";
 import { exact, number, percent, sure, when, withUnit } from "../format.js";
 import { runLink } from "../params.js";
+import { causeLevels } from "./finding_parts.js";
 
 export function panel(name, ...children) {
   return h("section", { class: "panel", "aria-label": name }, h("h2", { text: name }), children);
@@ -24,10 +25,11 @@ export function caseList(run) {
         item.className = one.still_there && !one.muted ? "" : "over";
         fill(item,
           h("p", {}, h("span", { class: `sev-${one.severity}` }, h("span", { "aria-hidden": "true", text: `${SHAPES[one.severity] ?? "·"} ` }), one.severity),
-            " ", h("a", { href, text: one.title }), one.layer && ` in ${one.layer}`,
+            " ", h("a", { href, text: one.looks || one.title }), one.layer && ` in ${one.layer}`,
             h("span", { class: "muted", text: ` ${sure(one.confidence)}, ${one.course}` }),
             one.muted && h("span", { class: "muted", text: ", muted" }), one.acknowledged && h("span", { class: "muted", text: ", acknowledged" })),
           h("p", { class: "muted small", text: one.message }),
+          causeLevels(one.levels),
           h("p", { class: "small" }, h("a", { href, text: "evidence" }), " ", h("a", { href: `${href}#remedies`, text: "what to do" })));
       });
     },

@@ -40,7 +40,7 @@ function line(item, run, one) {
   item.className = one.still_there ? "" : "over";
   fill(item, h("a", { class: "finding-line", href: runLink(run, "findings", one.key), title: one.message },
     h("span", { class: `sev-${one.severity} shape`, "aria-label": one.severity, role: "img", text: SHAPES[one.severity] ?? "·" }),
-    h("span", { class: "what" }, nameOf(one.node ?? one.layer ?? one.place), labelOf(one.label), " ", h("span", { class: "muted", text: one.title })),
+    h("span", { class: "what" }, nameOf(one.node ?? one.layer ?? one.place), labelOf(one.label), " ", h("span", { class: "muted", text: one.looks || one.title })),
     h("span", { class: "num small", text: since }),
     h("span", { class: "num small", text: sure(one.confidence) }),
     one.acknowledged && h("span", { class: "small muted seen", text: "✓ acknowledged" })));

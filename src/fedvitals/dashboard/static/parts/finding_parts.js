@@ -16,10 +16,17 @@ export function numbersTable(rows) {
       cell(row.raw_value), cell(row.raw_usual), h("td", { class: "muted", text: row.usual === null ? "" : row.of }), cell(row.score)))));
 }
 
+/** «something is wrong 95 %», the family, the exact cause: each with its own probability; nothing without causes. */
+export function causeLevels(levels) {
+  return levels.length > 0 && h("dl", { class: "cause-levels small", "aria-label": "How sure of what" }, levels.map((one) => h("div", {},
+    h("dt", { class: "muted", text: one.words }), h("dd", { class: "num", text: sure(one.probability) }))));
+}
+
 export function trustBox(one, found) {
   const { trust } = found;
   return [
     h("p", { class: "finding-sure" }, h("span", { class: "big", text: one.sure }), h("span", { class: "muted", text: found.exact ? " sure, an exact test" : " sure" })),
+    causeLevels(one.levels),
     h("p", { class: "small", text: trust.words }),
     trust.false_alarms !== null && h("p", { class: "small muted", text: `Measured in the fault bank: ${number(trust.false_alarms)} false alarms of this kind per 100 healthy rounds (${number(trust.healthy_rounds)} rounds without any fault).` }),
     trust.false_alarms === null && h("p", { class: "small muted", text: "How often it is a false alarm was not measured." }),

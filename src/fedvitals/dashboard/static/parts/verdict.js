@@ -4,6 +4,7 @@
 import { SHAPES } from "../colour.js";
 import { fill, h } from "../dom.js";
 import { runLink } from "../params.js";
+import { causeLevels } from "./finding_parts.js";
 import { nameOf } from "./who.js";
 
 // Each state has a word, a shape and a colour: never the colour alone.
@@ -20,9 +21,10 @@ export function verdictBox() {
   const mark = h("span", { class: "verdict-state" });
   const headline = h("h1", { class: "verdict-headline" });
   const detail = h("span", { class: "verdict-detail" });
+  const levels = h("div", {});
   const links = h("span", { class: "verdict-links" });
   const node = h("section", { class: "verdict", "aria-label": "Verdict" },
-    h("div", { class: "verdict-line" }, mark, headline), h("p", { class: "verdict-more" }, detail, links));
+    h("div", { class: "verdict-line" }, mark, headline), levels, h("p", { class: "verdict-more" }, detail, links));
   let said = null;
 
   return {
@@ -40,6 +42,7 @@ export function verdictBox() {
       mark.className = `verdict-state ${colour === "muted" ? "muted" : `sev-${colour}`}`;
       headline.textContent = plain(verdict.headline, verdict.state);
       detail.textContent = verdict.detail;
+      fill(levels, causeLevels(verdict.levels ?? []));
       const finding = verdict.key && runLink(run, "findings", verdict.key);
       fill(links,
         finding && h("a", { href: finding, text: "evidence" }),

@@ -7,6 +7,7 @@ import { fill, h, keyed } from "../dom.js";
 import { percent } from "../format.js";
 import { go, runLink } from "../params.js";
 import { findingMarks, findingTags, severityMark } from "../parts/finding_marks.js";
+import { causeLevels } from "../parts/finding_parts.js";
 import { empty } from "../parts/states.js";
 import { verdictBox } from "../parts/verdict.js";
 
@@ -112,6 +113,7 @@ function update(node, one) {
     h("h2", {}, h("a", { href: node.href, text: one.sentence })),
     h("p", { class: "muted", text: [!repeated(one) && one.title, one.course].filter(Boolean).join(" · ") }),
     h("p", { class: "finding-message", text: one.message }),
+    causeLevels(one.levels),
     one.alternatives.length > 0 && h("p", { class: "muted small", text: `or ${one.alternatives.map(([issue, chance]) => `${issue} ${percent(chance)}`).join(", ")}` }),
     h("div", { class: "finding-sure" }, course, h("span", { class: "big num", text: one.sure }), h("span", { class: "muted small", text: " sure" })));
 }

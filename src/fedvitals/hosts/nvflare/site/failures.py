@@ -11,12 +11,12 @@ import contextlib
 import json
 import logging
 import sys
-import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fedvitals.hosts.nvflare.envelope import LONGEST_MESSAGE, LONGEST_TRACEBACK, SiteFailure
+from fedvitals.resources.periodic_thread import PeriodicThread
 
 LOGGERS = (
     "nvflare.app_common.executors.task_script_runner.TaskScriptRunner",
@@ -34,12 +34,11 @@ class FailureFileWatch:
 
     def __init__(self, path: Path, report: Callable[[SiteFailure], None]) -> None:
         self._path, self._report = path, report
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="fedvitals-failures", daemon=True)
+        self._thread = PeriodicThread("fedvitals-failures", INTERVAL_SECONDS, self._look)
         self._thread.start()
 
-    def _look(self) -> None:
-        while not self._over.wait(INTERVAL_SECONDS):
+    def _look(self, ticks: Iterator[None]) -> None:
+        for _ in ticks:
             failure = take_written_failure(self._path, of_trainer=True)
             if failure is not None:
                 self._report(failure)
@@ -47,8 +46,7 @@ class FailureFileWatch:
 
     def stop(self) -> None:
         """Look no more."""
-        self._over.set()
-        self._thread.join(1.0)
+        self._thread.stop()
 
 
 class LoggedExceptions(logging.Handler):
