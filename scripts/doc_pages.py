@@ -73,9 +73,7 @@ def metrics_page() -> str:
         "",
         *(f"- {column}: {meaning}." for column, meaning in PEERS.items()),
         "",
-        "`update.adapters`: each low-rank adapter, of the server after the round; of a client its own part. "
-        "`update.directions`: of the server, the shares of ‖P‖² of the first singular directions; of a client "
-        "`w_i u_kᵀ M_i v_k / σ_k`, its part in each of them.",
+        DIRECTIONS_PART,
         "",
         *(f"- {column}: {meaning}." for column, meaning in ADAPTERS.items()),
         "",
@@ -90,6 +88,11 @@ def metrics_page() -> str:
     return "\n".join([*lines, "", PRIVACY.strip(), ""])
 
 
+DIRECTIONS_PART = (
+    "`update.adapters`: each low-rank adapter, of the server after the round; of a client its own part. "
+    "`update.directions`: of the server, the shares of ‖P‖² of the first singular directions; of a client "
+    "`w_i u_kᵀ M_i v_k / σ_k`, its part in each of them."
+)
 _SCHEMA_HEAD = """# The store's schema
 
 Generated from `src/fedvitals/store/schema.py` by `scripts/docs`; do not edit.

@@ -232,7 +232,7 @@ ADAPTER_MEASURES: tuple[Measure, ...] = (
         rare=True,
     ),
 )
-"""Of low-rank adapters (LoRA), at the server but for two (`probes.adapter_watch`)."""
+"""Of low-rank adapters (LoRA), at the server but for two (`probes.adapters.watch`)."""
 
 _TEXTS = "a model with an embedding that reads integers [texts, positions]; `standard` or `deep`"
 _MASKED = f"{_TEXTS}; an `attention_mask`, or `config.pad_token_id`"

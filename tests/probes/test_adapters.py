@@ -11,8 +11,8 @@ from torch import nn
 from fedvitals import lab
 from fedvitals.lab.adapters import BottleneckLinear
 from fedvitals.monitor.monitor import Monitor
-from fedvitals.probes.adapter_pairs import find_pairs, other_kinds, scale_of
-from fedvitals.probes.adapter_signs import ClientFactors, Factors, held_rank, mean_weights, signs_of
+from fedvitals.probes.adapters.pairs import find_pairs, other_kinds, scale_of
+from fedvitals.probes.adapters.signs import ClientFactors, Factors, held_rank, mean_weights, signs_of
 from fedvitals.stats import ADAPTER_COLUMNS
 from fedvitals.testing import MemorySink
 from support.adapter_runs import federate, lora_model, only_trains

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedvitals.kernels import is_sharded
 from fedvitals.probes.activations import activations, watched_modules
-from fedvitals.probes.adapter_watch import AdapterWatch
+from fedvitals.probes.adapters.watch import AdapterWatch
 from fedvitals.probes.allowance import Allowance, Turns
 from fedvitals.probes.data_sketch import DataWatch
 from fedvitals.probes.fit import Fit

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedvitals.probes.adapter_watch import AdapterWatch
+from fedvitals.probes.adapters.watch import AdapterWatch
 from fedvitals.probes.allowance import Turns
 from fedvitals.probes.attempts import Attempt, unguarded
 from fedvitals.probes.numpy_peers import PastArrayModels, peer_rows

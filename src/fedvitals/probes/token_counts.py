@@ -57,7 +57,7 @@ class TokenCounts:
         tokens = named.get("input_ids")
         if tokens is None:
             tokens = next((part for part in (*arguments, *named.values()) if _is_tokens(part)), None)
-        if not _is_tokens(tokens):
+        if tokens is None or not _is_tokens(tokens):
             return
         texts, width = tokens.shape
         mask = named.get("attention_mask")

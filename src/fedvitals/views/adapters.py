@@ -10,10 +10,10 @@ import numpy as np
 
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.records import is_client
-from fedvitals.stats import ADAPTER_COLUMNS, DIRECTIONS, FAMILIES
+from fedvitals.stats import ADAPTER_COLUMNS, DIRECTIONS, FAMILIES, Array
 from fedvitals.store.read.layer_history import layer_history
 from fedvitals.store.read.reader import Reader
-from fedvitals.views.cohort import Floats, matrix_of
+from fedvitals.views.cohort import matrix_of
 from fedvitals.views.grid import Grid, make_grid
 from fedvitals.views.heat import client_grid
 from fedvitals.views.layers import grid_of
@@ -88,7 +88,7 @@ def _place(layers: tuple[str, ...], layer: str | None) -> slice:
     return slice(place, place + 1)
 
 
-def _spectrum(shares: Floats, rounds: tuple[int, ...], place: slice, columns: int) -> Grid:
+def _spectrum(shares: Array, rounds: tuple[int, ...], place: slice, columns: int) -> Grid:
     names = [f"{k + 1}" for k in range(DIRECTIONS)]
     values = _mean(shares[:, place], axis=1).T
     matrix = matrix_of(names, rounds, values, np.isfinite(values))
@@ -110,7 +110,7 @@ def _contributions(reader: Reader, run: str, round_index: int, place: slice) -> 
     return make_grid(matrix, rows=clients[:CLIENTS], sort="given", unit="share", title="part in each direction")
 
 
-def _mean(values: Floats, axis: int) -> Floats:
+def _mean(values: Array, axis: int) -> Array:
     """Return the mean of what is known; NaN where nothing is."""
     known = np.isfinite(values)
     counts = known.sum(axis=axis)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detectors of problems of low-rank adapters, from what the server measures of their products (`probes.adapter_watch`).
+"""Detectors of problems of low-rank adapters, from what the server measures of them (`probes.adapters.watch`).
 
 Each needs what it judges to be known: where the aggregation is no weighted mean, or a client's α/r is not told, nothing
 is said.
@@ -8,7 +8,7 @@ is said.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -164,11 +164,11 @@ def _past_number(history: History, name: str, round_index: int) -> list[Number]:
     return [Number(name, values[-1][1], values[0][1], of="first rounds")] if values else []
 
 
-def _since(history: History, name: str, round_index: int, holds: object) -> int:
+def _since(history: History, name: str, round_index: int, holds: Callable[[float], bool]) -> int:
     """Return the first of the rounds in a row, up to this one, in which a metric of the server is as it is now."""
     since = round_index
     for past_round, value in reversed(newest_values(history.series(name, SERVER), round_index, 1000)):
-        if not (callable(holds) and holds(value)):
+        if not holds(value):
             break
         since = past_round
     return since

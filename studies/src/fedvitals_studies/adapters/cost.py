@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from fedvitals.lab.adapters import LoraLinear
 from fedvitals.monitor.monitor import Monitor
-from fedvitals.probes.adapter_watch import AdapterWatch
+from fedvitals.probes.adapters.watch import AdapterWatch
 from fedvitals.probes.token_counts import TokenCounts
 from fedvitals_studies.bench.gpt import GPT, Block
 

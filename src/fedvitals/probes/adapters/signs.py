@@ -226,7 +226,7 @@ class _Stack:
         squares = np.einsum("ik,ik->i", rows @ self._gram, rows)
         # Of a difference of equal products, rounding leaves this much of their own squares.
         largest = (rows**2) @ np.diag(self._gram)
-        return np.where(squares > 1e-14 * largest, np.sqrt(np.maximum(squares, 0.0)), squares * 0.0)
+        return np.asarray(np.where(squares > 1e-14 * largest, np.sqrt(np.maximum(squares, 0.0)), squares * 0.0))
 
 
 class Spectrum:

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fedvitals.probes.adapter_pairs import AdapterPair, find_pairs, scale_of
-from fedvitals.probes.adapter_signs import (
+from fedvitals.probes.adapters.pairs import AdapterPair, find_pairs, scale_of
+from fedvitals.probes.adapters.signs import (
     AdapterSigns,
     ClientFactors,
     ClientSigns,
@@ -36,7 +36,7 @@ SAMPLED = 64  # numbers of a frozen matrix, by which a change of it is noticed
 SERVER = "server"
 
 
-class Update(Protocol):
+class KeptUpdate(Protocol):
     """A client's update, as `probes.updates` and `probes.numpy_updates` keep it."""
 
     node: str
@@ -59,7 +59,7 @@ class ClientView(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PairLayout:
     """The pairs of a model, and where A and B lie in its parameters as one vector."""
 
     pairs: tuple[AdapterPair, ...]
@@ -79,7 +79,7 @@ class AdapterWatch:
     """`begin_round` and `end_round` take the global model, `close_round` the clients' updates."""
 
     def __init__(self) -> None:
-        self._layouts: dict[tuple[int, ...], Layout] = {}  # of the models of clients, by the sizes of their layers
+        self._layouts: dict[tuple[int, ...], PairLayout] = {}  # of the models of clients, by the sizes of their layers
         self._known: set[str] = set()  # digests of tables
         self._found: dict[Any, tuple[AdapterPair, ...]] = {}  # by names and shapes
         self._scales: dict[str, float] = {}  # α/r by client, as it told
@@ -150,7 +150,7 @@ class AdapterWatch:
             sizes = [math.prod(shape) for _, shape in shapes]
             ends = [*itertools.accumulate(sizes)]
             places = {name: (end - size, end) for (name, _), size, end in zip(shapes, sizes, ends, strict=True)}
-            self._layouts[tuple(sizes)] = Layout(pairs, places)
+            self._layouts[tuple(sizes)] = PairLayout(pairs, places)
 
     def _like_global(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[AdapterPair, ...]:
         """Return the global model's pairs, with the ranks that these layers have: names that tell nothing by
@@ -163,7 +163,7 @@ class AdapterWatch:
         ]
         return tuple(own) if len(own) == len(self._pairs) else ()
 
-    def close_round(self, updates: Sequence[Update]) -> list[tuple[str, Results]]:
+    def close_round(self, updates: Sequence[KeptUpdate]) -> list[tuple[str, Results]]:
         """Return what is known of the adapters after the round, of the server and of each client, by node."""
         start, new, pairs = self._start, self._new, self._pairs
         self._start = self._new = None
@@ -184,7 +184,7 @@ class AdapterWatch:
         }
         return _results(len(pairs), signs, [update.node for update, _ in clients], _mean(new.scales.values()))
 
-    def _usable(self, update: Update) -> Layout | None:
+    def _usable(self, update: KeptUpdate) -> PairLayout | None:
         """Return where the adapters lie in a client's update; None if it does not have them all."""
         layout = self._layouts.get(tuple(update.sizes))
         if layout is None or update.vector is None or not update.finite:
@@ -229,7 +229,7 @@ def _round_of(
     pair: AdapterPair,
     start: _Copy,
     new: _Copy,
-    clients: Sequence[tuple[Update, Layout]],
+    clients: Sequence[tuple[KeptUpdate, PairLayout]],
     ratios: Mapping[str, float],
 ) -> _PairRound:
     before = _factors(pair, start)
@@ -255,7 +255,7 @@ def _weights(rounds: Sequence[_PairRound]) -> Array | None:
 
 def _differ(start: Mapping[str, Array], new: Mapping[str, Array]) -> bool:
     """Return whether a frozen matrix has changed: then the adapters alone are not the whole of the aggregation."""
-    return any(not np.array_equal(values, new.get(name)) for name, values in start.items())
+    return any(name not in new or not np.array_equal(values, new[name]) for name, values in start.items())
 
 
 def _clone(values: Any) -> Any:
@@ -281,7 +281,9 @@ def _factors(pair: AdapterPair, copy: _Copy) -> Factors:
     return Factors(b.reshape(len(b), -1), a.reshape(len(a), -1), copy.scales[pair.name] or 1.0)
 
 
-def _client_factors(pair: AdapterPair, update: Update, layout: Layout, before: Factors, ratio: float) -> ClientFactors:
+def _client_factors(
+    pair: AdapterPair, update: KeptUpdate, layout: PairLayout, before: Factors, ratio: float
+) -> ClientFactors:
     """Return what a client sent: the global model's first directions, as many as it has, plus its update."""
     a = _sum(update.vector, layout.places[pair.a], (-1, pair.inputs), before.a)
     b = _sum(update.vector, layout.places[pair.b], (pair.outputs, -1), before.b)
