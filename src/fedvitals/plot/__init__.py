@@ -6,6 +6,7 @@ else runs.db here); a run of `fv.open(...)`; or `(reader, id)` of a store that i
 `figure.savefig("x.svg")` writes a file. Needs the extra `plots`.
 """
 
+from fedvitals.plot.adapter_ranks import adapters
 from fedvitals.plot.cohort_band import client, cohort, learning
 from fedvitals.plot.comparison import compare
 from fedvitals.plot.finding_evidence import finding
@@ -17,6 +18,7 @@ from fedvitals.plot.topology_picture import topology
 from fedvitals.plot.update_plane import similarity, update_map
 
 __all__ = [
+    "adapters",
     "client",
     "clients",
     "cohort",

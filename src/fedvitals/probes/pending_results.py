@@ -7,6 +7,7 @@ Holds nothing of the user's: neither the model nor an optimiser is kept alive by
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ from fedvitals.stats import CLASS_ROWS, FAMILIES, Array, merge
 Report = Callable[[Exception, str], None]
 Rows = list[list[tuple[int, Mapping[str, Any]]]]  # of each probe: the steps, and what was measured at them
 Gather = Callable[[list[Array], list[Array]], Gathered]
+PERPLEXITIES = {"before": ("train.loss_first", "fit.loss_before"), "after": ("train.loss_last", "fit.loss_after")}
+MOST_NATS = 100.0  # a loss above says nothing as a perplexity
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +120,17 @@ class PendingResults:
         if not preset.brief:
             self.results.take(movement(update))
             self.results.matrices.append(("update", update.rows, None))
+        if "tokens" in self._totals.settings:
+            self._tell_perplexity()
         self.cost += time.perf_counter() - started
         return update
+
+    def _tell_perplexity(self) -> None:
+        known = {name: value for name, value, _ in self.results.metrics}
+        for when, names in PERPLEXITIES.items():
+            loss = next((known[name] for name in names if name in known), None)
+            if loss is not None and loss < MOST_NATS:
+                self.results.take({f"perplexity.{when}": math.exp(loss)})
 
     def discard(self) -> None:
         """Make room for other updates: this one is about to be added, or never will be."""

@@ -31,6 +31,7 @@ from fedvitals.probes.presets import Planned
 from fedvitals.probes.rank_watch import RankWatch
 from fedvitals.probes.results import Results
 from fedvitals.probes.snapshot import MeasuredUpdate, ParameterSnapshot
+from fedvitals.probes.token_counts import TokenCounts
 from fedvitals.probes.training_losses import MeasuredLosses, TrainingLosses
 from fedvitals.probes.training_start import equals, fits, on_load
 from fedvitals.probes.view import View, flatten
@@ -91,6 +92,8 @@ class ClientSession:
         self.optimizers: list[Optimizer] = []  # that stepped, known at the end
         self._turn = instruments.turns.of(view.node, view.round)
         view.snapshot = self._snapshot = ParameterSnapshot(view.parameters, instruments.snapshot_buffers)
+        if not instruments.preset.brief and view.frozen:
+            self._guarded("reading adapters", lambda: self.results.take(instruments.adapters.facts_of(view)))
         self._last = self._snapshot.vector if self._differences else None
         if view.data is not None:
             self._guarded("fit", self._fit_before)
@@ -112,6 +115,8 @@ class ClientSession:
         self._on_load = None if self._sharded else on_load(view.model, self._loaded, report)
         self._losses = self._watch_losses()
         self._measured_losses: MeasuredLosses | None = None
+        counted = not instruments.preset.brief and view.node is not None
+        self._tokens = TokenCounts(view.model, lambda error: report(error, "counting tokens")) if counted else None
         self._last_input = _catch_input(view, report) if instruments.wants_inputs and view.data is None else None
         self._began = self._step_began = time.perf_counter()
         self.cost = self._set_up = self._began - began
@@ -140,6 +145,10 @@ class ClientSession:
             if self._losses.batch is not None:
                 self._settings = {**self._settings, "batch.size": self._losses.batch}
 
+    def _count_tokens(self, seconds: float) -> None:
+        if self._tokens is not None:
+            self._settings = {**self._settings, **self._tokens.metrics(seconds)}
+
     def abandon(self) -> None:
         """End the session without results."""
         self._remove()
@@ -147,7 +156,7 @@ class ClientSession:
             self._guarded("telling other processes", self._ranks.group.abandon)
 
     def _remove(self) -> None:
-        for handle in (self._ranks, self._clock, self._last_input, self._on_load):
+        for handle in (self._ranks, self._clock, self._last_input, self._on_load, self._tokens):
             if handle is not None:
                 handle.remove()
         self._hooks.remove()
@@ -170,6 +179,7 @@ class ClientSession:
         if isinstance(self._hooks, StepCounter):
             self._steps = self._hooks.steps
         self._guarded("training losses", self._stop_losses)
+        self._guarded("counting tokens", lambda: self._count_tokens(ended - self._began))
         self._remove()
         instruments, view = self._instruments, self._view
         instruments.clipping_seen |= self._clip.confirmed
