@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from fedvitals.errors import ConfigError
 from fedvitals.kernels import GradientRecorder, is_sharded, sums
-from fedvitals.model_hooks import Hook
 from fedvitals.probes import samples
 from fedvitals.probes.activations import Take
 from fedvitals.probes.allowance import STEP_SAMPLES, training_work
@@ -31,10 +30,10 @@ from fedvitals.probes.presets import Planned
 from fedvitals.probes.rank_watch import RankWatch
 from fedvitals.probes.results import Results
 from fedvitals.probes.snapshot import MeasuredUpdate, ParameterSnapshot
-from fedvitals.probes.token_counts import TokenCounts
+from fedvitals.probes.token_counts import count_tokens
 from fedvitals.probes.training_losses import MeasuredLosses, TrainingLosses
 from fedvitals.probes.training_start import equals, fits, on_load
-from fedvitals.probes.view import View, flatten
+from fedvitals.probes.view import View, catch_last_input, flatten
 from fedvitals.probes.weights import weights
 from fedvitals.protocols import Moment, PreparedProbe
 from fedvitals.schedule import always, at_exit
@@ -101,9 +100,8 @@ class ClientSession:
         self._recorded = next(((i, p) for i, p in at_steps if p.probe is gradients), None)
         self._weighed: int | None = None  # which probe is `weights`, if it is due: measured together with the update
         self._recorders: dict[int, tuple[Sequence[Tensor | None], GradientRecorder]] = {}
-        self._stepwise = [
-            (i, p) for i, p in at_steps if p.probe is not gradients and not isinstance(p.probe, PreparedProbe)
-        ]
+        others = [(i, p) for i, p in at_steps if p.probe is not gradients]
+        self._stepwise = [(i, p) for i, p in others if not isinstance(p.probe, PreparedProbe)]
         self._prepared = [(i, p, p.probe.prepare) for i, p in at_steps if isinstance(p.probe, PreparedProbe)]
         self._clip = ClipWatch(view.parameters, confirmed=instruments.clipping_seen and bool(at_steps))
         measure = self._measure if clock is None else self._measure_timed
@@ -115,9 +113,8 @@ class ClientSession:
         self._on_load = None if self._sharded else on_load(view.model, self._loaded, report)
         self._losses = self._watch_losses()
         self._measured_losses: MeasuredLosses | None = None
-        counted = not instruments.preset.brief and view.node is not None
-        self._tokens = TokenCounts(view.model, lambda error: report(error, "counting tokens")) if counted else None
-        self._last_input = _catch_input(view, report) if instruments.wants_inputs and view.data is None else None
+        self._tokens = None if instruments.preset.brief else count_tokens(view, report)
+        self._last_input = catch_last_input(view, report) if instruments.wants_inputs and view.data is None else None
         self._began = self._step_began = time.perf_counter()
         self.cost = self._set_up = self._began - began
         try:
@@ -495,13 +492,3 @@ class ClientSession:
 
 def _report_losses(report: Report, error: Exception) -> None:
     report(error, "training losses")
-
-
-def _catch_input(view: View, report: Report) -> Any:
-    """Keep the input of the last training batch, for probes that need samples and were given no data."""
-
-    def catch(module: Any, inputs: tuple[Any, ...]) -> None:
-        if module.training and inputs and isinstance(inputs[0], Tensor):
-            view.last_input = inputs[0]
-
-    return view.model.register_forward_pre_hook(Hook(catch, lambda error: report(error, "catching a batch")))

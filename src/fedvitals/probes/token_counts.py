@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedvitals.model_hooks import Hook, can_be_hooked
+from fedvitals.probes.view import View
 
 _TOKENS = (torch.int64, torch.int32)
 
@@ -113,3 +114,10 @@ def peak_flops(name: str) -> float | None:
 
 def _is_tokens(part: Any) -> bool:
     return isinstance(part, Tensor) and part.dim() == 2 and part.dtype in _TOKENS
+
+
+def count_tokens(view: View, report: Callable[[Exception, str], None]) -> TokenCounts | None:
+    """Begin to count the tokens that a client's model is given; None for a model that no client has."""
+    if view.node is None:
+        return None
+    return TokenCounts(view.model, lambda error: report(error, "counting tokens"))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fedvitals.errors import UnsuitedError
 from fedvitals.kernels import is_sharded
+from fedvitals.model_hooks import Hook
 from fedvitals.probes.ranks import parameters_of
 from fedvitals.probes.snapshot import ParameterSnapshot, shards_of
 from fedvitals.records import Layer, LayerTable
@@ -149,3 +150,13 @@ def evaluation_without_gradients(model: nn.Module) -> Iterator[None]:
     """Like `evaluation_mode`, without gradients."""
     with evaluation_mode(model), torch.no_grad():
         yield
+
+
+def catch_last_input(view: View, report: Callable[[Exception, str], None]) -> Any:
+    """Keep the input of the last training batch, for probes that need samples and were given no data."""
+
+    def catch(module: Any, inputs: tuple[Any, ...]) -> None:
+        if module.training and inputs and isinstance(inputs[0], Tensor):
+            view.last_input = inputs[0]
+
+    return view.model.register_forward_pre_hook(Hook(catch, lambda error: report(error, "catching a batch")))
