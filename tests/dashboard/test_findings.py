@@ -173,7 +173,8 @@ def test_one_finding_in_full(asking, store):
     raw = {name: found["numbers"][0].pop(name) for name in ("raw_value", "raw_usual")}
     assert raw == pytest.approx({"raw_value": math.exp(1.2) - 0.05, "raw_usual": math.exp(0.3) - 0.05})
     assert found["numbers"][0] == {
-        "name": "loss_before", "title": "fit.loss_before", "compared_as": "log", "value": 1.2, "usual": 0.3,
+        "name": "loss_before", "title": "loss before local training", "unit": "1", "compared_as": "log",
+        "value": 1.2, "usual": 0.3,
         "of": "peers", "score": 9.5, "meaning": "Loss of the received model on own samples, before training.",
     }  # fmt: skip
     assert found["suspects"] == [{"node": "c7", "label": "", "score": 0.96, "reason": "random wrong labels"}]
@@ -369,7 +370,7 @@ def test_a_hostile_finding_is_text_to_the_last_line(shown):
         assert page.locator("main img, main script").count() == 0, case
     ready(page, f"{url}/findings/{quote(keys(store)['CRASH', HOSTILE], safe='')}", "finding")
     assert HOSTILE in page.locator("#error pre").inner_text()
-    link = page.get_by_role("link", name="against the cohort").get_attribute("href")
+    link = page.get_by_role("link", name="against the other clients").get_attribute("href")
     assert link == f"/runs/{RUN}/clients/{quote(HOSTILE, safe='()')}"
 
 

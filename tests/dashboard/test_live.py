@@ -50,10 +50,10 @@ def test_a_page_follows_a_training_without_being_touched(page, tmp_path: Path) -
             page.evaluate("window.untouched = true")
             seen = set()
             until = time.monotonic() + 90
-            while time.monotonic() < until and "round 7/7" not in seen:
+            while time.monotonic() < until and "8/8 rounds" not in seen:
                 seen.add(page.locator(".facts").inner_text().split("\n")[1])
                 page.wait_for_timeout(100)
-            assert "round 7/7" in seen
+            assert "8/8 rounds" in seen
             assert len(seen) >= 3, f"it must have moved: {seen}"
             page.get_by_text("finished").first.wait_for(timeout=1000 * PATIENCE)
         finally:

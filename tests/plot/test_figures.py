@@ -87,7 +87,7 @@ def test_hostile_names_are_only_text(name, store):
 @pytest.mark.thorough
 def test_a_client_against_its_cohort(store):
     said, _ = texts(plot.client(pictured.FULL, "c3", store=store))
-    assert {"loss", "update.norm", "scale.gsc", "c3"} <= set(said)
+    assert {"loss", "update norm", "gradient scale (GSC)", "c3"} <= set(said)
     plot.client(pictured.HOSTILE, pictured.NAMES[1], store=store)
 
 
@@ -144,7 +144,7 @@ def test_one_client_is_no_median(tmp_path):
     assert not any(9.0 in heights and len(heights) > 1 for heights in lines)
     said, _ = texts(figure)
     assert "median client" in said  # at the line itself
-    assert "band: loss, told by 1 to 4 of 4 clients a round" in said
+    assert "band: loss, measured on 1 to 4 of 4 clients" in said
 
 
 def test_what_has_a_sign_has_the_pages_colours():
@@ -229,3 +229,34 @@ def test_nothing_of_pyplot_is_touched(store):
         "assert 'matplotlib.pyplot' not in sys.modules\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, store], check=True)
+
+
+def uneven(path):
+    """A run whose clients are measured now and then, whose accuracy hardly moves, and whose loss ends in NaN."""
+    told = [Run("uneven", "uneven", started=1.7e9)]
+    for number in range(12):
+        told.append(Metric(Where("uneven", number), 1.7e9 + number, "accuracy", 0.103 if number < 6 else 0.095))
+        told.append(Metric(Where("uneven", number), 1.7e9 + number, "loss", 2.0 if number < 8 else float("nan")))
+        asked = ("c0", "c1", "c2", "c3") if number in (0, 4) else ()
+        told += [Metric(Where("uneven", number, node), 1.7e9 + number, "fit.loss_before", 2.0) for node in asked]
+    with open_store(path) as sink:
+        sink.write([stamped(record, "test", place + 1) for place, record in enumerate(told)])
+    return path
+
+
+def test_axes_are_wide_and_no_line_crosses_empty_rounds(tmp_path):
+    path = uneven(tmp_path / "runs.db")
+    accuracy, loss = plot.learning("uneven", store=path).axes
+    low, high = accuracy.get_ylim()
+    assert low >= 0
+    assert high - low >= 0.1
+    assert high <= 1  # 10.3 → 9.5 % is no cliff, and nothing reaches 110 %
+    marks = [line for line in loss.lines if line.get_marker() == "x"]
+    assert [list(line.get_xdata()) for line in marks] == [[8, 9, 10, 11]]
+    assert all(height > 0.9 for line in marks for height in line.get_ydata())  # NaN at the top, never at 0
+    for axes in (*plot.cohort("uneven", "fit.loss_before", nodes=["c1"], store=path).axes, loss):
+        dotted = [line for line in axes.lines if line.get_linestyle() not in ("None", "-")]
+        assert dotted == []
+    early = [text for text in loss.texts if text.get_text() in ("median client", "federation")]
+    assert len(early) == 2
+    assert all(text.arrow_patch is None for text in early)  # no leader across rounds that have no value

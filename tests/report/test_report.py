@@ -139,7 +139,7 @@ def test_hostile_names_are_text(pages):
 
 def test_an_empty_run_says_what_is_missing(pages):
     words = " ".join(Page(pages[pictured.EMPTY]).words)
-    for part in ("Not judged", "No client was seen", "No round was timed", "Neither accuracy nor loss was told"):
+    for part in ("Not judged", "No client was seen", "No round was timed", "Neither accuracy nor loss was measured"):
         assert part in words
 
 

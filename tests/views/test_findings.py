@@ -307,7 +307,7 @@ def test_a_node_in_full(store, capsys):
         "where     c1",
         "when      since round 1",
         "how sure  90%",
-        "update.norm",
+        "update norm",
         "peers",
         "6.1",
         "view      server",

@@ -10,8 +10,9 @@ from fedvitals.diagnosis.finding import finding
 from fedvitals.diagnosis.issues.table import ISSUES
 from fedvitals.records import Action, Finding, Metric, Run, Suspect, Where
 from fedvitals.store import open_reader, open_store
+from fedvitals.views.case_sentences import OF_CLIENTS, OF_THE_RUN
 from fedvitals.views.cases import case_key, case_of, cases_of
-from fedvitals.views.verdict import OF_CLIENTS, OF_THE_RUN, Facts, judge, verdict_of
+from fedvitals.views.verdict import Facts, judge, verdict_of
 from support.conditions import holds_for_each
 
 FACTS = Facts(rounds=40, clients=20, detectors=34, accuracy=0.87)
@@ -87,7 +88,46 @@ def test_the_worst_decides_and_the_others_are_counted():
         label_noise("STRAGGLER", node="c9", number=10),
     )
     assert told.headline == "c2 sends updates that are NaN or infinite, since round 30 (100 %)"
-    assert told.detail == "Accuracy 0.87. 1 other finding, 1 over."
+    assert told.detail == "Accuracy 87 %. 1 other finding, 1 resolved."
+
+
+LOST = (
+    label_noise("NAN_GRADIENT", node="c5", confidence=1.0, since=6, layer="conv1.weight"),
+    label_noise("NAN_WEIGHTS", node=None, confidence=1.0, since=6),
+    label_noise("DIVERGENCE", node=None, confidence=1.0, since=6, severity="critical"),
+)
+CRASHED = label_noise("CRASH", node="c2", confidence=1.0, since=4)
+
+
+@pytest.mark.parametrize("severity", ["warning", "critical"])
+def test_the_headline_says_damage_first_then_who_causes_it_then_others(severity):
+    facts = dataclasses.replace(FACTS, accuracy=0.12, accuracies=((4, 0.4), (5, 0.52), (6, 0.1), (39, 0.12)))
+    told = verdict(dataclasses.replace(CRASHED, severity=severity), *LOST, facts=facts)
+    assert told.headline == "The model was lost in round 6: NaN from c5. c2 also crashes since round 4."
+    assert (told.state, told.node, told.since) == ("ill", "c5", 6)
+    assert told.detail == "Accuracy fell from 52 % to 12 %. 2 consequences."
+
+
+def test_a_model_stays_lost_when_its_culprit_has_left():
+    gone = dataclasses.replace(LOST[0], where=dataclasses.replace(LOST[0].where, round=6))
+    assert verdict(gone, *LOST[1:]).headline == "The model was lost in round 6: NaN from c5."
+    both = label_noise("NAN_UPDATE", node="c9", confidence=1.0, since=8)
+    assert verdict(*LOST, both).headline == "The model was lost in round 6: NaN from c5 and c9."
+
+
+def test_a_model_that_diverges_is_not_called_lost():
+    manipulated = label_noise("BYZANTINE", node="c3", confidence=0.95, since=4)
+    manipulated.evidence["causes"] = [["sign_flip", 0.9]]
+    told = verdict(manipulated, label_noise("DIVERGENCE", node=None, since=7, severity="critical"), CRASHED)
+    words = "manipulated updates (sign flipped?) from c3 since round 4 (95 %)"
+    assert told.headline == f"The model diverges since round 7: {words}. c2 also crashes since round 4."
+    assert verdict(manipulated).headline == "c3 sends manipulated updates (sign flipped?), since round 4 (95 %)"
+
+
+def test_of_equally_severe_troubles_what_harms_the_learning_comes_first():
+    crashed = dataclasses.replace(CRASHED, severity="critical")
+    told = verdict(crashed, label_noise("NAN_UPDATE", node="c5", confidence=1.0, since=6))
+    assert told.headline.startswith("c5 sends updates that are NaN")
 
 
 def test_a_finding_of_a_users_own_speaks_in_its_own_words():
@@ -141,7 +181,8 @@ def test_muted_cases_do_not_decide_and_acknowledged_ones_say_so():
 @pytest.mark.parametrize(
     ("change", "state", "words"),
     [
-        ({"rounds": 0}, "warming", "Too early to judge: no round is complete"),
+        ({"rounds": 0}, "warming", "Waiting for round 0."),
+        ({"rounds": 0, "gaps": ("no client was measured",)}, "warming", "Waiting for round 0."),
         ({"rounds": 2}, "warming", "Too early to judge: 2 rounds so far"),
         ({"rounds": 2, "finished": True}, "warming", "Too short to judge: 2 rounds."),
         ({"detectors": 0}, "unjudged", "Not judged: no detector looked at this run."),
@@ -160,7 +201,7 @@ def test_an_exact_finding_makes_a_run_ill_in_its_first_round():
 
 def test_the_detail_tells_shares_and_what_was_done_and_invents_nothing():
     facts = dataclasses.replace(FACTS, samples={"c7": 50.0, "c1": 150.0, "c2": 800.0})
-    assert verdict(label_noise(), facts=facts).detail == "Accuracy 0.87. c7 holds 5 % of the data."
+    assert verdict(label_noise(), facts=facts).detail == "Accuracy 87 %. c7 holds 5 % of the data."
     why = "The loss is better than the trend before it."
     done = Action(Where("", 9, "c7"), 1.0, "LABEL_NOISE c7", "quarantine", "c7", {"why": why}, "applied")
     told = verdict(label_noise(), facts=dataclasses.replace(facts, actions=[done]))
@@ -218,7 +259,7 @@ def test_from_a_store_as_from_memory(tmp_path):
     with open_reader(path) as reader:
         told = verdict_of(reader, "r")
         assert told.headline == f"{HOSTILE} sends updates like a client with wrong labels, since round 5 (96 %)"
-        assert told.detail.startswith("Accuracy 0.5.")
+        assert told.detail.startswith("Accuracy 50 %.")
         first = {case.node: case for case in cases_of(reader, "r")}
         assert not first["c7"].still_there  # it took part since, and nothing was found
         assert case_of(reader, "r", case_key(first[HOSTILE])).node == HOSTILE

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from fedvitals.cli.screen import new_table, number, shown, sparkline
+from fedvitals.cli.screen import new_table, number, shown, sparkline, with_unit
 
 if TYPE_CHECKING:
     from fedvitals.diagnosis.abstentions import Examined
@@ -88,7 +88,7 @@ def print_card(
         _print_failure(console, failure)
     numbers = _numbers(case)
     if numbers is not None:
-        console.print("  rests on")
+        console.print("  evidence")
         console.print(numbers)
     for name, value in more_of(case):
         console.print(f"  {shown(name.replace('_', ' ')):9} {shown(text_of(value))}", soft_wrap=True)
@@ -129,7 +129,11 @@ def _coloured(severity: str) -> str:
 
 
 def _how_sure(case: Case) -> str:
-    trend = f"  {sparkline(case.confidences)}  first {case.confidences[0]:.0%}" if len(case.confidences) > 1 else ""
+    trend = (
+        f"  {sparkline(case.confidences, unit='share')}  first {case.confidences[0]:.0%}"
+        if len(case.confidences) > 1
+        else ""
+    )
     exact = ", an exact test" if case.issue_entry.exact else ""
     return f"{case.confidence:.0%}{exact}{trend}"
 
@@ -137,17 +141,18 @@ def _how_sure(case: Case) -> str:
 def _numbers(case: Case) -> Any:
     from rich.padding import Padding
 
-    from fedvitals.views.cases import number_of, numbers_of
+    from fedvitals.views.cases import numbers_of
+    from fedvitals.views.findings import number_row
 
     numbers = numbers_of(case)
     if not numbers:
         return None
-    table = new_table("number", ">value", ">usual", "of", ">standard deviations")
+    table = new_table("number", ">value", ">usual", "of", ">σ")
     for row in numbers:
-        value, usual, score = (number_of(row.get(name)) for name in ("value", "usual", "score"))
-        of = "" if usual is None else str(row.get("of", ""))
-        away = "" if score is None else number(score)
-        table.add_row(shown(str(row.get("name"))), number(value), "" if usual is None else number(usual), of, away)
+        known = number_row(row, case)
+        usual = "" if known.raw_usual is None else with_unit(known.raw_usual, known.unit)
+        away = "" if known.score is None else number(known.score)
+        table.add_row(shown(known.title), with_unit(known.raw_value, known.unit), usual, usual and known.of, away)
     return Padding(table, (0, 0, 0, 4))
 
 

@@ -15,8 +15,10 @@ import click
 
 from fedvitals.cli import case_cards, ui
 from fedvitals.cli.options import print_json, store_options
-from fedvitals.cli.screen import new_console, number, seconds, shown, sparkline
+from fedvitals.cli.screen import new_console, number, seconds, shown, sparkline, with_unit
 from fedvitals.errors import MissingExtraError
+from fedvitals.metric_titles import metric_title
+from fedvitals.views.units import percent
 
 if TYPE_CHECKING:
     from fedvitals.diagnosis.evidence.outlier_ranking import Outlier
@@ -118,7 +120,8 @@ def _closing(
     # What a person can type here: scripts/demo runs us from an environment that is not on their path.
     program = "fedvitals" if shutil.which("fedvitals") else shlex.quote(os.path.relpath(sys.argv[0]))
     console.print(
-        f"\n[bold]{settings.clients} clients, {settings.rounds} rounds, accuracy {accuracy:.1%}[/bold], {took:.0f} s"
+        f"\n[bold]{settings.clients} clients, {settings.rounds} rounds, accuracy {percent(accuracy)}[/bold], "
+        f"{took:.0f} s"
     )
     if standing:
         worst = standing[0]
@@ -162,7 +165,7 @@ class _Lines:
 
     def show(self, round_index: int, accuracy: float, _history: Any, standing: Any) -> None:
         first = f", {standing[0].name} stands out {standing[0].score:.1f}×" if standing else ""
-        click.echo(f"round {round_index + 1}/{self._rounds}: accuracy {accuracy:.3f}{first}", err=True)
+        click.echo(f"round {round_index + 1}/{self._rounds}: accuracy {percent(accuracy)}{first}", err=True)
 
 
 class _Live:
@@ -192,14 +195,19 @@ class _Live:
         left = (time.perf_counter() - self._began) / done * (self._rounds - done)
         head = Table.grid(padding=(0, 2))
         head.add_row(
-            f"round {done}/{self._rounds}", ProgressBar(self._rounds, done, width=30), f"accuracy {accuracy:.3f}",
+            f"round {done}/{self._rounds}", ProgressBar(self._rounds, done, width=30), f"accuracy {percent(accuracy)}",
             f"{seconds(left)} left" if done < self._rounds else "done",
         )  # fmt: skip
         signs = Table.grid(padding=(0, 2))
         for name in SIGNS:
             sign = vital_sign(history, name)
             if sign.values:
-                signs.add_row(name, sparkline(sign.values), number(sign.values[-1]), f"[dim]{sign.of}[/dim]")
+                signs.add_row(
+                    metric_title(name),
+                    sparkline(sign.values, unit=sign.unit),
+                    with_unit(sign.values[-1], sign.unit),
+                    f"[dim]{sign.of}[/dim]",
+                )
         clients = Table.grid(padding=(0, 2))
         for client in standing[:4]:
             bar = "█" * min(20, max(1, round(client.score)))

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from fedvitals.views.axis_ends import honest_ends
 from fedvitals.views.units import number, seconds, size, with_unit
 
 if TYPE_CHECKING:
@@ -50,14 +51,14 @@ def new_table(*titles: str, no_wrap: bool = False, **how: Any) -> Table:
     return table
 
 
-def sparkline(values: Sequence[float], width: int = 24) -> str:
+def sparkline(values: Sequence[float], width: int = 24, unit: str = "") -> str:
     """Return values as small blocks, with a gap for what is missing. Long series keep each bucket's last value."""
     if len(values) > width:
         values = [values[(i + 1) * len(values) // width - 1] for i in range(width)]
     finite = [v for v in values if math.isfinite(v)]
     if not finite:
         return "·" * len(values)
-    low, high = min(finite), max(finite)
+    low, high = honest_ends(min(finite), max(finite), unit)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((v - low) * scale)] if math.isfinite(v) else "·" for v in values)
 

@@ -12,6 +12,7 @@ import click
 from fedvitals.cli import case_cards
 from fedvitals.cli.options import opened_run, print_json, run_options
 from fedvitals.cli.screen import new_console, new_table, number, seconds, shown, size, sparkline, with_unit
+from fedvitals.metric_titles import metric_title
 
 if TYPE_CHECKING:
     from fedvitals.store.read.reader import Reader
@@ -129,10 +130,12 @@ def _titled(title: str) -> dict[str, Any]:
 
 
 def _signs(card: Card) -> Any:
-    table = new_table("sign", "of", ">first", ">now", "course", **_titled("Vital signs"))
+    table = new_table("sign", "of", ">first", ">now", "trend", **_titled("Vital signs"))
     for sign in card.signs:
         first, now = (with_unit(sign.values[i], sign.unit) for i in (0, -1))
-        table.add_row(sign.name, f"[dim]{sign.of}[/dim]", first, now, sparkline(sign.values))
+        table.add_row(
+            metric_title(sign.name), f"[dim]{sign.of}[/dim]", first, now, sparkline(sign.values, unit=sign.unit)
+        )
     return table
 
 
@@ -195,6 +198,7 @@ def _events(console: Any, card: Card) -> None:
 
 
 def _show_node(reader: Reader, run: str, node: str, as_json: bool) -> None:
+    from fedvitals.catalog import unit_of
     from fedvitals.store.read import queries
     from fedvitals.views.labels import labels_of, named, node_of
 
@@ -204,7 +208,11 @@ def _show_node(reader: Reader, run: str, node: str, as_json: bool) -> None:
     if as_json:
         print_json("show", {"node": node, "metrics": history})
         return
-    table = new_table("metric", ">first", ">now", "course", **_titled(shown(named(node, labels))))
+    table = new_table("metric", ">first", ">now", "trend", **_titled(shown(named(node, labels))))
     for name, (_, values) in history.items():
-        table.add_row(name, number(values[0]), number(values[-1]), sparkline(values))
+        table.add_row(
+            metric_title(name),
+            *(with_unit(values[i], unit_of(name)) for i in (0, -1)),
+            sparkline(values, unit=unit_of(name)),
+        )
     new_console().print(table)

@@ -16,6 +16,7 @@ from fedvitals.diagnosis.cases import Case
 from fedvitals.errors import MissingExtraError
 from fedvitals.plot.scale import tick
 from fedvitals.plot.style import HAIRLINE, INK, SEVERITY, words
+from fedvitals.views.axis_ends import honest_ends
 from fedvitals.views.units import seconds, size
 
 if TYPE_CHECKING:
@@ -130,6 +131,10 @@ def value_axis(axes: Any, unit: str, which: str = "y") -> None:
     form = formats.get(unit, tick)
     axis = axes.yaxis if which == "y" else axes.xaxis
     axis.set_major_formatter(lambda value, _: form(value))
+    if which == "y":
+        low, high = axes.dataLim.intervaly
+        if np.isfinite([low, high]).all():
+            axes.set_ylim(*honest_ends(low, high, unit))
 
 
 def legend(axes: Any, *entries: Any, **how: Any) -> None:
@@ -182,6 +187,12 @@ def line(axes: Any, rounds: Sequence[int], values: Sequence[float | None], colou
     lone = alone(heights)
     if lone.any():
         axes.plot(np.asarray(rounds)[lone], heights[lone], ".", color=colour, markersize=3.5)
+
+
+def mark_not_finite(axes: Any, rounds: Sequence[int]) -> None:
+    """Mark rounds whose value is NaN or infinite by a black cross at the top: on the floor it would be read as 0."""
+    if rounds:
+        axes.plot(rounds, [0.97] * len(rounds), "x", color=INK, markersize=4, transform=axes.get_xaxis_transform())
 
 
 def alone(values: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.bool_]]:

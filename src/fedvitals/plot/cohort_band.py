@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from fedvitals.metric_titles import metric_title
 from fedvitals.plot import canvas
 from fedvitals.plot.canvas import Figure, drawn
 from fedvitals.plot.scale import End, Height, end_of, label_ends
 from fedvitals.plot.source import Which, check_client, check_sign, opened, suspects
-from fedvitals.plot.style import BLUE, COLOURS, HAIRLINE, VERMILLION, axis_unit, words
+from fedvitals.plot.style import BLUE, COLOURS, VERMILLION, axis_unit, words
 from fedvitals.records import AnyName, is_client, node_name
 from fedvitals.store import Target
 from fedvitals.store.read import queries
@@ -36,10 +37,10 @@ def cohort(run: Which, sign: str = "loss", *, nodes: Sequence[AnyName] | None = 
         matrix, cases = metric_matrix(reader, chosen, sign), cases_of(reader, chosen)
         clients = sum(is_client(node) for node in reader.history(chosen).nodes())
     if not matrix.nodes:
-        return canvas.nothing(f"No client told its {words(sign, 40)}.")
+        return canvas.nothing(f"No client reported its {words(metric_title(sign), 60)}.")
     named = [*map(node_name, nodes)] if nodes is not None else suspects(cases, LINES)
     figure, axes = canvas.panel(2.6)
-    canvas.head(axes, words(sign, 30), f"{LEGEND}; {told_by(band(sign, matrix, POINTS), clients)}")
+    canvas.head(axes, words(metric_title(sign), 50), f"{LEGEND}; {told_by(band(sign, matrix, POINTS), clients)}")
     draw_cohort(axes, sign, matrix, named[:LINES])
     canvas.flags(axes, [case for case in cases if case.node is None or case.node in named])
     canvas.round_axis(axes, matrix.rounds)
@@ -60,14 +61,16 @@ def draw_cohort(axes: Any, sign: str, matrix: Matrix, named: Sequence[str]) -> N
         colour = COLOURS[(place + 1) % len(COLOURS)]  # the first is the cohort's own
         heights = height.of(np.array(values, float))
         if 2 * len(rounds) < len(matrix.rounds):  # told now and then: what lies between is not known
-            axes.plot(rounds, heights, "o:", color=colour, linewidth=0.7, markersize=3.5)
+            axes.plot(rounds, heights, "o", color=colour, markersize=3.5)
         else:
             canvas.line(axes, rounds, heights.tolist(), colour)
         ends += end_of(words(node, 16), colour, rounds, heights)
     height.dress(axes)
     if height.scale == "linear":
         canvas.value_axis(axes, cohort_band.unit)
-    axes.set_ylabel(f"{words(sign, 30)}{axis_unit(cohort_band.unit) if height.scale == 'log' else ''}", labelpad=2)
+    axes.set_ylabel(
+        f"{words(metric_title(sign), 30)}{axis_unit(cohort_band.unit) if height.scale == 'log' else ''}", labelpad=2
+    )
     label_ends(axes, ends)
 
 
@@ -84,16 +87,12 @@ def draw_band(axes: Any, cohort_band: Band, height: Height, colour: str = BLUE, 
         lone = canvas.alone(own)  # a band of one round has no width
         axes.vlines(np.asarray(cohort_band.rounds)[lone], own[lone], top[lone], colour, alpha=alpha, linewidth=3)
     canvas.line(axes, cohort_band.rounds, np.where(few, np.nan, median).tolist(), colour, linewidth=1.0)
-    if few.any():  # leads the eye from one to the next, and says that nothing is known between them
-        kept = np.isfinite(median) & (~few | few.all())
-        axes.plot(np.asarray(cohort_band.rounds)[kept], median[kept], ":", color=colour, linewidth=0.7, alpha=0.6)
     for ends in (low, high):  # of two clients, both
         axes.plot(
             np.asarray(cohort_band.rounds)[few], ends[few], "o", color=colour, alpha=0.45, markersize=3, mfc="none"
         )
     odd = [r for r, count in zip(cohort_band.rounds, cohort_band.clients, strict=True) if not count]
-    if odd:
-        axes.plot(odd, [axes.get_ylim()[0]] * len(odd), "x", color=HAIRLINE, markersize=4)
+    canvas.mark_not_finite(axes, odd)
 
 
 def told_by_few(cohort_band: Band, clients: int = 0) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -108,7 +107,7 @@ def told_by(cohort_band: Band, clients: int) -> str:
     if not counts:
         return f"none of {clients} clients"
     many = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else str(counts[0])
-    return f"{many} of {clients} clients a round"
+    return f"{many} of {clients} clients"
 
 
 def _is_wide(values: np.ndarray[Any, np.dtype[np.float64]]) -> bool:
@@ -136,12 +135,12 @@ def client(run: Which, node: AnyName, *, store: Target = None) -> Figure:
         rounds = reader.history(chosen).rounds()
     shown = {sign: matrix for sign, matrix in matrices.items() if name in matrix.nodes}
     if not shown:
-        return canvas.nothing(f"{words(name)} told none of the usual signs.")
+        return canvas.nothing(f"{words(name)} reported none of the usual signs.")
     lines = -(-len(shown) // 2)
     figure, grid = canvas.sheet(lines, 1.7, 2)
     for axes, (sign, matrix) in zip(grid.flat, shown.items(), strict=False):
         draw_cohort(axes, sign, matrix, [name])
-        canvas.head(axes, sign)
+        canvas.head(axes, words(metric_title(sign), 50))
         canvas.flags(axes, cases)
         canvas.round_axis(axes, rounds, label=False)
     for axes in grid.flat[len(shown) :]:
@@ -166,7 +165,7 @@ def learning(run: Which, *, store: Target = None) -> Figure:
     shown = {name: panel for name, panel in panels.items() if panel[0].rounds or panel[1] is not None}
     if not shown:
         return canvas.nothing(
-            "Neither accuracy nor loss was told.", "monitor.log(accuracy=...) does, or data and loss."
+            "Neither accuracy nor loss was measured.", "monitor.log(accuracy=...) does, or data and loss."
         )
     figure, grid = canvas.sheet(len(shown), 1.9, share_x=True)
     for place, (axes, (name, (own, cohort))) in enumerate(zip(grid[:, 0], shown.items(), strict=True)):
@@ -197,10 +196,11 @@ def _draw(axes: Any, name: str, own: Series, cohort: Band | None, clients: int) 
         known = np.flatnonzero(np.isfinite(middle))
         whose = "clients" if known.size and few[known[-1]] else "median client"
         ends += end_of(whose, BLUE, cohort.rounds, middle)
-        note = f"{'points' if scarce else 'band'}: {cohort.name}, told by {told_by(cohort, clients)}"
+        note = f"{'points' if scarce else 'band'}: {metric_title(cohort.name)}, measured on {told_by(cohort, clients)}"
     if own.rounds:
         heights = height.of(canvas.numbers(own.values))
         canvas.line(axes, own.rounds, heights.tolist(), VERMILLION, linewidth=1.6)
+        canvas.mark_not_finite(axes, own.odd)
         ends += end_of(own.of, VERMILLION, own.rounds, heights)
     canvas.head(axes, name, note)
     unit = own.unit or ("" if cohort is None else cohort.unit)

@@ -55,7 +55,7 @@ def draw_comparison(page: ComparePage) -> Figure:
             axes.axvline(part, color=HAIRLINE, linewidth=0.8, linestyle=(0, (1, 2)))
             if place == 0:
                 axes.annotate(
-                    "they part", (part, 0.02), (2, 0), ("data", "axes fraction"), "offset points", fontsize=SMALL,
+                    "they diverge", (part, 0.02), (2, 0), ("data", "axes fraction"), "offset points", fontsize=SMALL,
                     color=HAIRLINE,
                 )  # fmt: skip
         round_axis(axes, rounds)

@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 from fedvitals.errors import ConfigError, unknown
+from fedvitals.metric_titles import metric_title
 from fedvitals.plot.canvas import Figure, drawn, flags, nothing, round_axis
 from fedvitals.plot.cells import cell_sheet, colour_scale, draw_cells, shades_of
 from fedvitals.plot.source import Which, check_sign, opened
 from fedvitals.plot.style import words
-from fedvitals.stats import FAMILIES, derive, statistics_of
+from fedvitals.stats import FAMILIES, statistics_of
 from fedvitals.store import Target
 from fedvitals.store.read.layer_history import layer_history
 from fedvitals.views.cases import cases_of
 from fedvitals.views.heat import Sort, client_grid
 from fedvitals.views.layers import grid_of
 from fedvitals.views.overview import overview
+from fedvitals.views.shown_statistics import shown_statistic
 
 ROWS, COLUMNS = 100, 400
 SIGNED_STATISTICS = ("mean", "sum", "min", "max", "cosine_mean", "cosine_previous")
@@ -36,10 +38,12 @@ def clients(
         cases = cases_of(reader, chosen)
         cells = None if sign is None else client_grid(reader, chosen, sign, sort=sort, limit=rows, columns=COLUMNS)
     if cells is None or sign is None or not cells.rows:
-        return nothing("No client told anything that could be shown.", "Clients tell in `monitor.client(...)`.")
+        return nothing("No client reported anything that could be shown.", "Clients report in `monitor.client(...)`.")
     shown = f"{len(cells.rows)} of {cells.total_rows} clients" if len(cells.rows) < cells.total_rows else ""
     order = {"worst": "worst first", "value": "largest first", "name": "by name"}[sort]
-    figure, axes, top = cell_sheet(len(cells.rows), words(sign, 40), ", ".join(w for w in (shown, order) if w))
+    figure, axes, top = cell_sheet(
+        len(cells.rows), words(metric_title(sign), 50), ", ".join(w for w in (shown, order) if w)
+    )
     shades = shades_of(cells, signed=sign in SIGNED)
     draw_cells(axes, cells, shades)
     colour_scale(top, shades, cells.unit)
@@ -62,7 +66,7 @@ def layers(run: Which, family: str = "gradient", statistic: str = "", *, store: 
         cases = [case for case in cases_of(reader, chosen) if case.layer is not None or case.node is None]
     if not history.rounds:
         return nothing(f"No statistics of the layers' '{family}' were kept.", 'Monitor(probes="deep") keeps most.')
-    values = derive(family, history.matrix, statistic)
+    values = shown_statistic(family, history.matrix, statistic)
     grid = grid_of(history, values, "", columns=COLUMNS)
     figure, axes, top = cell_sheet(len(grid.rows), f"{family}, {statistic} of each layer", "first layer on top")
     signed = statistic in SIGNED_STATISTICS

@@ -84,20 +84,22 @@ def end_of(name: str, colour: str, places: Sequence[float], heights: Floats) -> 
 
 
 def label_ends(axes: Any, ends: Sequence[End]) -> None:
-    """Write each line's name at its end, moved apart where they would overlap, with a hairline to the line."""
+    """Write each line's name at its end, moved apart where they would overlap, with a hairline to the line.
+
+    A line that stops early has its name where it stops.
+    """
     low, high = axes.get_ylim()
     ordered = sorted(ends, key=lambda end: end[3])
     wanted = [min(1.0, max(0.0, (y - low) / (high - low))) for _, _, _, y in ordered]
     placed = _apart(wanted)
     left, right = axes.get_xlim()
     for (name, colour, x, y), at in zip(ordered, placed, strict=True):
-        early = x < right - 0.1 * (right - left)  # a long leader must not be taken for the line itself
+        early = x < right - max(1.0, 0.05 * (right - left))  # a leader across empty rounds would look like values
         axes.annotate(
-            name, (x, min(high, max(low, y))), (1.05, at), "data", "axes fraction", va="center",
-            annotation_clip=False,
-            arrowprops={
-                "arrowstyle": "-", "linewidth": 0.6, "color": HAIRLINE if early else colour, "relpos": (0, 0.5),
-                "shrinkA": 2, "shrinkB": 3 if early else 0, "linestyle": (0, (1, 3)) if early else "solid",
+            name, (x, min(high, max(low, y))), (x + 0.3, at) if early else (1.05, at), "data",
+            ("data", "axes fraction") if early else "axes fraction", va="center", annotation_clip=False,
+            arrowprops=None if early else {
+                "arrowstyle": "-", "linewidth": 0.6, "color": colour, "relpos": (0, 0.5), "shrinkA": 2, "shrinkB": 0,
             },
         )  # fmt: skip
 

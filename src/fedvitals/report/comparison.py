@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fedvitals import plot
 from fedvitals.plot.comparison import draw_comparison
-from fedvitals.report.findings_part import marked, verdict_card
+from fedvitals.report.findings_part import STATES, marked, verdict_card
 from fedvitals.report.markup import Block, Heading, Pictures, Points, Table, Text, literal
 from fedvitals.report.settings import settings_part
 from fedvitals.store.read import queries
@@ -35,7 +35,7 @@ def comparison(reader: Reader, runs: Sequence[str], pictures: Pictures) -> tuple
         _rows(page),
         pictures.of(
             "comparison",
-            "the runs' courses over the rounds: accuracy, loss, gradient scale, time, bytes",
+            "the runs' trends over the rounds: accuracy, loss, gradient scale, time, bytes",
             lambda: draw_comparison(page),
             "With repeats a line is their mean, its band reaches from the lowest to the highest.",
         ),
@@ -59,7 +59,7 @@ def comparison(reader: Reader, runs: Sequence[str], pictures: Pictures) -> tuple
 def _sides(page: ComparePage, verdicts: Sequence[Verdict]) -> Table:
     rows = tuple(
         (side.letter, literal(side.name, 60), literal(side.runs[0]), str(len(side.runs)), str(side.rounds),
-         str(side.clients), verdict.state)
+         str(side.clients), STATES[verdict.state])
         for side, verdict in zip(page.sides, verdicts, strict=True)
     )  # fmt: skip
     head = ("", "name", "newest run", "runs", "rounds", "clients", "verdict")

@@ -22,7 +22,7 @@ from fedvitals.views.findings import (
     full_finding,
 )
 from fedvitals.views.profile import Profile
-from fedvitals.views.units import number, seconds, whole_percent
+from fedvitals.views.units import number, seconds, whole_percent, with_unit
 from fedvitals.views.verdict import Verdict
 
 FULL = 8  # cases with evidence and advice; the others are lines of a table
@@ -31,11 +31,11 @@ ADVICE = 5  # cases whose first remedy stands among what to do
 SAVING = 0.05  # share of a round that a change must save to be worth naming
 MARKS = {"critical": "■", "warning": "▲", "note": "·"}
 STATES = {
-    "ill": "Ill",
+    "ill": "Problem",
     "watch": "Watch",
-    "healthy": "Healthy",
-    "warming": "Too early to say",
-    "unjudged": "Not fully examined",
+    "healthy": "OK",
+    "warming": "Too early",
+    "unjudged": "Not judged",
 }
 
 
@@ -190,15 +190,15 @@ def _numbers(finding: FullFinding) -> Table | None:
     rows = tuple(
         (
             literal(row.title or row.name, 80) + _ratio(row),
-            number(row.raw_value),
-            "" if row.raw_usual is None else number(row.raw_usual),
+            with_unit(row.raw_value, row.unit),
+            "" if row.raw_usual is None else with_unit(row.raw_usual, row.unit),
             "" if row.usual is None else literal(row.of, 40),
             "" if row.score is None else number(row.score),
             _compared(row),
         )
         for row in finding.numbers[:10]
     )
-    head = ("rests on", "value", "usual", "of", "standard deviations", "compared as")
+    head = ("evidence", "value", "usual", "of", "σ from the others' median", "compared as")
     keep = [i for i in range(len(head)) if i < 2 or any(row[i] for row in rows)]
     return Table(
         "",

@@ -44,8 +44,8 @@ def learning_part(reader: Reader, run: str, card: HealthCard, pictures: Pictures
             "learning",
             "accuracy and loss over the rounds, with the clients' spread",
             lambda: plot.learning((reader, run)),
-            "Band: the clients, min–max and 5–95 %; points where fewer than three told. Marks on top are findings: "
-            "· note, ▲ warning, ■ critical.",
+            "Band: the clients, min–max and 5–95 %; points where fewer than three were measured. Marks on top are "
+            "findings: · note, ▲ warning, ■ critical.",
         ),
     ]
     if rows:
@@ -139,7 +139,7 @@ def clients_part(reader: Reader, run: str, pictures: Pictures) -> list[Block]:
     if page.groups:
         words = "who talks to whom in the newest round"
         blocks.append(pictures.of("topology", words, lambda: plot.topology((reader, run))))
-    words = "directions of the newest round's updates in a plane: who behaves alike"
+    words = "directions of the newest round's updates in a projection: who behaves alike"
     blocks.append(pictures.of("update-map", words, lambda: plot.update_map((reader, run))))
     if page.total > 2:
         words = "cosines between the newest round's updates, clustered"

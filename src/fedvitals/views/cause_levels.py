@@ -34,7 +34,7 @@ def levels_of(case: Case) -> tuple[CauseLevel, ...]:
     levels = case.newest.evidence.get("levels")
     if not isinstance(levels, Mapping):
         return ()
-    wrong, family, cause = levels.get("wrong"), _named(levels.get("family")), _named(levels.get("cause"))
+    wrong, family, cause = levels.get("wrong"), named_chance(levels.get("family")), named_chance(levels.get("cause"))
     if not isinstance(wrong, int | float) or family is None or cause is None:
         return ()
     return (
@@ -79,14 +79,14 @@ def _families(case: Case) -> list[str]:
     """Return the families of the causes that are possible, the likeliest first."""
     chances: dict[str, float] = {}
     causes = case.newest.evidence.get("causes")
-    for kind, chance in filter(None, map(_named, causes if isinstance(causes, list | tuple) else ())):
+    for kind, chance in filter(None, map(named_chance, causes if isinstance(causes, list | tuple) else ())):
         family = FAMILY_OF.get(kind)
         if family is not None:
             chances[family] = chances.get(family, 0.0) + chance
     return sorted((family for family in chances if chances[family] > 0), key=lambda family: -chances[family])
 
 
-def _named(pair: Any) -> tuple[str, float] | None:
+def named_chance(pair: Any) -> tuple[str, float] | None:
     """Return a name with its probability; None where a detector of somebody else's has written something else."""
     if not isinstance(pair, list | tuple) or len(pair) != 2:
         return None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from fedvitals.catalog import CATALOG
 from fedvitals.diagnosis.cases import Case
+from fedvitals.metric_titles import metric_title
 from fedvitals.stats import FAMILIES, PEERS, statistics_of
 from fedvitals.views.cases import numbers_of
 
@@ -242,7 +243,7 @@ def title_of(sign: Sign, layer: str | None) -> str:
     if sign.events:
         return "how often: " + " or ".join(sign.events)
     if not sign.statistic:
-        return sign.name
+        return metric_title(sign.name)
     title = WORDING.get(f"{sign.name}/{sign.statistic}", (f"{sign.name}: {sign.statistic} of {{layer}}", ""))[0]
     return title.replace("{layer}", layer or "the model")
 

@@ -11,10 +11,12 @@ from typing import Any, Literal
 from fedvitals.diagnosis.cases import Case, is_trouble
 from fedvitals.diagnosis.evidence.vital_signs import as_measured
 from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE, RATES, measured_rates
+from fedvitals.metric_titles import metric_title
 from fedvitals.plain_json import copied
 from fedvitals.records import Action, Event
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
+from fedvitals.views.case_sentences import clause, sure
 from fedvitals.views.cases import (
     Brief,
     Marked,
@@ -33,10 +35,10 @@ from fedvitals.views.cases import (
     traceback_of,
 )
 from fedvitals.views.evidence import Evidence, evidence_of
-from fedvitals.views.evidence_signs import COMPARED, meaning_of, sign_of, title_of
+from fedvitals.views.evidence_signs import COMPARED, meaning_of, sign_of, title_of, unit_of
 from fedvitals.views.labels import labels_of
 from fedvitals.views.outline import outline_of
-from fedvitals.views.verdict import Verdict, clause, facts_of, judge, sure
+from fedvitals.views.verdict import Verdict, facts_of, judge
 
 Where = Literal["open", "past", "muted", "acknowledged", "all"]
 LONGEST = 2000  # characters of one piece of evidence
@@ -105,6 +107,7 @@ class NumberRow:
     score: float | None  # robust standard deviations
     raw_value: float | None  # as they were measured, whatever they were compared as
     raw_usual: float | None
+    unit: str  # of these two
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +284,7 @@ def finding_details(reader: Reader, run: str, key: str) -> FindingDetails:
         FindingDetails,
         case.issue_entry,
         case=card(case, marked(reader, run), labels),
-        numbers=tuple(_number(row, case) for row in numbers_of(case)),
+        numbers=tuple(number_row(row, case) for row in numbers_of(case)),
         more=tuple((name.replace("_", " "), text_of(value)[:LONGEST]) for name, value in more_of(case)),
         suspects=tuple(
             SuspectRow(s.node, labels.get(s.node, ""), number_of(s.score), s.reason) for s in case.newest.suspects
@@ -292,14 +295,15 @@ def finding_details(reader: Reader, run: str, key: str) -> FindingDetails:
     )
 
 
-def _number(row: Mapping[str, Any], case: Case) -> NumberRow:
+def number_row(row: Mapping[str, Any], case: Case) -> NumberRow:
+    """Return a number of a finding's evidence with its name for people, as it was measured, and with its unit."""
     name = str(row.get("name"))
     sign = sign_of(name, case)
     value, usual = number_of(row.get("value")), number_of(row.get("usual"))
     as_it_is = sign is None or (not sign.statistic and not sign.events and name not in COMPARED)
     return NumberRow(
         name=name,
-        title=name if sign is None or as_it_is else title_of(sign, PLACES.get(sign.layer, case.layer)),
+        title=metric_title(name) if sign is None or as_it_is else title_of(sign, PLACES.get(sign.layer, case.layer)),
         meaning="" if sign is None else meaning_of(sign),
         compared_as=COMPARED[name][1] if name in COMPARED else "",
         value=value,
@@ -308,6 +312,7 @@ def _number(row: Mapping[str, Any], case: Case) -> NumberRow:
         score=number_of(row.get("score")),
         raw_value=as_measured(name, value),
         raw_usual=as_measured(name, usual),
+        unit="" if sign is None else unit_of(sign),
     )
 
 

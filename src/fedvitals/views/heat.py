@@ -11,7 +11,7 @@ import numpy as np
 from fedvitals.catalog import CATALOG
 from fedvitals.errors import ConfigError, unknown
 from fedvitals.records import natural
-from fedvitals.stats import FAMILIES, derive, statistics_of
+from fedvitals.stats import FAMILIES, statistics_of
 from fedvitals.store.read.layer_history import layer_history
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import failures_by_client
@@ -19,6 +19,7 @@ from fedvitals.views.clients import open_and_past_cases
 from fedvitals.views.cohort import Matrix, matrix_of
 from fedvitals.views.grid import Grid, make_grid
 from fedvitals.views.matrix import metric_matrix
+from fedvitals.views.shown_statistics import measured_layers, shown_statistic
 
 Sort = Literal["worst", "name", "value"]
 
@@ -91,10 +92,11 @@ def layer_grid(
         raise ConfigError(unknown(f"statistic of family '{family}'", statistic, statistics_of(family)))
     known = layer_history(reader, run, family)
     layers, rounds = known.layers, known.rounds
-    values = derive(family, known.matrix, statistic).T if rounds else np.empty((len(layers), 0))
+    values = shown_statistic(family, known.matrix, statistic).T if rounds else np.empty((len(layers), 0))
+    measured = measured_layers(family, known.matrix) if rounds else None
     del known  # its nine numbers of each layer and round are not to be held while the one is put into a grid
     return make_grid(
-        matrix_of(layers, rounds, values),
+        matrix_of(layers, rounds, values, None if measured is None else measured.T),
         rows=list(layers),
         sort="given",
         first=first,

@@ -18,6 +18,7 @@ from fedvitals.store.read.reader import Reader
 from fedvitals.views.cohort import matrix_of
 from fedvitals.views.grid import Grid, make_grid
 from fedvitals.views.series import Numbers, between, json_numbers
+from fedvitals.views.shown_statistics import shown_statistic
 from fedvitals.views.units import number as size
 
 FAMILIES = ("gradient", "gradient.full", "update", "weight", "activation")
@@ -162,7 +163,11 @@ def layers_page(
         raise ConfigError(unknown("node", node, nodes))
     history = layer_history(reader, run, family, node)
     described = _described(reader, run, history.layers)
-    values = derive(family, history.matrix, statistic) if len(history.rounds) else np.empty((0, len(history.layers)))
+    values = (
+        shown_statistic(family, history.matrix, statistic)
+        if len(history.rounds)
+        else np.empty((0, len(history.layers)))
+    )
     gradient = history if family == "gradient" else layer_history(reader, run, "gradient", node)
     weights = [i for i, layer in enumerate(described) if layer.weight]
     profiled = list(range(len(described))) if every_layer or not weights else weights

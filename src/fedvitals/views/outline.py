@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fedvitals.catalog import meaning_of, unit_of
+from fedvitals.metric_titles import metric_title
 from fedvitals.records import Run, is_client, natural
 from fedvitals.stats import CLASS_ROWS, FAMILIES, statistics_of
 from fedvitals.store.marks import Mark, marks
@@ -24,6 +25,7 @@ class Known:
     """A metric that the run has values of."""
 
     name: str
+    title: str  # for people
     unit: str
     meaning: str
 
@@ -39,7 +41,7 @@ class FamilyKnown:
 
 def known_metric(name: str) -> Known:
     """Return a metric in the catalogue's words."""
-    return Known(name, unit_of(name), meaning_of(name))
+    return Known(name, metric_title(name), unit_of(name), meaning_of(name))
 
 
 def known_families(reader: Reader, run: str) -> list[FamilyKnown]:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedvitals.catalog import meaning_of, unit_of
+from fedvitals.metric_titles import metric_title
 from fedvitals.protocols import Node
 from fedvitals.stats import Array
 from fedvitals.store.read.metrics import series_of
@@ -35,6 +36,7 @@ class Series:
     name: str
     node: str | None  # None: the federation
     of: str  # whose values: «federation», «server», «median client», or the node's name
+    title: str  # the name for people
     unit: str
     meaning: str
     rounds: list[int]  # the first of each bucket
@@ -51,6 +53,7 @@ class Band:
     """How a sign was spread over the clients in each bucket of rounds."""
 
     name: str
+    title: str  # the name for people
     unit: str
     meaning: str
     rounds: list[int]
@@ -140,6 +143,7 @@ def bucketed(name: str, node: Node | None, of: str, rounds: Sequence[int], value
         name=name,
         node=node,
         of=of,
+        title=metric_title(name),
         unit=unit_of(name),
         meaning=meaning_of(name),
         rounds=begins,
@@ -182,6 +186,7 @@ def band(name: str, matrix: Matrix, points: int, first: int | None = None, last:
     )
     return Band(
         name=name,
+        title=metric_title(name),
         unit=unit_of(name),
         meaning=meaning_of(name),
         rounds=[int(numbers[begin]) for begin, _ in starts],

@@ -8,10 +8,9 @@ Of what is concluded from likeness, the words say «like»; of what was counted 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from types import MappingProxyType
 from typing import Literal
 
 from fedvitals.diagnosis.abstentions import Examined
@@ -20,17 +19,20 @@ from fedvitals.diagnosis.evidence.faulty_clients import LEARNT
 from fedvitals.diagnosis.evidence.scores import FEWEST
 from fedvitals.diagnosis.gaps import incomplete, no_all_clear
 from fedvitals.plain_json import finite
-from fedvitals.records import Action, Run, natural
+from fedvitals.records import Action, Run
 from fedvitals.store.marks import Mark
 from fedvitals.store.read import queries
 from fedvitals.store.read.metrics import newest_outcomes, values_in_rounds
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.card import detectors_of, setting_of
+from fedvitals.views.case_sentences import clause, joined, manipulation, shortened, sure, unique_names
 from fedvitals.views.cases import actions_about, case_key, cases_of, culprits, key_text, since_of
-from fedvitals.views.cause_levels import CauseLevel, levels_of, what_looks_wrong
+from fedvitals.views.cause_levels import CauseLevel, levels_of
 from fedvitals.views.gaps import examination_of
-from fedvitals.views.labels import labels_of, named, place_of
+from fedvitals.views.labels import labels_of, named
+from fedvitals.views.model_damage import ORIGINS, damage_by
 from fedvitals.views.outline import Outline, outline_of
+from fedvitals.views.units import number, percent
 
 __all__ = ["Facts", "State", "Verdict", "case_key", "facts_in_short", "facts_of", "judge", "verdict_of"]
 
@@ -67,6 +69,7 @@ class Facts:
     false_alarms: float = ALARMS  # allowed per 100 healthy rounds
     accuracy: float | None = None
     loss: float | None = None
+    accuracies: Sequence[tuple[int, float]] = ()  # of the federation, by round
     finished: bool = False
     muted: frozenset[str] = frozenset()  # keys of cases
     acknowledged: frozenset[str] = frozenset()
@@ -85,26 +88,28 @@ def verdict_of(reader: Reader, run: str) -> Verdict:
 
 
 def judge(cases: Sequence[Case], facts: Facts) -> Verdict:
-    """Ill: a warning or worse that is there now. Watch: troubles that are over, or that are hardly any more.
+    """Return the verdict. Ill: a warning or worse that is there now. Watch: troubles that are over, or nearly so.
 
+    Damage to the model is said first, then who causes it, then another trouble; the rest is counted.
     Of notes nothing is told; they are shown on request. What follows from another case speaks through that one.
     """
     counted = [case for case in _roots(cases, facts) if case_key(case) not in facts.muted]
-    now = [case for case in counted if case.still_there]
+    now = [case for case in counted if case.still_there or damage_by(case, cases)]
     ill = [case for case in now if _is_serious_now(case)]
-    over = [case for case in counted if not case.still_there]
+    over = [case for case in counted if case not in now]
     faded = [case for case in now if not _is_serious_now(case)]
     if ill:
-        return _of_cases("ill", "", ill, cases, facts)
+        ruined = [case for case in ill if damage_by(case, cases)]
+        return _of_lost_model(ruined, ill, cases, facts) if ruined else _of_cases("ill", "", ill, cases, facts)
+    if facts.detectors and not facts.rounds and not facts.finished:
+        return Verdict("warming", "Waiting for round 0.", "")
     if (not facts.detectors and not cases) or (facts.gaps and not faded and not over):
         why = no_all_clear(facts.gaps) if facts.detectors else "Not judged: no detector looked at this run."
         return Verdict("unjudged", why, _how_it_stands(facts))
     if facts.rounds < WARM:
         return Verdict("warming", _too_early(facts), _how_it_stands(facts))
-    if faded:
-        return _of_cases("watch", "" if facts.gaps else "Nothing serious now. ", faded, cases, facts)
-    if over:
-        return _of_cases("watch", "" if facts.gaps else "Nothing serious now. ", over, cases, facts)
+    if faded or over:
+        return _of_cases("watch", "" if facts.gaps else "Nothing serious now. ", faded or over, cases, facts)
     return Verdict("healthy", _healthy(cases, facts), _sentences(_how_it_stands(facts), _blind_spots(facts)))
 
 
@@ -122,27 +127,89 @@ def _is_serious_now(case: Case) -> bool:
 
 
 def _of_cases(state: State, opening: str, chosen: Sequence[Case], cases: Sequence[Case], facts: Facts) -> Verdict:
-    worst = min(chosen, key=lambda case: (severity_rank(case.newest.severity), -case.confidence))
-    others = [case for case in chosen if case.issue == worst.issue and case is not worst]
-    same = [worst, *(case for case in others if _alike(case, worst))]
-    beginnings = [begin for case in same if (begin := since_of(case)) is not None]
-    since = min(beginnings, default=None)
+    same = _worst_of(chosen)
+    worst, since = same[0], _since(same)
     sentence = f"{opening}{_in_which_rounds(same, since)}{clause(same, facts.labels)}"
     if since is not None and worst.still_there and f"since round {since}" not in sentence:
         sentence += f", since round {since}"
-    certainty = ("up to " if len({round(case.confidence, 2) for case in same}) > 1 else "") + sure(worst)
-    if all(case_key(case) in facts.acknowledged for case in same):
-        certainty += ", acknowledged"
+    headline = f"{sentence[:1].upper() + sentence[1:] if worst.node is None else sentence} ({_certainty(same, facts)})"
+    return _verdict(state, headline, _detail(_how_it_stands(facts), same, same, cases, facts), worst, since)
+
+
+def _of_lost_model(ruined: Sequence[Case], ill: Sequence[Case], cases: Sequence[Case], facts: Facts) -> Verdict:
+    """«The model was lost in round 6: NaN from c5. c2 also crashes since round 4.»"""
+    same = _worst_of(ruined, [case for case in ill if case.issue in ORIGINS])
+    worst, since, damage = same[0], _since(same), damage_by(same[0], cases)
+    who = joined(unique_names(name for case in same for name in culprits(case)), facts.labels)
+    origin = (
+        ORIGINS[worst.issue].format(who=who, how=manipulation(worst))
+        if worst.issue in ORIGINS
+        else clause(same, facts.labels)
+    )
+    if damage is not None and since is not None and since != damage.since:
+        origin += f" since round {since}"
+    certainty = _certainty(same, facts)
+    origin += "" if certainty == "100 %" else f" ({certainty})"
+    others = [case for case in ill if case not in same]
+    next_worst = _worst_of(others) if others else []
+    headline = f"{damage}: {origin}.{f' {_also(next_worst, facts.labels)}.' if next_worst else ''}"
+    stands = _accuracy_lost(facts, None if damage is None else damage.since) or _how_it_stands(facts)
+    return _verdict("ill", headline, _detail(stands, same, [*same, *next_worst], cases, facts), worst, since)
+
+
+def _worst_of(chosen: Sequence[Case], alike: Sequence[Case] | None = None) -> list[Case]:
+    """Return the worst case, and after it those of `alike` (default: all chosen) that its sentence can name, too.
+
+    Of equally severe ones, what harms the learning comes before what fails in the system.
+    """
+
+    def rank(case: Case) -> tuple[int, bool, float]:
+        return severity_rank(case.newest.severity), case.issue_entry.family == "system", -case.confidence
+
+    worst = min(chosen, key=rank)
+    same = (case for case in (chosen if alike is None else alike) if _said_as(case) == _said_as(worst))
+    return [worst, *(case for case in same if case is not worst and _alike(case, worst))]
+
+
+def _said_as(case: Case) -> str:
+    """Return what cases of one sentence share: the issue, or what ruins the model («NaN from»)."""
+    return ORIGINS[case.issue] if case.issue in ("NAN_UPDATE", "NAN_GRADIENT") else case.issue
+
+
+def _since(same: Sequence[Case]) -> int | None:
+    return min((begin for case in same if (begin := since_of(case)) is not None), default=None)
+
+
+def _also(same: Sequence[Case], labels: Mapping[str, str]) -> str:
+    """«c2 also crashes since round 4»."""
+    words, since = clause(same, labels), _since(same)
+    who = joined(unique_names(case.node for case in same), labels)
+    words = f"{who} also{words[len(who) :]}" if who and words.startswith(f"{who} ") else f"Also: {words}"
+    return words if since is None or f"since round {since}" in words else f"{words} since round {since}"
+
+
+def _certainty(same: Sequence[Case], facts: Facts) -> str:
+    certainty = ("up to " if len({round(case.confidence, 2) for case in same}) > 1 else "") + sure(same[0])
+    acknowledged = all(case_key(case) in facts.acknowledged for case in same)
+    return f"{certainty}, acknowledged" if acknowledged else certainty
+
+
+def _detail(stands: str, same: Sequence[Case], named_cases: Sequence[Case], cases: Sequence[Case], facts: Facts) -> str:
+    """Return what goes with the headline: how good the model is, who holds which data, what was done, what else is."""
+    return _sentences(
+        stands,
+        _share_of_data(same, facts),
+        _what_was_done(same, facts),
+        _others(named_cases, cases, facts),
+        incomplete(facts.gaps).rstrip(".") if facts.gaps else "",
+    )
+
+
+def _verdict(state: State, headline: str, detail: str, worst: Case, since: int | None) -> Verdict:
     return Verdict(
         state,
-        f"{sentence[:1].upper() + sentence[1:] if worst.node is None else sentence} ({certainty})",
-        _sentences(
-            _how_it_stands(facts),
-            _share_of_data(same, facts),
-            _what_was_done(same, facts),
-            _others(same, cases, facts),
-            incomplete(facts.gaps).rstrip(".") if facts.gaps else "",
-        ),
+        headline,
+        detail,
         since=since,
         confidence=worst.confidence,
         node=worst.node,
@@ -179,8 +246,8 @@ def _healthy(cases: Sequence[Case], facts: Facts) -> str:
 def _too_early(facts: Facts) -> str:
     if facts.finished:
         return f"Too short to judge: {_counted(facts.rounds, 'round')}."
-    so_far = f"{_counted(facts.rounds, 'round')} so far" if facts.rounds else "no round is complete"
-    return f"Too early to judge: {so_far}; clients can be compared from {WARM} rounds on."
+    so_far = _counted(facts.rounds, "round")
+    return f"Too early to judge: {so_far} so far; clients can be compared from {WARM} rounds on."
 
 
 # -- what goes with it ------------------------------------------------------------------------------------------------
@@ -188,8 +255,17 @@ def _too_early(facts: Facts) -> str:
 
 def _how_it_stands(facts: Facts) -> str:
     if facts.accuracy is not None:
-        return f"Accuracy {facts.accuracy:.3g}"
-    return "" if facts.loss is None else f"Loss {facts.loss:.3g}"
+        return f"Accuracy {percent(facts.accuracy)}"
+    return "" if facts.loss is None else f"Loss {number(facts.loss)}"
+
+
+def _accuracy_lost(facts: Facts, since: int | None) -> str:
+    """«Accuracy fell from 52 % to 12.3 %», from the best before a round to now; empty where it did not fall."""
+    before = [accuracy for round_index, accuracy in facts.accuracies if since is not None and round_index < since]
+    best = max((accuracy for accuracy in before if math.isfinite(accuracy)), default=None)
+    if best is None or facts.accuracy is None or facts.accuracy >= best:
+        return ""
+    return f"Accuracy fell from {percent(best)} to {percent(facts.accuracy)}"
 
 
 def _blind_spots(facts: Facts) -> str:
@@ -197,7 +273,7 @@ def _blind_spots(facts: Facts) -> str:
     if facts.clients < FEWEST:
         return f"With fewer than {FEWEST} clients nobody can be compared with the others"
     if facts.accuracy is not None and facts.accuracy < LEARNT:
-        return f"Wrong labels cannot be seen before the model has an accuracy of {LEARNT}"
+        return f"Wrong labels cannot be seen before the model has an accuracy of {percent(LEARNT)}"
     return ""
 
 
@@ -235,7 +311,7 @@ def _others(same: Sequence[Case], cases: Sequence[Case], facts: Facts) -> str:
     parts = [_counted(serious, "other finding")] if serious else []
     below = sum(is_trouble(case) for case in cases) - len(_roots(cases, facts))
     parts += [_counted(below, "consequence")] if below else []
-    parts += [f"{over} over"] if over else []
+    parts += [f"{over} resolved"] if over else []
     parts += [f"{muted} muted"] if muted else []
     return ", ".join(parts)
 
@@ -264,10 +340,16 @@ def facts_of(reader: Reader, run: str, outline: Outline | None = None, cases: Se
         facts_in_short(reader, known.settings, len(known.rounds), len(clients), known.marks),
         accuracy=finite(outcomes["accuracy"]),
         loss=finite(outcomes["loss"]),
+        accuracies=_accuracies(known),
         samples={} if cases == [] else _samples(reader, run, known.rounds, clients),
         actions=[] if cases == [] else queries.records(reader, run, Action),
         labels=labels_of(reader, run),
     )
+
+
+def _accuracies(outline: Outline) -> list[tuple[int, float]]:
+    measured = outline.outcomes.get(("accuracy", None)) or outline.outcomes.get(("accuracy", "server"))
+    return list(zip(*measured, strict=True)) if measured else []
 
 
 def facts_in_short(reader: Reader, run: Run, rounds: int, clients: int, marks: Sequence[Mark]) -> Facts:
@@ -308,125 +390,3 @@ def _allowed(run: Run) -> float:
     """How many false alarms per 100 healthy rounds the run's monitor was set to."""
     allowed = setting_of(run, "false_alarms", ALARMS)
     return float(allowed) if isinstance(allowed, int | float) else ALARMS
-
-
-# Issue → what one client does, and what several do. «{layer}» is filled in where the case has one.
-OF_CLIENTS = {
-    "LABEL_NOISE": ("sends updates like a client with wrong labels", "send updates like clients with wrong labels"),
-    "LABEL_FLIP": (
-        "behaves as if one class were labelled as another",
-        "behave as if one class were labelled as another",
-    ),
-    "INPUT_NOISE": ("sends updates like a client with noisy inputs", "send updates like clients with noisy inputs"),
-    "INPUT_SCALE": (
-        "behaves as if its inputs were on another scale",
-        "behave as if their inputs were on another scale",
-    ),
-    "MISSING_CLASSES": ("lacks classes that the others have", "lack classes that the others have"),
-    "BYZANTINE": ("sends updates that training does not give", "send updates that training does not give"),
-    "STALE_UPDATE": ("sends updates that start from an old model", "send updates that start from an old model"),
-    "FREE_RIDER": ("sends updates without training", "send updates without training"),
-    "DUPLICATE_UPDATE": ("sends the same update as another client", "send the same updates as other clients"),
-    "WRONG_SAMPLE_COUNT": ("claims a wrong number of samples", "claim wrong numbers of samples"),
-    "WRONG_LEARNING_RATE": (
-        "trains as if with a learning rate of its own",
-        "train as if with learning rates of their own",
-    ),
-    "FROZEN_LAYER": ("does not train {layer}", "do not train {layer}"),
-    "UNUSUAL_CLIENT": ("is unlike its peers, the cause is unclear", "are unlike their peers, the cause is unclear"),
-    "NAN_WEIGHTS": ("has weights that are NaN or infinite", "have weights that are NaN or infinite"),
-    "NAN_UPDATE": ("sends updates that are NaN or infinite", "send updates that are NaN or infinite"),
-    "NAN_GRADIENT": ("has gradients that are NaN or infinite", "have gradients that are NaN or infinite"),
-    "WEIGHT_EXPLOSION": ("has weights that grow without bound", "have weights that grow without bound"),
-    "GROUP_LEFT_BEHIND": ("is badly served by the global model", "are badly served by the global model"),
-    "DOMINANT_CLIENT": ("decides the average nearly alone", "decide the average nearly alone"),
-    "BATCH_NORM_STATISTICS": ("has broken running statistics", "have broken running statistics"),
-    "SHAPE_OR_DTYPE_MISMATCH": ("sends updates that do not fit the model", "send updates that do not fit the model"),
-    "EXPLODING_GRADIENT": ("has gradients that explode", "have gradients that explode"),
-    "VANISHING_GRADIENT": ("has gradients that vanish", "have gradients that vanish"),
-    "COMMUNICATION_FAILURE": ("loses its messages on the way", "lose their messages on the way"),
-    "TIMEOUT": ("misses the deadline", "miss the deadline"),
-    "STRAGGLER": ("is far slower than the others", "are far slower than the others"),
-    "DROP_OUT": ("has left", "have left"),
-    "CRASH": ("fails with an error", "fail with an error"),
-    "OUT_OF_MEMORY": ("runs out of memory", "run out of memory"),
-    "MEMORY_LEAK": ("keeps more memory from round to round", "keep more memory from round to round"),
-    "DISK_FULL": ("has a full disk", "have full disks"),
-    "CLOCK_SKEW": ("has a wrong clock", "have wrong clocks"),
-    "TELEMETRY_LOST": ("loses its telemetry", "lose their telemetry"),
-}
-
-# Issue → what is wrong with the run as a whole, where its title does not say so by itself.
-OF_THE_RUN = {
-    "NAN_WEIGHTS": "The global weights are NaN or infinite",
-    "GROUP_LEFT_BEHIND": "The global model does not serve some clients",
-    "BATCH_NORM_STATISTICS": "The running statistics of the global model are broken",
-    "DROP_OUT": "Most clients are not connected",
-    "CRASH": "Rounds fail with an error",
-    "OUT_OF_MEMORY": "The server runs out of memory",
-    "DISK_FULL": "The server's disk is full",
-    "STALLED": "A round stands still",
-}
-NAMED = 2  # of several culprits; the others are counted
-LONGEST = 200  # characters of a message that somebody else wrote
-
-
-def clause(same: Sequence[Case], labels: Mapping[str, str]) -> str:
-    """Cases of one issue as one main clause, the worst first; without since-when and how-sure."""
-    worst = same[0]
-    layers = _unique(case.layer for case in same)
-    if worst.issue not in OF_CLIENTS and worst.issue_entry.family == "user":
-        return _own_words(worst, labels)
-    who = _unique(case.node or case.group for case in same)
-    suspects = _unique(suspect.node for suspect in worst.newest.suspects)
-    if not who and worst.issue == "GROUP_LEFT_BEHIND" and suspects:
-        return f"The global model does not serve {joined(suspects, labels)}"
-    if worst.issue == "STALLED" and suspects and worst.still_there:
-        return f"A round stands still and waits for {joined(suspects, labels)}"
-    if not who or worst.issue not in OF_CLIENTS:
-        words = OF_THE_RUN.get(worst.issue, worst.issue_entry.title)
-        words = f"{words}, on {joined(who, labels)}" if who else words
-    else:
-        whole_group = worst.node is None
-        subject = f"nearly all of {joined(who)}" if whole_group else joined(who, labels)
-        several = len(who) > 1 or whole_group
-        words = what_looks_wrong(worst, subject, several=several) or f"{subject} {OF_CLIENTS[worst.issue][several]}"
-    layer = f"layer{'s' * (len(layers) > 1)} {joined(layers)}" if layers else "a layer"
-    if "{layer}" in words:
-        return words.replace("{layer}", layer)
-    return f"{words}, in {layer}" if layers else words
-
-
-def joined(names: Sequence[str], labels: Mapping[str, str] = MappingProxyType({})) -> str:
-    """«c3», «c3 and c7», «c3, c7 and 2 more»; in the order of their names."""
-    known = [named(name, labels) for name in sorted(names, key=natural)]
-    if len(known) <= NAMED:
-        return " and ".join(known)
-    left = len(known) - NAMED
-    return f"{', '.join(known[:NAMED])} and {left} more"
-
-
-def sure(case: Case) -> str:
-    """«96 %»; only what an exact test says, or a user's own rule, is called certain."""
-    certain = case.issue_entry.exact or case.issue_entry.family == "user"
-    if case.confidence >= 0.995 and not (certain and case.confidence == 1):
-        return "over 99 %"
-    return f"{100 * case.confidence:.0f} %"
-
-
-def shortened(text: str, longest: int = LONGEST) -> str:
-    """On one line, and no longer than a sentence may be."""
-    line = " ".join(text.split())
-    return line if len(line) <= longest else line[: longest - 1].rstrip() + "…"
-
-
-def _own_words(case: Case, labels: Mapping[str, str]) -> str:
-    """Of a user's own issue nothing is known but what its finding says."""
-    words = shortened(case.newest.message).rstrip(".") or case.issue
-    return (
-        words if case.place == "the whole run" or (case.node or "") in words else f"{place_of(case, labels)}: {words}"
-    )
-
-
-def _unique(names: Iterable[str | None]) -> list[str]:
-    return list(dict.fromkeys(name for name in names if name))

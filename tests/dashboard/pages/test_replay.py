@@ -54,13 +54,13 @@ def test_one_scrubs_over_the_rounds(site, page):
 def test_an_address_leads_to_a_round_and_a_client_and_what_if(site, page):
     url, run = site
     ready(page, f"{url}/runs/{run}/replay?round={LAST}&node={NOISY}", "replay")
-    page.get_by_role("heading", name=f"{NOISY} against the cohort").wait_for()
+    page.get_by_role("heading", name=f"{NOISY} against the other clients").wait_for()
     assert f"goto {LAST}; into {NOISY}" in page.locator("main").inner_text()
     page.locator("#whatif .said", has_text="bit by bit").wait_for()
     page.get_by_label(f"What if without {NOISY}").check()
     page.wait_for_url(f"**drop={NOISY}")
     page.locator("#whatif .said", has_text=f"Without {NOISY}, the model would have gone").wait_for()
-    page.get_by_label("put together by").select_option("median")
+    page.get_by_label("aggregation").select_option("median")
     page.locator("#whatif .said", has_text="by median").wait_for()
     page.keyboard.press("Escape")
     page.get_by_role("link", name=f"← round {LAST - 1}").click()
@@ -78,7 +78,7 @@ def test_replay_this_opens_the_round_and_the_suspect(site, page):
     page.wait_for_load_state("networkidle")
     assert EVIL in page.locator("main").inner_text()
     assert page.locator("img").count() == 0
-    assert page.get_by_role("heading", name=f"{EVIL} against the cohort").count() == 1
+    assert page.get_by_role("heading", name=f"{EVIL} against the other clients").count() == 1
 
 
 def test_a_page_without_a_tape_says_how_to_get_one(site, page):

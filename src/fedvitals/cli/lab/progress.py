@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 import click
 
 from fedvitals.cli.screen import new_progress
+from fedvitals.metric_titles import metric_title
+from fedvitals.views.units import number, percent
 
 if TYPE_CHECKING:
     from fedvitals.lab import Experiment, Round
@@ -48,17 +50,17 @@ class Alarms:
                 self.first = self.first or record.message
 
 
-def quality_of(metrics: Mapping[str, float], accuracy: str = ".1%") -> str:
-    """Return how good a round's model is, in words: its accuracy in this format, or its loss for a task without one."""
+def quality_of(metrics: Mapping[str, float]) -> str:
+    """Return how good a round's model is, in words: its accuracy, or its loss for a task without one."""
     quality = ""
     for prefix in ("", "local."):  # of a model with parts at home there are local tests alone
         if f"{prefix}accuracy" in metrics:
-            quality = f"{prefix}accuracy {metrics[f'{prefix}accuracy']:{accuracy}}"
+            quality = f"{metric_title(f'{prefix}accuracy')} {percent(metrics[f'{prefix}accuracy'])}"
         elif f"{prefix}loss" in metrics:
-            quality = f"{prefix}loss {metrics[f'{prefix}loss']:.4g}"
+            quality = f"{metric_title(f'{prefix}loss')} {number(metrics[f'{prefix}loss'])}"
         if quality:
             break
-    attack = f", attack's success {metrics['attack.success']:{accuracy}}" if "attack.success" in metrics else ""
+    attack = f", attack's success {percent(metrics['attack.success'])}" if "attack.success" in metrics else ""
     return quality + attack
 
 
@@ -83,7 +85,7 @@ class Progress:
 
     def show(self, done: Round) -> None:
         self.done = done.number + 1
-        quality = quality_of(done.metrics, ".3f")
+        quality = quality_of(done.metrics)
         if self._bar is None:
             click.echo(f"round {self.done}/{self._rounds}: {quality} ({done.seconds:.2f} s)", err=True)
         else:

@@ -247,5 +247,5 @@ def _reached(console: Any, profile: Profile) -> None:
     if table.rows:
         console.print(table)
     if missed:
-        best_text = "nothing finite" if best is None else f"{best:.3g}"
+        best_text = "nothing finite" if best is None else with_unit(best, "share")
         console.print(f"[bold]{', '.join(missed)}[/bold] accuracy not reached: best {best_text}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from fedvitals.cli.bars import percent
-from fedvitals.cli.screen import APART, new_table, seconds, shown, shown_node, size
+from fedvitals.cli.screen import APART, new_table, seconds, shown, shown_node, size, with_unit
 from fedvitals.diagnosis.memory_fit import DeviceFit, device_table
 from fedvitals.errors import ConfigError, MissingExtraError
 from fedvitals.views.machine import Memory
@@ -115,11 +115,13 @@ def print_tried(console: Any, profile: Profile, tried: list[RemedyTrial]) -> Non
         table.add_row(shown(trial.remedy.name), seconds(trial.predicted), seconds(trial.measured), gain, marked)
     console.print(table)
     if any(map(costs, tried)):
-        console.print(f"[dim]! costs more than {COSTLY:g} of accuracy, after as many updates; these come last[/dim]")
+        console.print(
+            f"[dim]! costs more than {percent(COSTLY)} of accuracy, after as many updates; these come last[/dim]"
+        )
 
 
 def _score(value: float | None) -> str:
-    return "?" if value is None else f"{value:.2f}"
+    return "?" if value is None else with_unit(value, "share")
 
 
 def print_devices(console: Any, memory: Memory, rows: list[DeviceFit]) -> None:

@@ -20,6 +20,7 @@ from fedvitals.catalog import CATALOG, meaning_of, unit_of
 from fedvitals.diagnosis.cases import Case
 from fedvitals.diagnosis.evidence.outlier_ranking import FEWEST, robust_scores
 from fedvitals.errors import ConfigError
+from fedvitals.metric_titles import metric_title
 from fedvitals.plain_json import copied, finite
 from fedvitals.records import FAILURES as FAILED
 from fedvitals.records import Event, natural
@@ -58,6 +59,7 @@ class Fact:
     """A number that a client told, beside the median of all that told it in that round."""
 
     name: str
+    title: str  # the name for people
     unit: str
     meaning: str
     value: float | None
@@ -177,7 +179,7 @@ def client_verdict(row: ClientRow, cases: Sequence[Case], facts: Facts) -> Clien
 def _detail(row: ClientRow, facts: Facts) -> str:
     parts = [f"{row.attended} of {facts.rounds} rounds attended"]
     if row.score is not None:
-        parts.append(f"{number(row.score)} robust deviations from its peers ({row.why})")
+        parts.append(f"{number(row.score)} σ from the other clients' median ({row.why})")
     if row.failures:
         parts.append(f"{row.failures} failure{'s' * (row.failures != 1)}")
     return "; ".join(parts) + "."
@@ -193,7 +195,18 @@ def _facts(reader: Reader, run: str, node: str) -> list[Fact]:
         cohort = values_of_nodes(reader, run, name, round_index, clients)
         known = [v for v in cohort.values() if math.isfinite(v)]
         middle = float(np.median(known)) if len(known) > 1 and CATALOG[name].unit != "class" else None
-        facts.append(Fact(name, unit_of(name), meaning_of(name), finite(value), round_index, middle, len(cohort)))
+        facts.append(
+            Fact(
+                name,
+                metric_title(name),
+                unit_of(name),
+                meaning_of(name),
+                finite(value),
+                round_index,
+                middle,
+                len(cohort),
+            )
+        )
     return facts
 
 
@@ -264,7 +277,7 @@ class ClientSign:
     value: float | None  # the newest; None: NaN or infinite
     median: float | None  # of all clients in that round
     round: int | None
-    z: float | None  # robust deviations from the median; None: too few peers, or not finite
+    z: float | None  # σ from the other clients' median; None: too few peers, or not finite
     odd: bool  # the newest value is NaN or infinite
 
 

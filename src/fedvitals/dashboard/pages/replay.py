@@ -19,9 +19,9 @@ from fedvitals.errors import FedvitalsError
 from fedvitals.store import Target
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
+from fedvitals.views.case_sentences import clause
 from fedvitals.views.cases import case_key, cases_of, text_of
 from fedvitals.views.labels import labels_of
-from fedvitals.views.verdict import clause
 
 if TYPE_CHECKING:
     from fedvitals.replay.tape.journal import RoundEntry

@@ -52,7 +52,7 @@ def commands_of(here: Here, coverage: RoundCoverage, cases: Sequence[Case]) -> t
         return ()
     node, number = here.node, here.round
     commands = [
-        Command("prove this round, digest by digest", f"{here.replay} --verify --rounds {number}-{number}"),
+        Command("verify this round exactly", f"{here.replay} --verify --rounds {number}-{number}"),
         Command("step through it", f"{here.replay} -c {shlex.quote(f'goto {number}')}"),
     ]
     if node and here.answered:

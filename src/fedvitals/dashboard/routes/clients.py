@@ -96,7 +96,7 @@ def map_of_updates(
     request: Request,
     run: RunPath,
     round: Annotated[int | None, Query(ge=-(2**62), le=2**62, description="None: the newest.")] = None,  # noqa: A002
-    node: Annotated[str | None, Query(max_length=1000, description="Whose trail is told.")] = None,
+    node: Annotated[str | None, Query(max_length=1000, description="Whose path is returned.")] = None,
     plane: Annotated[Kind, Query(description="That all rounds share, or the round's own.")] = "run",
 ) -> Response:
     """The updates of a round in a plane, and their cosines."""

@@ -78,7 +78,7 @@ def get_topology(
         int | None, Query(alias="round", ge=-FURTHEST, le=FURTHEST, description="None: the newest.")
     ] = None,
     most: Annotated[
-        int | None, Query(ge=1, le=5000, description="Of more nodes, clients that are well are counted.")
+        int | None, Query(ge=1, le=5000, description="Of more nodes, clients without findings are counted.")
     ] = None,
 ) -> Response:
     """Who talked to whom in a round, how much, and who was ill."""

@@ -53,6 +53,12 @@ export function exact(value) {
   return unusual(value) ?? String(value).replace("-", MINUS);
 }
 
+/** Every digit in the unit that people read it in: «93.5933148 %» of a share. */
+export function exactly(value, unit) {
+  if (unit !== "share" || unusual(value) !== null) return exact(value);
+  return `${exact(Number((100 * value).toPrecision(12)))}${THIN}%`;
+}
+
 function prefixed(size, unit) {
   let step = 0;
   // 999.9 would round to «1000 kB»: take the next prefix there.

@@ -2,7 +2,7 @@
 // Lengths side by side: one bar a thing, its name a link, its value in words.
 
 import { severityColour, severityFill, severityRank, theme } from "../colour.js";
-import { exact, withUnit } from "../format.js";
+import { exactly, withUnit } from "../format.js";
 import { createFrame } from "./frame.js";
 import { picking } from "./picking.js";
 import { shape } from "./pen.js";
@@ -89,7 +89,7 @@ function paint(pen, box, state, options) {
 }
 
 function tip(bar, options) {
-  const rows = [{ name: "value", value: exact(bar.value) }];
+  const rows = [{ name: "value", value: exactly(bar.value, options.unit) }];
   if (size(bar.of)) rows.push({ name: "of", value: withUnit(bar.of, options.unit) });
   return { head: bar.name, rows: [...rows, ...severityRow(bar.severity)], foot: bar.text ?? "" };
 }

@@ -2,7 +2,7 @@
 // Rows × rounds on canvas: clients or layers against time. Only the rows in sight are drawn; names are links.
 
 import { theme } from "../colour.js";
-import { brief, exact, number, withUnit } from "../format.js";
+import { brief, exactly, number, withUnit } from "../format.js";
 import { ABSENT, hatching, paintCells, SAID, scaleFor, VALUE } from "./cells.js";
 import { shortest32 } from "./download.js";
 import { createFrame } from "./frame.js";
@@ -239,7 +239,7 @@ function marked(state, axis, options) {
 function tip(state, axis, options) {
   const cell = cellAt(state, axis);
   if (!cell) return null;
-  const value = cell.state === VALUE ? exact(cell.value) : SAID[cell.state];
+  const value = cell.state === VALUE ? exactly(cell.value, options.unit) : SAID[cell.state];
   const unit = cell.state === VALUE && ["bytes", "seconds"].includes(options.unit) ? ` (${withUnit(cell.value, options.unit)})` : "";
   const rows = [{ name: options.unit && options.unit !== "1" ? options.unit : "value", value: value + unit }];
   for (const mark of state.marks) {

@@ -7,6 +7,7 @@ import { textSize, textWidth } from "./pen.js";
 import { swatch } from "./tip.js";
 
 const line = () => textSize() + 2; // pixels that a label takes
+const NEAR = 12; // pixels from the right end, within which a line is led to its name
 
 /** Moves labels apart so that none covers another and none leaves [top, bottom]; keeps their order. */
 export function spread(labels, top, bottom) {
@@ -38,13 +39,15 @@ export function roomFor(count, box) {
 export function paintEndLabels(pen, box, labels) {
   const colours = theme();
   for (const label of spread(labels, box.y0 + 4, box.y1)) {
-    const x = box.x1 + 8;
-    if (Math.abs(label.at - label.y) > 3) {
-      pen.path([[(label.x ?? box.x1) + 2, label.y, x - 2, label.at]], { stroke: label.colour, width: 0.75, opacity: 0.7 });
+    const end = label.x ?? box.x1;
+    const early = end < box.x1 - NEAR; // a leader across empty rounds would look like values
+    const x = (early ? end : box.x1) + 8;
+    if (Math.abs(label.at - label.y) > 3 && !early) {
+      pen.path([[end + 2, label.y, x - 2, label.at]], { stroke: label.colour, width: 0.75, opacity: 0.7 });
     }
     pen.link(label.href, (inner) => {
       inner.text(x, label.at + 4, label.name, {
-        fill: label.faint ? colours.ink2 : readable(label.colour, colours), room: box.width - x - 2,
+        fill: label.faint ? colours.ink2 : readable(label.colour, colours), room: box.width - x - 2, halo: early ? colours.paper : undefined,
       });
     });
   }

@@ -79,10 +79,10 @@ function paintSeries(pen, series, drawn, colours, box) {
   return course;
 }
 
-/** NaN: a struck ring on the floor; infinities: a triangle at the end that they left through. */
+/** NaN: a struck ring at the top, since on the floor it would be read as 0; infinities: a triangle at the end that they left through. */
 function paintOdd(pen, box, x, kind, colour, colours) {
   if (kind === "nan") {
-    const y = box.y1 - 6;
+    const y = box.y0 + 5;
     pen.disc(x, y, 3.5, { fill: colours.paper, stroke: colours.ink, width: 1.25 });
     pen.line(x - 2.5, y + 2.5, x + 2.5, y - 2.5, { stroke: colours.ink, width: 1.25 });
     return;

@@ -2,7 +2,7 @@
 // What the values of a line chart come to: a colour, the ends of the axis, the value at a round, the last one.
 
 import { seriesColour } from "../colour.js";
-import { extent, linear, log } from "./scales.js";
+import { extent, honestEnds, linear, log } from "./scales.js";
 import { firstAt, indexAt } from "./tracks.js";
 
 const FAR = 3; // how many spans the extremes of a cohort may stretch the axis
@@ -42,10 +42,7 @@ export function scaleOf(state, box, options) {
   state.beyond = beyond;
   const count = Math.max(2, (box.y1 - box.y0) / 34);
   if (kind === "linear") {
-    const room = (to - from) * 0.06 || 0;
-    // Zero is a floor that people know: a value that cannot be negative does not get an axis that is.
-    const floor = from >= 0 && from - room < 0 ? 0 : from - room;
-    return linear(floor, to + room, box.y1, box.y0, count);
+    return linear(...honestEnds(from, to, options.unit), box.y1, box.y0, count);
   }
   return log(from / 1.15, to * 1.15, box.y1, box.y0, { zero: kind === "log0", count });
 }

@@ -2,7 +2,7 @@
 // What a line chart says: under the pointer, aloud, as a label and as a table.
 
 import { theme } from "../colour.js";
-import { exact, NONE, number, withUnit } from "../format.js";
+import { NONE, exactly, number, withUnit } from "../format.js";
 import { colourOf, lastOf, valueAt } from "./lines_values.js";
 import { flagRows } from "./rounds.js";
 
@@ -33,25 +33,25 @@ export function tip(state, axis, options) {
     if (value === undefined && state.series.length > 6) continue;
     const [low, high] = one.low ? [valueAt(one, one.low, round), valueAt(one, one.high, round)] : [];
     const spread = low !== undefined && low !== high ? `  (${number(low)} to ${number(high)})` : "";
-    rows.push({ colour: colourOf(one, colours), name: one.name, value: exactly(value, options) + spread });
+    rows.push({ colour: colourOf(one, colours), name: one.name, value: inFull(value, options) + spread });
   }
   for (const one of state.bands) {
     const [min, p5, median, p95, max] = ["min", "p5", "median", "p95", "max"].map((name) => valueAt(one, one[name], round));
-    rows.push({ colour: one.colour ?? colours.ink2, name: `${one.name} median`, value: exactly(median, options) });
+    rows.push({ colour: one.colour ?? colours.ink2, name: `${one.name} median`, value: inFull(median, options) });
     if (p5 !== undefined && p5 !== null) rows.push({ name: "5 % to 95 %", value: `${number(p5)} to ${number(p95)}` });
-    if (min !== undefined && min !== null) rows.push({ name: "smallest, largest", value: `${number(min)}, ${number(max)}` });
+    if (min !== undefined && min !== null) rows.push({ name: "smallest, largest", value: `${withUnit(min, options.unit)}, ${withUnit(max, options.unit)}` });
   }
   return { head: roundName(state, axis, round), rows: [...rows, ...flagRows(state.flags, round)] };
 }
 
-function exactly(value, options) {
+function inFull(value, options) {
   if (value === undefined || value === null) return "–";
   return options.digits ? number(value, options.digits) : withPlain(value, options.unit);
 }
 
 /** Every digit; with the readable form beside it where a unit changes the figure. */
 function withPlain(value, unit) {
-  return unit === "bytes" || unit === "seconds" || unit === "bytes/s" ? withUnit(value, unit) : exact(Number(value.toPrecision(9)));
+  return unit === "bytes" || unit === "seconds" || unit === "bytes/s" ? withUnit(value, unit) : exactly(Number(value.toPrecision(9)), unit);
 }
 
 export function spoken(state, axis, unit) {

@@ -21,6 +21,24 @@ export function niceTicks(low, high, count) {
   return found;
 }
 
+const LEAST = { share: 0.1 }; // of an axis in a unit, from its floor to its top
+const LEAST_PART = 0.1; // of the largest value, in any other unit
+
+/**
+ * The ends of a linear axis around values from `low` to `high`: wide enough that a small change stays a small slope,
+ * and never beyond what the unit allows (a share reaches no 110 %, what is never negative has its floor at 0).
+ */
+export function honestEnds(low, high, unit) {
+  if (!Number.isFinite(low) || !Number.isFinite(high)) return [low, high];
+  const least = LEAST[unit] ?? LEAST_PART * Math.max(Math.abs(low), Math.abs(high));
+  const missing = Math.max(0, least - (high - low)) / 2;
+  const room = (high - low) * 0.06;
+  let [from, to] = [low - Math.max(missing, room), high + Math.max(missing, room)];
+  if (low >= 0 && from < 0) [from, to] = [0, missing ? Math.max(to, least) : to];
+  if (unit === "share" && high <= 1 && to > 1) [from, to] = [missing ? Math.min(from, 1 - least) : from, 1];
+  return to > from ? [from, to] : [from, from + 1]; // nothing but zeros lies on the floor
+}
+
 /** A scale: {of(value) → pixel, ticks, clamp}. Pixels run from `bottom` up to `top`. */
 export function linear(low, high, bottom, top, count = 4) {
   [low, high] = widened(low, high);

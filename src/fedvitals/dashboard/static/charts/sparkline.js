@@ -2,11 +2,11 @@
 // A course the size of a word.
 
 import { s } from "../dom.js";
-import { extent } from "./scales.js";
+import { extent, honestEnds } from "./scales.js";
 import { track } from "./tracks.js";
 
 /** An SVG node; colours come by CSS (currentColor), so it needs no redrawing when the theme changes. */
-export function sparkline(values, { width = 96, height = 20, label = "" } = {}) {
+export function sparkline(values, { width = 96, height = 20, label = "", unit = "" } = {}) {
   const list = values ?? [];
   const [low, high] = extent(list);
   const svg = s("svg", {
@@ -17,8 +17,8 @@ export function sparkline(values, { width = 96, height = 20, label = "" } = {}) 
   const pad = 3;
   const step = (width - 2 * pad) / Math.max(1, list.length - 1);
   const x = (at) => pad + at * step;
-  const span = high - low;
-  const y = (value) => (span ? height - pad - ((value - low) / span) * (height - 2 * pad) : height / 2);
+  const [floor, top] = honestEnds(low, high, unit);
+  const y = (value) => (top > floor ? height - pad - ((value - floor) / (top - floor)) * (height - 2 * pad) : height / 2);
   const places = Array.from(list, (_, at) => at);
   const { lines, dots } = track(places, list, { x, y, low: 0, high: list.length, step });
   const round = (value) => Math.round(value * 10) / 10;

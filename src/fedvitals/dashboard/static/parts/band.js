@@ -63,7 +63,7 @@ export function lineOf(one, more) {
   const joined = one.total > one.values.filter((value) => value !== null).length + one.odd.length;
   const odd = new Set(one.odd);
   return {
-    name: one.of === "federation" || one.of === "server" ? one.name : one.node === null ? `${one.name}, median client` : one.node,
+    name: one.of === "federation" || one.of === "server" ? one.title : one.node === null ? `${one.title}, median client` : one.node,
     rounds: one.rounds,
     values: one.values.map((value, i) => (value === null && odd.has(one.rounds[i]) ? NaN : value)),
     ...(joined ? { low: one.low, high: one.high } : {}),

@@ -25,10 +25,11 @@ export function learningBand(ctx, axis) {
     accuracy.update({ series: one.total ? [lineOf(one)] : [], flags, note: shownOf(one.rounds.length, one.total) });
     const global = globalLine(outcome.loss);
     const name = shared.learning ?? "loss";
-    const unit = shared.signs.find((sign) => sign.name === name)?.unit ?? outcome.loss.unit;
+    const known = shared.signs.find((sign) => sign.name === name);
+    const unit = known?.unit ?? outcome.loss.unit;
     const rest = clientLines(ctx.run, own, shared.lines);
     below.hidden = !global.length && !shared.learning;
-    loss.with({ title: name, unit }).update({
+    loss.with({ title: known?.title ?? outcome.loss.title, unit }).update({
       series: [...(unit === outcome.loss.unit ? global : []), ...rest],
       bands: cohort?.rounds.length ? [{ ...cohort, name: "clients" }] : [],
       flags,
@@ -72,6 +73,6 @@ export function learningBand(ctx, axis) {
 function noteOf(cohort, shared) {
   if (!cohort?.rounds.length) return "";
   const most = Math.max(...cohort.clients);
-  const few = most < shared.clients ? `told by up to ${number(most)} of ${number(shared.clients)} clients a round` : "";
+  const few = most < shared.clients ? `measured on up to ${number(most)} of ${number(shared.clients)} clients` : "";
   return [few, shownOf(cohort.rounds.length, cohort.total)].filter(Boolean).join("; ");
 }

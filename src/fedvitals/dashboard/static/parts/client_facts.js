@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is known of one client beside its courses: what was found, what it told of its data, what happened to it.
+// What is known of one client beside its courses: what was found, what it reported of its data, what happened to it.
 
 import { SHAPES } from "../colour.js";
 import { fill, h, keyed } from "../dom.js";
-import { exact, number, percent, sure, when, withUnit } from "../format.js";
+import { exactly, number, percent, sure, when, withUnit } from "../format.js";
 import { runLink } from "../params.js";
 import { causeLevels } from "./finding_parts.js";
 
@@ -39,16 +39,16 @@ export function caseList(run) {
 /** The numbers that a finding rests on, beside what is usual. */
 export function numbersTable(numbers) {
   if (!numbers.length) return null;
-  return h("table", { class: "data small" }, h("caption", { class: "unseen", text: "What the finding rests on" }),
+  return h("table", { class: "data small" }, h("caption", { class: "unseen", text: "Evidence of the finding" }),
     h("thead", {}, h("tr", {}, ["sign", "value", "usual", "score"].map((text, i) => h("th", { scope: "col", class: i ? "num" : null, text })))),
     h("tbody", {}, numbers.slice(0, 6).map((one) => h("tr", {},
-      h("td", { title: one.meaning }, one.title, one.compared_as && h("span", { class: "muted", text: ` (compared as ${one.compared_as})` })), ...["raw_value", "raw_usual", "score"].map((key) => h("td", { class: "num", text: number(one[key] ?? null) }))))));
+      h("td", { title: [one.name, one.meaning].filter(Boolean).join(": ") }, one.title, one.compared_as && h("span", { class: "muted", text: ` (compared as ${one.compared_as})` })), h("td", { class: "num", text: withUnit(one.raw_value, one.unit) }), h("td", { class: "num", text: withUnit(one.raw_usual, one.unit) }), h("td", { class: "num", text: number(one.score ?? null) })))));
 }
 
 export function factList(facts) {
   return h("dl", { class: "facts-list" }, facts.map((one) => [
-    h("dt", { text: one.name, title: one.meaning }),
-    h("dd", { title: one.value === null ? null : exact(one.value) },
+    h("dt", { text: one.title, title: `${one.name}: ${one.meaning}` }),
+    h("dd", { title: one.value === null ? null : exactly(one.value, one.unit) },
       one.value === null ? h("span", { class: "sev-critical", text: "not finite" }) : withUnit(one.value, one.unit),
       h("span", { class: "muted small", text: ` r${one.round}${one.median === null ? "" : `; median ${withUnit(one.median, one.unit)} of ${number(one.clients)}`}` })),
   ]));

@@ -9,7 +9,7 @@ import { number } from "../format.js";
 import { go, runLink } from "../params.js";
 import { ask, lineOf, POINTS } from "./band.js";
 
-const FAR = 3.5; // robust deviations
+const FAR = 3.5; // σ from the other clients' median
 const AT_ONCE = 3; // bands that are asked for at the same time
 const HEIGHT = 128;
 const FIRST = 8; // signs that are shown unless somebody asks for all
@@ -31,11 +31,11 @@ export function clientSigns(ctx, axis, node) {
   let busy = 0;
 
   function cellOf(sign) {
-    const { name, unit, meaning } = sign.series;
+    const { name, title, unit } = sign.series;
     if (!cells.has(name)) {
       const host = h("div", { data: { sign: name }, title: name });
       grid.append(host);
-      const chart = lineChart(host, { title: signWords({ meaning }, name), unit, axis, height: HEIGHT, onRound: (round) => go(runLink(ctx.run, "rounds", String(round))) });
+      const chart = lineChart(host, { title: signWords({ title }, name), unit, axis, height: HEIGHT, onRound: (round) => go(runLink(ctx.run, "rounds", String(round))) });
       cells.set(name, { host, chart, sign, band: null, asked: null, inSight: false });
       seen.observe(host);
     }
@@ -73,12 +73,12 @@ export function clientSigns(ctx, axis, node) {
 
   return {
     nodes: [
-      h("p", { class: "small muted", text: "Its line over the band of all clients (5 % to 95 %, median, extremes). σ: robust standard deviations, 1.4826 times the median distance from the median; never less than 5 % of the median." }),
+      h("p", { class: "small muted", text: "Its line over the band of all clients (5 % to 95 %, median, extremes). σ: standard deviations from the other clients’ median, 1.4826 times the median distance from the median; never less than 5 % of the median." }),
       none, grid, h("p", {}, more),
     ],
     show(signs, marks, version) {
       flags = marks;
-      fill(none, !signs.length && h("p", { class: "empty", text: "This client told no vital sign." }));
+      fill(none, !signs.length && h("p", { class: "empty", text: "This client reported no vital sign." }));
       const all = ctx.params.get("signs") === "all";
       const told = new Map(signs.map((sign) => [sign.series.name, sign]));
       for (const name of told.keys()) if (!order.includes(name)) order.push(name);

@@ -3,7 +3,7 @@
 
 import { SHAPES } from "../colour.js";
 import { fill, h } from "../dom.js";
-import { exact, NONE, number, withUnit } from "../format.js";
+import { NONE, exact, exactly, number, withUnit } from "../format.js";
 import { runLink } from "../params.js";
 
 const THIN = "\u202f";
@@ -52,7 +52,7 @@ export function figureTable(data, marks) {
     const first = row.topic !== topic;
     topic = row.topic;
     return h("tr", {}, h("td", { class: "muted", text: first ? row.topic : "" }), h("th", { class: "figure", scope: "row", text: row.name }),
-      row.values.map((value, i) => [h("td", { class: "num", title: value === null ? null : exact(value), text: shown(value, row.unit) }), i ? changeCell(row.changes[i - 1], row) : null]));
+      row.values.map((value, i) => [h("td", { class: "num", title: value === null ? null : exactly(value, row.unit), text: shown(value, row.unit) }), i ? changeCell(row.changes[i - 1], row) : null]));
   });
   const banded = data.rows.some((row) => row.changes.some((change) => change !== null && change.low !== null));
   return [wide("Figures", h("table", { class: "data compared" }, h("thead", {}, head), h("tbody", {}, rows))),

@@ -98,7 +98,7 @@ export function severityMark(one) {
 /** What is special about it: over, back again, known, muted. */
 export function findingTags(one) {
   return [
-    !one.still_there && h("span", { class: "tag", text: "over" }),
+    !one.still_there && h("span", { class: "tag", text: "resolved" }),
     one.returned > 0 && h("span", { class: "tag", text: one.returned === 1 ? "returned" : `returned ${one.returned} times` }),
     one.acknowledged && h("span", { class: "tag", text: "✓ acknowledged" }),
     one.muted && h("span", { class: "tag", text: one.reason ? `muted: ${one.reason}` : "muted", title: one.reason }),

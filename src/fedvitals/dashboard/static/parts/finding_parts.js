@@ -2,18 +2,18 @@
 // What a finding's page says beside its pictures: numbers, certainty, suspects, actions, the error.
 
 import { h } from "../dom.js";
-import { exact, number, sure, when } from "../format.js";
+import { exactly, number, sure, when, withUnit } from "../format.js";
 import { runLink } from "../params.js";
 import { labelOf, nameOf } from "./who.js";
 
 export function numbersTable(rows) {
-  const cell = (value) => h("td", { class: "num", title: value === null ? null : exact(value), text: value === null ? "" : number(value) });
+  const cell = (value, unit) => h("td", { class: "num", title: value === null ? null : exactly(value, unit), text: value === null ? "" : withUnit(value, unit) });
   return h("table", { class: "data" },
-    h("thead", {}, h("tr", {}, ["what", "value", "usual", "of", "standard deviations"].map((text, i) => h("th", { scope: "col", class: i && i !== 3 ? "num" : "", text })))),
+    h("thead", {}, h("tr", {}, ["what", "value", "usual", "of", "σ"].map((text, i) => h("th", { scope: "col", class: i && i !== 3 ? "num" : "", text })))),
     h("tbody", {}, rows.map((row) => h("tr", {},
-      h("th", { scope: "row", title: row.meaning }, row.title, row.title !== row.name && h("span", { class: "muted small", text: ` ${row.name}` }),
+      h("th", { scope: "row", title: [row.name, row.meaning].filter(Boolean).join(": ") }, row.title,
         row.compared_as && h("span", { class: "muted small", text: `, compared as ${row.compared_as}: ${number(row.value)}${row.usual === null ? "" : ` against ${number(row.usual)}`}` })),
-      cell(row.raw_value), cell(row.raw_usual), h("td", { class: "muted", text: row.usual === null ? "" : row.of }), cell(row.score)))));
+      cell(row.raw_value, row.unit), cell(row.raw_usual, row.unit), h("td", { class: "muted", text: row.usual === null ? "" : row.of }), cell(row.score)))));
 }
 
 /** «something is wrong 95 %», the family, the exact cause: each with its own probability; nothing without causes. */

@@ -43,12 +43,13 @@ export function header(node) {
 
   function factsOf(status) {
     if (!status) return fill(facts);
-    const rounds = status.last_round === null ? "no round yet" : `round ${status.last_round}${status.rounds_planned ? `/${status.first_round + status.rounds_planned - 1}` : ""}`;
+    const rounds = status.last_round === null && status.state === "running" ? "waiting for round 0" : roundCount(status);
     const silent = lost && status.state !== "finished"; // what it does now nobody here can know
     fill(facts,
       silent ? h("span", { class: "run-state unknown", text: `○ last seen ${lost.toLocaleTimeString([], { hour12: false })}` })
         : h("span", { class: `run-state ${status.state}`, text: STATES[status.state] ?? status.state }),
       h("span", { text: rounds }),
+      timeLeft(status),
       status.round_seconds !== null && h("span", { text: `last round ${seconds(status.round_seconds)}` }),
       status.bytes !== null && h("span", { title: `bytes of the training on the wire so far${status.telemetry_bytes ? `; telemetry took ${bytes(status.telemetry_bytes)} more` : ""}`, text: `${bytes(status.bytes)} sent` }),
       h("span", { class: status.lost ? "sev-warning" : "muted", title: "records that the monitor could not keep", text: `lost ${number(status.lost)}` }));
@@ -91,4 +92,17 @@ export function header(node) {
       if (error) fill(banner, error.message, error.hint && ` ${error.hint}`);
     },
   };
+}
+
+/** «12/40 rounds»: as many as the terminal and the list of runs count. */
+function roundCount({ rounds, rounds_planned: planned }) {
+  return planned >= rounds ? `${number(rounds)}/${number(planned)} rounds` : `${number(rounds)} round${rounds === 1 ? "" : "s"}`;
+}
+
+/** Of a run that trains: how long it will take, at the mean pace so far. */
+function timeLeft({ state, rounds, rounds_planned: planned, seconds: passed }) {
+  if (state !== "running" || !rounds || !passed) return null;
+  const pace = passed / rounds;
+  const left = planned > rounds ? `about ${seconds((planned - rounds) * pace)} left` : "";
+  return h("span", { class: "time-left", text: [`${seconds(pace)} a round`, left].filter(Boolean).join(", ") });
 }

@@ -5,15 +5,15 @@ import { h } from "../dom.js";
 import { ago, number, when } from "../format.js";
 
 export const HEALTH = {
-  ill: ["▲", "sev-warning", "ill"],
+  ill: ["▲", "sev-warning", "problem"],
   watch: ["·", "sev-note", "watch"],
-  healthy: ["✓", "sev-ok", "healthy"],
+  healthy: ["✓", "sev-ok", "OK"],
   warming: ["◌", "muted", "too early"],
-  unjudged: ["–", "muted", "not fully examined"],
+  unjudged: ["◐", "sev-unjudged", "not judged"],
 };
 
 export function healthMark(health, findings) {
-  const [shape, colour, word] = health === "ill" && findings?.critical ? ["■", "sev-critical", "ill"] : (HEALTH[health] ?? HEALTH.unjudged);
+  const [shape, colour, word] = health === "ill" && findings?.critical ? ["■", "sev-critical", "problem"] : (HEALTH[health] ?? HEALTH.unjudged);
   return h("span", { class: `health ${colour}` }, h("span", { class: "shape", "aria-hidden": "true", text: shape }), word);
 }
 

@@ -90,7 +90,7 @@ export function clientPanel(ctx, choose) {
     node: h("section", { class: "panel" }, title, h("p", { class: "row" }, h("label", { class: "field-label" }, "client", field, names)), said, directions, body),
     show(found) {
       const one = found.client;
-      title.textContent = one ? `${one.node} against the cohort` : "one client against the cohort";
+      title.textContent = one ? `${one.node} against the other clients` : "one client against the others";
       fill(names, found.nodes.slice(0, 2000).map((node) => h("option", { value: node })));
       if (document.activeElement !== field) field.value = one?.node ?? "";
       body.hidden = !one?.there;

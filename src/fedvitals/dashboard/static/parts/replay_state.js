@@ -2,7 +2,7 @@
 // The state at a round: the model before and after, what was measured, layer by layer; and how to run it again.
 
 import { announce, fill, h } from "../dom.js";
-import { exact, number, percent, seconds, withUnit } from "../format.js";
+import { exact, exactly, number, percent, seconds, withUnit } from "../format.js";
 import { runLink } from "../params.js";
 import { rowTable } from "./rows.js";
 
@@ -23,8 +23,8 @@ export function modelPanel() {
   const [facts, moved, note, more] = [h("dl", { class: "facts-list" }), h("div", {}), h("p", { class: "small muted" }), h("p", {})];
   const measured = rowTable([
     { name: "name", text: "metric", class: "name", cell: (row) => row.name },
-    { name: "before", text: "before", num: true, cell: (row) => h("span", { title: exact(row.before), text: withUnit(row.before, row.unit) }) },
-    { name: "after", text: "after", num: true, cell: (row) => h("span", { title: exact(row.after), text: withUnit(row.after, row.unit) }) },
+    { name: "before", text: "before", num: true, cell: (row) => h("span", { title: exactly(row.before, row.unit), text: withUnit(row.before, row.unit) }) },
+    { name: "after", text: "after", num: true, cell: (row) => h("span", { title: exactly(row.after, row.unit), text: withUnit(row.after, row.unit) }) },
     { name: "change", text: "change", num: true, cell: (row) => difference(row) },
   ], { key: (row) => row.name, caption: "What was measured before and after the round" });
   const layers = rowTable([], { key: (row) => row.name, caption: "Norm of each layer before and after the round" });

@@ -51,7 +51,7 @@ export function whatIfPanel(ctx, cohort) {
 
   return {
     node: h("section", { class: "panel", id: "whatif" }, h("h2", { text: "what if" }),
-      h("p", { class: "row" }, who, h("label", { class: "field-label" }, "put together by", rule)), said, notes, way, picture),
+      h("p", { class: "row" }, who, h("label", { class: "field-label" }, "aggregation", rule)), said, notes, way, picture),
     async show(found, signal) {
       const mine = ++asked;
       rule.value = params.get("rule", "recorded") in RULES ? params.get("rule", "recorded") : "recorded";

@@ -4,7 +4,7 @@
 import { changing } from "../access.js";
 import { sparkline } from "../charts/sparkline.js";
 import { fill, h } from "../dom.js";
-import { ago, bytes, exact, number, seconds, when } from "../format.js";
+import { ago, bytes, exact, exactly, number, seconds, when } from "../format.js";
 import { link, runLink } from "../params.js";
 import { addressOf } from "../root.js";
 import { findingCounts, healthMark, stateNow } from "./health.js";
@@ -66,11 +66,11 @@ export function runRow(run, acts) {
 
   function measured(now) {
     const one = now.spark;
-    fill(spark, one ? sparkline(one.values, { width: 120, height: 24, label: `${one.name} over ${number(one.rounds.length)} points` }) : h("span", { class: "muted", text: "–" }));
+    fill(spark, one ? sparkline(one.values, { unit: one.unit, width: 120, height: 24, label: `${one.title} over ${number(one.rounds.length)} points` }) : h("span", { class: "muted", text: "–" }));
     spark.title = one ? `${one.name}, ${one.of}` : "neither accuracy nor loss was measured";
     const value = now.accuracy ?? now.loss;
     fill(last, number(value), now.accuracy === null && now.loss !== null && h("small", { class: "muted", text: " loss" }));
-    last.title = value === null ? "" : `${now.accuracy === null ? "loss" : "accuracy"} ${exact(value)}`;
+    last.title = value === null ? "" : `${now.accuracy === null ? "loss" : "accuracy"} ${exactly(value, now.accuracy === null ? "1" : "share")}`;
     fill(findings, findingCounts(now.findings));
     facts.duration.textContent = seconds(now.seconds);
     facts.duration.title = now.seconds === null ? "" : `${exact(now.seconds)} s`;

@@ -27,7 +27,7 @@ export function nothing(title, why, onward, code) {
 /** No run yet: the lines that would make one. */
 nothing.runs = (store) =>
   nothing("No run yet.", `The store ${store} waits for its first run. These lines around your training fill it; ` +
-    "this page notices by itself. Or see a ready federation fall ill: `fedvitals demo`.", null, LINES);
+    "this page notices by itself. Or see a ready federation with a faulty client: `fedvitals demo`.", null, LINES);
 
 nothing.store = (error, retry) =>
   h("section", { class: "state" }, h("h1", { text: "No store to read yet." }), h("p", {}, words(error.message)),

@@ -9,13 +9,15 @@ import { nameOf } from "./who.js";
 
 // Each state has a word, a shape and a colour: never the colour alone.
 const STATES = {
-  ill: ["ILL", "■", "critical"],
+  ill: ["PROBLEM", "■", "critical"],
   watch: ["WATCH", "▲", "warning"],
-  healthy: ["HEALTHY", "✓", "ok"],
-  warming: ["WARMING UP", "…", "muted"],
+  healthy: ["OK", "✓", "ok"],
+  warming: ["TOO EARLY", "◌", "muted"],
   different: ["DIFFERENT", "◇", "note"],
-  unjudged: ["NOT FULLY EXAMINED", "?", "muted"],
+  unjudged: ["NOT JUDGED", "◐", "unjudged"],
 };
+
+const PARTLY = "No findings, but not fully examined: ";
 
 export function verdictBox() {
   const mark = h("span", { class: "verdict-state" });
@@ -29,16 +31,17 @@ export function verdictBox() {
 
   return {
     node,
-    /** `severity`: of the case behind it; an ill run with warnings only is marked as in the list of runs. */
+    /** `severity`: of the case behind it; a run with warnings only is marked as in the list of runs. */
     show(run, verdict, severity = null) {
       const now = JSON.stringify([run, verdict, severity]);
       if (now === said) return; // what has not changed is not read out again
       said = now;
       const [word, usual, hue] = STATES[verdict.state] ?? STATES.unjudged;
+      const partly = verdict.state === "unjudged" && verdict.headline.startsWith(PARTLY);
       const own = verdict.state === "ill" && severity !== null;
       const [shape, colour] = own ? [SHAPES[severity] ?? usual, severity] : [usual, hue];
       node.className = `verdict verdict-${verdict.state}`;
-      fill(mark, h("span", { "aria-hidden": "true", text: `${shape} ` }), word);
+      fill(mark, h("span", { "aria-hidden": "true", text: `${shape} ` }), partly ? "NOT FULLY JUDGED" : word);
       mark.className = `verdict-state ${colour === "muted" ? "muted" : `sev-${colour}`}`;
       headline.textContent = plain(verdict.headline, verdict.state);
       detail.textContent = verdict.detail;
@@ -52,9 +55,9 @@ export function verdictBox() {
   };
 }
 
-/** «Healthy. 40 rounds …» beside the word HEALTHY would say it twice. */
+/** «Healthy.» and «No findings» are said by the mark beside it already. */
 function plain(headline, state) {
-  const word = { healthy: "Healthy. ", unjudged: "No findings, but not fully examined: " }[state];
+  const word = { healthy: "Healthy. ", unjudged: PARTLY }[state];
   if (!word || !headline.startsWith(word)) return headline;
   const rest = headline.slice(word.length);
   return rest.charAt(0).toUpperCase() + rest.slice(1);

@@ -35,11 +35,11 @@ export function view(root, ctx) {
   root.append(h("div", { class: "page client-page" },
     h("div", {},
       place, verdict.node, found,
-      panel("vital signs against the cohort, the most deviating first", signs.nodes),
+      panel("vital signs against the other clients, the most deviating first", signs.nodes),
       panel("layers against the median client", layers.nodes),
       panel("where its time went", times.nodes)),
     h("aside", { "aria-label": "Facts and events" },
-      panel("what it told", side.facts), panel("labels", side.labels), panel("failures", side.failures),
+      panel("reported values", side.facts), panel("labels", side.labels), panel("failures", side.failures),
       panel("events, newest first", side.events), more)));
 
   const step = (where, label) => Object.assign(() => neighbours[where] && go(runLink(run, "clients", neighbours[where])), { label });

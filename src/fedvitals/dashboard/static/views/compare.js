@@ -29,7 +29,7 @@ export function view(root, ctx) {
   const [figures, troubles, settings] = [h("div", {}), h("div", {}), h("div", {})];
   const panel = (name, about, body) => h("section", { class: "panel", "aria-label": about }, h("h2", { text: name }), body);
   const found = h("div", { class: "stack" }, words, pictures, panel("figures", "Figures", figures), panel("findings", "Findings", troubles), panel("why: settings", "Settings", settings));
-  const invite = h("p", { class: "empty", text: "Choose two to six runs: their courses come onto one axis, with what changed, where they part, and which settings differ." });
+  const invite = h("p", { class: "empty", text: "Choose two to six runs: their trends come onto one axis, with what changed, where they diverge, and which settings differ." });
   root.append(h("div", { class: "stack" }, h("div", { class: "head" }, h("h1", { text: "Compare" }), options), chips, picker.node, invite, found));
   const charts = new Map();
   const unlisten = onTheme(() => shown && draw(shown));
@@ -91,7 +91,7 @@ export function view(root, ctx) {
     fill(words, data.words.map((text) => h("p", { class: "said", text })), data.partings.map((one) => h("p", { text: one.words })), h("p", { class: "muted", text: data.chance }));
     const colours = new Map(sides.map((side) => [side.letter, seriesColour(side.colour)]));
     const names = new Map(sides.map((side) => [side.letter, `${side.letter} ${side.name}`]));
-    const flags = data.partings.filter((one) => (one.noise ?? one.exact) !== null).map((one) => ({ round: one.noise ?? one.exact, severity: "note", label: `${data.sides[0].letter} and ${one.letter} part` }));
+    const flags = data.partings.filter((one) => (one.noise ?? one.exact) !== null).map((one) => ({ round: one.noise ?? one.exact, severity: "note", label: `${data.sides[0].letter} and ${one.letter} diverge` }));
     const wanted = [...data.pictures.map((one) => [one.name, one]), ...data.differences.map((one) => [`difference.${one.name}`, one])];
     const rounds = data.pictures.flatMap((one) => one.lines.flatMap((line) => [line.rounds[0], line.rounds.at(-1)])).filter(Number.isFinite);
     if (rounds.length) {

@@ -25,7 +25,7 @@ export function view(root, ctx) {
     h("div", { class: "finding-title" }, head, marks.node),
     h("div", { class: "page finding-page" },
       h("div", { class: "stack" },
-        section("evidence", "what it rests on", plots.node),
+        section("evidence", "evidence", plots.node),
         section("numbers", "the numbers of the newest finding", h("div", { class: "scroll-x" }, numbers)),
         section("error", "the error itself", error),
         section("more", "other evidence", more)),
@@ -119,7 +119,7 @@ function further(run, one, evidence, suspects) {
   const records = (params) => link(of(run, "records"), params);
   const metrics = [...new Set(evidence.plots.map((plot) => plot.metric).filter(Boolean))];
   return h("ul", { class: "plain-list" },
-    one.node !== null && h("li", {}, h("a", { href: runLink(run, "clients", one.node), text: `${one.label || one.node}, against the cohort` })),
+    one.node !== null && h("li", {}, h("a", { href: runLink(run, "clients", one.node), text: `${one.label || one.node}, against the other clients` })),
     one.last !== null && h("li", {}, h("a", { href: runLink(run, "rounds", one.last), text: `round ${one.last}, in which it was seen last` })),
     one.since !== null && one.since !== one.last && h("li", {}, h("a", { href: runLink(run, "rounds", one.since), text: `round ${one.since}, the first of it` })),
     one.layer !== null && h("li", {}, h("a", { href: link(runLink(run, "layers"), { layer: one.layer }), text: `layer ${one.layer}` })),

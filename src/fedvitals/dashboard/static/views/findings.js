@@ -107,7 +107,7 @@ function update(node, one) {
   node.dataset.now = now;
   node.className = `card finding-card edge-${one.severity}${one.follows ? " follows" : ""}${one.muted || !one.still_there ? " dimmed" : ""}`;
   node.setAttribute("aria-label", `${one.severity}: ${one.sentence}`);
-  const course = one.confidences.length > 1 && sparkline(one.confidences, { width: 96, height: 22, label: `confidence, ${percent(one.confidences[0])} to ${one.sure}` });
+  const course = one.confidences.length > 1 && sparkline(one.confidences, { unit: "share", width: 96, height: 22, label: `confidence, ${percent(one.confidences[0])} to ${one.sure}` });
   fill(node.told,
     h("div", { class: "finding-head" }, severityMark(one), h("span", { class: "muted small", text: one.issue }), one.follows && h("span", { class: "muted small", text: "follows from the one above" }), findingTags(one)),
     h("h2", {}, h("a", { href: node.href, text: one.sentence })),

@@ -25,7 +25,7 @@ export function view(root, ctx) {
   });
   const label = h("output", { class: "num round-said" });
   const colour = chooser(ctx, "colour by", "colour");
-  const space = chooser(ctx, "plane", "plane");
+  const space = chooser(ctx, "projection", "plane");
   const order = chooser(ctx, "order", "order");
   const names = h("datalist", { id: "map-clients" });
   const choose = h("input", {
@@ -42,7 +42,7 @@ export function view(root, ctx) {
   body.append(
     h("div", { class: "row map-controls" },
       h("label", { class: "field-label round-pick" }, "round", slider, label),
-      space.node, colour.node, order.node, h("label", { class: "field-label" }, "trail of", choose, names)),
+      space.node, colour.node, order.node, h("label", { class: "field-label" }, "path of", choose, names)),
     chosen, h("div", { class: "map-pair" }, plane, square));
   root.append(h("div", { class: "head" }, h("h1", { text: "Who behaves alike" })), none, body);
 
@@ -116,7 +116,7 @@ export function view(root, ctx) {
       reach: padded(known.reach),
       note: [
         `round ${data.round}`,
-        `the plane shows ${percent(data.shares[0] + data.shares[1])} of this round’s spread`,
+        `the projection shows ${percent(data.shares[0] + data.shares[1])} of this round’s spread`,
         data.points.length < data.total ? `${number(data.points.length)} of ${number(data.total)} clients` : `${number(data.total)} clients`,
         data.unusable ? `${number(data.unusable)} left out: zero or not finite` : "",
       ].filter(Boolean).join("; "),

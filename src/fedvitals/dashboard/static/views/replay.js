@@ -22,7 +22,7 @@ export function view(root, ctx) {
   const [model, ways, cohort] = [modelPanel(), waysPanel(run), cohortPanel(ctx, choose)];
   const client = clientPanel(ctx, choose);
   const whatIf = whatIfPanel(ctx, cohort);
-  parts.append(h("div", { class: "split" }, model.node, ways.node), cohort.node, h("div", { class: "split" }, client.node, h("section", { class: "panel" }, h("h2", { text: "the cohort" }), cohort.picture)), whatIf.node);
+  parts.append(h("div", { class: "split" }, model.node, ways.node), cohort.node, h("div", { class: "split" }, client.node, h("section", { class: "panel" }, h("h2", { text: "all clients" }), cohort.picture)), whatIf.node);
   body.append(
     h("div", { class: "head" }, h("h1", { text: "Replay" }), h("span", { class: "muted", text: "what happened, step by step?" }), steps),
     strip.node, h("div", {}, said, trouble), parts, facts);

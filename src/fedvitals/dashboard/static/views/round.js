@@ -4,7 +4,7 @@
 import { of } from "../api.js";
 import { waterfall } from "../charts/index.js";
 import { fill, h } from "../dom.js";
-import { exact, number, percent, seconds, withUnit } from "../format.js";
+import { exactly, number, percent, seconds, withUnit } from "../format.js";
 import { go, link, runLink } from "../params.js";
 import { rowTable } from "../parts/rows.js";
 
@@ -93,7 +93,7 @@ export function view(root, ctx) {
       { name: "node", text: "node", class: "name", sort: "name", cell: (row) => (row.whole ? h("span", { class: "muted", text: "the whole" }) : row.client ? h("a", { href: link(runLink(run, "clients", row.node), { round: here }), text: row.node }) : row.node) },
       ...found.columns.map((one, i) => ({
         name: one.name, text: one.name, num: true, sort: one.name, title: one.meaning,
-        cell: (row) => h("span", { title: exact(row.values[i]), text: withUnit(row.values[i], one.unit) }),
+        cell: (row) => h("span", { title: exactly(row.values[i], one.unit), text: withUnit(row.values[i], one.unit) }),
       })),
     ];
     const whole = found.whole.some((one) => one !== null) ? [{ node: "\u0000whole", whole: true, values: found.whole }] : [];

@@ -15,7 +15,7 @@ const PAGE = 50;
 const WAIT = 150; // ms after the last letter
 const TICK = 30_000; // ms between two looks at the clock
 const COLUMNS = [
-  ["health", "health", ""], ["name", "run", ""], ["progress", "progress", ""], [null, "course", ""], ["accuracy", "accuracy", "num"],
+  ["health", "health", ""], ["name", "run", ""], ["progress", "progress", ""], [null, "trend", ""], ["accuracy", "accuracy", "num"],
   ["findings", "findings", ""], ["duration", "duration", "num more"], ["bytes", "bytes", "num more"], ["clients", "clients", "num more"],
   ["host", "host", "more"], ["started", "started", "num more"],
 ];

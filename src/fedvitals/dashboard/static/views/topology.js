@@ -26,7 +26,7 @@ export function view(root, ctx) {
     { name: "group", text: "group", class: "name", cell: (row) => row.group ?? "" },
     { name: "sent", text: "sent", num: true, cell: (row) => bytes(row.sent) },
     { name: "received", text: "received", num: true, cell: (row) => bytes(row.received) },
-  ], { key: (row) => row.name, caption: "Nodes, the ill ones first" });
+  ], { key: (row) => row.name, caption: "Nodes, those with problems first" });
   const edges = rowTable([
     { name: "from", text: "from", class: "name", cell: (row) => row.sender },
     { name: "to", text: "to", class: "name", cell: (row) => row.receiver },
@@ -38,7 +38,7 @@ export function view(root, ctx) {
     h("div", { class: "head" }, h("h1", { text: "Topology" }), h("span", { class: "muted", text: "who talks to whom?" }), slider.node),
     said, picture, kinds, changed,
     h("div", { class: "split" },
-      h("section", { class: "panel" }, h("h2", {}, "nodes, the ill ones first", counted[0]), nodes.node),
+      h("section", { class: "panel" }, h("h2", {}, "nodes, those with problems first", counted[0]), nodes.node),
       h("section", { class: "panel" }, h("h2", {}, "links, the largest first", counted[1]), edges.node)));
   const drawing = topologyPicture(picture, {
     title: "the federation in this round",
@@ -101,7 +101,7 @@ function inWords(found) {
   return [
     `Round ${found.round} of ${found.topology ?? "a federation"}, ${KINDS[found.kind]}.`,
     `${number(found.took_part)} of ${number(found.clients)} clients took part${found.groups ? ` in ${found.groups} groups` : ""}${found.told ? `, ${bytes(found.bytes)} went over the wire` : ""}.`,
-    ill.length ? `Ill: ${names}${ill.length > 3 ? ` and ${ill.length - 3} more` : ""}.` : "Nobody is ill.",
+    ill.length ? `Problems: ${names}${ill.length > 3 ? ` and ${ill.length - 3} more` : ""}.` : "No node has a problem.",
     failed ? `${number(failed)} failed.` : "",
   ].filter(Boolean).join(" ");
 }

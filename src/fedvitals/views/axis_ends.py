@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ends of a linear axis: wide enough to be honest, and never beyond what the unit allows.
+
+The dashboard's `static/charts/scales.js` has the same rule; `tests/views/test_axis_ends.py` holds both to it.
+"""
+
+from __future__ import annotations
+
+LEAST = {"share": 0.1}  # of an axis in a unit, from its floor to its top
+LEAST_PART = 0.1  # of the largest value, in any other unit
+ROOM = 0.06  # of the values' span, above and below them
+
+
+def honest_ends(low: float, high: float, unit: str) -> tuple[float, float]:
+    """Return the ends of an axis for values from `low` to `high`.
+
+    A small change stays a small slope: accuracy of 10.3 % that becomes 9.5 % is no cliff. A share reaches no 110 %, and
+    what is never negative has its floor at 0.
+    """
+    least = LEAST.get(unit, LEAST_PART * max(abs(low), abs(high)))
+    missing = max(0.0, least - (high - low)) / 2
+    room = max(missing, ROOM * (high - low))
+    bottom, top = low - room, high + room
+    if low >= 0 and bottom < 0:
+        bottom, top = 0.0, max(top, least) if missing else top
+    if unit == "share" and high <= 1 < top:
+        bottom, top = min(bottom, 1 - least) if missing else bottom, 1.0
+    return (bottom, top) if top > bottom else (bottom, bottom + 1.0)  # nothing but zeros lies on the floor

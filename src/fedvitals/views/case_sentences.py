@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says in a main clause what is wrong: «c7 sends updates like a client with wrong labels».
+
+Of what is concluded from likeness, the words say «like»; of what was counted or compared, they say what is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+from fedvitals.diagnosis.cases import Case
+from fedvitals.records import natural
+from fedvitals.views.cause_levels import named_chance, what_looks_wrong
+from fedvitals.views.labels import named, place_of
+
+# Issue → what one client does, and what several do. «{layer}» is filled in where the case has one.
+OF_CLIENTS = {
+    "LABEL_NOISE": ("sends updates like a client with wrong labels", "send updates like clients with wrong labels"),
+    "LABEL_FLIP": (
+        "behaves as if one class were labelled as another",
+        "behave as if one class were labelled as another",
+    ),
+    "INPUT_NOISE": ("sends updates like a client with noisy inputs", "send updates like clients with noisy inputs"),
+    "INPUT_SCALE": (
+        "behaves as if its inputs were on another scale",
+        "behave as if their inputs were on another scale",
+    ),
+    "MISSING_CLASSES": ("lacks classes that the others have", "lack classes that the others have"),
+    "BYZANTINE": ("sends manipulated updates", "send manipulated updates"),
+    "STALE_UPDATE": ("sends updates that start from an old model", "send updates that start from an old model"),
+    "FREE_RIDER": ("sends updates without training", "send updates without training"),
+    "DUPLICATE_UPDATE": ("sends the same update as another client", "send the same updates as other clients"),
+    "WRONG_SAMPLE_COUNT": ("claims a wrong number of samples", "claim wrong numbers of samples"),
+    "WRONG_LEARNING_RATE": (
+        "trains as if with a learning rate of its own",
+        "train as if with learning rates of their own",
+    ),
+    "FROZEN_LAYER": ("does not train {layer}", "do not train {layer}"),
+    "UNUSUAL_CLIENT": ("is unlike its peers, the cause is unclear", "are unlike their peers, the cause is unclear"),
+    "NAN_WEIGHTS": ("has weights that are NaN or infinite", "have weights that are NaN or infinite"),
+    "NAN_UPDATE": ("sends updates that are NaN or infinite", "send updates that are NaN or infinite"),
+    "NAN_GRADIENT": ("has gradients that are NaN or infinite", "have gradients that are NaN or infinite"),
+    "WEIGHT_EXPLOSION": ("has weights that grow without bound", "have weights that grow without bound"),
+    "GROUP_LEFT_BEHIND": ("is badly served by the global model", "are badly served by the global model"),
+    "DOMINANT_CLIENT": ("decides the average nearly alone", "decide the average nearly alone"),
+    "BATCH_NORM_STATISTICS": ("has broken running statistics", "have broken running statistics"),
+    "SHAPE_OR_DTYPE_MISMATCH": ("sends updates that do not fit the model", "send updates that do not fit the model"),
+    "EXPLODING_GRADIENT": ("has gradients that explode", "have gradients that explode"),
+    "VANISHING_GRADIENT": ("has gradients that vanish", "have gradients that vanish"),
+    "COMMUNICATION_FAILURE": ("loses its messages on the way", "lose their messages on the way"),
+    "TIMEOUT": ("misses the deadline", "miss the deadline"),
+    "STRAGGLER": ("is far slower than the others", "are far slower than the others"),
+    "DROP_OUT": ("has left", "have left"),
+    "CRASH": ("crashes", "crash"),
+    "OUT_OF_MEMORY": ("runs out of memory", "run out of memory"),
+    "MEMORY_LEAK": ("keeps more memory from round to round", "keep more memory from round to round"),
+    "DISK_FULL": ("has a full disk", "have full disks"),
+    "CLOCK_SKEW": ("has a wrong clock", "have wrong clocks"),
+    "TELEMETRY_LOST": ("loses its telemetry", "lose their telemetry"),
+}
+
+# Issue → what is wrong with the run as a whole, where its title does not say so by itself.
+OF_THE_RUN = {
+    "NAN_WEIGHTS": "The global weights are NaN or infinite",
+    "GROUP_LEFT_BEHIND": "The global model does not serve some clients",
+    "BATCH_NORM_STATISTICS": "The running statistics of the global model are broken",
+    "DROP_OUT": "Most clients are not connected",
+    "CRASH": "Rounds fail with an error",
+    "OUT_OF_MEMORY": "The server runs out of memory",
+    "DISK_FULL": "The server's disk is full",
+    "STALLED": "A round stands still",
+}
+# Kind of fault → how updates were manipulated.
+MANIPULATIONS = {
+    "sign_flip": "sign flipped",
+    "scaling": "scaled",
+    "gaussian": "noise",
+    "little_is_enough": "hidden among the others",
+    "inner_product": "mean reversed",
+}
+NAMED = 2  # of several culprits; the others are counted
+LONGEST = 200  # characters of a message that somebody else wrote
+
+
+def clause(same: Sequence[Case], labels: Mapping[str, str]) -> str:
+    """Cases of one issue as one main clause, the worst first; without since-when and how-sure."""
+    worst = same[0]
+    layers = unique_names(case.layer for case in same)
+    if worst.issue not in OF_CLIENTS and worst.issue_entry.family == "user":
+        return _own_words(worst, labels)
+    who = unique_names(case.node or case.group for case in same)
+    suspects = unique_names(suspect.node for suspect in worst.newest.suspects)
+    if not who and worst.issue == "GROUP_LEFT_BEHIND" and suspects:
+        return f"The global model does not serve {joined(suspects, labels)}"
+    if worst.issue == "STALLED" and suspects and worst.still_there:
+        return f"A round stands still and waits for {joined(suspects, labels)}"
+    if not who or worst.issue not in OF_CLIENTS:
+        words = OF_THE_RUN.get(worst.issue, worst.issue_entry.title)
+        words = f"{words}, on {joined(who, labels)}" if who else words
+    else:
+        whole_group = worst.node is None
+        subject = f"nearly all of {joined(who)}" if whole_group else joined(who, labels)
+        several = len(who) > 1 or whole_group
+        words = what_looks_wrong(worst, subject, several=several)
+        words = words or f"{subject} {OF_CLIENTS[worst.issue][several]}{manipulation(worst)}"
+    layer = f"layer{'s' * (len(layers) > 1)} {joined(layers)}" if layers else "a layer"
+    if "{layer}" in words:
+        return words.replace("{layer}", layer)
+    return f"{words}, in {layer}" if layers else words
+
+
+def manipulation(case: Case) -> str:
+    """Return the likeliest way in which updates were manipulated, « (sign flipped?)»; empty where none is known."""
+    causes = case.newest.evidence.get("causes")
+    kinds = [kind for kind, _ in filter(None, map(named_chance, causes if isinstance(causes, list | tuple) else ()))]
+    words = MANIPULATIONS.get(kinds[0]) if kinds and case.issue == "BYZANTINE" else None
+    return f" ({words}?)" if words else ""
+
+
+def joined(names: Sequence[str], labels: Mapping[str, str] = MappingProxyType({})) -> str:
+    """«c3», «c3 and c7», «c3, c7 and 2 more»; in the order of their names."""
+    known = [named(name, labels) for name in sorted(names, key=natural)]
+    if len(known) <= NAMED:
+        return " and ".join(known)
+    left = len(known) - NAMED
+    return f"{', '.join(known[:NAMED])} and {left} more"
+
+
+def sure(case: Case) -> str:
+    """«96 %»; only what an exact test says, or a user's own rule, is called certain."""
+    certain = case.issue_entry.exact or case.issue_entry.family == "user"
+    if case.confidence >= 0.995 and not (certain and case.confidence == 1):
+        return "over 99 %"
+    return f"{100 * case.confidence:.0f} %"
+
+
+def shortened(text: str, longest: int = LONGEST) -> str:
+    """On one line, and no longer than a sentence may be."""
+    line = " ".join(text.split())
+    return line if len(line) <= longest else line[: longest - 1].rstrip() + "…"
+
+
+def _own_words(case: Case, labels: Mapping[str, str]) -> str:
+    """Of a user's own issue nothing is known but what its finding says."""
+    words = shortened(case.newest.message).rstrip(".") or case.issue
+    return (
+        words if case.place == "the whole run" or (case.node or "") in words else f"{place_of(case, labels)}: {words}"
+    )
+
+
+def unique_names(names: Iterable[str | None]) -> list[str]:
+    """Return the names without repetition and None, in their order."""
+    return list(dict.fromkeys(name for name in names if name))

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics of layers as pictures show them: a layer without a finite value is NaN, and never 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedvitals.stats import FAMILIES, STATISTICS, derive
+
+COUNTS = frozenset({"count", "zeros", "nans", "infs", "finite", "sparsity"})
+
+
+def shown_statistic(family: str, matrix: Any, statistic: str) -> NDArray[np.float64]:
+    """Return one statistic of every layer, `[..., layers, columns]` → `[..., layers]`, as `stats.derive` does.
+
+    Sums leave out what is not finite, so that those of a layer full of NaN are 0; here they are NaN. Counts stay.
+    """
+    values = np.asarray(derive(family, matrix, statistic), np.float64)
+    if FAMILIES[family].columns is not STATISTICS or statistic in COUNTS:
+        return values
+    measured = derive(family, matrix, "count") > 0
+    return np.where(measured & (derive(family, matrix, "finite") <= 0), np.nan, values)
+
+
+def measured_layers(family: str, matrix: Any) -> NDArray[np.bool_] | None:
+    """Return which layers were measured, `[..., layers]`, so that NaN is told from absence; None: not known."""
+    return derive(family, matrix, "count") > 0 if FAMILIES[family].columns is STATISTICS else None
