@@ -13,7 +13,7 @@ from fedvitals.catalog import LEVELS, MEASURES
 from fedvitals.diagnosis.abstentions import ACCEPTED, NEWEST, NOT_JUDGED
 from fedvitals.diagnosis.issues.table import FAMILIES as ISSUE_FAMILIES
 from fedvitals.diagnosis.issues.table import ISSUES, Issue, measured_rates
-from fedvitals.stats import CLASS_STATISTICS, DERIVED, FAMILIES, PEERS
+from fedvitals.stats import ADAPTERS, CLASS_STATISTICS, DERIVED, FAMILIES, PEERS
 from fedvitals.store.schema import LAYER_STATISTICS, TABLES, VERSION
 
 PRIVACY = """
@@ -73,6 +73,10 @@ def metrics_page() -> str:
         "",
         *(f"- {column}: {meaning}." for column, meaning in PEERS.items()),
         "",
+        DIRECTIONS_PART,
+        "",
+        *(f"- {column}: {meaning}." for column, meaning in ADAPTERS.items()),
+        "",
         CLASSES.format(statistics=", ".join(CLASS_STATISTICS)),
         "",
         "## Privacy",
@@ -84,6 +88,11 @@ def metrics_page() -> str:
     return "\n".join([*lines, "", PRIVACY.strip(), ""])
 
 
+DIRECTIONS_PART = (
+    "`update.adapters`: each low-rank adapter, of the server after the round; of a client its own part. "
+    "`update.directions`: of the server, the shares of ‖P‖² of the first singular directions; of a client "
+    "`w_i u_kᵀ M_i v_k / σ_k`, its part in each of them."
+)
 _SCHEMA_HEAD = """# The store's schema
 
 Generated from `src/fedvitals/store/schema.py` by `scripts/docs`; do not edit.

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-GUIDES = ("monitor", "debug", "profile", "gradient_scale")
+GUIDES = ("monitor", "debug", "profile", "gradient_scale", "notebooks", "llm")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded: small models gain nothing from more
 _PARTS = re.compile(r"^```(python|sh)\n(.*?)^```$|^!\[([^\]]*)\]\(figures/([\w-]+)\.svg\)$", re.DOTALL | re.MULTILINE)
 

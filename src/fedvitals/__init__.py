@@ -24,9 +24,12 @@ if TYPE_CHECKING:
     from fedvitals import sinks as sinks
     from fedvitals.diagnosis.corrections.policy import CorrectionPolicy as CorrectionPolicy
     from fedvitals.hosts import flower as flower
+    from fedvitals.hosts import huggingface as huggingface
+    from fedvitals.hosts import lightning as lightning
     from fedvitals.hosts import nvflare as nvflare
     from fedvitals.hosts.loop.single_model import watch as watch
     from fedvitals.monitor.monitor import Monitor as Monitor
+    from fedvitals.notebook import open as open  # noqa: A004
     from fedvitals.probes.presets import preset as preset
     from fedvitals.probes.sample_review import suspect_samples as suspect_samples
     from fedvitals.records import Event as Event
@@ -49,6 +52,8 @@ _HOME = {
     "Monitor": "fedvitals.monitor.monitor",
     "flower": "fedvitals.hosts.flower",
     "nvflare": "fedvitals.hosts.nvflare",
+    "huggingface": "fedvitals.hosts.huggingface",
+    "lightning": "fedvitals.hosts.lightning",
     "lab": "fedvitals.lab",
     "plot": "fedvitals.plot",
     "probes": "fedvitals.probes",
@@ -65,6 +70,7 @@ _HOME = {
     "Alerts": "fedvitals.sinks.alerts.sink",
     "Capture": "fedvitals.resources.capture",
     "CorrectionPolicy": "fedvitals.diagnosis.corrections.policy",
+    "open": "fedvitals.notebook",
     "open_store": "fedvitals.store",
     "Tape": "fedvitals.replay.tape.tape",
     "open_replay": "fedvitals.replay.debugger.session",
@@ -74,7 +80,10 @@ _HOME = {
     "Where": "fedvitals.records",
 }
 
-_EXTRA = {"lab": "lab", "Tape": "replay", "open_replay": "replay"}  # what is missing where torch is; else «torch»
+# What is missing where torch is; else «torch».
+_EXTRA = {
+    "lab": "lab", "Tape": "replay", "open_replay": "replay", "huggingface": "huggingface", "lightning": "lightning"
+}  # fmt: skip
 
 __all__ = ["__version__", *_HOME]  # noqa: PLE0604 - the names are strings
 
@@ -87,7 +96,7 @@ def __getattr__(name: str) -> Any:
         module = importlib.import_module(home)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in ("torch", "nvflare"):
+        if missing not in ("torch", "nvflare", "transformers", "lightning"):
             raise
         from fedvitals.errors import MissingExtraError  # noqa: PLC0415 - nothing is loaded before it is needed
 

@@ -10,7 +10,15 @@ from typing import Any
 
 from fedvitals.records import Event, LayerStats, Metric, Record, Sketch, Snapshot
 from fedvitals.stats import FAMILIES
-from fedvitals.training_measures import DATA_MEASURES, LABELLED, LOSS_UNIT, TRAINING_MEASURES, Measure
+from fedvitals.training_measures import (
+    ADAPTER_MEASURES,
+    DATA_MEASURES,
+    LABELLED,
+    LANGUAGE_MEASURES,
+    LOSS_UNIT,
+    TRAINING_MEASURES,
+    Measure,
+)
 
 ALIVE = "monitor.alive"
 _MODEL = "a model"
@@ -70,6 +78,8 @@ MEASURES: tuple[Measure, ...] = (
         rare=True,
     ),
     *TRAINING_MEASURES,
+    *ADAPTER_MEASURES,
+    *LANGUAGE_MEASURES,
     Measure(
         "gradient.norm",
         "1",
@@ -371,7 +381,7 @@ MEASURES: tuple[Measure, ...] = (
 )
 
 HOSTS = (
-    "absolute_error", "accuracy", "attack.success", "initial.accuracy", "initial.loss", "loss",
+    "absolute_error", "accuracy", "attack.success", "held_back.loss", "initial.accuracy", "initial.loss", "loss",
     "local.absolute_error", "local.accuracy", "local.loss", "privacy.epsilon", "time.client", "time.client_evaluate",
     "time.client_virtual", "time.clock_error", "time.compute_virtual", "time.cpu", "time.data", "time.download",
     "time.queue", "time.round_virtual", "time.upload", "time.wait", "time.worked", "update.samples",

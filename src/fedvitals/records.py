@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedvitals import html_display as html
 from fedvitals.errors import ConfigError, RecordError
 from fedvitals.stats import CLASS_ROWS, FAMILIES, Array, derive, merge
 
@@ -305,6 +306,16 @@ class Finding:
     suspects: tuple[Suspect, ...] = ()
     source: str = ""
     sequence: int = 0
+
+    def _repr_html_(self) -> str:
+        place = ", ".join(
+            part for part in (self.where.node or "the whole run", self.where.group, self.where.layer) if part
+        )
+        titles = ("severity", "where", "round", "what", "sure", "suspects")
+        suspects = ", ".join(suspect.node for suspect in self.suspects)
+        what = f"{self.issue}: {self.message}"
+        cells = self.severity, place, self.where.round, what, f"{self.confidence:.0%}", suspects
+        return html.display(html.table(titles, [cells]))
 
 
 @dataclass(frozen=True, slots=True)

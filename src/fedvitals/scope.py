@@ -24,7 +24,7 @@ class Scope:
     trace: str = ""
     span: str | None = None
     parent: str | None = None
-    watch: Callable[..., Any] | None = None  # takes the model of a client that is open without one: see `fv.watch`
+    watch: Callable[..., Any] | None = None  # inside of a client: takes its model, if it has none yet (see `fv.watch`)
 
 
 current: ContextVar[Scope | None] = ContextVar("fedvitals_scope", default=None)

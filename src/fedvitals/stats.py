@@ -63,6 +63,36 @@ PEERS = {
 }
 """The columns of the family `update.peers`."""
 
+ADAPTER_ROWS = "adapter"  # the kind of a table whose rows are low-rank adapters, each of an A and a B
+ADAPTER_COLUMNS = (
+    "rank",
+    "norm",
+    "change",
+    "drift",
+    "effective_rank",
+    "stable_rank",
+    "energy_above",
+    "energy_kept",
+    "error",
+    "error_by_rank",
+    "moved",
+)
+ADAPTERS = {
+    "rank": "directions of the adapter; of a client, those that it has",
+    "norm": "`‖P‖`, P = (α/r) B A",
+    "change": "`‖P − P₀‖`, P₀ of the round's start",
+    "drift": "`‖P − P_first‖`, of the run's start",
+    "effective_rank": "`exp(−Σ p log p)`, p_k = σ_k² / Σ σ²",
+    "stable_rank": "`‖P‖² / σ₁²`",
+    "energy_above": "share of `‖P‖²` above the smallest rank of a client; where ranks differ",
+    "energy_kept": "the same over that of the mean over the clients that have these directions",
+    "error": "`‖P − M‖ / ‖M‖`, M = Σ w_i (α/r)_i B_i A_i: the mean of products",
+    "error_by_rank": "the same, each direction averaged over the clients that have it",
+    "moved": "clients whose product differs from what they were sent",
+}
+"""The columns of the family `update.adapters`; of a client, the first three and NaN."""
+DIRECTIONS = 16  # singular directions of an adapter that are told
+
 CLASS_ROWS = "class"  # the kind of a table whose rows are classes, and no layers of a model
 
 # The histogram has one bin per sign and binary exponent; values outside 2^-48 .. 2^16 fall into the end bins.
@@ -107,7 +137,7 @@ class Family:
     """What the columns of a layer matrix mean, which table its rows belong to, and how two of them become one."""
 
     columns: tuple[str, ...]
-    rows: str  # "parameter", "buffer", "module", "model" (a single row) or "class": which layer table
+    rows: str  # "parameter", "buffer", "module", "model" (a single row), "adapter" or "class": which layer table
     merge: Callable[[Array], Array] | None  # None: a ratio that cannot be added
     level: int = 3  # privacy level from which it may leave a client
 
@@ -122,6 +152,8 @@ FAMILIES: dict[str, Family] = {
     "update": Family(STATISTICS, "parameter", merge_sums),
     "update.alignment": Family(ALIGNMENT_COLUMNS, "parameter", None),
     "update.peers": Family(PEER_COLUMNS, "model", None),
+    "update.adapters": Family(ADAPTER_COLUMNS, ADAPTER_ROWS, None),
+    "update.directions": Family(tuple(f"direction_{k + 1}" for k in range(DIRECTIONS)), ADAPTER_ROWS, None),
     "activation": Family(STATISTICS, "module", merge_sums),
     "activation.health": Family(HEALTH_COLUMNS, "module", merge_counts),
     "training.classes": Family(CLASS_COLUMNS, CLASS_ROWS, merge_counts),

@@ -151,3 +151,134 @@ def _data_measures() -> tuple[Measure, ...]:
 
 DATA_MEASURES = _data_measures()
 """Of a client's own samples, told when they are new or have changed (`probes.data_sketch`)."""
+
+_PAIRS = "low-rank adapters in the global model of `monitor.round`, and the clients' updates"
+_RANKS = f"{_PAIRS}; ranks that differ"
+_MEAN = f"{_PAIRS}; an aggregation that is a weighted mean"
+
+ADAPTER_MEASURES: tuple[Measure, ...] = (
+    Measure(
+        "adapter.product_error",
+        "share",
+        "How far the aggregated adapters are from the mean of the clients' products, averaged over the adapters.",
+        "mean of ‖s B A − M‖ / ‖M‖, M = Σ w_i s_i B_i A_i, s = α/r",
+        needs=_MEAN,
+        rare=True,
+    ),
+    Measure(
+        "adapter.product_error_by_rank",
+        "share",
+        "The same, each direction averaged over the clients that have it.",
+        "M = Σ_k Σ_i (w_i / W_k) s_i b_ik a_ik, W_k = Σ w_i of those with rank ≥ k",
+        needs=f"{_MEAN}; ranks that differ",
+        rare=True,
+    ),
+    Measure(
+        "adapter.energy_above",
+        "share",
+        "Of the aggregated product's energy, what is in directions above the smallest rank of a client.",
+        "‖s B_{>m} A_{>m}‖² / ‖s B A‖²",
+        needs=_RANKS,
+        rare=True,
+    ),
+    Measure(
+        "adapter.energy_kept",
+        "1",
+        "Energy in these directions, over that of their mean over the clients that have them.",
+        "‖s B_{>m} A_{>m}‖² / ‖M_{>m}‖²",
+        needs=f"{_MEAN}; ranks that differ",
+        rare=True,
+    ),
+    Measure(
+        "adapter.effective_rank",
+        "directions",
+        "Directions that the aggregated product really uses, averaged over the adapters.",
+        "exp(−Σ p log p), p_k = σ_k² / Σ σ²",
+        needs=_PAIRS,
+        rare=True,
+    ),
+    Measure("adapter.stable_rank", "directions", "The same by the largest.", "‖P‖² / σ₁²", needs=_PAIRS, rare=True),
+    Measure(
+        "adapter.change",
+        "1",
+        "How far the merged weights moved in the round, all adapters together.",
+        "√Σ ‖P − P₀‖², P = s B A",
+        needs=_PAIRS,
+        rare=True,
+    ),
+    Measure("adapter.drift", "1", "The same since the run's start.", "√Σ ‖P − P_first‖²", needs=_PAIRS, rare=True),
+    Measure("adapter.unmoved", "adapters", "Adapters whose product no client has changed.", needs=_PAIRS, rare=True),
+    Measure(
+        "adapter.scale",
+        "1",
+        "α/r, averaged over the adapters: of a client as its model has it, of the server's model.",
+        needs="low-rank adapters in a client's model, whose module says α/r",
+        rare=True,
+    ),
+    Measure("adapter.rank", "directions", "Largest rank of the client's adapters, as its model has it.", rare=True),
+    Measure(
+        "update.adapter_change",
+        "1",
+        "How far a client moved the merged weights, all adapters together.",
+        "√Σ ‖s_i B_i A_i − s B₀ A₀‖²",
+        needs=_PAIRS,
+        rare=True,
+    ),
+    Measure(
+        "update.adapter_rank",
+        "directions",
+        "Largest rank of what a client sent: directions behind it are zero, or as they were.",
+        needs=_PAIRS,
+        rare=True,
+    ),
+)
+"""Of low-rank adapters (LoRA), at the server but for two (`probes.adapters.watch`)."""
+
+_TEXTS = "a model with an embedding that reads integers [texts, positions]; `standard` or `deep`"
+_MASKED = f"{_TEXTS}; an `attention_mask`, or `config.pad_token_id`"
+
+LANGUAGE_MEASURES: tuple[Measure, ...] = (
+    Measure("tokens", "tokens", "Tokens that the client's training read, without padding.", needs=_TEXTS, rare=True),
+    Measure("tokens.length", "tokens", "Tokens of a text, on average; without padding.", needs=_TEXTS, rare=True),
+    Measure("tokens.padding", "share", "Positions of the batches that are padding.", needs=_MASKED, rare=True),
+    Measure(
+        "tokens.full",
+        "share",
+        "Texts that fill the widest batch to its end: cut off there, or as long by chance.",
+        needs=_MASKED,
+        rare=True,
+    ),
+    Measure("throughput.tokens", "tokens/s", "Tokens per second of training.", needs=_TEXTS, rare=True),
+    Measure(
+        "model.flops_utilisation",
+        "share",
+        "Of the GPU's peak in half precision, what the model's products need.",
+        "tokens/s · (4 N + 2 N_trained) / peak, N weights without embeddings",
+        needs=f"{_TEXTS}; a GPU whose peak is known",
+        rare=True,
+    ),
+    Measure(
+        "perplexity.before",
+        "1",
+        "Perplexity of the received model on the client's texts: of `train.loss_first`, else of `fit.loss_before`.",
+        "exp(loss)",
+        needs=_TEXTS,
+        rare=True,
+    ),
+    Measure(
+        "perplexity.after",
+        "1",
+        "The same of the trained model: of `train.loss_last`, else of `fit.loss_after`.",
+        "exp(loss)",
+        needs=_TEXTS,
+        rare=True,
+    ),
+    Measure(
+        "held_back.loss",
+        LOSS_UNIT,
+        "Loss of the new global model on texts that nobody trains on: what it knew before.",
+        needs="`monitor.log(**{'held_back.loss': ...})` in the round",
+        rare=True,
+    ),
+)
+"""Of language models; of clients but for the last (`probes.token_counts`)."""

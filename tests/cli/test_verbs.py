@@ -121,6 +121,51 @@ def test_show_is_a_health_card(store, capsys):
         assert words in out
 
 
+def test_verbs_without_a_run_take_the_newest_and_name_it(tmp_path, capsys):
+    """On standard error, so that `--json` stays readable; a store without runs is answered with what to do."""
+    path = tmp_path / "two.db"
+    small_run(path, "older", ["c0", "c1"])
+    small_run(path, "newer\x1b[2J", ["c0", "c1"])
+    newest = result(capsys, "runs", "--store", path)[0]["id"]
+    for verb in ("show", "findings", "profile", "check"):
+        _, out, err = run(capsys, verb, "--store", path)
+        assert out.strip(), verb
+        assert f"No run was named, so this is the newest: newer?[2J, {newest}." in err, verb
+    assert result(capsys, "show", "--store", path)["run"]["id"] == newest
+    code, out, err = run(capsys, "report", "-o", tmp_path / "report.md", "--store", path)
+    assert (code, "report.md" in out, newest in err) == (0, True, True)
+    code, _, err = run(capsys, "replay", "--store", path)
+    assert code == 2
+    assert newest in err
+    code, _, err = run(capsys, "replay", "--tape", tmp_path)
+    assert (code, "name the run" in err) == (2, True)
+    run(capsys, "runs", "delete", newest, "older", "--yes", "--store", path)
+    code, _, err = run(capsys, "show", "--store", path)
+    assert (code, "no runs yet" in err) == (2, True)
+
+
+def test_runs_keep_their_columns_in_80_columns(tmp_path, capsys, monkeypatch):
+    """Long names are shortened to what differs, ids to a beginning that any verb takes; no line is longer, none wraps.
+    In a pipe nothing is cut.
+    """
+    path = tmp_path / "names.db"
+    names = [f"mnist-fedavg-dirichlet0.3-momentum-lr{rate}" for rate in (0.01, 0.1, 1.0)]
+    for name in names:
+        small_run(path, name, ["c0", "c1"])
+    ids = [found["id"] for found in result(capsys, "runs", "--store", path)]
+    monkeypatch.delenv("COLUMNS", raising=False)
+    _, out, _ = run(capsys, "runs", "--store", path)
+    assert all(name in out for name in names + ids)
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run(capsys, "runs", "--store", path)
+    head, *lines = out.splitlines()[:4]
+    assert head.split() == ["run", "id", "rounds", "clients", "accuracy", "loss", "alerts", "time"]
+    assert max(map(len, out.splitlines()[:4])) <= 80
+    assert [line.split()[0] for line in lines] == ["…lr1.0", "…lr0.1", "…lr0.01"]
+    for line, identity in zip(lines, ids, strict=True):
+        assert result(capsys, "show", line.split()[1], "--store", path)["run"]["id"] == identity
+
+
 def test_show_says_what_was_not_measured_and_why(tmp_path, capsys):
     """Without data and loss the fit is absent, and the card says what it needs."""
     small_run(tmp_path / "tiny.db", "tiny", ["c0", "c1"])

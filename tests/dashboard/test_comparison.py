@@ -100,7 +100,7 @@ def test_where_runs_part(client):
     assert (late["exact"], late["noise"], late["equal"]) == (2, 2, False)
     assert "update norms of c2 (1 against 5); the same of 2 clients" in late["words"]
     assert (twin["exact"], twin["equal"]) == (None, True)
-    assert "do not part" in twin["words"]
+    assert "do not diverge" in twin["words"]
 
 
 def test_repeats_give_bands_and_intervals(client):

@@ -9,7 +9,7 @@ from fedvitals.protocols import NullObserver, Observed, Observer, RoundObserver,
 from support.paths import ROOT
 
 NAMES = [
-    "client", "close", "edge", "exchange", "file", "findings", "flush", "host", "log", "lost", "part", "prescribed",
+    "client", "close", "corrections", "edge", "exchange", "file", "findings", "flush", "host", "log", "lost", "part",
     "round", "run", "transfer", "transformed", "updates",
 ]  # fmt: skip
 

@@ -52,6 +52,8 @@ def process(rank, port, watched, queue):
         setattr(model[int(module)], own, nn.Parameter(distribute_tensor(parameter.detach(), mesh, kind)))
 
     def place(parameter, gradient):
+        if len(watched) > 1:
+            distributed.barrier()  # a backward pass would exchange something
         (kind,) = parameter.placements
         own = gradient if kind.is_replicate() else gradient.chunk(2, kind.dim)[rank].contiguous()
         return DTensor.from_local(own, mesh, [kind], run_check=False, shape=gradient.shape, stride=gradient.stride())

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import fedvitals
+from fedvitals.records import Finding
 from fedvitals.store import open_reader
 from fedvitals.store.read import queries
 from support.paths import ROOT
@@ -83,3 +84,20 @@ def test_the_sinks_of_the_exporters_page_can_be_given_to_a_monitor(tmp_path):
     exec(snippet.replace('"alerts.toml"', repr(str(ROOT / "examples/alerts.toml"))), names)
     with names["monitor"] as monitor:
         assert len(monitor._run.outputs._sinks) == 3
+
+
+@pytest.mark.thorough
+def test_the_federated_lora_sees_a_rank_collapse_and_its_cure(tmp_path):
+    for package in ("transformers", "peft"):
+        pytest.importorskip(package, reason="the example needs transformers and peft")
+    example = [sys.executable, ROOT / "examples" / "federated_lora.py", "--rounds", "2", "--pretraining", "5"]
+    subprocess.run(example, check=True, cwd=tmp_path)
+    with open_reader(tmp_path / "lora.db") as reader:
+        padded, cured = (
+            {finding.issue for finding in queries.records(reader, queries.find_run(reader, name), Finding)}
+            for name in ("padded with zeros", "each direction over those who have it")
+        )
+        kept = reader.history(queries.find_run(reader, "padded with zeros")).latest("adapter.energy_kept", 1)
+    assert padded == {"RANK_COLLAPSE"}
+    assert cured == set()
+    assert kept["server"] < 0.1

@@ -55,6 +55,11 @@ CLAIM = {
     },
     1: set(),
     2: {
+        "adapter.change", "adapter.drift", "adapter.effective_rank", "adapter.energy_above", "adapter.energy_kept",
+        "adapter.product_error", "adapter.product_error_by_rank", "adapter.rank", "adapter.scale",
+        "adapter.stable_rank", "adapter.unmoved", "held_back.loss", "model.flops_utilisation", "perplexity.after",
+        "perplexity.before", "throughput.tokens", "tokens", "tokens.full", "tokens.length", "tokens.padding",
+        "update.adapter_change", "update.adapter_rank",
         "initial.accuracy", "initial.loss", "local.accuracy", "local.loss", "absolute_error",
         "local.absolute_error", "attack.success",
         "accuracy", "batch.size", "data.constant", "data.duplicates", "data.length", "data.mean", "data.missing",

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fedvitals compare`: runs side by side, chance, where they part, and why."""
+"""`fedvitals compare`: runs side by side, where they diverge, chance, and why."""
 
 import random
 
 import pytest
 
 from fedvitals.cli.bars import SEVERAL, log_plot, shares_of
+from fedvitals.lab import toml
 from fedvitals.records import Finding, Metric, Where
 from fedvitals.store import open_reader
 from fedvitals.views.comparison.chance import change, pairing, student
+from fedvitals.views.comparison.lab_defaults import DEFAULTS
 from fedvitals.views.comparison.runs import compare, flattened
 from support.timed_run import STARTED, begin, stored
 from support.verbs import result, run
@@ -42,15 +44,59 @@ def store(tmp_path_factory):
     return stored(tmp_path_factory.mktemp("compare") / "runs.db", *told)
 
 
-def test_opens_with_round_time_memory_and_issues(store, capsys):
-    """Before and after, in this order, before anything else; the slow run's 4.5 s become 3.5 s."""
+def test_opens_with_accuracy_then_divergence_findings_time_and_memory(store, capsys):
+    """In this order, before all numbers; the slow run's 4.5 s become 3.5 s. Who diverges, and where, is stated."""
     code, out, _ = run(capsys, "compare", "slow-0", "fast-0", "--store", store)
     assert code == 0
-    places = [out.index(words) for words in ("Round (virtual clock)", "Peak memory", "Issues", "learning")]
+    order = ("Accuracy", "A and B diverge at round 0", "Findings", "Round (virtual clock)", "Peak memory", "learning",
+             "Why")  # fmt: skip
+    places = [out.index(words) for words in order]
     assert places == sorted(places)
+    assert "Accuracy  89.5 % → 69.5 %  −20 pp" in out
     assert "4.5 s → 3.5 s" in out
     assert "2 MB → 1 MB" in out
-    assert "1 → not judged" in out
+    assert "A: c1" in out
+
+
+def test_opens_with_the_loss_where_no_accuracy_was_measured(tmp_path, capsys):
+    """Of language models, for example; clients whose updates differ are named beside the round."""
+    sides = [begin(identity, name) for identity, name in (("r1", "one"), ("r2", "two"))]
+    for side, norm in zip(sides, (1.0, 3.0), strict=True):
+        side.round({f"c{i}": (1.0, 2.0, 1.0) for i in range(3)}, loss=norm)
+        side.add(Metric(Where(side.run.id, 0, "c1"), side.at, "update.norm", norm))
+    _, out, _ = run(capsys, "compare", "one", "two", "--store", stored(tmp_path / "runs.db", *sides))
+    assert out.index("Loss  1 → 3") < out.index("diverge at round 0")
+    assert "update norms of c1 (1 against 3); the same of 2 clients" in " ".join(out.split())
+
+
+def test_defaults_are_no_differences_and_are_shown_as_defaults(tmp_path, capsys):
+    """A description leaves defaults out, or whole parts of them: what is the same anyway is not listed."""
+    own = "clients = 20\n[local]\nbatch = 16\n[local.optimizer]\nkind = 'sgd'\nlearning_rate = 0.1\nmomentum = 0.0\n"
+    texts = {"r1": "", "r2": f"{own}[compression]\nkind = 'top_k'\nshare = 0.01\n"}
+    runs = [begin(identity, "same", config={"experiment": text}) for identity, text in texts.items()]
+    path = stored(tmp_path / "runs.db", *runs)
+    differing = {one["name"]: one for one in result(capsys, "compare", "r1", "r2", "--store", path)["settings"]}
+    assert {name: one["values"] for name, one in differing.items()} == {
+        "experiment.clients": [10, 20],
+        "experiment.local.optimizer.learning_rate": [0.05, 0.1],
+        "experiment.compression.kind": [None, "top_k"],
+        "experiment.compression.share": [None, 0.01],
+    }
+    assert all(one["defaults"] == [True, False] for one in differing.values())
+    _, out, _ = run(capsys, "compare", "r1", "r2", "--store", path)
+    assert "0.05 (default)  0.1" in out
+    assert "none (default)  top_k" in out
+
+
+def test_the_copy_of_the_defaults_is_that_of_the_lab():
+    """Without the seed and the name, which are told elsewhere, and the faults, which no store has."""
+    experiment = pytest.importorskip("fedvitals.lab.experiment", reason="the lab needs torch").Experiment()
+    fields = {field: getattr(experiment, field) for field in experiment.__struct_fields__}
+    stated = {field: toml._plain(field, part) for field, part in fields.items() if part is not None}
+    defaults = flattened({"experiment": stated})
+    assert {
+        name: defaults[name] for name in defaults if name.split(".")[1] not in ("name", "seed", "faults")
+    } == DEFAULTS
 
 
 def test_one_run_each_tells_nothing_of_chance(store, capsys):

@@ -388,7 +388,7 @@ def test_runs_without_findings(store, capsys):
     assert "Not judged: no detector was installed." in out
 
 
-def test_wrong_use_is_two_with_an_answer(store, capsys):
+def test_wrong_use_is_two_with_an_answer(store, capsys, tmp_path, monkeypatch):
     for arguments, words in (
         (("ill", "--node", "c11"), "Unknown node 'c11'"),
         (("ill", "--round", "9"), "has no round 9. It has rounds 0 to 4."),
@@ -397,6 +397,7 @@ def test_wrong_use_is_two_with_an_answer(store, capsys):
         code, _, err = run(capsys, "findings", *arguments, "--store", store)
         assert code == 2
         assert words in err
+    monkeypatch.chdir(tmp_path)
     assert run(capsys, "findings")[0] == 2
 
 

@@ -13,7 +13,7 @@ from fedvitals.records import Event, Metric, Where
 from fedvitals.report.write import report
 from fedvitals.store import open_reader
 from fedvitals.views.labels import labels_of, node_of
-from fedvitals.views.short_ids import short
+from fedvitals.views.short_ids import differing_parts, distinct_beginnings, short
 from support.dashboard_server import expect, judge, ready, serve
 from support.runs_by_hand import JUDGED, course, find
 from support.timed_run import begin, stored
@@ -149,3 +149,18 @@ def test_pages_hide_the_middle_of_an_id_and_keep_it_whole(store, page):
         ready(page, f"{url}/runs/20260101-000000-flower", "overview")
         expect(page.locator(".suspect-list li").first).to_contain_text("partition 12")
         expect(page.locator(".finding-line .what").first).to_contain_text("partition 12")
+
+
+def test_long_names_are_shortened_to_the_part_that_differs():
+    names = ["cnn-clients100-seed1", "cnn-clients100-seed2", "short"]
+    assert differing_parts(names, 10) == ["…seed1", "…seed2", "short"]
+    assert differing_parts(names, 30) == names
+    assert differing_parts(["a-very-long-name-of-a-run"], 11) == ["a-ver…a-run"]
+    assert differing_parts(["fedavg-on-digits", "scaffold-on-text"], 9) == ["feda…gits", "scaf…text"]
+    assert differing_parts([], 9) == []
+
+
+def test_ids_are_cut_to_beginnings_that_are_their_own():
+    ids = ["20260101-000000-aa", "20260101-000000-ab", "20260102-000000-aa"]
+    assert distinct_beginnings(ids, 15) == ["20260101-000000-aa", "20260101-000000-ab", "20260102-000000"]
+    assert distinct_beginnings(["run", "run-2"], 2) == ["run", "run-"]

@@ -74,10 +74,11 @@ def test(config: str, channel: str | None, as_json: bool) -> int:
 @_config
 @click.option("--all", "everything", is_flag=True, help=f"Every alert, not the first {ROWS} alone.")
 @run_options
-def check(run: str, config: str, everything: bool, store: str | None, as_json: bool) -> None:
+def check(run: str | None, config: str, everything: bool, store: str | None, as_json: bool) -> None:
     """List the alerts that a stored run would have sent by these rules, and when; nothing is sent.
 
-    It is the same judgement as while it trains. RUN is a run's id, the beginning of one, or a name (its newest run).
+    It is the same judgement as while it trains. RUN is a run's id, the beginning of one, or a name (its newest run);
+    without it, the newest run of all.
     """
     from fedvitals.sinks.alerts.config import load
     from fedvitals.sinks.alerts.message import alert_json

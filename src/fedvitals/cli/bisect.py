@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @click.option("--workers", type=int, default=1, show_default=True, help="Worker processes.")
 @run_options
 def command(
-    run: str,
+    run: str | None,
     good: int,
     bad: int,
     metric: str | None,
@@ -41,8 +41,8 @@ def command(
 ) -> None:
     """Find the smallest set of clients whose removal brings a run back to its good path, and their first bad round.
 
-    RUN is a run of the lab with a tape: its id, the beginning of one, or a name (its newest run). Rounds are truly run
-    again, without some of the clients; every try is told.
+    RUN is a run of the lab with a tape: its id, the beginning of one, or a name (its newest run); without
+    it, the newest run of all. Rounds are truly run again, without some of the clients; every try is told.
     """
     try:
         from fedvitals.replay.counterfactual import bisect
@@ -69,7 +69,7 @@ def command(
         _print(culprit, store)
 
 
-def _suspects(store: str | None, run: str, good: int, bad: int) -> tuple[str, list[str]]:
+def _suspects(store: str | None, run: str | None, good: int, bad: int) -> tuple[str, list[str]]:
     """The run that is meant, and whom its findings of these rounds name."""
     from fedvitals.records import Finding
     from fedvitals.store.read import queries

@@ -27,10 +27,11 @@ ROWS = 20  # of each list
 )
 @click.option("--notes", is_flag=True, help="Also what never was more than a note.")
 @run_options
-def command(run: str, notes: bool, store: str | None, as_json: bool) -> int:
+def command(run: str | None, notes: bool, store: str | None, as_json: bool) -> int:
     """Examine a stored run with all detectors of this fedvitals, and compare with the findings that it has.
 
-    Nothing is written. RUN is a run's id, the beginning of one, or a name (its newest run).
+    Nothing is written. RUN is a run's id, the beginning of one, or a name (its newest run); without it, the newest run
+    of all.
     """
     from fedvitals.diagnosis.abstentions import examination
     from fedvitals.diagnosis.cases import cases, is_trouble

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fedvitals compare A B [C …]`: runs side by side, whether a difference can be chance, where they part, and why."""
+"""`fedvitals compare A B [C …]`: runs side by side, where they diverge, whether a difference can be chance, and why."""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,7 +15,6 @@ from fedvitals.views.units import compared
 
 if TYPE_CHECKING:
     from fedvitals.views.comparison.chance import Change
-    from fedvitals.views.comparison.divergence_point import Differing
     from fedvitals.views.comparison.runs import Comparison, ComparisonRow, Trouble
 
 ROWS = 12  # of findings and settings, unless --all
@@ -28,7 +28,7 @@ TEXT = 60  # characters of a setting, unless --all
 @click.option("--all", "everything", is_flag=True, help="Every finding and every setting that differs.")
 @store_options
 def command(runs: tuple[str, ...], repeats: bool, everything: bool, store: str | None, as_json: bool) -> None:
-    """Compare runs: what changed from the first to the others, whether that can be chance, where they part, and why.
+    """Compare runs: what changed from the first to the others, where they diverge, whether it can be chance, and why.
 
     A run is an id, the beginning of one, or a name (its newest run). Runs that differ by their seed only are repeats
     of each other.
@@ -45,15 +45,18 @@ def command(runs: tuple[str, ...], repeats: bool, everything: bool, store: str |
 
 
 def _print(comparison: Comparison, *, everything: bool) -> None:
+    """What they have learnt, where and by whom they diverge, what was found, time and memory; then all numbers."""
     console = new_console()
+    most = None if everything else ROWS
     _head(console, comparison)
-    _opening(console, comparison)
+    _opening(console, comparison, ("learning",))
+    _divergences(console, comparison)
+    _troubles(console, comparison, most)
+    _opening(console, comparison, ("time", "memory"))
+    console.print()
     console.print(_table(comparison))
     console.print(f"{comparison.confidence}\n", soft_wrap=False)
-    most = None if everything else ROWS
-    _troubles(console, comparison, most)
     _plot(console, comparison)
-    _partings(console, comparison)
     _settings(console, comparison, most, everything=everything)
 
 
@@ -73,15 +76,14 @@ def _letter(letter: str) -> str:
     return f"[bold {colour}]{letter}[/]"
 
 
-def _opening(console: Any, comparison: Comparison) -> None:
-    """Round time, memory and number of issues, before and after."""
+def _opening(console: Any, comparison: Comparison, topics: Container[str]) -> None:
+    """The numbers that matter most, of each side: «Accuracy  90 % → 70 %  −20 pp»."""
     for row in comparison.opening:
-        courses = " → ".join("not told" if v is None else compared(v, row.unit) for v in row.values)
-        if row.name == "issues":
-            courses = " → ".join("not judged" if v is None else f"{v:.3g}" for v in row.values)
-        changes = ", ".join(_change(change, row, plain=True) for change in row.changes)
-        console.print(f"[bold]{row.name[0].upper() + row.name[1:]}[/bold]  {courses}  {changes}")
-    console.print()
+        if row.topic in topics:
+            values = " → ".join("not measured" if v is None else compared(v, row.unit) for v in row.values)
+            changes = ", ".join(_change(change, row, plain=True) for change in row.changes)
+            name = row.name.removesuffix(", last")
+            console.print(f"[bold]{name[0].upper() + name[1:]}[/bold]  {values}  {changes}")
 
 
 def _table(comparison: Comparison) -> Any:
@@ -201,48 +203,16 @@ def _plot(console: Any, comparison: Comparison) -> None:
     console.print()
 
 
-def _partings(console: Any, comparison: Comparison) -> None:
-    from fedvitals.views.comparison.divergence_point import NOISE
+def _divergences(console: Any, comparison: Comparison) -> None:
+    """In which round each side begins to differ from the first, and whose updates do."""
+    from fedvitals.views.comparison.page import in_words
 
-    first = comparison.sides[0]
-    for side, divergence in zip(comparison.sides[1:], comparison.partings, strict=True):
-        title = f"[bold]Where {first.letter} and {side.letter} part[/bold]"
-        if divergence.exact is None:
-            lasted = divergence.rounds
-            lengths = "" if lasted[0] == lasted[1] else f", as far as both go ({min(lasted)} rounds)"
-            console.print(f"{title}  nowhere: accuracy, loss and update norms are bit for bit the same{lengths}.")
-            continue
-        console.print(
-            f"{title}  round {divergence.exact.round} is the first that differs at all: {_differing(divergence.exact)}."
-        )
-        if divergence.beyond_noise is None:
-            console.print(f"  Nowhere by more than {NOISE:g} of the value: floating-point noise.")
-        elif divergence.beyond_noise.round != divergence.exact.round:
-            where = f"round {divergence.beyond_noise.round}: {_differing(divergence.beyond_noise)}"
-            console.print(f"  Beyond floating-point noise ({NOISE:g}) first in {where}.")
-        if min(divergence.repeats) > 1:
-            where = f"first in round {divergence.beyond_repeats}, by {divergence.beyond_repeats_by}"
-            first_round = where if divergence.beyond_repeats is not None else "in no round"
-            console.print(f"  Beyond what repeats differ by: {first_round} (95 % over all rounds together).")
-
-
-def _differing(what: Differing) -> str:
-    words = [f"{name} {number(a)} against {number(b)}" for name, (a, b) in what.metrics.items()]
-    nodes = [*what.nodes.items()]
-    if nodes and what.same_nodes:
-        named = ", ".join(
-            f"{shown(node)} ({'absent' if a is None else number(a)} against {'absent' if b is None else number(b)})"
-            for node, (a, b) in nodes[:3]
-        )
-        more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
-        words.append(f"update norms of {named}{more}; the same of {what.same_nodes} clients")
-    elif nodes:
-        words.append(f"the update norms of all {what.node_count} clients")
-    return ", ".join(words)
+    for sentence in in_words(comparison)[1]:
+        console.print(shown(sentence))
+    console.print()
 
 
 def _settings(console: Any, comparison: Comparison, most: int | None, *, everything: bool) -> None:
-    console.print()
     if not comparison.settings:
         console.print("[bold]Why[/bold]  no setting, seed or version differs: what differs lies outside of them.")
         return
@@ -250,10 +220,17 @@ def _settings(console: Any, comparison: Comparison, most: int | None, *, everyth
     table = new_table("", padding=APART)
     for side in comparison.sides:
         table.add_column(_letter(side.letter), overflow="fold")
+    longest = None if everything else TEXT
     for setting in comparison.settings[:most]:
-        texts = ["–" if value is None else str(value) for value in setting.values]
-        cells = [text if everything or len(text) <= TEXT else f"{text[: TEXT - 1]}…" for text in texts]
-        table.add_row(shown(setting.name), *(shown(cell) for cell in cells))
+        defaults = setting.defaults or [False] * len(setting.values)
+        cells = [_setting(*pair, longest) for pair in zip(setting.values, defaults, strict=True)]
+        table.add_row(shown(setting.name), *cells)
     console.print(table)
     if most is not None and len(comparison.settings) > most:
         console.print(f"[dim]and {len(comparison.settings) - most} more: --all[/dim]")
+
+
+def _setting(value: Any, is_default: bool, longest: int | None) -> str:
+    text = "–" if value is None else str(value)
+    text = shown(text if longest is None or len(text) <= longest else f"{text[: longest - 1]}…")
+    return f"[dim]{'none' if value is None else text} (default)[/dim]" if is_default else text

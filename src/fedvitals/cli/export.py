@@ -38,7 +38,7 @@ TELL_SECONDS = 2.0
 @click.option("--endpoint", metavar="URL", help="Of otel: the receiver. Of mlflow: the tracking server or database.")
 @run_options
 def command(
-    run: str,
+    run: str | None,
     form: str,
     out: Path | None,
     round_: int | None,
@@ -46,7 +46,10 @@ def command(
     store: str | None,
     as_json: bool,
 ) -> None:
-    """Hand a stored run to another tool. RUN is a run's id, the beginning of one, or a name (its newest run)."""
+    """Hand a stored run to another tool.
+
+    RUN is a run's id, the beginning of one, or a name (its newest run); without it, the newest run of all.
+    """
     from fedvitals.store.read import queries
 
     if endpoint is not None and form not in ("otel", "mlflow"):

@@ -34,11 +34,17 @@ WORDS = ("faulty", "different", "not yet decidable", "not judged", "healthy")
 @click.option("--notes", is_flag=True, help="Also what never was more than a note. With --node they are shown anyway.")
 @run_options
 def command(
-    run: str, number: int | None, node: str | None, everything: bool, notes: bool, store: str | None, as_json: bool
+    run: str | None,
+    number: int | None,
+    node: str | None,
+    everything: bool,
+    notes: bool,
+    store: str | None,
+    as_json: bool,
 ) -> int:
     """List what the detectors found in a run, each trouble once, worst first.
 
-    RUN is a run's id, the beginning of one, or a name (its newest run).
+    RUN is a run's id, the beginning of one, or a name (its newest run); without it, the newest run of all.
     """
     from fedvitals.diagnosis.cases import is_trouble
     from fedvitals.diagnosis.gaps import statement

@@ -42,18 +42,34 @@ def store_options(function: F) -> F:
 
 
 def run_options(function: F) -> F:
-    """Add the argument RUN, --store and --json."""
-    return click.argument("run")(store_options(function))
+    """Add the argument RUN, which may be left out, --store and --json; `opened_run` takes all of them."""
+    return click.argument("run", required=False)(store_options(function))
 
 
 @contextlib.contextmanager
-def opened_run(store: str | None, run: str) -> Iterator[tuple[Reader, str]]:
-    """Yield the store, open for the block, and the id of the run that is meant: an id, its beginning, or a name."""
+def opened_run(store: str | None, run: str | None) -> Iterator[tuple[Reader, str]]:
+    """Yield the store, open for the block, and the id of the run that is meant: an id, its beginning, or a name.
+
+    None is the newest run, which is stated on standard error; ConfigError where the store has no run.
+    """
     from fedvitals.store import open_reader
     from fedvitals.store.read import queries
 
     with open_reader(store) as reader:
-        yield reader, queries.find_run(reader, run)
+        yield reader, newest_run_stated(reader) if run is None else queries.find_run(reader, run)
+
+
+def newest_run_stated(reader: Reader) -> str:
+    """Return the id of the newest run, and state on standard error which it is; ConfigError where there is none."""
+    from fedvitals.errors import ConfigError
+    from fedvitals.store.read.runs import newest_run, run_name
+
+    newest = newest_run(reader)
+    if newest is None:
+        raise ConfigError("The store has no runs yet. `fedvitals demo` makes one.")
+    name = "".join(c if c.isprintable() else "?" for c in run_name(reader, newest))
+    click.echo(f"No run was named, so this is the newest: {name}, {newest}.", err=True)
+    return newest
 
 
 def print_json(verb: str, result: Any) -> None:

@@ -8,9 +8,7 @@ import sys
 import click
 
 from fedvitals.cli.options import print_json, store_options
-from fedvitals.cli.screen import new_console, new_table, shown
-
-WIDE = 10_000
+from fedvitals.cli.screen import WIDE, new_console, new_table, shown
 
 
 @click.command(

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import click
 
-from fedvitals.cli.options import print_json, store_options
+from fedvitals.cli.options import newest_run_stated, print_json, store_options
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN [RUN ...]")
+@click.argument("runs", nargs=-1, metavar="[RUN ...]")
 @click.option("-o", "--output", metavar="FILE", help="FILE.html (default: RUN-report.html here), FILE.pdf or FILE.md.")
 @click.option("--force", is_flag=True, help="Write over a file that is no report of ours.")
 @store_options
@@ -17,8 +17,8 @@ def command(runs: tuple[str, ...], output: str | None, force: bool, store: str |
     """Write a run's report: verdict, findings with evidence, what to do next, learning, clients, layers, profile,
     configuration, and what was not measured. Of several runs: the comparison.
 
-    RUN is a run's id, the beginning of one, or a name (its newest run). HTML is one file that needs nothing else; PDF
-    is printed by Chromium; Markdown has its pictures beside it, in FILE_files.
+    RUN is a run's id, the beginning of one, or a name (its newest run); without it, the newest run of all. HTML is one
+    file that needs nothing else; PDF is printed by Chromium; Markdown has its pictures beside it, in FILE_files.
     """
     from pathlib import Path
 
@@ -27,7 +27,8 @@ def command(runs: tuple[str, ...], output: str | None, force: bool, store: str |
     from fedvitals.views.units import size
 
     with open_reader(store) as reader:
-        written = report(reader, runs, None if output is None else Path(output), force=force)
+        chosen = runs or (newest_run_stated(reader),)
+        written = report(reader, chosen, None if output is None else Path(output), force=force)
     if as_json:
         print_json("report", written)
         return

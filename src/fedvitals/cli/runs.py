@@ -3,19 +3,26 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from fedvitals.cli.options import print_json, store_options
-from fedvitals.cli.screen import new_console, new_table, number, seconds, shown, size
+from fedvitals.cli.screen import WIDE, new_console, new_table, number, seconds, shown, size
 from fedvitals.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
+    from fedvitals.store.read.queries import RunSummary
     from fedvitals.store.upkeep.retention import Cleared
 
+NAME = 16  # characters of a name, for which ids are cut first
+SHORTEST = 5  # characters of a name, however narrow the terminal is
+TIME = 15  # characters with which the id of a run tells when it began
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
@@ -54,26 +61,9 @@ def _list(store: str | None, as_json: bool) -> None:
     if not runs:
         click.echo("No runs yet. `fedvitals demo` makes one; the README's ten lines make your own.", err=True)
         return
-    table = new_table()
-    table.add_column("run", no_wrap=True, min_width=8)
-    table.add_column("id", no_wrap=True)
-    for title in ("rounds", "clients", "accuracy", "loss", "alerts", "time"):
-        table.add_column(title, justify="right")
-    for run in runs:
-        alerts = sum(run.events.get(level, 0) for level in ("warning", "error", "critical")) + run.findings
-        lost = f" ({run.lost} lost)" if run.lost else " (?)" if missing[run.id] else ""
-        table.add_row(
-            shown(run.name),
-            shown(run.id),
-            str(run.rounds),
-            str(run.clients),
-            number(run.accuracy),
-            number(run.loss),
-            f"{alerts}{lost}",
-            seconds(run.seconds) if run.finished else states[run.id],
-        )
-    console = new_console()
-    console.print(table)
+    # A pipe has no width: what is cut there is lost to whoever reads it.
+    console = new_console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE)
+    _print_table(console, runs, states, missing)
     unjudged = [run for run in runs if missing[run.id]]
     if unjudged:
         text = f"Lost or (?): not fully examined. Why:  fedvitals findings {shown(unjudged[0].id)}"
@@ -85,6 +75,39 @@ def _list(store: str | None, as_json: bool) -> None:
             f"{recorded_runs} on tape, {size(sum(tapes.values()))}; the newest:  fedvitals replay {shown(recorded[0])}"
         )
         console.print(f"[dim]{text}[/dim]", soft_wrap=True)
+
+
+def _print_table(
+    console: Any, runs: Sequence[RunSummary], states: Mapping[str, str], missing: Mapping[str, Sequence[str]]
+) -> None:
+    """Print a line per run in which every column is whole: where there is no room, names and ids are shortened.
+
+    An id is cut to a beginning that no other run has, which any verb takes as well.
+    """
+    from fedvitals.views.short_ids import differing_parts, distinct_beginnings
+
+    names, ids = [run.name for run in runs], [run.id for run in runs]
+    cells = [_figures(run, states[run.id], judged=not missing[run.id]) for run in runs]
+    titles = ("rounds", "clients", "accuracy", "loss", "alerts", "time")
+    figures = sum(1 + max(map(len, column)) for column in zip(titles, *cells, strict=True))
+
+    def room() -> int:
+        return int(console.width) - figures - 1 - max(map(len, ids))
+
+    if room() < min(NAME, max(map(len, names))):
+        ids = distinct_beginnings(ids, TIME)
+    names = differing_parts(names, max(room(), SHORTEST))
+    table = new_table("run", "id", *(f">{title}" for title in titles), no_wrap=True)
+    for name, identity, own in zip(names, ids, cells, strict=True):
+        table.add_row(shown(name), shown(identity), *own)
+    console.print(table)
+
+
+def _figures(run: RunSummary, state: str, *, judged: bool) -> tuple[str, ...]:
+    alerts = sum(run.events.get(level, 0) for level in ("warning", "error", "critical")) + run.findings
+    lost = f" ({run.lost} lost)" if run.lost else "" if judged else " (?)"
+    time = seconds(run.seconds) if run.finished else state
+    return str(run.rounds), str(run.clients), number(run.accuracy), number(run.loss), f"{alerts}{lost}", time
 
 
 @command.command()

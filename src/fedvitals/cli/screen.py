@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = [
-    "APART", "new_console", "new_progress", "new_table", "number", "seconds", "shown", "size", "sparkline", "with_unit",
+    "APART", "WIDE", "new_console", "new_progress", "new_table", "number", "seconds", "shown", "size", "sparkline",
+    "with_unit",
 ]  # fmt: skip
 
 BARS = "▁▂▃▄▅▆▇█"
+WIDE = 10_000  # columns of a pipe
 APART = (0, 2, 0, 0)  # padding of a table whose columns stand further apart
 
 

@@ -35,10 +35,10 @@ COLUMNS = {
 @click.option("--node", help="One node's history instead of the card.")
 @click.option("--all", "everything", is_flag=True, help="Every client and layer, not only those that stand out most.")
 @run_options
-def command(run: str, node: str | None, everything: bool, store: str | None, as_json: bool) -> None:
+def command(run: str | None, node: str | None, everything: bool, store: str | None, as_json: bool) -> None:
     """Show a run's vital signs, and the clients and layers that stand out, those first.
 
-    RUN is a run's id, the beginning of one, or a name (its newest run).
+    RUN is a run's id, the beginning of one, or a name (its newest run); without it, the newest run of all.
     """
     from fedvitals.store.tapes import tape_bytes
     from fedvitals.views.card import health_card

@@ -24,7 +24,7 @@ from fedvitals.views.run_figures import Figures
 
 COMPARED = 80  # runs whose figures are remembered
 ROUTES = (
-    "status", "records", "runs", "overview", "findings", "clients", "layers", "rounds", "replay", "compare",
+    "status", "records", "runs", "overview", "findings", "clients", "layers", "adapters", "rounds", "replay", "compare",
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from fedvitals import html_display as html
 from fedvitals.diagnosis.evidence.attendance import SERVER
 from fedvitals.diagnosis.evidence.fault_kinds import ISSUE_OF
 from fedvitals.diagnosis.issues.table import ISSUES_BY_CODE, SEVERITIES, Issue
@@ -43,6 +44,7 @@ Attendance = Mapping[Node | None, Sequence[int]]
 """The rounds in which each node took part, ascending; None: all rounds of the run."""
 
 CaseKey = tuple[str, Node | None, str | None, str | None]
+CASE_TITLES = ("severity", "where", "what", "sure", "when")  # of what a display shows of a case, see `case_cells`
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,14 @@ class Case:
         what = f"{self.issue}, {self.confidence:.0%}; {self.timeline}"
         what += f"; {self.alternatives_in_words}" if self.alternatives else ""
         return f"{'  follows from it: ' if self.cause else ''}{self.severity}: {self.newest.message} ({what})"
+
+    def _repr_html_(self) -> str:
+        return html.display(html.table(CASE_TITLES, [case_cells(self)]))
+
+
+def case_cells(case: Case) -> tuple[str, ...]:
+    """Return a case as the cells of a table with `CASE_TITLES`."""
+    return case.severity, case.place, f"{case.issue}: {case.newest.message}", f"{case.confidence:.0%}", case.timeline
 
 
 def record_attendance(

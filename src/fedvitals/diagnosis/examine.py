@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from fedvitals.diagnosis.detectors import (
+    adapters,
     against_cohort,
     aggregation,
     changed_clients,
@@ -19,6 +20,7 @@ from fedvitals.diagnosis.detectors import (
     gradient,
     guards,
     labels,
+    language,
     learning_rate,
     memory_leaks,
     stalls,
@@ -44,6 +46,8 @@ RULES: tuple[Detector, ...] = (
     *convergence.DETECTORS,
     *gradient.DETECTORS,
     *aggregation.DETECTORS,
+    *adapters.DETECTORS,
+    *language.DETECTORS,
     *labels.DETECTORS,
     *data.DETECTORS,
     *learning_rate.DETECTORS,

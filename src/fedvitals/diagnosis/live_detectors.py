@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from fedvitals import html_display as html
 from fedvitals.diagnosis.abstentions import ExaminationCounts, Examined
 from fedvitals.diagnosis.cases import (
+    CASE_TITLES,
     Attendance,
     Case,
+    case_cells,
     cases,
     is_trouble,
     key_of,
@@ -20,13 +23,14 @@ from fedvitals.diagnosis.cases import (
     severity_rank,
 )
 from fedvitals.diagnosis.examine import DetectorExamination, compares_clients, with_run_and_time
-from fedvitals.diagnosis.gaps import OUTSIDE_ROUND, UNSEEN, statement
+from fedvitals.diagnosis.gaps import OUTSIDE_ROUND, UNSEEN, incomplete, statement
 from fedvitals.measurements import Emitted, Measurements, Telemetry, Transfers
 from fedvitals.protocols import Detector, History, Node, Sink
 from fedvitals.records import Action, Event, Finding, Metric, Run, Truth, Where, is_client
 
 ROUND_COMPLETE = "time.round"  # the monitor's last record of a round
 CLIENT_COMPLETE = "time.client"  # its last of a client
+SHOWN = 20  # cases in a notebook's display
 
 
 class HistorySink(Protocol):
@@ -167,3 +171,23 @@ class FindingList(list[Finding]):
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    @property
+    def verdict(self) -> str:
+        """What is to be thought of the run so far, in a sentence: how many problems it has, or who looked at what."""
+        now = sum(is_trouble(case) and case.still_there for case in self.cases)
+        over = sum(is_trouble(case) and not case.still_there for case in self.cases)
+        if not self.installed:
+            return "Not judged: no detector is installed."
+        if not now + over:
+            return statement(self.installed, self.gaps, self.examined, silent=True)
+        counts = [f"{now} problem{'s' * (now != 1)} now"] * bool(now) + [f"{over} resolved"] * bool(over)
+        missing = f" {incomplete(self.gaps)}" if self.gaps else ""
+        return f"{', '.join(counts)}.{missing}"
+
+    def _repr_html_(self) -> str:
+        hidden = f"{notes_in_words(self.hidden_notes)}: findings(notes=True)." if self.hidden_notes else ""
+        cells = map(case_cells, self.cases[:SHOWN])
+        more = f"and {len(self.cases) - SHOWN} more" if len(self.cases) > SHOWN else ""
+        parts = html.paragraph(self.verdict), html.table(CASE_TITLES, cells)
+        return html.display(*parts, *(html.paragraph(words, quiet=True) for words in (more, hidden)))

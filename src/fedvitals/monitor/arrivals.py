@@ -403,6 +403,8 @@ class Arrivals:
             {**first_values(single, name), **column_values(blocks, name)} for name in ("steps", "gradient.norm")
         )
         self._compare(spans, norms)
+        scales = {**first_values(single, "adapter.scale"), **column_values(blocks, "adapter.scale")}
+        self._kit.adapters.note_scales(scales)
         for node, span in spans.items():
             self._expected.pop(node, None)
             self._kit.turns.note(node, steps.get(node, -1.0))

@@ -123,19 +123,23 @@ class Clients:
         loss: Callable[..., Any] | None = None,
         *,
         inside: Scope | None = None,
+        watch: Callable[..., Any] | None = None,
     ) -> OpenClient | None:
-        """What was opened, to be closed by whoever opened it; None if that name is open already, or is none."""
+        """What was opened, to be closed by whoever opened it; None if that name is open already, or is none.
+
+        `watch`: what takes the model of a client that is opened without one.
+        """
 
         def begin() -> OpenClient:
             node = node_name(name)
             if node in self._open:
                 raise ConfigError(f"Client '{node}' is already open. Give each client of a round a name of its own.")
-            entered = self._scopes.enter(node, group=group_name(group), client=True, inside=inside)
+            entered = self._scopes.enter(node, group=group_name(group), client=True, inside=inside, watch=watch)
             opened = self._open[node] = OpenClient(*entered)
             self._guard("taping a client", lambda: self._loop_tape.client_begin(node, model, entered[0].group))
             if model is not None:
-                watch = functools.partial(self._watch, opened, model, data, loss)
-                self._guard("watching a client", watch, opened.scope)
+                begin_watching = functools.partial(self._watch, opened, model, data, loss)
+                self._guard("watching a client", begin_watching, opened.scope)
             return opened
 
         opened: OpenClient | None = self._guard("opening a client", begin)
@@ -166,9 +170,13 @@ class Clients:
                 "what clients send to monitor.updates(round, {name: update}), which takes arrays of any kind."
             )
         from fedvitals.probes.instruments import tables_of  # noqa: PLC0415 - imports torch
+        from fedvitals.probes.rank_watch import RankWatch  # noqa: PLC0415 - imports torch
+        from fedvitals.probes.ranks import group_of, unwrapped  # noqa: PLC0415 - imports torch
         from fedvitals.probes.session import ClientSession  # noqa: PLC0415 - imports torch
 
-        node = opened.scope.node or ""
+        node, guard = opened.scope.node or "", functools.partial(self._guard, scope=opened.scope)
+        group = guard("looking for other processes", lambda: group_of(model))
+        model = unwrapped(model)
         view = self._kit.view(model, round_index=opened.scope.round, node=node, data=data, loss=loss)
         if not self._kit.preset.brief:
             tables = tables_of(self._kit, view)
@@ -177,7 +185,9 @@ class Clients:
         report = functools.partial(self._guard.report, scope=opened.scope)
         # Who measures nothing at steps has no hooks there, which the clock would need.
         opened.clock = self._clocks.begin(node) if self._profile and not self._kit.preset.brief else None
-        opened.session = ClientSession(self._kit, view, report, opened.clock)
+        tell = functools.partial(self._emission.record.event, opened.scope, "warning")
+        ranks = None if group is None else functools.partial(RankWatch, group, model, tell)
+        opened.session = ClientSession(self._kit, view, report, opened.clock, ranks)
         if self._profile:
             opened.memory = self._memory.begin(model, view.parameters, node, opened.scope.round)
         opened.recording = self._captures.begin(node, opened.scope.round, model, report)

@@ -145,7 +145,12 @@ class HostObserver:
         if self._rounds.open is None:
             self._guard("opening a client", lambda: self._clients.warn_outside_round(node))
         self._progress.moved(TRAIN)
-        return self._clients.begin(node, model, data, group, loss)
+        return self._clients.begin(node, model, data, group, loss, watch=functools.partial(self._watching, node))
+
+    @contextlib.contextmanager
+    def _watching(self, node: AnyName, model: Any, *, data: Any = None, loss: Any = None) -> Iterator[HostObserver]:
+        with self._clients.watching(node, model, data, loss):
+            yield self
 
     def stats(self, node: Any, family: str, array: Any) -> None:
         """Statistics that the host computed itself: [layers, columns], or [clients, layers, columns] for many nodes."""
@@ -292,17 +297,10 @@ class HostObserver:
         self._guard("truth()", lambda: self._emission.record.truth(self._context.run.id, fault))
 
     def span(
-        self,
-        node: AnyName | None,
-        name: str,
-        began: float,
-        seconds: float,
-        *,
-        parent: str | None = None,
-        **attributes: Any,
+        self, node: AnyName | None, name: str, began: float, seconds: float, *, parent: str | None = None, **more: Any
     ) -> str | None:
         """A stretch of time on the host's clock: `began` seconds after the run did. `clock="virtual"` if it is none."""
-        record = functools.partial(self._clients.span, node, name, began, seconds, parent, attributes)
+        record = functools.partial(self._clients.span, node, name, began, seconds, parent, more)
         own: str | None = self._guard("span()", record)
         return own
 
@@ -491,5 +489,6 @@ class HostObserver:
 
 
 def _model(state: Any) -> Any:
-    """The host's global model, if that is what it gave: a module."""
-    return state if hasattr(state, "named_parameters") else None
+    """The host's global model, if that is what it gave: a module; without DDP's wrapper."""
+    own = state.module if type(state).__name__ == "DistributedDataParallel" else state
+    return own if hasattr(own, "named_parameters") else None

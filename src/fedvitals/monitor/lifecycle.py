@@ -70,6 +70,10 @@ class Lifecycle:
         self._closed = False
         self._process: int | None = None  # that has opened the run
 
+    def silence(self) -> None:
+        """Neither tape nor sample the machine; before the run begins."""
+        self._tape = self._machine = self._watch = None
+
     @property
     def is_of_parent(self) -> bool:
         """Whether the run was opened by another process, which forked this one: nothing of it is ours to write."""
@@ -175,13 +179,18 @@ class Outputs:
         self._context, self._emission, self._guard = spine.context, spine.emission, spine.guard
         self._findings, self._tape, self._profile, self._again = findings, tape, profile, again
         self._store: SqliteStore | PostgresStore | None = None  # once it is open
+        self._detects = True
+
+    def silence(self) -> None:
+        """Do without all of them; before the run begins."""
+        self._target, self._sinks, self._profile, self._detects = None, (), False, False
 
     def open(self) -> SinkWriter:
         """Open all of them, behind a queue each."""
         self._store = None if self._target is None else open_store(self._target)
         sinks: list[Sink] = [] if self._store is None else [self._store]
         live: list[LiveProfile | LiveDetectors] = [LiveProfile(self._emission.emit)] if self._profile else []
-        detectors = self._findings.open()
+        detectors = self._findings.open() if self._detects else None
         if detectors is not None:
             live.append(detectors)
         if live:
@@ -196,7 +205,7 @@ class Outputs:
         # A source of its own: sequences begin anew, and would be taken for records that are stored already.
         source = f"{SOURCE}-{os.urandom(4).hex()}" if self._again else SOURCE
         return SinkWriter(
-            [*sinks, *self._sinks, *self._tape.sinks],
+            [*sinks, *self._sinks, *(self._tape.sinks if self._detects else ())],
             own=len(sinks),
             policy=self._context.policy,
             spill=spill,

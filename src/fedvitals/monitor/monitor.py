@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from fedvitals import html_display as html
+from fedvitals.diagnosis.cases import CASE_TITLES, case_cells
 from fedvitals.diagnosis.corrections.policy import CorrectionPolicy, correction_policy_of
 from fedvitals.diagnosis.evidence.transformed_updates import TRANSFORMED
 from fedvitals.diagnosis.examine import STANDARD, choose_detectors
@@ -33,6 +35,8 @@ from fedvitals.records import Action, AnyName, Run, check_run_id
 from fedvitals.resources.capture import Capture
 from fedvitals.transport.privacy import LEAST_CLIENTS, described_policy, policy_for
 from fedvitals.transport.sink_adapter import as_sink
+
+NEWEST = 5  # problems that a notebook shows of a monitor
 
 
 class Monitor:
@@ -258,6 +262,21 @@ class Monitor:
     def lost(self) -> int:
         """Records lost so far, by any of the sinks; the metric `monitor.lost` counts those that the store lacks."""
         return self._run.lost.total
+
+    def __repr__(self) -> str:
+        return f"<Monitor of run {self.run.name!r}, {self.run.id}: {self._run.progress.rounds} rounds so far>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows, without waiting for records that are still under way."""
+        findings, rounds = self._run.findings.so_far(), self._run.progress.rounds
+        count = f"{rounds} round{'s' * (rounds != 1)} so far" if rounds else "waiting for the first round"
+        newest = sorted(findings.cases, key=lambda case: (case.last or 0, case.newest.at), reverse=True)[:NEWEST]
+        state = "open" if self.run.finished is None else "ended"
+        return html.display(
+            html.heading(self.run.name, self.run.id, state, count),
+            html.paragraph(findings.verdict if rounds else ""),
+            html.table(CASE_TITLES, map(case_cells, newest)),
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -108,6 +108,20 @@ class MonitoredRun:
         """Whether a host wants to be called before the run ends."""
         return bool(self._before_close)
 
+    @property
+    def last_round(self) -> int | None:
+        """The number of the round that is open, or was open last."""
+        return self.spine.scopes.last_round
+
+    def silence(self) -> None:
+        """Measure, and record nothing: of several processes that train a client together, another one reports.
+
+        Does nothing once the run has begun.
+        """
+        if self.spine.emission.writer is None:
+            self.outputs.silence()
+            self.lifecycle.silence()
+
     def before_close(self, work: Callable[[], None]) -> None:
         """Call `work` before the run ends: a host may have a round open."""
         self._before_close.append(work)

@@ -44,7 +44,7 @@ class Progress:
         self.silences: dict[str, deque[float]] = {}
         self._parts: list[str] = []  # the server's own work that is under way, the innermost last
         self._silences_now: dict[str, float] = {}  # of the open round
-        self._first = True  # whether no round has ended yet
+        self.rounds = 0  # that have ended
         self._stalled_before = False
 
     def begin_round(self, round_index: int) -> None:
@@ -60,8 +60,9 @@ class Progress:
             return
         self.moved()
         self.round_index = None
-        unusual = self._first or (self.stalled and not self._stalled_before)
-        self._first, self._stalled_before = False, self.stalled
+        unusual = self.rounds == 0 or (self.stalled and not self._stalled_before)
+        self.rounds += 1
+        self._stalled_before = self.stalled
         if not unusual:
             self.lengths.append(self.moved_at - self.began)
             for phase, silence in self._silences_now.items():

@@ -89,6 +89,8 @@ class Rounds:
             return
         if not self._kit.preset.brief:
             self._kit.updates.begin_round(number, self._kit.global_parameters)
+        if not self._kit.preset.brief:
+            self._guard("reading adapters", lambda: self._emission.layer_tables(self._kit.begin_adapters(model)))
         # A run that goes on does not begin anew with the model that it happens to have now.
         if self._kit.initial is None and not self._context.continued:
             self._first_model(model)
@@ -159,6 +161,7 @@ class Rounds:
         self._tell_updates(opened, attempt)
         attempt("noting who is missing", lambda: self._arrivals.close_round(scope, cohort))
         attempt("reading layers", lambda: self._kit.updates.know(self._context.own_tables.values()))
+        attempt("reading layers", lambda: self._kit.adapters.know(self._context.own_tables.values()))
         closing = partial(cohort.close, self._kit, model_results, self._least, attempt)
         columns, measurements = attempt("comparing clients", closing) or ((), ())
         for own in columns:

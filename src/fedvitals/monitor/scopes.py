@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from contextvars import Token
 from dataclasses import replace
+from typing import Any
 
 from fedvitals.monitor.run_context import RunContext
 from fedvitals.protocols import Node
@@ -77,9 +78,18 @@ class Scopes:
         return Scope(self._context.run.id, self._emit, self.last_round, node=node, trace=trace)
 
     def enter(
-        self, node: Node | None, *, group: str | None = None, client: bool = False, inside: Scope | None = None
+        self,
+        node: Node | None,
+        *,
+        group: str | None = None,
+        client: bool = False,
+        inside: Scope | None = None,
+        watch: Callable[..., Any] | None = None,
     ) -> tuple[Scope, Token[Scope | None]]:
-        """Open a scope inside `inside`, or inside the caller's. Returns it with the token that `leave` needs."""
+        """Open a scope inside `inside`, or inside the caller's. Returns it with the token that `leave` needs.
+
+        `watch` takes the model of a client that is opened without one.
+        """
         self.open_run()
         around = inside or self.here()
         own, parent = new_span_id(), around.span
@@ -88,7 +98,7 @@ class Scopes:
                 parent = edge_span(around.span, group)
             else:
                 own = edge_span(around.span, group)
-        scope = replace(around, node=node, group=group or around.group, span=own, parent=parent)
+        scope = replace(around, node=node, group=group or around.group, span=own, parent=parent, watch=watch)
         if client:
             self._threads.enter(scope)
         return scope, current.set(scope)

@@ -65,4 +65,4 @@ def is_needed(record: Telemetry) -> TypeGuard[Metric | LayerStats]:
 
 def _is_needed_metric(name: str) -> bool:
     """Whether the round asks for a client's metric: here, or in `Cohort.add`."""
-    return name in ("steps", "gradient.norm", "monitor.cost") or name.startswith("weight.difference")
+    return name in ("adapter.scale", "steps", "gradient.norm", "monitor.cost") or name.startswith("weight.difference")

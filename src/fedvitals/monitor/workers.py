@@ -238,10 +238,8 @@ class WorkerObserver:
     ) -> Any:
         if model is not None:
             worker_run.guard("watching a client", worker_run.kit.prepare)
-        inside = self._inside(worker_run, number)
-        if model is None:
-            inside = replace(inside, watch=functools.partial(self.watching, node))
-        opened = worker_run.clients.begin(node, model, data, group, loss, inside=inside)
+        inside, watch = self._inside(worker_run, number), functools.partial(self.watching, node)
+        opened = worker_run.clients.begin(node, model, data, group, loss, inside=inside, watch=watch)
         if worker_run.stacks is not None:
             worker_run.guard("looking for requests", worker_run.stacks.watch)
         return opened

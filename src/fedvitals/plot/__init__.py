@@ -2,10 +2,11 @@
 """Pictures of runs, for notebooks and reports: `fv.plot.gsc("baseline", "exploding")` gives a matplotlib Figure.
 
 A run is an id, the beginning of one, or a name (its newest run) in `store=` (default: as everywhere, FEDVITALS_STORE,
-else runs.db here); or `(reader, id)` of a store that is open already. `figure.savefig("x.svg")` writes a file.
-Needs the extra `plots`.
+else runs.db here); a run of `fv.open(...)`; or `(reader, id)` of a store that is open already.
+`figure.savefig("x.svg")` writes a file. Needs the extra `plots`.
 """
 
+from fedvitals.plot.adapter_ranks import adapters
 from fedvitals.plot.cohort_band import client, cohort, learning
 from fedvitals.plot.comparison import compare
 from fedvitals.plot.finding_evidence import finding
@@ -17,6 +18,7 @@ from fedvitals.plot.topology_picture import topology
 from fedvitals.plot.update_plane import similarity, update_map
 
 __all__ = [
+    "adapters",
     "client",
     "clients",
     "cohort",

@@ -8,14 +8,15 @@ from contextlib import contextmanager
 
 from fedvitals.diagnosis.cases import Case, is_trouble
 from fedvitals.errors import ConfigError, unknown
+from fedvitals.notebook.runs import StoredRun
 from fedvitals.records import is_client
 from fedvitals.store import Target, open_reader
 from fedvitals.store.read import queries
 from fedvitals.store.read.reader import Reader
 from fedvitals.views.cases import culprits
 
-Which = str | tuple[Reader, str]
-"""A run: its id, the beginning of one, or a name (its newest run); or an open store and the same."""
+Which = str | StoredRun | tuple[Reader, str]
+"""A run: its id, the beginning of one, or a name (its newest run); one of `fv.open`; or an open store and its id."""
 
 
 @contextmanager
@@ -25,8 +26,10 @@ def opened(run: Which, store: Target = None) -> Iterator[tuple[Reader, str]]:
         reader, text = run
         yield reader, queries.find_run(reader, text)
         return
+    if isinstance(run, StoredRun):
+        store, run = run.store, run.id
     if not isinstance(run, str):
-        raise ConfigError(f"A run is a name, an id or (reader, id), got {type(run).__name__}.")
+        raise ConfigError(f"A run is a name, an id, one of fv.open(...), or (reader, id), got {type(run).__name__}.")
     with open_reader(store) as reader:
         yield reader, queries.find_run(reader, run)
 

@@ -77,8 +77,10 @@ class ClipWatch:
             self._handle = parameter.register_post_accumulate_grad_hook(self._at_end_of_backward)
 
     def _at_end_of_backward(self, _parameter: Tensor) -> None:
-        # A gradient hook runs in the middle of the backward pass; the engine calls this once all have run.
-        torch.autograd.Variable._execution_engine.queue_callback(self.look)  # noqa: SLF001
+        # A gradient hook runs in the middle of the backward pass; the engine calls this once all have run. What is
+        # queued from there comes last, after DDP has averaged the gradients of all processes.
+        queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
+        queue(lambda: queue(self.look))
 
     @staticmethod
     def _versions(owned: Sequence[Tensor | None]) -> list[int]:

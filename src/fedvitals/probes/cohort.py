@@ -242,9 +242,16 @@ class Cohort:
             step(f"adding up '{kind[0]}'", partial(_merge_groups, kind, members, least))
         step("adding up groups", self._of_groups)
         step("counting clients", partial(self._of_whole, instruments))
+        step("measuring adapters", lambda: self._of_adapters(updates, instruments))
         if model_results is not None:
             step("measuring the global model", lambda: [(("server", None), model_results())])
         return columns, results
+
+    def _of_adapters(
+        self, updates: Sequence[ClientUpdate | ArrayUpdate], instruments: AnyInstruments
+    ) -> list[tuple[Key, Results]]:
+        measured = instruments.adapters.close_round(updates)
+        return [((node, self._groups.get(node)), results) for node, results in measured]
 
     def _by_members(self) -> list[tuple[Kind, Mapping[str | None, list[Part]]]]:
         """Return what is to be merged, by family; within a family, the layers that most clients have come last.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fedvitals.kernels import is_sharded
 from fedvitals.probes.activations import activations, watched_modules
+from fedvitals.probes.adapters.watch import AdapterWatch
 from fedvitals.probes.allowance import Allowance, Turns
 from fedvitals.probes.data_sketch import DataWatch
 from fedvitals.probes.fit import Fit
@@ -20,7 +21,6 @@ from fedvitals.probes.nonlinearity import nonlinearity
 from fedvitals.probes.presets import Preset
 from fedvitals.probes.results import Results
 from fedvitals.probes.scale import scale
-from fedvitals.probes.shards import ShardGroup
 from fedvitals.probes.snapshot import InitialModel, shards_of, sketch_of
 from fedvitals.probes.updates import UpdateTracker
 from fedvitals.probes.view import View, flatten, table_of
@@ -37,6 +37,7 @@ class Instruments:
         self.fit = Fit(preset.fit_percent, preset.fit_floor_rounds)
         self.turns = Turns(preset)
         self.updates = UpdateTracker(brief=preset.brief, memory=update_memory)
+        self.adapters = AdapterWatch()
         self.compares_updates, self._update_memory = compares_updates, update_memory
         self.watches_modules = any(planned.probe is activations for planned in preset.probes)
         self.costs = [0.0] * len(preset.probes)
@@ -53,7 +54,6 @@ class Instruments:
         self.trained: frozenset[str] = frozenset()  # names of the parameters that train in any model seen so far
         self.unsuited: set[tuple[int, type]] = set()  # probes, by place, and the models that they cannot measure
         self.unsuited_losses: set[tuple[str, type]] = set()  # clients and models whose training losses are unknown
-        self.shards = ShardGroup()
         self.snapshot_buffers: list[Tensor] = []
         self.data = DataWatch()
         self.labels: dict[str, Mapping[int, int]] = {}  # each client's label histogram, as last told
@@ -102,6 +102,10 @@ class Instruments:
             return InitialModel(len(self.initial), self.initial)
         return InitialModel(self._initial_sketch[0], None, self._initial_sketch[1])
 
+    def begin_adapters(self, model: nn.Module) -> Mapping[str, LayerTable]:
+        """Take the adapters of the model that a round begins with; returns their table, if there are any."""
+        return self.adapters.begin_round(model, self.view(model).named_parameters)
+
     def zero_layers(self, model: nn.Module) -> list[str]:
         """Return the matrices that start at 0 on purpose."""
         return starts_at_zero(model)
@@ -111,6 +115,7 @@ class Instruments:
         what waits for the results.
         """
         view = self.view(model)
+        self.adapters.end_round(model, view.named_parameters)
         measured = {} if is_sharded(view.parameters) else weight_rows(view)  # of shards, a process has only its own
         copies = HostCopies([*measured.values()])
 

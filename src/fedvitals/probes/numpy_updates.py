@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedvitals.probes.adapters.watch import AdapterWatch
 from fedvitals.probes.allowance import Turns
 from fedvitals.probes.attempts import Attempt, unguarded
 from fedvitals.probes.numpy_peers import PastArrayModels, peer_rows
@@ -264,6 +265,7 @@ class ArrayInstruments:
     def __init__(self, preset: Preset, update_memory: int) -> None:
         self.preset = preset
         self.updates = ArrayUpdates(brief=preset.brief, memory=update_memory)
+        self.adapters = AdapterWatch()
         self.turns = Turns(preset)
         self.initial: Any = None  # what drift would be measured from; no client trains here
         self.global_parameters: Sequence[Any] = ()
@@ -287,12 +289,17 @@ class ArrayInstruments:
         self.initial = np.zeros(0, np.float32)  # known, and not needed
         return []
 
+    def begin_adapters(self, model: Any) -> Mapping[str, LayerTable]:
+        """Take the adapters of the model that a round begins with; returns their table, if there are any."""
+        return self.adapters.begin_round(model, [*model.named_parameters()])
+
     def zero_layers(self, model: Any) -> list[str]:
         """Return the matrices that start at 0; which of them train is not known."""
         return [name for name, values in model.named_parameters() if values.ndim > 1 and not values.any()]
 
     def measure_model(self, model: Any) -> tuple[list[dict[str, LayerTable]], Callable[[], Results]]:
         """Return the model's layer tables, and what gives the statistics of its own weights."""
+        self.adapters.end_round(model, [*model.named_parameters()])
         return self.tables(model), lambda: self._model_results(model)
 
     def _model_results(self, model: Any) -> Results:

@@ -7,6 +7,7 @@ Holds nothing of the user's: neither the model nor an optimiser is kept alive by
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from fedvitals.probes.gradients import summarise
 from fedvitals.probes.host_copies import HostCopies
 from fedvitals.probes.instruments import Instruments
 from fedvitals.probes.presets import Planned
+from fedvitals.probes.ranks import Gathered
 from fedvitals.probes.results import Results
 from fedvitals.probes.snapshot import MeasuredUpdate
 from fedvitals.probes.training_losses import MeasuredLosses
@@ -32,7 +34,9 @@ from fedvitals.stats import CLASS_ROWS, FAMILIES, Array, merge
 
 Report = Callable[[Exception, str], None]
 Rows = list[list[tuple[int, Mapping[str, Any]]]]  # of each probe: the steps, and what was measured at them
-AddUp = Callable[[list[Array], list[Array]], tuple[list[Array], list[Array], tuple[int, int]]]
+Gather = Callable[[list[Array], list[Array]], Gathered]
+PERPLEXITIES = {"before": ("train.loss_first", "fit.loss_before"), "after": ("train.loss_last", "fit.loss_after")}
+MOST_NATS = 100.0  # a loss above says nothing as a perplexity
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class PendingResults:
     """Begins to copy what was measured to the host when it is created; `finish` completes the `results`.
 
     `recorded` is the plan of the gradients that `recorders` have, `weighed` the place of the probe of the weights, with
-    the sums of the buffers; `add_up` adds sums up over the processes that hold a model's shards.
+    the sums of the buffers; `gather` adds sums up over the processes that train the model together.
     """
 
     def __init__(
@@ -73,10 +77,10 @@ class PendingResults:
         totals: StepTotals,
         weighed: tuple[int, Array | Tensor] | None,
         report: Report,
-        add_up: AddUp | None,
+        gather: Gather | None,
     ) -> None:
         self.results, self.cost = results, 0.0
-        self._instruments, self._node, self._report, self._add_up = instruments, node, report, add_up
+        self._instruments, self._node, self._report, self._gather = instruments, node, report, gather
         self._rows, self._recorded, self._recorders = rows, recorded, recorders
         self._update, self._totals, self._weighed = update, totals, weighed
         gradients = [own for recorder in recorders for own in recorder.apart]
@@ -99,7 +103,7 @@ class PendingResults:
     @property
     def awaits_device(self) -> bool:
         """Whether results are still on their way from a device, and may be waited for later."""
-        return self._add_up is None and not self._copies.ready
+        return self._gather is None and not self._copies.ready
 
     def finish(self) -> MeasuredUpdate:
         """Complete the results and return the client's update. Waits for what is not on the host yet."""
@@ -116,8 +120,17 @@ class PendingResults:
         if not preset.brief:
             self.results.take(movement(update))
             self.results.matrices.append(("update", update.rows, None))
+        if "tokens" in self._totals.settings:
+            self._tell_perplexity()
         self.cost += time.perf_counter() - started
         return update
+
+    def _tell_perplexity(self) -> None:
+        known = {name: value for name, value, _ in self.results.metrics}
+        for when, names in PERPLEXITIES.items():
+            loss = next((known[name] for name in names if name in known), None)
+            if loss is not None and loss < MOST_NATS:
+                self.results.take({f"perplexity.{when}": math.exp(loss)})
 
     def discard(self) -> None:
         """Make room for other updates: this one is about to be added, or never will be."""
@@ -128,8 +141,8 @@ class PendingResults:
         """Return everything measured on the host, by the identity of each tensor."""
         own, update, arrays = self._copied, self._update, self._copies.arrays()
         update.settle(arrays[len(own) + (self._weighed is not None) :])
-        if self._add_up is not None:
-            arrays[: self._gradients] = self._add_shards(self._add_up, arrays[: self._gradients])
+        if self._gather is not None:
+            self._add_ranks(self._gather, arrays)
         if self._weighed is not None and update.weight_rows is not None:
             measured = {"weight": update.weight_rows, **whole_model(update.weight_rows)}
             if len(arrays[len(own)]):
@@ -137,15 +150,18 @@ class PendingResults:
             self._rows[self._weighed[0]] = [(max(0, self._totals.steps - 1), measured)]
         return {id(values): array for values, array in zip(own, arrays, strict=False)}
 
-    def _add_shards(self, add_up: AddUp, gradients: list[Array]) -> list[Array]:
-        """Return the gradients' sums, added up, like those of the update, over the processes that hold the shards."""
+    def _add_ranks(self, gather: Gather, arrays: list[Array]) -> None:
+        """Add up what the processes measured that train the model together: losses, and the sums of shards."""
+        losses = self._totals.losses
+        place = next((i for i, own in enumerate(self._copied) if losses is not None and own is losses.numbers), None)
+        gradients = arrays[: self._gradients]
         rows, totals = self._update.additive
-        every, totals, (present, processes) = add_up([*gradients, *rows], totals)
-        self._update.set_additive(every[len(gradients) :], totals)
-        if present < processes:
-            text = f"The sums of sharded layers are those of {present} of {processes} processes."
-            self.results.remarks.append(("layers.sharded", text, {"processes": present, "of": processes}))
-        return every[: len(gradients)]
+        gathered = gather([*gradients, *rows], [np.zeros(0) if place is None else arrays[place], *totals])
+        if place is not None:
+            arrays[place] = gathered.totals[0]
+        if gathered.sharded:
+            arrays[: self._gradients] = gathered.rows[: self._gradients]
+            self._update.set_additive(gathered.rows[self._gradients :], gathered.totals[1:])
 
     def _tell_steps(self, on_host: Mapping[int, Array]) -> None:
         """Report what only the device knew of the steps: which were skipped, and the largest norm before clipping."""

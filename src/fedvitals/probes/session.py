@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from fedvitals.errors import ConfigError
 from fedvitals.kernels import GradientRecorder, is_sharded, sums
-from fedvitals.model_hooks import Hook
 from fedvitals.probes import samples
 from fedvitals.probes.activations import Take
 from fedvitals.probes.allowance import STEP_SAMPLES, training_work
@@ -28,11 +27,13 @@ from fedvitals.probes.instruments import Instruments
 from fedvitals.probes.optimizer_settings import optimizer_settings
 from fedvitals.probes.pending_results import PendingResults, Report, StepTotals
 from fedvitals.probes.presets import Planned
+from fedvitals.probes.rank_watch import RankWatch
 from fedvitals.probes.results import Results
 from fedvitals.probes.snapshot import MeasuredUpdate, ParameterSnapshot
+from fedvitals.probes.token_counts import count_tokens
 from fedvitals.probes.training_losses import MeasuredLosses, TrainingLosses
 from fedvitals.probes.training_start import equals, fits, on_load
-from fedvitals.probes.view import View, flatten
+from fedvitals.probes.view import View, catch_last_input, flatten
 from fedvitals.probes.weights import weights
 from fedvitals.protocols import Moment, PreparedProbe
 from fedvitals.schedule import always, at_exit
@@ -64,9 +65,18 @@ class Clock(Protocol):
 class ClientSession:
     """Begins when it is created; `stop` ends it and returns the results, `abandon` ends it without any."""
 
-    def __init__(self, instruments: Instruments, view: View, report: Report, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        instruments: Instruments,
+        view: View,
+        report: Report,
+        clock: Clock | None = None,
+        ranks: Callable[[], RankWatch] | None = None,
+    ) -> None:
+        """`ranks` begins to watch the processes that train the model together, where there are several."""
         began = time.perf_counter()
         self._instruments, self._view, self._report, self._clock = instruments, view, report, clock
+        self._ranks: RankWatch | None = None
         self.results = Results()
         self._rows: list[list[tuple[int, Mapping[str, Any]]]] = [[] for _ in instruments.preset.probes]
         self._takes: dict[int, Take] = {}
@@ -81,6 +91,8 @@ class ClientSession:
         self.optimizers: list[Optimizer] = []  # that stepped, known at the end
         self._turn = instruments.turns.of(view.node, view.round)
         view.snapshot = self._snapshot = ParameterSnapshot(view.parameters, instruments.snapshot_buffers)
+        if not instruments.preset.brief and view.frozen:
+            self._guarded("reading adapters", lambda: self.results.take(instruments.adapters.facts_of(view)))
         self._last = self._snapshot.vector if self._differences else None
         if view.data is not None:
             self._guarded("fit", self._fit_before)
@@ -88,9 +100,8 @@ class ClientSession:
         self._recorded = next(((i, p) for i, p in at_steps if p.probe is gradients), None)
         self._weighed: int | None = None  # which probe is `weights`, if it is due: measured together with the update
         self._recorders: dict[int, tuple[Sequence[Tensor | None], GradientRecorder]] = {}
-        self._stepwise = [
-            (i, p) for i, p in at_steps if p.probe is not gradients and not isinstance(p.probe, PreparedProbe)
-        ]
+        others = [(i, p) for i, p in at_steps if p.probe is not gradients]
+        self._stepwise = [(i, p) for i, p in others if not isinstance(p.probe, PreparedProbe)]
         self._prepared = [(i, p, p.probe.prepare) for i, p in at_steps if isinstance(p.probe, PreparedProbe)]
         self._clip = ClipWatch(view.parameters, confirmed=instruments.clipping_seen and bool(at_steps))
         measure = self._measure if clock is None else self._measure_timed
@@ -102,11 +113,13 @@ class ClientSession:
         self._on_load = None if self._sharded else on_load(view.model, self._loaded, report)
         self._losses = self._watch_losses()
         self._measured_losses: MeasuredLosses | None = None
-        self._last_input = _catch_input(view, report) if instruments.wants_inputs and view.data is None else None
+        self._tokens = None if instruments.preset.brief else count_tokens(view, report)
+        self._last_input = catch_last_input(view, report) if instruments.wants_inputs and view.data is None else None
         self._began = self._step_began = time.perf_counter()
         self.cost = self._set_up = self._began - began
         try:
             self._arm(0)
+            self._ranks = None if ranks is None else ranks()
             if clock is not None:
                 clock.start(view.model)
         except BaseException:
@@ -129,10 +142,18 @@ class ClientSession:
             if self._losses.batch is not None:
                 self._settings = {**self._settings, "batch.size": self._losses.batch}
 
+    def _count_tokens(self, seconds: float) -> None:
+        if self._tokens is not None:
+            self._settings = {**self._settings, **self._tokens.metrics(seconds)}
+
     def abandon(self) -> None:
-        if self._clock is not None:
-            self._clock.remove()
-        for handle in (self._last_input, self._on_load):
+        """End the session without results."""
+        self._remove()
+        if self._ranks is not None:
+            self._guarded("telling other processes", self._ranks.group.abandon)
+
+    def _remove(self) -> None:
+        for handle in (self._ranks, self._clock, self._last_input, self._on_load, self._tokens):
             if handle is not None:
                 handle.remove()
         self._hooks.remove()
@@ -155,7 +176,8 @@ class ClientSession:
         if isinstance(self._hooks, StepCounter):
             self._steps = self._hooks.steps
         self._guarded("training losses", self._stop_losses)
-        self.abandon()
+        self._guarded("counting tokens", lambda: self._count_tokens(ended - self._began))
+        self._remove()
         instruments, view = self._instruments, self._view
         instruments.clipping_seen |= self._clip.confirmed
         instruments.turns.note(view.node or "", self._steps)
@@ -175,7 +197,6 @@ class ClientSession:
     def _begin_copies(self) -> PendingResults:
         """Begin to copy everything measured to the host."""
         view, instruments = self._view, self._instruments
-        place = (view.round, view.node or "")
         return PendingResults(
             instruments,
             self.results,
@@ -187,7 +208,7 @@ class ClientSession:
             StepTotals(self._steps, self._skipped, self._clip.norms, self._settings, self._measured_losses),
             None if self._weighed is None else (self._weighed, sums([b for _, b in view.named_buffers])),
             self._report,
-            functools.partial(instruments.shards.add_up, view.parameters, place) if self._sharded else None,
+            None if self._ranks is None else functools.partial(self._ranks.gather, self.results, self._steps),
         )
 
     def _measure_update(self) -> MeasuredUpdate:
@@ -293,6 +314,8 @@ class ClientSession:
                 self._steps = step + 1
             if skipped is not False:
                 self._skipped = self._skipped + skipped
+            if self._ranks is not None:
+                self._ranks.step()
             if self._recorded is not None:
                 self._record(optimizer, owned, step, *self._recorded)
             for index, planned in self._stepwise:
@@ -469,13 +492,3 @@ class ClientSession:
 
 def _report_losses(report: Report, error: Exception) -> None:
     report(error, "training losses")
-
-
-def _catch_input(view: View, report: Report) -> Any:
-    """Keep the input of the last training batch, for probes that need samples and were given no data."""
-
-    def catch(module: Any, inputs: tuple[Any, ...]) -> None:
-        if module.training and inputs and isinstance(inputs[0], Tensor):
-            view.last_input = inputs[0]
-
-    return view.model.register_forward_pre_hook(Hook(catch, lambda error: report(error, "catching a batch")))

@@ -41,6 +41,7 @@ from fedvitals.stats import Array
 
 MOST_NUMBERS = 1 << 20  # of one output; of a larger one, rows that are spread evenly
 MOST_WAITING = 1 << 20  # of outputs that wait to be evaluated, and as many of their gradients
+CAST = "ToCopyBackward0"  # of autograd: to another precision
 MOST_AWAITED = 32  # outputs without a backward pass
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # noqa: SLF001 - torch.func tells it nowhere else
@@ -198,6 +199,10 @@ class TrainingLosses:
             self._awaited.pop(0).logits = None
         # On the node and not on the tensor: that is quicker, and the same.
         node.register_prehook(functools.partial(self._on_backward, output, logits.output_nr))
+        if type(node).__name__ == CAST:  # a copy in float32 for the caller, while the model computed its loss before it
+            (before, place), *_ = node.next_functions
+            if before is not None:
+                before.register_prehook(functools.partial(self._on_backward, output, place))
 
     def _on_backward(self, output: _Output, place: int, gradients: Sequence[Tensor | None]) -> None:
         """Take the gradient of an output, the first time that it comes; runs inside the backward pass."""

@@ -11,6 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedvitals.errors import UnsuitedError
+from fedvitals.kernels import is_sharded
+from fedvitals.model_hooks import Hook
+from fedvitals.probes.ranks import parameters_of
 from fedvitals.probes.snapshot import ParameterSnapshot, shards_of
 from fedvitals.records import Layer, LayerTable
 
@@ -39,7 +43,7 @@ class View:
     ) -> None:
         """`trained` are names of parameters that train elsewhere in the federation."""
         self.model = model
-        everything: list[tuple[str, Tensor]] = list(model.named_parameters())
+        everything = parameters_of(model)
         self.named_parameters = trained_parameters(everything, trained)
         watched = {id(parameter) for _, parameter in self.named_parameters}
         self.frozen = [(name, parameter) for name, parameter in everything if id(parameter) not in watched]
@@ -120,7 +124,12 @@ def flatten(tensors: Sequence[Tensor], room: Tensor | None = None) -> Tensor:
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put the model into evaluation mode inside the block; every module's mode and torch's random streams are
     restored.
+
+    Raises UnsuitedError for a model whose parameters are sharded: its processes exchange them in each pass, and one of
+    ours would hang where another process does not make it.
     """
+    if is_sharded([parameter for _, parameter in parameters_of(model)]):
+        raise UnsuitedError("Nothing is measured by passes of our own: the model is sharded over several processes.")
     modes = [(module, module.training) for module in model.modules()]
     state = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
@@ -141,3 +150,13 @@ def evaluation_without_gradients(model: nn.Module) -> Iterator[None]:
     """Like `evaluation_mode`, without gradients."""
     with evaluation_mode(model), torch.no_grad():
         yield
+
+
+def catch_last_input(view: View, report: Callable[[Exception, str], None]) -> Any:
+    """Keep the input of the last training batch, for probes that need samples and were given no data."""
+
+    def catch(module: Any, inputs: tuple[Any, ...]) -> None:
+        if module.training and inputs and isinstance(inputs[0], Tensor):
+            view.last_input = inputs[0]
+
+    return view.model.register_forward_pre_hook(Hook(catch, lambda error: report(error, "catching a batch")))

@@ -94,6 +94,23 @@ def layers_part(reader: Reader, run: str, pictures: Pictures) -> list[Block]:
     return blocks
 
 
+def adapters_part(reader: Reader, run: str, pictures: Pictures) -> list[Block]:
+    """Return the section on low-rank adapters and the clients' texts; nothing where there are none."""
+    blocks: list[Block] = []
+    known = set(queries.metric_names(reader, run))
+    if "adapter.effective_rank" in known:
+        words = "spectrum and ranks of the adapters, error of the aggregation, and the clients' parts"
+        blocks.append(pictures.of("adapters", words, lambda: plot.adapters((reader, run))))
+    for sign, words in (
+        ("perplexity.before", "perplexity of the received model"),
+        ("throughput.tokens", "tokens per second"),
+    ):
+        if sign in known:
+            draw = functools.partial(plot.clients, (reader, run), sign)
+            blocks.append(pictures.of(sign.replace(".", "-"), f"{words} of the clients over the rounds", draw))
+    return [Heading(2, "Adapters and texts"), *blocks] if blocks else []
+
+
 def clients_part(reader: Reader, run: str, pictures: Pictures) -> list[Block]:
     """Return the section on clients."""
     page = clients_page(roster(reader, run), limit=ROWS)

@@ -143,6 +143,7 @@ def story(reader: Reader, run: str, pictures: Pictures) -> tuple[Verdict, list[B
         *sections.learning_part(reader, run, card, pictures),
         *sections.clients_part(reader, run, pictures),
         *sections.layers_part(reader, run, pictures),
+        *sections.adapters_part(reader, run, pictures),
         *sections.cost_part(reader, run, profile, pictures),
         *sections.configuration_part(card),
         *sections.trust_part(reader, run, card, profile),

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -161,7 +161,7 @@ class StepClock:
     def _hook(self) -> None:
         if self._model is not None and not self._hooks:
             self._hooks += [
-                self._model.register_forward_pre_hook(Hook(self._forward_begins, self._fail)),
+                self._model.register_forward_pre_hook(Hook(self._forward_begins, self._fail), with_kwargs=True),
                 self._model.register_forward_hook(Hook(self._forward_ends, self._fail)),
             ]
 
@@ -181,7 +181,7 @@ class StepClock:
         self._model = None
         self._looking, self._wakes = False, -1
 
-    def _forward_begins(self, _module: Any, inputs: tuple[Any, ...]) -> None:
+    def _forward_begins(self, _module: Any, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         if self._state == MEASURING:  # a probe of ours looks through the model
             return
         at = now()
@@ -194,8 +194,9 @@ class StepClock:
             self._row[OPTIMIZED] += gap
         else:
             self._row[WENT_BACKWARD] += gap
-        if torch.is_grad_enabled() and inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].dim():
-            self.batch = int(inputs[0].shape[0])
+        first = next(iter((*inputs[:1], *named.values())), None)  # a batch may come by name, as in Hugging Face's
+        if torch.is_grad_enabled() and isinstance(first, torch.Tensor) and first.dim():
+            self.batch = int(first.shape[0])
             self._row[SAMPLES] += self.batch
         self._state, self._mark = FORWARD, at
 

@@ -28,16 +28,17 @@ LAYERS, DIMENSIONS = 100_000, 64
 DTYPE_CHARACTERS = 128  # a payload holds a repeated text once, a store with each layer
 LAYER_VALUES, TABLE_VALUES = 1 << 48, 1 << 52
 
-COUNTING = frozenset(  # units of what is counted or timed, and is never NaN or infinite
-    ("samples", "steps", "values", "clients", "seconds", "rounds", "bytes", "bytes/s", "samples/s", "percent")
-)
+COUNTING = frozenset((  # units of what is counted or timed, and is never NaN or infinite
+    "samples", "steps", "values", "clients", "seconds", "rounds", "bytes", "bytes/s", "samples/s", "tokens",
+    "tokens/s", "percent",
+))  # fmt: skip
 LARGEST_COUNT = 2.0**60
 LONGEST_SECONDS = 366.0 * 86_400  # of anything that a client times
 
 # What probes measure once in a training. Memory and machines are sampled, and the rest users may log.
 MEASURED_ONCE = (
-    "batch.", "gradient.", "nonlinearity.", "optimizer.", "scale.", "steps", "time.client", "time.step", "train.",
-    "update.", "weight.",
+    "adapter.", "batch.", "gradient.", "nonlinearity.", "optimizer.", "perplexity.", "scale.", "steps", "time.client",
+    "time.step", "tokens", "train.", "update.", "weight.",
 )  # fmt: skip
 
 # Processes whose deliveries are remembered, of our own workers and of a sender; and gaps in the numbers of such a one.

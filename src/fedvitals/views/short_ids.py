@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long numbers that name nodes, shortened in one way: by their last digits, in tables and pictures.
+"""Long names, shortened in one way: numbers of nodes by their last digits, other names to the part that differs.
 
-Sentences and details have the whole number, so that it can be copied.
+For tables and pictures. Sentences and details have the whole name, so that it can be copied.
 """
 
 from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import takewhile
 
 LONG = 12  # digits, from which nobody reads a number to its end
 TAIL = 6  # digits that are shown of such a one; the dashboard shows as many (parts/who.js)
@@ -13,3 +17,36 @@ TAIL = 6  # digits that are shown of such a one; the dashboard shows as many (pa
 def short(node: str) -> str:
     """Return the last digits of a long number, «…474769»; any other name as it is."""
     return f"…{node[-TAIL:]}" if len(node) >= LONG and node.isascii() and node.isdigit() else node
+
+
+def differing_parts(names: Sequence[str], most: int) -> list[str]:
+    """Return names in at most `most` characters each, those that are longer by the part in which they differ.
+
+    Words that all longer names begin with are replaced by «…»: «…lr0.1-seed3». What is still too long loses its middle.
+    """
+    longer = {name for name in names if len(name) > most}
+    shared = _shared_beginning(*longer) if len(longer) > 1 else ""
+    words = max((match.end() for match in re.finditer(r"[\W_]", shared)), default=0)
+    return [_without_middle(f"…{name[words:]}" if words > 1 else name, most) if name in longer else name
+            for name in names]  # fmt: skip
+
+
+def _without_middle(name: str, most: int) -> str:
+    if len(name) <= most:
+        return name
+    tail = (most - 1) // 2
+    return f"{name[: most - 1 - tail]}…{name[len(name) - tail :]}"
+
+
+def _shared_beginning(*names: str) -> str:
+    return "".join(letters[0] for letters in takewhile(lambda letters: len({*letters}) == 1, zip(*names, strict=False)))
+
+
+def distinct_beginnings(names: Sequence[str], least: int) -> list[str]:
+    """Return of each name a beginning that no other has, at least `least` characters; the whole name where none is."""
+    ordered = sorted(set(names))
+    needed = {}
+    for before, name, after in zip(["", *ordered], ordered, [*ordered[1:], ""], strict=False):
+        shared = max(len(_shared_beginning(name, other)) for other in (before, after))
+        needed[name] = name[: max(least, shared + 1)]
+    return [needed[name] for name in names]

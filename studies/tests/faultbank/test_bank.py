@@ -238,8 +238,8 @@ def test_an_outcome_says_what_was_planted_and_what_everybody_said(bank, runs):
     assert found.damage == pytest.approx(100 * (np.mean(twin[1].accuracy[-3:]) - np.mean(about.accuracy[-3:])))
     assert found.present == {f"c{i}": list(range(8)) for i in range(6)}
     assert set(found.methods) == {
-        "fedvitals", "fixed thresholds", "sagemaker-like", "cohort z-score", "Multi-Krum", "FedDebug, count told",
-        "differential activations",
+        "fedvitals", "fixed thresholds", "sagemaker-like", "cohort z-score", "Multi-Krum", "AlignIns",
+        "FedDebug, count told", "differential activations",
     }  # fmt: skip
     assert {alarm.round for alarm in found.methods["FedDebug, count told"]} == {3, 7}
     assert holds_for_each(set(scores) == set(found.present) for scores in found.scores.values())

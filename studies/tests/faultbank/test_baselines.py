@@ -17,11 +17,13 @@ from fedvitals.errors import ConfigError
 from fedvitals.lab.aggregators.robust import krum_order
 from fedvitals.store import MemoryStore
 from fedvitals_studies.faultbank.baselines.history import BY_HISTORY, cohort_scores, cohort_zscore, fixed_thresholds
+from fedvitals_studies.faultbank.baselines.published import ALIGN_INS, FL_DETECTOR, FLDetector, align_ins_scores
 from fedvitals_studies.faultbank.baselines.sagemaker import Accusation, sagemaker_rules
 from fedvitals_studies.faultbank.baselines.updates import (
+    KRUM,
     UpdateBaselines,
+    accused_by,
     feddebug_accused,
-    krum_accused,
     krum_scores,
 )
 from fedvitals_studies.faultbank.recording import ABSENT, KEPT, Recording
@@ -247,7 +249,7 @@ def test_krum_by_hand():
     """Five clients, one thought faulty: two nearest each. Scores 5, 2, 2, 5 and 97² + 98²; four are selected."""
     found = krum_scores(deltas(0, 1, 2, 3, 100))
     assert found == pytest.approx({"c0": 1.0, "c1": 0.4, "c2": 0.4, "c3": 1.0, "c4": (97**2 + 98**2) / 5})
-    assert krum_accused({"multi_krum": found}) == ["c4"]
+    assert accused_by(KRUM, {KRUM: found}) == ["c4"]
 
 
 def test_krum_leaves_out_a_quarter_and_what_is_not_finite_first():
@@ -255,7 +257,7 @@ def test_krum_leaves_out_a_quarter_and_what_is_not_finite_first():
     values = {f"c{i}": [torch.tensor(random.normal(size=7))] for i in range(12)}
     values["c5"][0][2] = NAN
     found = krum_scores(values)
-    accused = krum_accused({"multi_krum": found})
+    accused = accused_by(KRUM, {KRUM: found})
     assert accused[0] == "c5"
     assert json.loads(json.dumps(found)) == found
     order = krum_order([v[0] for v in values.values()], 3, torch.zeros(7), 7)
@@ -264,7 +266,7 @@ def test_krum_leaves_out_a_quarter_and_what_is_not_finite_first():
 
 def test_equal_updates_are_ranked_without_dividing_by_zero():
     found = krum_scores(deltas(*[1] * 8))
-    assert len(krum_accused({"multi_krum": found})) == 2  # it always leaves out a quarter
+    assert len(accused_by(KRUM, {KRUM: found})) == 2  # it always leaves out a quarter
     assert holds_for_each(math.isfinite(score) for score in found.values())
 
 
@@ -283,7 +285,7 @@ def test_parts_of_a_round_are_looked_at_together():
     changed["c2"] = [-2 * p.detach() for p in model.parameters()]
     whole = UpdateBaselines(model, (5,), seed=4).look(3, changed, model)
     assert {"multi_krum", "feddebug.1", "feddebug.4", "differential"} <= set(whole)
-    assert krum_accused(whole)[0] == "c2"
+    assert accused_by(KRUM, whole)[0] == "c2"
     assert feddebug_accused(whole, 1) == ["c2"]
     assert max(whole["differential"], key=lambda node: whole["differential"][node]) == "c2"
     parts = UpdateBaselines(model, (5,), seed=4, rounds_to_test=[3])
@@ -301,3 +303,63 @@ def test_parts_of_a_round_are_looked_at_together():
 def test_every_baseline_is_silent_where_nothing_was_measured():
     nothing = replace(history(), metrics={}, whole={})
     assert [name for name, baseline in BY_HISTORY.items() if baseline(nothing, 0)] == []
+
+
+# -- published detectors of attackers ---------------------------------------------------------------------------------
+
+
+def test_align_ins_by_hand():
+    model = torch.tensor([1.0, 1.0, 1.0, 1.0])
+    updates = {node: [torch.tensor([1.0, 1.0, 1.0, 1.0 + i / 10])] for i, node in enumerate("abcd")}
+    updates["e"] = [torch.tensor([-5.0, 1.0, 1.0, 1.0])]
+    scores = align_ins_scores(updates, model)
+    # The largest value of e has another sign than most clients': 0 against 1, of which the deviation is 0.4.
+    assert scores["e"] == pytest.approx(2.5)
+    assert accused_by(ALIGN_INS, {ALIGN_INS: scores}) == ["e"]
+    assert align_ins_scores({**updates, "f": [torch.full((4,), NAN)]}, model)["f"] > 1
+
+
+def quadratic(rounds, attack=0.0):
+    """Ten clients with a quadratic loss each, of the same curvature; from round 3 c9 sends noise of that size."""
+    generator = torch.Generator().manual_seed(1)
+    curvature = torch.linspace(0.5, 2.0, 12)
+    minima = {f"c{i}": 0.1 * torch.randn(12, generator=generator) for i in range(10)}
+    model, detector = torch.ones(12), FLDetector()
+    for number in range(rounds):
+        updates = {node: -0.1 * curvature * (model - least) for node, least in minima.items()}
+        if attack and number >= 3:
+            updates["c9"] = attack * torch.randn(12, generator=generator)
+        detector.add({node: [update] for node, update in updates.items()}, model)
+        model = model + torch.stack([*updates.values()]).mean(0)
+    return detector
+
+
+def test_fl_detector_predicts_what_a_quadratic_loss_gives_and_finds_who_sends_something_else():
+    assert quadratic(6, attack=0.5).scores() == {}  # too early
+    detector = quadratic(16, attack=0.5)
+    assert accused_by(FL_DETECTOR, {FL_DETECTOR: detector.scores()}) == ["c9"]
+
+
+def test_fl_detector_needs_two_groups():
+    generator = torch.Generator().manual_seed(2)
+    detector = FLDetector()
+    model = torch.ones(12)
+    for _ in range(16):
+        detector.add({f"c{i}": [torch.randn(12, generator=generator)] for i in range(20)}, model)
+        model = model + 0.1 * torch.randn(12, generator=generator)
+    assert accused_by(FL_DETECTOR, {FL_DETECTOR: detector.scores()}) == []
+
+
+def test_baselines_with_histories_take_every_round_and_answer_in_the_chosen_ones():
+    module = nn.Linear(3, 2)
+    baselines = UpdateBaselines(module, (3,), rounds_to_test=(13,), histories=True)
+    generator = torch.Generator().manual_seed(3)
+    for number in range(14):
+        assert baselines.wants(number)
+        updates = {
+            f"c{i}": [torch.randn(2, 3, generator=generator), torch.randn(2, generator=generator)] for i in range(4)
+        }
+        answer = baselines.look(number, updates, module)
+        assert bool(answer) == (number == 13)
+    assert {ALIGN_INS, FL_DETECTOR} <= answer.keys()
+    assert not UpdateBaselines(module, (3,), rounds_to_test=(13,)).wants(1)

@@ -29,7 +29,7 @@ WIDEST = 200  # columns: beyond, the eye loses the line
 @click.option("--all", "everything", is_flag=True, help="Every client, layer and round, not only the first few.")
 @run_options
 def command(
-    run: str,
+    run: str | None,
     number: int | None,
     clock: str | None,
     target: float | None,
@@ -41,7 +41,7 @@ def command(
 ) -> None:
     """Show where a run's time, memory and bytes went: what bounds it, who holds it up, what would help.
 
-    RUN is a run's id, the beginning of one, or a name (its newest run).
+    RUN is a run's id, the beginning of one, or a name (its newest run); without it, the newest run of all.
     """
     from fedvitals.cli.profile import costs, times
     from fedvitals.cli.profile import lab as profile_lab

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fedvitals.cli.options import print_json, run_options
+from fedvitals.cli.options import opened_run, print_json, run_options
 from fedvitals.cli.replay import flower as replay_flower
 from fedvitals.cli.screen import size
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 @click.option("-c", "commands", multiple=True, metavar='"goto 12; into c7"', help="Take these commands.")
 @run_options
 def command(
-    run: str,
+    run: str | None,
     verify: bool,
     rounds: str | None,
     number: int | None,
@@ -57,8 +57,8 @@ def command(
 ) -> int:
     """Rewind a run: step through its rounds and clients, prove it, ask «what if».
 
-    RUN is a run's id, the beginning of one, or a name (its newest run). Without a terminal and without commands this
-    prints what can be replayed, and how.
+    RUN is a run's id, the beginning of one, or a name (its newest run); without it, the newest run of all. Without a
+    terminal and without commands this prints what can be replayed, and how.
     """
     from fedvitals.cli.replay.prompt import ProgressBar, lines_of
     from fedvitals.replay.debugger.session import open_replay
@@ -67,6 +67,7 @@ def command(
         raise click.UsageError("--pdb needs --round and --node: whose training, and of which round.")
     if rounds is not None and not verify:
         raise click.UsageError("--rounds goes with --verify; the debugger begins at --round.")
+    run = run or _newest(store, tape)
     if tape is not None:
         options: dict[str, Any] = {"debugger": pdb, "as_json": as_json, "phase": phase, "store": store}
         client_rerun = replay_flower.rerun(run, tape, number, node, app, **options)
@@ -143,6 +144,13 @@ def _draw(picture: DebuggerOutput, path: Path) -> None:
     from fedvitals.plot.replay import draw
 
     draw(picture, path)
+
+
+def _newest(store: str | None, tape: str | None) -> str:
+    if tape is not None:
+        raise click.UsageError("With --tape, name the run: a client's site has no store to look the newest up in.")
+    with opened_run(store, None) as (_, newest):
+        return newest
 
 
 def _span(rounds: str | None, number: int | None) -> tuple[int | None, int | None]:

@@ -22,6 +22,7 @@ const VIEWS = {
   client: () => import("./views/client.js"),
   map: () => import("./views/map.js"),
   layers: () => import("./views/layers.js"),
+  adapters: () => import("./views/adapters.js"),
   rounds: () => import("./views/rounds.js"),
   round: () => import("./views/round.js"),
   topology: () => import("./views/topology.js"),

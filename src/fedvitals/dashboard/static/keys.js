@@ -7,7 +7,7 @@ import { compareLink } from "./parts/chosen.js";
 import { addressOf } from "./root.js";
 import { changeTheme } from "./theme.js";
 
-const PAGES = { o: "overview", c: "clients", m: "map", l: "layers", r: "rounds", t: "topology", f: "findings", p: "replay" };
+const PAGES = { o: "overview", c: "clients", m: "map", l: "layers", a: "adapters", r: "rounds", t: "topology", f: "findings", p: "replay" };
 
 function typing(target) {
   return target instanceof Element && target.closest("input, textarea, select, [contenteditable], dialog") !== null;

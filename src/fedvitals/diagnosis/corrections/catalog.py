@@ -168,6 +168,9 @@ CORRECTIONS: dict[str, tuple[Correction, ...]] = {
     **dict.fromkeys(("NOTHING_AGGREGATED", "ZERO_TOTAL_WEIGHT"), (resample, advise)),
     "SHAPE_OR_DTYPE_MISMATCH": (exclude, advise),
     "NAN_GRADIENT": (clip_gradients, client_slower, stop_client_at_nonfinite, advise),
+    "FORGETTING": (client_slower, shorter, advise),
+    "LOSS_SPIKE": (roll_back, clip_gradients, client_slower, advise),
+    "ADAPTER_AGGREGATION_BIAS": (shorter, advise),
     "EXPLODING_GRADIENT": (clip_gradients, client_slower, shorter, advise),
 }
 """What is not here is for people alone: no setting of a running training mends an architecture or a full disk."""

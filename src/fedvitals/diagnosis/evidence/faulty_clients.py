@@ -17,6 +17,7 @@ import numpy as np
 
 from fedvitals.diagnosis.abstentions import unjudged_clients
 from fedvitals.diagnosis.detectors.copies import duplicates, free_riders
+from fedvitals.diagnosis.evidence.adapter_ranks import clients_of_other_rank
 from fedvitals.diagnosis.evidence.attendance import groups_of
 from fedvitals.diagnosis.evidence.damage import deciding_client
 from fedvitals.diagnosis.evidence.exact_relations import exact_relations
@@ -58,6 +59,7 @@ class FaultyClientLocator:
             *(findings.where.node for rule in (duplicates, free_riders) for findings in rule(history, round_index)),
             *exact_relations(history, round_index),
             *(node for node in trend.scores.nodes if node not in trend.altered_since and trend.is_explained(node)),
+            *(node for node in clients_of_other_rank(history, round_index) if _is_by_updates_alone(trend, node)),
         }
         mismatches = update_mismatches(history, round_index)
         deciding = deciding_client(history, round_index)
@@ -85,6 +87,11 @@ class FaultyClientLocator:
             if past_round <= round_index and (trend.round is None or past_round > trend.round):
                 trend.add_round(history, past_round)
         return trend
+
+
+def _is_by_updates_alone(trend: EvidenceTrend, node: Node) -> bool:
+    """Return whether only a client's update speaks against it, and neither its training nor an equality."""
+    return node not in trend.altered_since and not {*trend.accusing_views(node)} - {"server"}
 
 
 def _altered_update_finding(trend: EvidenceTrend, index: int, distance: float) -> Finding:

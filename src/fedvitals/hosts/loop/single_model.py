@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fedvitals.errors import ConfigError
+from fedvitals.hosts.loop.model_run import ModelRun, train_for_federation
+from fedvitals.hosts.own_failures import guarded
 from fedvitals.monitor.monitor import Monitor
+from fedvitals.probes.ranks import parameters_of
 from fedvitals.scope import current
-
-NODE = "model"
 
 
 @contextmanager
@@ -36,7 +37,8 @@ def watch(
     `settings` are those of `Monitor`: probes, sinks, detectors, privacy, config, seed...
 
     Inside of a client that somebody else watches, as the handler of a Flower app with `fv.flower.client_mod`, the model
-    is that client's: its numbers belong to the federation's run, and nothing is stored here.
+    is that client's: its numbers belong to the federation's run, and nothing is stored here. Of several processes that
+    train the model together, the one of the lowest rank stores it.
     """
     if isinstance(optimizer, str | os.PathLike):
         raise ConfigError(f"watch(model, optimizer, store) got {optimizer!r} for the optimiser. Name it as store=...")
@@ -44,6 +46,7 @@ def watch(
         raise ConfigError(f"watch(steps=) needs at least 1 step per round, got {steps}.")
     around = current.get()
     if around is not None and around.watch is not None:
+        guarded("talking to other processes", lambda: train_for_federation(model))
         watching = around.watch(model, data=data, loss=loss)
     else:
         watching = _alone(model, optimizer, Monitor(store, run, **settings), steps, data, loss)
@@ -55,30 +58,22 @@ def watch(
 def _alone(
     model: nn.Module, optimizer: Optimizer | None, monitor: Monitor, steps: int, data: Any, loss: Any
 ) -> Iterator[Monitor]:
-    own = {id(p) for p in model.parameters()}
-    count = 0
-
-    def begin() -> None:
-        monitor.host.round_begin(count // steps, model)
-        monitor.host.client_begin(NODE, model, optimizer, data, loss=loss)
-
-    def end(error: BaseException | None = None) -> None:
-        monitor.host.client_end(NODE, error)
-        monitor.host.round_end(count // steps, model)
+    own = {id(parameter) for _, parameter in parameters_of(model)}
+    rounds = ModelRun(monitor, model, data, loss)
+    count, ended = 0, False  # steps in the round; whether one has ended
 
     def after_step(stepping: Optimizer, *_: Any) -> None:
-        nonlocal count
+        nonlocal count, ended
         if stepping is not optimizer and not any(id(p) in own for g in stepping.param_groups for p in g["params"]):
             return
-        if (count + 1) % steps == 0:
+        count += 1
+        if count % steps == 0 and rounds.is_divided:
             # After a step, not before: torch walks the very hooks that closing a client removes.
-            end()
-            count += 1
-            begin()
-        else:
-            count += 1
+            rounds.end()
+            rounds.begin()
+            count, ended = 0, True
 
-    begin()
+    rounds.begin()
     handle = register_optimizer_step_post_hook(after_step)
     failure: BaseException | None = None
     try:
@@ -88,8 +83,8 @@ def _alone(
         raise
     finally:
         handle.remove()
-        if count and count % steps == 0 and failure is None:
+        if ended and not count and failure is None:
             monitor.host.discard()  # the last window has just closed, and no step came after it
         else:
-            end(failure)
+            rounds.end(failure)
         monitor.close()

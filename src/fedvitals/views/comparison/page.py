@@ -359,7 +359,7 @@ def _parting(base: Side, side: Side, point: DivergencePoint) -> str:
     pair = f"{base.letter} and {side.letter}"
     if point.exact is None:
         lengths = "" if point.rounds[0] == point.rounds[1] else f", as far as both go ({min(point.rounds)} rounds)"
-        return f"{pair} do not part: accuracy, loss and update norms are bit for bit the same{lengths}."
+        return f"{pair} do not diverge: accuracy, loss and update norms are bit for bit the same{lengths}."
     text = f"{pair} diverge at round {point.exact.round}: {_differing(point.exact)}."
     if point.beyond_noise is None:
         text += f" Nowhere by more than {NOISE:g} of the value: floating-point noise."

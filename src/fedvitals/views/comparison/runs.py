@@ -23,6 +23,7 @@ from fedvitals.store.read.reader import Reader
 from fedvitals.store.read.runs import runs_of_name
 from fedvitals.views.comparison.chance import Change, change, pairing
 from fedvitals.views.comparison.divergence_point import DivergencePoint, divergence_point
+from fedvitals.views.comparison.lab_defaults import DEFAULTS, is_default
 from fedvitals.views.run_figures import Figures, figures_of, highest, last, mean
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -70,6 +71,7 @@ class Setting:
 
     name: str
     values: tuple[Any, ...]  # for each side
+    defaults: tuple[bool, ...] = ()  # for each side, whether it is the lab's default; empty: not known
 
     @property
     def differs(self) -> bool:
@@ -82,7 +84,7 @@ class Comparison:
     """Everything that is known of runs side by side."""
 
     sides: tuple[Side, ...]
-    opening: tuple[ComparisonRow, ...]  # round time, memory and number of issues
+    opening: tuple[ComparisonRow, ...]  # accuracy (loss where there is none), round time and memory
     rows: tuple[ComparisonRow, ...]
     troubles: tuple[Trouble, ...]
     gsc: tuple[Mapping[int, float], ...]  # for each side, by round: median over clients, then over repeats
@@ -119,7 +121,8 @@ def compared(sides: Sequence[Sequence[Figures]]) -> Comparison:
     clock = "virtual" if all(f.virtual_seconds for side in sides for f in side) else "real"
     table = [_row(sides, *line) for line in _lines(clock)]
     rows = [row for row in table if any(value is not None for value in row.values)]
-    opening = [row for row in rows if row.name in (f"round ({clock} clock)", "peak memory", "issues")]
+    learning = next((row.name for row in rows if row.name in ("accuracy, last", "loss, last")), "")
+    opening = [row for row in rows if row.name in (learning, f"round ({clock} clock)", "peak memory")]
     return Comparison(
         tuple(_side(letter, side) for letter, side in zip(LETTERS, sides, strict=False)),
         tuple(opening),
@@ -183,7 +186,15 @@ def all_settings(groups: Sequence[Sequence[Run]]) -> tuple[Setting, ...]:
     """Return configuration, seeds, versions, host and model of these groups of runs."""
     tables = [_settings(group) for group in groups]
     names = dict.fromkeys(name for table in tables for name in table)
-    return tuple(Setting(name, tuple(table.get(name) for table in tables)) for name in names)
+    described = [isinstance(group[0].config.get("experiment"), str) for group in groups]
+    settings = []
+    for name in names:
+        defaults = tuple(lab and is_default(name, table) for lab, table in zip(described, tables, strict=True))
+        values = (
+            DEFAULTS.get(name) if default else table.get(name) for default, table in zip(defaults, tables, strict=True)
+        )
+        settings.append(Setting(name, tuple(values), defaults))
+    return tuple(settings)
 
 
 def _settings(group: Sequence[Run]) -> dict[str, Any]:

@@ -28,7 +28,8 @@ from fedvitals.protocols import Detector, History, Node
 from fedvitals.records import Finding
 from fedvitals_studies.faultbank.baselines.differential import healthy_limit
 from fedvitals_studies.faultbank.baselines.history import BY_HISTORY, cohort_scores
-from fedvitals_studies.faultbank.baselines.updates import DIFFERENTIAL, KRUM, feddebug_accused, krum_accused
+from fedvitals_studies.faultbank.baselines.published import ALIGN_INS, FL_DETECTOR
+from fedvitals_studies.faultbank.baselines.updates import DIFFERENTIAL, KRUM, accused_by, feddebug_accused
 from fedvitals_studies.faultbank.cases import Case
 from fedvitals_studies.faultbank.lying import lying
 from fedvitals_studies.faultbank.privacy_levels import at_level
@@ -40,7 +41,8 @@ from fedvitals_studies.faultbank.score import Alarm, Outcome, Planted
 NAMED = 100.0  # more than any sum of evidence
 LAST_ROUNDS = 3  # over which damage and an attack's success are taken: those of one round jump
 DIFFERENTIAL_ALARMS = 0.01  # per round: as `differential_scores` has it
-NAMES = {KRUM: "Multi-Krum", "feddebug": "FedDebug, count told", DIFFERENTIAL: "differential activations"}
+BY_SCORE = {KRUM: "Multi-Krum", ALIGN_INS: "AlignIns", FL_DETECTOR: "FLDetector"}
+NAMES = {**BY_SCORE, "feddebug": "FedDebug, count told", DIFFERENTIAL: "differential activations"}
 UNUSUAL = "UNUSUAL_CLIENT"  # of methods that can name no issue
 LOCALISER = "fedvitals.diagnosis.evidence.faulty_clients"
 
@@ -319,10 +321,11 @@ def _culprits(faults: Iterable[Planted]) -> int:
 
 def _by_updates(about: About, faults: Sequence[Planted]) -> dict[str, list[Alarm]]:
     """Nothing at all where they could not be asked (models of tokens): then the run does not count for them."""
-    found: dict[str, list[Alarm]] = {name: [] for name in NAMES.values()} if about.updates else {}
+    asked = {*about.updates, "feddebug"} if about.updates else set()
+    found: dict[str, list[Alarm]] = {name: [] for method, name in NAMES.items() if method in asked}
     for number, said in _by_round(about).items():
         accused = {
-            NAMES[KRUM]: krum_accused(said),
+            **{name: accused_by(method, said) for method, name in BY_SCORE.items() if method in asked},
             NAMES["feddebug"]: feddebug_accused(said, _culprits(faults)),
             NAMES[DIFFERENTIAL]: _differential_accused(said),
         }
@@ -345,7 +348,8 @@ def _scores_by_updates(about: About, faults: Sequence[Planted]) -> dict[str, Map
     known = max((int(key.rpartition(".")[2]) for key in about.updates if key.startswith("feddebug.")), default=0)
     told = f"feddebug.{max(1, min(_culprits(faults), known))}"
     found: dict[str, Mapping[Node, float]] = {}
-    for key, method in ((KRUM, KRUM), (told, "feddebug"), (DIFFERENTIAL, DIFFERENTIAL)):
+    methods = [*((method, method) for method in BY_SCORE if method in about.updates), (told, "feddebug")]
+    for key, method in [*methods, (DIFFERENTIAL, DIFFERENTIAL)]:
         nodes = {node for said in rounds for node in said.get(KRUM, {})}
         if nodes:
             values = {node: [said.get(key, {}).get(node, 0.0) for said in rounds] for node in nodes}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from fedvitals_studies.faultbank.matrix import called
 from fedvitals_studies.faultbank.recording import Recording
 
 TRANSFORMED = "updates.transformed"
+ATTACKS = "attacks"  # the bank in which detectors of attackers that need every round are asked, too
 SCALE_ROUNDS = 4  # gradient scale in every so many rounds
 
 
@@ -70,7 +71,6 @@ class Tee:
 
     monitor: Monitor
     baselines: UpdateBaselines | None = None
-    looks: Collection[int] = ()  # rounds in which they do
     looked: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     _model: Any = None
 
@@ -79,7 +79,7 @@ class Tee:
         self.monitor.host.round_begin(round_index, global_state)
 
     def updates(self, round_index: int, updates: Mapping[Node, Any]) -> Sequence[Action]:
-        if self.baselines is not None and round_index in self.looks:  # an engine hands over a round in parts
+        if self.baselines is not None and self.baselines.wants(round_index):  # an engine hands over a round in parts
             self.baselines.gather(round_index, _at_home(updates), self._model)
         return self.monitor.host.updates(round_index, updates)
 
@@ -136,7 +136,8 @@ def _watching(case: Case, experiment: lab.Experiment, site: Site, store: MemoryS
         return Tee(monitor)
     last = experiment.rounds - 1
     looks = (last // 2, last)
-    return Tee(monitor, UpdateBaselines(site.module, site.dataset.shape, experiment.seed, looks), looks)
+    shape, histories = site.dataset.shape, case.bank == ATTACKS
+    return Tee(monitor, UpdateBaselines(site.module, shape, experiment.seed, looks, histories=histories))
 
 
 def watch(case: Case, data: Path | None = None, device: str = "cpu") -> Watched:

@@ -10,9 +10,10 @@ import { compareLink } from "./chosen.js";
 import { changeTheme } from "../theme.js";
 
 const PAGES = [
-  ["overview", "overview"], ["clients", "clients"], ["map", "map"], ["layers", "layers"], ["rounds", "rounds"],
-  ["topology", "topology"], ["findings", "findings"], ["replay", "replay"],
+  ["overview", "overview"], ["clients", "clients"], ["map", "map"], ["layers", "layers"], ["adapters", "adapters"],
+  ["rounds", "rounds"], ["topology", "topology"], ["findings", "findings"], ["replay", "replay"],
 ];
+const ADAPTERS = "adapter.effective_rank"; // without it, a run has no such page
 const PARENT = { client: "clients", round: "rounds", finding: "findings" };
 const STATES = { running: "● live", silent: "○ silent", died: "✕ died", finished: "■ finished" };
 
@@ -64,7 +65,7 @@ export function header(node) {
       Object.assign(place, { run: page.run === null ? "" : name, page: now });
       const found = status?.findings ?? 0;
       linksTo(page.run === null ? [[addressOf("/"), "runs", now === "runs"], [addressOf("/compare"), "compare", now === "compare"]] : [
-        ...PAGES.map(([key, text]) => [key === "overview" ? runLink(page.run) : runLink(page.run, key), key === "findings" && found ? `${text} (${found})` : text, key === now]),
+        ...PAGES.filter(([key]) => key !== "adapters" || now === key || status?.metrics.some((one) => one.name === ADAPTERS)).map(([key, text]) => [key === "overview" ? runLink(page.run) : runLink(page.run, key), key === "findings" && found ? `${text} (${found})` : text, key === now]),
         [compareLink([page.run]), "compare", false],
       ]);
       shown.status = status;

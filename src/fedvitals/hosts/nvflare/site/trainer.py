@@ -9,7 +9,6 @@ sends stays the same object; while it is sent, its meta has one more entry, whic
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,9 +19,9 @@ from fedvitals.hosts.nvflare import models
 from fedvitals.hosts.nvflare.envelope import KEY
 from fedvitals.hosts.nvflare.site.settings import SiteSettings
 from fedvitals.hosts.nvflare.site.task import SiteTask
+from fedvitals.hosts.own_failures import guarded
 from fedvitals.transport.privacy import WORDS
 
-logger = logging.getLogger("fedvitals")
 MARK = "_fedvitals"  # attribute: of a Client API its open task, of a redirected method that it is one
 SETTINGS = "_fedvitals_settings"  # attribute of a Client API's class, where its site's component set it
 
@@ -48,13 +47,13 @@ def _as_method(original: Callable[..., Any], handler: Callable[..., Any]) -> Cal
 def receive(original: Callable[..., Any], api: Any, *arguments: Any, **more: Any) -> Any:
     """Call `receive`, and begin to watch the task that it gives."""
     model = original(api, *arguments, **more)
-    _guarded("beginning", lambda: _begin(api, model))
+    guarded("beginning", lambda: _begin(api, model))
     return model
 
 
 def send(original: Callable[..., Any], api: Any, model: Any, *arguments: Any, **more: Any) -> Any:
     """Call `send`, with the telemetry of the task in the model's meta."""
-    header = _guarded("writing home", lambda: _finish(api, model))
+    header = guarded("writing home", lambda: _finish(api, model))
     if header is None:
         return original(api, model, *arguments, **more)
     model.meta[KEY] = header
@@ -111,17 +110,3 @@ def _values(model: FLModel) -> dict[str, Any] | None:
 def _bytes(model: FLModel) -> int:
     params = model.params if isinstance(model.params, Mapping) else {}
     return sum(int(getattr(entry, "nbytes", 0) or 0) for entry in params.values())
-
-
-def _guarded(doing: str, work: Callable[[], Any]) -> Any:
-    """Return the result of our own work, or None if it failed; said once per cause."""
-    try:
-        return work()
-    except Exception as error:  # noqa: BLE001 - the script trains on, whatever happens to us
-        _say_once(f"{doing}: {type(error).__name__}: {error}")
-        return None
-
-
-@functools.lru_cache(maxsize=100)
-def _say_once(cause: str) -> None:
-    logger.warning("fedvitals could not finish %s; training goes on.", cause)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Baselines that need the updates themselves: Multi-Krum's selection, and FedDebug's differential activations.
+"""Baselines that need the updates themselves: Multi-Krum's selection, FedDebug's differential activations, AlignIns and
+FLDetector.
 
-Both are written here from their papers, to be compared with on the same cases. They look at a round while it runs, and
-what they say is kept beside the run: numbers by client, from which `krum_accused` and `feddebug_accused` follow.
+All are written here from their papers, to be compared with on the same cases. They look at a round while it runs, and
+what they say is kept beside the run: numbers by client, from which `accused_by` and `feddebug_accused` follow.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from fedvitals_studies.faultbank.baselines.differential import (
     states_of,
     votes_of,
 )
+from fedvitals_studies.faultbank.baselines.published import ALIGN_INS, FL_DETECTOR, FLDetector, align_ins_scores
 
 ScoresByMethod = dict[str, dict[Node, float]]  # by method, by client
 
@@ -32,18 +34,25 @@ BROKEN = 1e9  # of a score, where it is infinite: JSON has no infinity
 
 
 class UpdateBaselines:
-    """Looks at the updates of chosen rounds (None: of all).
+    """Looks at the updates of chosen rounds (None: of all). With `histories`, FLDetector looks at every round.
 
     A host that hands in a round's updates in parts calls `gather` with each part, and `close` when all are in;
     one that has them all at once calls `look`.
     """
 
     def __init__(
-        self, module: nn.Module, sample_shape: Sequence[int], seed: int = 0, rounds_to_test: Iterable[int] | None = None
+        self,
+        module: nn.Module,
+        sample_shape: Sequence[int],
+        seed: int = 0,
+        rounds_to_test: Iterable[int] | None = None,
+        *,
+        histories: bool = False,
     ) -> None:
         self._module = copy.deepcopy(module)  # our own: hooks of others shall not hear our questions
         self._shape, self._seed = tuple(sample_shape), seed
         self._rounds = None if rounds_to_test is None else frozenset(rounds_to_test)
+        self._detector = FLDetector() if histories else None
         self._round: int | None = None
         self._gathered: dict[Node, Sequence[Tensor]] = {}
 
@@ -54,12 +63,16 @@ class UpdateBaselines:
 
     def gather(self, round_index: int, deltas: Mapping[Node, Sequence[Tensor]], global_state: Any) -> None:
         """Some of a round's updates. The global model is read at the first, since it may change before `close`."""
-        if self._rounds is not None and round_index not in self._rounds:
+        if not self.wants(round_index):
             return
         if round_index != self._round:
             self._round, self._gathered = round_index, {}
             _load(self._module, global_state)
         self._gathered.update(deltas)
+
+    def wants(self, round_index: int) -> bool:
+        """Whether a round's updates are to be handed in."""
+        return self._rounds is None or round_index in self._rounds or self._detector is not None
 
     def close(self) -> ScoresByMethod:
         """What the methods say of everything gathered; nothing, of a round that is not to be tested."""
@@ -67,7 +80,14 @@ class UpdateBaselines:
         number, self._round = self._round, None
         if number is None or len(gathered) < 2:
             return {}
-        found: ScoresByMethod = {KRUM: krum_scores(gathered)}
+        model = torch.cat([weights.detach().reshape(-1) for weights in self._module.parameters()]).cpu()
+        if self._detector is not None:
+            self._detector.add(gathered, model)
+            if self._rounds is not None and number not in self._rounds:
+                return {}
+        found: ScoresByMethod = {KRUM: krum_scores(gathered), ALIGN_INS: align_ins_scores(gathered, model)}
+        if self._detector is not None:
+            found[FL_DETECTOR] = self._detector.scores()
         states = states_of(self._module, gathered)
         seed = 1000 * self._seed + number
         answers = random_answers(self._module, states, self._shape, seed=seed)
@@ -112,9 +132,9 @@ def _krum(vectors: Tensor, faulty: int) -> Tensor:
     return scores
 
 
-def krum_accused(scores: Mapping[str, Mapping[Node, float]]) -> list[Node]:
-    """Whom Multi-Krum leaves out, the worst first."""
-    return _worst_first({node: score for node, score in scores.get(KRUM, {}).items() if score > 1.0})
+def accused_by(method: str, scores: Mapping[str, Mapping[Node, float]]) -> list[Node]:
+    """Whom a method accuses by scores above 1 (Multi-Krum, AlignIns, FLDetector), the worst first."""
+    return _worst_first({node: score for node, score in scores.get(method, {}).items() if score > 1.0})
 
 
 def feddebug_accused(scores: Mapping[str, Mapping[Node, float]], culprits: int) -> list[Node]:

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Detectors for language models: forgetting, texts of very different lengths, and sudden jumps of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from fedvitals.diagnosis.detectors.signals import client_median, loss_curve, metric_curve
+from fedvitals.diagnosis.evidence.attendance import SERVER, rounds_until
+from fedvitals.diagnosis.finding import Number, finding
+from fedvitals.protocols import Detector, History
+from fedvitals.records import Finding, Suspect
+
+FORGOTTEN, FORGOTTEN_ROUNDS = 0.05, 2  # of the lowest held-back loss so far; rounds in a row
+FORGOTTEN_AT_ONCE = 0.1  # that is enough in a single round
+LENGTHS = 4.0  # times the median length, or a part of it
+FEW_CLIENTS = 4
+CUT = 0.5  # share of texts that end where the widest batch does, from which texts are probably cut off
+EMPTY = 0.75  # share of padding, from which most of the work is for nothing
+SPIKE, SPIKE_DEVIATIONS, SPIKE_ROUNDS = 0.15, 8.0, 5  # of the usual loss; robust deviations; rounds before
+
+
+def forgetting(history: History, round_index: int) -> Iterator[Finding]:
+    """FORGETTING: the loss on texts that nobody trains on rises by more than what the clients gain meanwhile."""
+    curve = metric_curve(history, "held_back.loss", round_index)
+    if len(curve) <= FORGOTTEN_ROUNDS or curve.rounds[-1] != round_index or not np.isfinite(curve.values).all():
+        return
+    lowest = int(np.argmin(curve.values))
+    base, newest = float(curve.values[lowest]), curve.last(FORGOTTEN_ROUNDS)
+    lasting = newest.min() >= (1 + FORGOTTEN) * base and lowest < len(curve) - FORGOTTEN_ROUNDS
+    if base <= 0 or not (lasting or newest[-1] >= (1 + FORGOTTEN_AT_ONCE) * base):
+        return
+    rise, gain = float(newest[-1]) - base, _gain(history, curve.rounds[lowest], round_index)
+    if gain is not None and gain >= rise:
+        return
+    text = f"The loss on held-back texts rose from {base:.3f} (round {curve.rounds[lowest]}) to {newest[-1]:.3f}"
+    text += "." if gain is None else f"; the clients' own changed by {-gain:+.3f} meanwhile."
+    since = next(r for r, v in zip(curve.rounds, curve.values, strict=True) if r > curve.rounds[lowest] and v > base)
+    yield finding(
+        "FORGETTING",
+        round_index,
+        text,
+        confidence=0.95,
+        since=since,
+        numbers=[Number("held_back.loss", float(newest[-1]), base, of="own past")],
+    )
+
+
+def _gain(history: History, since: int, round_index: int) -> float | None:
+    """Return by how much the loss on the clients' texts fell since a round; None where nobody measures it."""
+    curve = loss_curve(history, round_index)
+    values = dict(zip(curve.rounds, curve.values.tolist(), strict=True))
+    return values[since] - values[round_index] if since in values and round_index in values else None
+
+
+def length_imbalance(history: History, round_index: int) -> Iterator[Finding]:
+    """LENGTH_IMBALANCE: clients whose texts are far longer or shorter than the others', or are mostly cut or padded."""
+    lengths = {node: value for node, value in history.latest("tokens.length", round_index).items() if value > 0}
+    if len(lengths) < FEW_CLIENTS:
+        return
+    median = float(np.median([*lengths.values()]))
+    odd = [node for node, length in lengths.items() if not median / LENGTHS < length < median * LENGTHS]
+    if not odd or len(odd) > len(lengths) / 2:
+        return
+    full, padding = (history.latest(f"tokens.{name}", round_index) for name in ("full", "padding"))
+    cut = [node for node in odd if full.get(node, 0.0) >= CUT and padding.get(node, 0.0) > 0]
+    empty = [node for node in odd if padding.get(node, 0.0) >= EMPTY]
+    odd.sort(key=lambda node: -abs(np.log(lengths[node] / median)))
+    text = f"Texts of {', '.join(odd[:3])}{' and others' if len(odd) > 3 else ''} have {lengths[odd[0]]:.0f} tokens on "
+    text += f"average; the median client's have {median:.0f}."
+    text += f" {full[cut[0]]:.0%} of {cut[0]}'s end where the batch does, and are probably cut off." if cut else ""
+    text += f" {padding[empty[0]]:.0%} of {empty[0]}'s batches is padding." if empty else ""
+    yield finding(
+        "LENGTH_IMBALANCE",
+        round_index,
+        text,
+        confidence=0.95,
+        severity="warning" if cut or empty else "note",
+        numbers=[Number("tokens.length", lengths[odd[0]], median)],
+        suspects=[Suspect(node, 0.5, "texts of another length") for node in odd],
+    )
+
+
+def loss_spike(history: History, round_index: int) -> Iterator[Finding]:
+    """LOSS_SPIKE: the loss of a language model jumps in one round, far beyond its usual changes."""
+    if not any(node != SERVER for node in history.latest("tokens", round_index)):
+        return
+    curve = loss_curve(history, round_index)
+    values = [*zip(curve.rounds, curve.values.tolist(), strict=True)]
+    name = curve.name
+    if len(values) <= SPIKE_ROUNDS or values[-1][0] != round_index:
+        name = "fit.loss_before"
+        rounds = rounds_until(history, round_index)
+        values = [(r, v) for r in rounds if not np.isnan(v := client_median(history, name, r))]
+    if len(values) <= SPIKE_ROUNDS or values[-1][0] != round_index:
+        return
+    before = np.array([value for _, value in values[-SPIKE_ROUNDS - 1 : -1]])
+    now, usual = values[-1][1], float(np.median(before))
+    spread = max(1.4826 * float(np.median(np.abs(np.diff(before)))), 0.005 * usual)
+    score = (now - float(before[-1])) / spread if np.isfinite(now) else np.inf
+    if usual > 0 and now > (1 + SPIKE) * max(usual, float(before[-1])) and score > SPIKE_DEVIATIONS:
+        text = f"The loss jumped from {before[-1]:.3f} to {now:.3f} in one round, {score:.0f} times its usual change."
+        number = Number(name, now, float(before[-1]), float(score), of="own past")
+        yield finding("LOSS_SPIKE", round_index, text, confidence=0.95, numbers=[number])
+
+
+DETECTORS: tuple[Detector, ...] = (forgetting, length_imbalance, loss_spike)

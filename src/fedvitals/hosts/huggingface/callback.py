@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The callback for `transformers.Trainer`: tells a `TrainerWatch` when a training, its epochs and its steps begin."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from fedvitals.hosts.own_failures import guarded
+from fedvitals.hosts.trainer_watch import TrainerWatch
+from fedvitals.monitor.monitor import Monitor
+from fedvitals.monitor.workers import WorkerObserver
+from fedvitals.records import AnyName
+
+
+class Callback(TrainerCallback):
+    """Watches what a Trainer trains; nothing of it is changed, and an error of ours does not stop it.
+
+    Inside of a client that somebody watches, as of a Flower app or an NVFlare task, the model is that client's, and no
+    monitor is needed. Inside of `monitor.round(...)`, `client` names the client that trains. Otherwise the training is
+    a run of its own in `monitor`, a `fv.Monitor` or the file of a store, whose `settings` may follow. Its rounds are
+    the epochs, or, with `eval_strategy="steps"`, the stretches between two evaluations, or `steps` optimiser steps
+    each. `data` and `loss` are those of `Monitor.client`.
+    """
+
+    def __init__(
+        self,
+        monitor: Monitor | WorkerObserver | str | os.PathLike[str] | None = "runs.db",
+        *,
+        client: AnyName | None = None,
+        steps: int | None = None,
+        data: Any = None,
+        loss: Callable[..., Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self._watch = TrainerWatch(monitor, client, steps, data, loss, settings)
+
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """A training begins; its model is prepared for all processes."""
+        guarded("beginning a training", lambda: self._watch.begin(kwargs["model"], range(args.world_size)))
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """An epoch begins."""
+        guarded("ending a round", self._watch.close_round)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """An optimiser step begins, with the first of its batches."""
+        guarded("ending a round", self._watch.close_round)
+        guarded("beginning a round", self._watch.step_begins)
+
+    def on_step_end(self, args: TrainingArguments, state: Any, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
+        """An optimiser step is over; its metrics, and an evaluation, may follow."""
+        guarded("counting steps", self._watch.step_ended)
+        if _evaluates_between_steps(args) and control.should_evaluate:
+            guarded("ending a round", self._watch.boundary)
+
+    def on_epoch_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """An epoch is over; its metrics, and an evaluation, may follow."""
+        if not _evaluates_between_steps(args):
+            guarded("ending a round", self._watch.boundary)
+
+    def on_log(
+        self,
+        args: Any,  # noqa: ARG002
+        state: TrainerState,  # noqa: ARG002
+        control: Any,  # noqa: ARG002
+        logs: Mapping[str, Any] | None = None,
+        **kwargs: Any,  # noqa: ARG002
+    ) -> None:
+        """The trainer logs metrics."""
+        guarded("logging", lambda: self._watch.log(logs or {}))
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """A batch was evaluated: the training before it is over."""
+        guarded("ending a round", self._watch.close_round)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """The training is over."""
+        guarded("ending a training", self._watch.end)
+
+
+def _evaluates_between_steps(args: TrainingArguments) -> bool:
+    return str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "steps"

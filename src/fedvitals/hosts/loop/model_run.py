@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run of one model without a federation: stretches of its training are rounds of one client, «model»."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fedvitals.monitor.monitor import Monitor
+from fedvitals.probes.ranks import group_of
+
+NODE = "model"
+
+
+def train_for_federation(model: nn.Module) -> None:
+    """Tell the other processes that train the model that its training is one of a federation's, and not divided."""
+    group = group_of(model)
+    if group is not None:
+        group.divide(divided=False)
+
+
+class ModelRun:
+    """Opens and closes the rounds of one model's training; the first number is the one after the monitor's last.
+
+    Of several processes that train the model together, the one of the lowest rank records it.
+    """
+
+    def __init__(
+        self,
+        monitor: Monitor,
+        model: nn.Module,
+        data: Any = None,
+        loss: Callable[..., Any] | None = None,
+        node: str = NODE,
+    ) -> None:
+        self._monitor, self._model, self._data, self._loss, self.node = monitor, model, data, loss, node
+        last = monitor.host.monitored.last_round
+        self._round = 0 if last is None else last + 1
+        self._group = group_of(model)
+        if self._group is not None:
+            self._group.divide(divided=True)
+            if not self._group.reports:
+                monitor.host.monitored.silence()
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether a round may end before the training does. Not where another process reports it to a federation."""
+        return self._group is None or self._group.is_divided
+
+    def begin(self) -> None:
+        """Open the next round and its client."""
+        host = self._monitor.host
+        host.round_begin(self._round, self._model)
+        host.client_begin(self.node, self._model, data=self._data, loss=self._loss)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Close the client and its round; `error` is what its training raised."""
+        host = self._monitor.host
+        host.client_end(self.node, error)
+        host.round_end(self._round, self._model)
+        self._round += 1

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runs of a store, read-only, as objects that notebooks show and ask for tables.
+
+    runs = fv.open("runs.db")
+    run = runs["demo"]  # or runs.newest
+    run.metrics("update.norm", nodes="c7")
+
+Each question opens the store and closes it again: no connection is kept between two cells, and a run that trains can
+be asked again for what came since.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from fedvitals import html_display as html
+from fedvitals.diagnosis.cases import CASE_TITLES, case_cells
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.notebook.columns import case_columns, layer_columns, metric_columns, node_filter, round_columns
+from fedvitals.notebook.tables import AUTO, Columns, as_table
+from fedvitals.records import is_client, natural
+from fedvitals.stats import FAMILIES, STATISTICS, statistics_of
+from fedvitals.store import Target, open_reader, store_target
+from fedvitals.store.postgres import address_of
+from fedvitals.store.read import queries
+from fedvitals.store.read.reader import Reader
+from fedvitals.store.read.runs import count_runs, newest_run
+from fedvitals.store.schema import LAYER_STATISTICS
+from fedvitals.views.cases import cases_of
+from fedvitals.views.labels import labels_of
+from fedvitals.views.status import run_states
+from fedvitals.views.units import number
+from fedvitals.views.verdict import verdict_of
+
+MOST_RUNS, MOST_CASES = 20, 8  # that a display shows
+
+
+def open(store: Target = None) -> Runs:  # noqa: A001 - `fv.open`, as users write it
+    """Return the runs of a store, which is only read: a file, or an address `postgresql://...`.
+
+    By default the same store as everywhere: FEDVITALS_STORE, else runs.db in this folder. Raises StoreError where there
+    is none.
+    """
+    where = store_target(store)
+    open_reader(where).close()
+    return Runs(where.absolute() if isinstance(where, Path) else where)
+
+
+class Runs:
+    """The runs of a store, the newest first: iterate over them, or take one by name, id or place.
+
+    `runs["demo"]` is the newest run of that name, or the one whose id is or begins so; `runs[0]` and `runs.newest` are
+    the newest of all. No connection is kept between two calls; `with` is allowed, and has nothing to close.
+    """
+
+    def __init__(self, store: Path | str) -> None:
+        self._store = store
+
+    @property
+    def newest(self) -> StoredRun:
+        """The run that started last; ConfigError where the store has none."""
+        with open_reader(self._store) as reader:
+            newest = newest_run(reader)
+            if newest is None:
+                raise ConfigError("The store has no runs yet. `fedvitals demo` makes one.")
+            return StoredRun(self._store, queries.summary_of(reader, newest))
+
+    def __getitem__(self, run: str | int) -> StoredRun:
+        if isinstance(run, int):
+            return list(self)[run]
+        if not isinstance(run, str):
+            raise ConfigError(f"A run is a name, an id or its place in the list, got {type(run).__name__}.")
+        with open_reader(self._store) as reader:
+            return StoredRun(self._store, queries.summary_of(reader, queries.find_run(reader, run)))
+
+    def __iter__(self) -> Iterator[StoredRun]:
+        with open_reader(self._store) as reader:
+            summaries = queries.list_runs(reader)
+        return (StoredRun(self._store, summary) for summary in summaries)
+
+    def __len__(self) -> int:
+        with open_reader(self._store) as reader:
+            return count_runs(reader)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def table(self, *, as_: str = AUTO) -> Any:
+        """Return one row per run: name, id, host, state, started (seconds since the epoch), rounds, clients, accuracy,
+        loss, findings. `as_`: see `StoredRun.metrics`.
+        """
+        summaries, states = self._summaries()
+        names = ("name", "id", "host", "started", "rounds", "clients", "accuracy", "loss", "findings")
+        columns = {name: [getattr(summary, name) for summary in summaries] for name in names}
+        return as_table({**columns, "state": [states[summary.id] for summary in summaries]}, as_)
+
+    def _summaries(self) -> tuple[list[queries.RunSummary], dict[str, Any]]:
+        with open_reader(self._store) as reader:
+            return queries.list_runs(reader), {**run_states(reader)}
+
+    def __repr__(self) -> str:
+        return f"<{_counted(len(self))} in {_store_name(self._store)}>"
+
+    def _repr_html_(self) -> str:
+        summaries, states = self._summaries()
+        titles = ("run", "id", "state", "rounds", "clients", "accuracy", "loss", "findings")
+        rows = [
+            (s.name, s.id, states[s.id], s.rounds, s.clients, number(s.accuracy), number(s.loss), s.findings)
+            for s in summaries[:MOST_RUNS]
+        ]
+        more = f"and {len(summaries) - MOST_RUNS} older runs" if len(summaries) > MOST_RUNS else ""
+        head = html.heading(_counted(len(summaries)), _store_name(self._store))
+        return html.display(head, html.table(titles, rows), html.paragraph(more, quiet=True))
+
+
+class StoredRun:
+    """A run of a store: `name`, `id` and `summary` as they were when it was taken; its methods read the store anew.
+
+    Wherever `fv.plot` takes a run, it takes this.
+    """
+
+    def __init__(self, store: Path | str, summary: queries.RunSummary) -> None:
+        self.store = store
+        self.summary = summary
+        self.id, self.name = summary.id, summary.name
+
+    @property
+    def verdict(self) -> str:
+        """What is wrong, since when and how sure that is, in a sentence or two; or that nothing is, or who looked."""
+        with open_reader(self.store) as reader:
+            verdict = verdict_of(reader, self.id)
+        return f"{verdict.headline.rstrip('.')}. {verdict.detail}".strip()
+
+    def metric_names(self) -> list[str]:
+        """Return the metrics that the run has, sorted; docs/metrics.md says what they mean."""
+        with open_reader(self.store) as reader:
+            return queries.metric_names(reader, self.id)
+
+    def metrics(
+        self,
+        *names: str,
+        nodes: str | Iterable[str | None] | None = None,
+        rounds: int | range | None = None,
+        as_: str = AUTO,
+    ) -> Any:
+        """Return metrics as a long table: round, node, name, value.
+
+        `names`: of metrics, by default all (see `metric_names`). `nodes`: one or several of «server», «c7», ..., where
+        None inside a list is the federation as a whole; by default all. `rounds`: one, or a `range`, whose end is not
+        in it. Of what was measured several times in a round, the newest counts. A value of NaN was measured as such;
+        what was not measured has no row. `as_`: «pandas», «arrow», «columns» (a dictionary of lists), or «auto»: the
+        first of these that is installed. Raises ConfigError for a metric or node that the run does not have.
+        """
+        return self._table(lambda reader: self._metrics(reader, names, nodes, rounds), as_)
+
+    def _metrics(
+        self, reader: Reader, names: Sequence[str], nodes: str | Iterable[str | None] | None, rounds: int | range | None
+    ) -> Columns:
+        known = queries.metric_names(reader, self.id)
+        for name in names:
+            _check("metric of this run", name, known)
+        return metric_columns(reader, self.id, names or known, self._nodes(reader, nodes), rounds)
+
+    def layers(
+        self,
+        family: str,
+        *statistics: str,
+        nodes: str | Iterable[str | None] | None = None,
+        rounds: int | range | None = None,
+        as_: str = AUTO,
+    ) -> Any:
+        """Return layer statistics as a table: round, node, layer, and a column for each statistic.
+
+        `family`: «gradient», «weight», «update», «activation», ... `statistics`: such as «mean», «std», «l2»,
+        «sparsity»; by default all of the family. `nodes`, `rounds` and `as_`: as in `metrics`; a node of None is the
+        federation as a whole, where that was recorded. Statistics of single steps are left out. Raises ConfigError for
+        what the run does not have.
+        """
+        return self._table(lambda reader: self._layers(reader, family, statistics, nodes, rounds), as_)
+
+    def _layers(
+        self,
+        reader: Reader,
+        family: str,
+        statistics: Sequence[str],
+        nodes: str | Iterable[str | None] | None,
+        rounds: int | range | None,
+    ) -> Columns:
+        _check("family of layer statistics of this run", family, queries.layer_families(reader, self.id))
+        for statistic in statistics:
+            _check(f"statistic of family '{family}'", statistic, statistics_of(family))
+        every = LAYER_STATISTICS if FAMILIES[family].columns is STATISTICS else FAMILIES[family].columns
+        return layer_columns(reader, self.id, family, statistics or every, self._nodes(reader, nodes), rounds)
+
+    def findings(self, *, notes: bool = False, as_: str = AUTO) -> Any:
+        """Return what the detectors found, each problem once, worst first.
+
+        Columns: severity, issue, title, node, group, layer, since and last (rounds), still_there, confidence, message,
+        and follows_from, the issue and place of the problem that this one is a consequence of. `notes`: also what never
+        was more than a note. `as_`: see `metrics`. An empty table is no all-clear: `verdict` says who looked, at what.
+        """
+        return self._table(lambda reader: case_columns(cases_of(reader, self.id, notes=notes)), as_)
+
+    def rounds(self, *, as_: str = AUTO) -> Any:
+        """Return one row per round: round, accuracy, loss, seconds. Each is the federation's own, else the server's,
+        else that of the median client.
+        """
+        return self._table(lambda reader: round_columns(reader.history(self.id)), as_)
+
+    def clients(self, *, as_: str = AUTO) -> Any:
+        """Return one row per client: node, label, rounds (how many it took part in), last (the newest of these), and
+        findings (problems that are its own).
+        """
+        return self._table(self._clients, as_)
+
+    def _clients(self, reader: Reader) -> Columns:
+        attended, labels = queries.attendance(reader, self.id), labels_of(reader, self.id)
+        troubled = [case.node for case in cases_of(reader, self.id)]
+        nodes = sorted((node for node in reader.history(self.id).nodes() if is_client(node)), key=natural)
+        return {
+            "node": nodes,
+            "label": [labels.get(node) for node in nodes],
+            "rounds": [len(attended.get(node, ())) for node in nodes],
+            "last": [max(attended.get(node, ()), default=None) for node in nodes],
+            "findings": [troubled.count(node) for node in nodes],
+        }
+
+    def _nodes(self, reader: Reader, nodes: str | Iterable[str | None] | None) -> Callable[[str | None], bool]:
+        return node_filter(nodes, reader.history(self.id).nodes())
+
+    def _table(self, read: Callable[[Reader], Columns], form: str) -> Any:
+        with open_reader(self.store) as reader:
+            columns = read(reader)
+        return as_table(columns, form)
+
+    def __repr__(self) -> str:
+        return f"<run {self.name!r}, {self.id}: {self.summary.rounds} rounds, {self.summary.clients} clients>"
+
+    def _repr_html_(self) -> str:
+        with open_reader(self.store) as reader:
+            summary, state = queries.summary_of(reader, self.id), run_states(reader)[self.id]
+            verdict, cases = verdict_of(reader, self.id), cases_of(reader, self.id)
+        began = time.strftime("%d %b %Y %H:%M", time.localtime(summary.started))
+        size = f"{summary.rounds} rounds, {summary.clients} clients"
+        learnt = f"accuracy {number(summary.accuracy)}" if summary.accuracy is not None else ""
+        facts = [fact for fact in (self.id, f"{state}, begun {began}", size, learnt) if fact]
+        more = f"and {len(cases) - MOST_CASES} more: run.findings()" if len(cases) > MOST_CASES else ""
+        return html.display(
+            html.heading(self.name, *facts),
+            html.paragraph(verdict.headline),
+            html.paragraph(verdict.detail, quiet=True),
+            html.table(CASE_TITLES, map(case_cells, cases[:MOST_CASES])),
+            html.paragraph(more, quiet=True),
+        )
+
+
+def _check(what: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        raise ConfigError(unknown(what, name, known))
+
+
+def _counted(runs: int) -> str:
+    return f"{runs} run{'s' * (runs != 1)}"
+
+
+def _store_name(store: Path | str) -> str:
+    """The store's file, or its address without the password."""
+    return address_of(str(store)).shown

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low-rank adapters, recognised by structure: a layer W becomes W + (α/r) B A, with A [r, in] and B [out, r].
+
+A pair is known by its names (those of peft and of the LoRA files that are in use), or by its shapes: two trained
+matrices alone in a module, small in their common dimension, beside a frozen matrix [out, in]. α/r is an attribute of
+the module that holds the pair. Everything else that trains (prompts, prefixes, heads, bottlenecks) is no pair, and is
+measured like any other layer. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Shape = tuple[int, ...]
+NamedShapes = Sequence[tuple[str, Shape]]
+
+# The part of a name that tells A from B, in the order (A, B).
+SIDES = (
+    ("lora_A", "lora_B"),
+    ("lora_a", "lora_b"),
+    ("lora_embedding_A", "lora_embedding_B"),
+    ("lora_down", "lora_up"),
+    ("A", "B"),
+)
+_B_OF = dict(SIDES)
+_DIAGONAL = "lora_E"  # of AdaLoRA, whose product has a third factor
+_PROMPT = re.compile(r"(^|[._])(prompt|prefix)")
+SCALES = ("scaling", "scale")  # attributes that hold α/r
+ALPHAS, RANKS = ("lora_alpha", "alpha"), ("r", "rank")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPair:
+    """One low-rank adapter: its layer's name, the names of A and B, and their shapes as matrices."""
+
+    name: str
+    a: str
+    b: str
+    rank: int
+    inputs: int
+    outputs: int
+
+
+def find_pairs(trained: NamedShapes, frozen: NamedShapes = ()) -> tuple[AdapterPair, ...]:
+    """Return the low-rank pairs among named shapes, in the order of their A. `frozen`: what does not train."""
+    by_name = _by_names(dict(trained))
+    used = {name for pair in by_name for name in (pair.a, pair.b)}
+    by_shape = _by_shapes([(name, shape) for name, shape in trained if name not in used], frozen)
+    order = {name: place for place, (name, _) in enumerate(trained)}
+    return tuple(sorted((*by_name, *by_shape), key=lambda pair: order[pair.a]))
+
+
+def _by_names(shapes: Mapping[str, Shape]) -> list[AdapterPair]:
+    pairs = []
+    for name, shape in shapes.items():
+        parts = name.split(".")
+        for place, part in enumerate(parts):
+            other = ".".join([*parts[:place], _B_OF.get(part, ""), *parts[place + 1 :]])
+            if part not in _B_OF or other not in shapes:
+                continue
+            if any(own.startswith(".".join([*parts[:place], _DIAGONAL])) for own in shapes):
+                break
+            # Of several adapters of one layer (peft), the name of each belongs to its own.
+            own_name = [part for part in parts[place + 1 :] if part not in ("weight", "default")]
+            pair = _pair(".".join([*parts[:place], *own_name]), (name, shape), (other, shapes[other]))
+            pairs += [] if pair is None else [pair]
+            break
+    return pairs
+
+
+def _by_shapes(trained: NamedShapes, frozen: NamedShapes) -> list[AdapterPair]:
+    """Return the pairs of modules in which two matrices alone train, beside a frozen matrix of their product's
+    shape.
+    """
+    groups: dict[str, list[tuple[str, Shape]]] = defaultdict(list)
+    for name, shape in trained:
+        groups[_module_of(name)].append((name, shape))
+    bases: dict[str, set[Shape]] = defaultdict(set)
+    for name, shape in frozen:
+        for module in (name.rpartition(".")[0], _module_of(name)):
+            bases[module].add(shape)
+    pairs = []
+    for module, own in groups.items():
+        if len(own) != 2 or not bases.get(module):
+            continue
+        candidates = [_pair(module, *sides) for sides in (own, own[::-1])]
+        fitting = [
+            p for p in candidates if p is not None and {(p.outputs, p.inputs), (p.inputs, p.outputs)} & bases[module]
+        ]
+        # Where A and B could be exchanged, only the names would tell which is which.
+        pairs += fitting if len(fitting) == 1 else []
+    return pairs
+
+
+def _module_of(name: str) -> str:
+    """Return the module that holds a parameter, or of a linear layer's weight the module around that."""
+    module, _, last = name.rpartition(".")
+    return module.rpartition(".")[0] if last in ("weight", "bias") else module
+
+
+def _pair(name: str, a: tuple[str, Shape], b: tuple[str, Shape]) -> AdapterPair | None:
+    """Return A and B as a pair, if their shapes are those of one; a convolution counts as the matrix of its weights."""
+    if len(a[1]) < 2 or len(b[1]) < 2 or math.prod(b[1][2:]) != 1:
+        return None
+    rank, inputs, outputs = a[1][0], math.prod(a[1][1:]), b[1][0]
+    # A rank that saves nothing is no adapter's.
+    fits = b[1][1] == rank and rank > 0 and rank * (inputs + outputs) <= inputs * outputs
+    return AdapterPair(name, a[0], b[0], rank, inputs, outputs) if fits else None
+
+
+def other_kinds(trained: Iterable[str], pairs: Sequence[AdapterPair]) -> dict[str, int]:
+    """Return how many trained tensors are no part of a pair, by kind: «prompt» and «other»."""
+    used = {name for pair in pairs for name in (pair.a, pair.b)}
+    kinds = {"prompt": 0, "other": 0}
+    for name in trained:
+        if name not in used:
+            kinds["prompt" if _PROMPT.search(name) else "other"] += 1
+    return {kind: count for kind, count in kinds.items() if count}
+
+
+def scale_of(model: Any, pair: AdapterPair) -> float | None:
+    """Return α/r of a pair in a model, from the module that holds it; None where that does not say."""
+    try:
+        get_holder, adapter = _holder(pair)
+        module = model if get_holder is None else get_holder(model)
+    except AttributeError:
+        return None
+    for name in SCALES:
+        known = _number(getattr(module, name, None), adapter)
+        if known is not None:
+            return known
+    alpha = next((s for name in ALPHAS if (s := _number(getattr(module, name, None), adapter)) is not None), None)
+    rank = next((s for name in RANKS if (s := _number(getattr(module, name, None), adapter)) is not None), None)
+    return alpha / (rank or pair.rank) if alpha is not None else None
+
+
+@functools.lru_cache(4096)
+def _holder(pair: AdapterPair) -> tuple[Callable[[Any], Any] | None, str]:
+    """Return what gives the module that A and B are parts of (None: the model itself), and the adapter's name."""
+    common = []
+    for own, other in zip(pair.a.split("."), pair.b.split("."), strict=True):
+        if own != other:
+            break
+        common.append(own)
+    path = ".".join(common)
+    return operator.attrgetter(path) if path else None, pair.name.removeprefix(path).strip(".") or "default"
+
+
+def _number(attribute: Any, adapter: str) -> float | None:
+    """Return a positive number; of a mapping, as peft has it, the one of this adapter."""
+    if isinstance(attribute, Mapping):
+        attribute = attribute.get(adapter, next(iter(attribute.values()), None) if len(attribute) == 1 else None)
+    usable = isinstance(attribute, int | float) and not isinstance(attribute, bool)
+    return float(attribute) if usable and math.isfinite(attribute) and attribute > 0 else None

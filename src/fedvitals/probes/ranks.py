@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes that train one client's model together: by copies of it (DDP) or by shards (DTensor, FSDP).
+
+Each process measures its own part. What it measured travels through the key-value store of `torch.distributed`, never
+through a collective operation, which would hang where one of the processes is not watched or has died. The process of
+the lowest rank reports the client. It waits for those that were watched when the training began, and not for long.
+
+A process numbers the trainings in which it took part. Of what another process sends, the next that has as many steps
+counts: processes that train together step together.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fedvitals.kernels import is_sharded
+from fedvitals.stats import Array, merge_sums
+
+PATIENCE = 5.0  # seconds; once: a process that did not come is not waited for again
+Quartiles = tuple[float, ...]
+"""Of the seconds of a step until the processes first wait for each other; none where they are unknown."""
+PAUSE = 0.01  # seconds from one look to the next
+ANSWER = timedelta(seconds=5)  # within which the store answers
+NO_STEPS = -1  # of a training that nothing is told of
+
+_together: weakref.WeakKeyDictionary[nn.Module, tuple[int, ...]] = weakref.WeakKeyDictionary()
+
+
+def train_together(model: nn.Module, ranks: Sequence[int]) -> None:
+    """Note that these processes train copies of a model together, where the model itself does not say so."""
+    _together[model] = tuple(ranks)
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the model inside of DDP's wrapper, whose layers have the names that they have elsewhere."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _is_distributed() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def ranks_of(model: nn.Module) -> tuple[int, ...]:
+    """Return the ranks of the processes that train this model together, in order; none if it is one process alone."""
+    if not _is_distributed():
+        return ()
+    mesh = next((p.device_mesh for _, p in parameters_of(model) if hasattr(p, "device_mesh")), None)
+    if mesh is not None:
+        ranks = sorted({int(rank) for rank in mesh.mesh.flatten().tolist()})
+    elif isinstance(model, DistributedDataParallel):
+        ranks = sorted(distributed.get_process_group_ranks(model.process_group))
+    else:
+        ranks = sorted(_together.get(model, ()))
+    return tuple(ranks) if len(ranks) > 1 else ()
+
+
+def parameters_of(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return a model's parameters by name; of sharded ones, the shards, which optimisers have.
+
+    FSDP puts the whole parameters in the place of the shards while it computes, and leaves those of the outermost
+    module there after an evaluation.
+    """
+    named: list[tuple[str, Tensor]] = list(model.named_parameters())
+    if not _is_distributed():
+        return named
+    sharded: list[Any] = [module for module in model.modules() if hasattr(type(module), "_get_fsdp_state")]
+    states = [module._get_fsdp_state() for module in sharded]  # noqa: SLF001 - torch tells it nowhere else
+    groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", ())]
+    own = [own for group in groups for own in group.fsdp_params if hasattr(own, "_unsharded_param")]
+    shards = {id(parameter._unsharded_param): parameter.sharded_param for parameter in own}  # noqa: SLF001
+    return [(name, shards.get(id(parameter), parameter)) for name, parameter in named]
+
+
+class RankMessage(msgspec.Struct, array_like=True):
+    """What a process has measured of a training: its arrays as shapes and bytes, all float64."""
+
+    steps: int
+    before_exchange: Quartiles
+    arrays: list[tuple[tuple[int, ...], bytes]]
+
+
+class RankMark(msgspec.Struct, array_like=True):
+    """Where the process of a rank runs, and how many trainings it has begun. `numbering`: within which the number of
+    the process means something.
+    """
+
+    begun: int
+    host: str
+    process: int
+    numbering: str
+
+    @classmethod
+    def own(cls, begun: int) -> RankMark:
+        """Return the mark of this process."""
+        return cls(begun, socket.gethostname(), os.getpid(), _numbering())
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process is known to have ended, as far as that can be seen from here."""
+        if (self.host, self.numbering) != (socket.gethostname(), _numbering()):
+            return False
+        try:
+            os.kill(self.process, 0)
+            status = Path(f"/proc/{self.process}/stat").read_text(encoding="ascii", errors="replace")
+            return status.rpartition(")")[2].split()[0] == "Z"
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+
+    @property
+    def words(self) -> str:
+        return f"process {self.process} on {self.host}"
+
+
+@dataclass(slots=True)
+class Gathered:
+    """What all processes measured: nine sums per layer, totals, times before the first exchange by rank; the ranks
+    that were not watched, and those that did not answer although they were.
+    """
+
+    rows: list[Array]
+    totals: list[Array]
+    sharded: bool
+    before_exchange: dict[int, Quartiles] = field(default_factory=dict)
+    unwatched: list[int] = field(default_factory=list)
+    lost: dict[int, RankMark] = field(default_factory=dict)
+
+
+class RankGroup:
+    """The processes that train a run's models together, as this one sees them. `begin` and `gather` enclose each
+    training.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], store: Any, *, sharded: bool) -> None:
+        self.ranks, self.sharded, self.own = ranks, sharded, distributed.get_rank()
+        self.reports = self.own == ranks[0]
+        self._shared = store
+        self.store = self.connect()
+        self._prefix = f"fedvitals/{ranks[0]}-{ranks[-1]}-{len(ranks)}-{sharded:d}"
+        self._count = 0  # of trainings that this process has begun
+        self._taken: dict[int, int] = {}  # by rank: the number of its last training that was looked at
+        self._absent: set[int] = set()
+
+    def connect(self) -> Any:
+        """Return the store with a connection of its own: who waits on one keeps others from using it."""
+        if not hasattr(self._shared, "clone"):  # torch before 2.8
+            return self._shared
+        store = self._shared.clone()
+        store.set_timeout(ANSWER)
+        return store
+
+    def begin(self) -> None:
+        """A training begins. What has come of others was of trainings that this process did not take part in."""
+        self._count += 1
+        for rank in self.ranks[1:] if self.reports else ():
+            mark, number = self.mark_of(rank), self._taken.get(rank, 0) + 1
+            while mark is not None and number <= mark.begun and self.store.check([self._key(rank, number)]):
+                self.store.delete_key(self._key(rank, number))
+                self._taken[rank], number = number, number + 1
+        self.store.set(f"{self._prefix}/begun/{self.own}", msgspec.msgpack.encode(RankMark.own(self._count)))
+
+    def divide(self, *, divided: bool) -> None:
+        """Say, in the process that reports, whether it divides its training into rounds, or trains for a federation."""
+        if self.reports:
+            self.store.set(f"{self._prefix}/divided", b"1" if divided else b"0")
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the process that reports divides its training into rounds; it does so unless it said otherwise."""
+        key = f"{self._prefix}/divided"
+        return self.reports or not self.store.check([key]) or bool(self.store.get(key) == b"1")
+
+    def abandon(self) -> None:
+        """The training is over, and nothing is told of it."""
+        if not self.reports:
+            self._send(RankMessage(NO_STEPS, (), []))
+
+    def gather(
+        self, steps: int, before_exchange: Quartiles, rows: Sequence[Array], totals: Sequence[Array]
+    ) -> Gathered:
+        """Return what all processes have measured: in the process that reports; in the others, their own."""
+        arrays = [*rows, *totals]
+        if not self.reports:
+            self._send(RankMessage(steps, before_exchange, [_encode(array) for array in arrays]))
+            return Gathered([*rows], [*totals], self.sharded)
+        gathered = Gathered([*rows], [*totals], self.sharded, {self.own: before_exchange})
+        parts = [arrays]
+        for rank in self.ranks[1:]:
+            message = self._message_of(rank, steps, gathered)
+            if message is None:
+                continue
+            gathered.before_exchange[rank] = message.before_exchange
+            part = [_decode(*encoded) for encoded in message.arrays]
+            if [array.shape for array in part[: len(rows)]] == [array.shape for array in rows]:
+                parts.append(part)
+            else:
+                gathered.unwatched.append(rank)
+        if self.sharded:  # of copies, all processes have the same
+            gathered.rows = [merge_sums(np.stack([part[i] for part in parts])) for i in range(len(rows))]
+        for i, own in enumerate(totals):
+            others = [part[len(rows) + i] for part in parts[1:]]
+            gathered.totals[i] = own + sum((other for other in others if other.shape == own.shape), np.zeros(own.shape))
+        return gathered
+
+    def _send(self, message: RankMessage) -> None:
+        self.store.set(self._key(self.own, self._count), msgspec.msgpack.encode(message))
+
+    def _message_of(self, rank: int, steps: int, gathered: Gathered) -> RankMessage | None:
+        """Return what the process of a rank has sent of this training; None if nothing came in time."""
+        mark = self.mark_of(rank)
+        if mark is None or mark.begun <= self._taken.get(rank, 0):
+            gathered.unwatched.append(rank)
+            return None
+        for number in range(self._taken.get(rank, 0) + 1, mark.begun + 1):
+            encoded = self._wait_for(self._key(rank, number), rank, mark)
+            if encoded is None:
+                gathered.lost[rank] = mark
+                return None
+            self._taken[rank] = number
+            message = msgspec.msgpack.decode(encoded, type=RankMessage)
+            if message.steps == steps:
+                return message
+        gathered.unwatched.append(rank)
+        return None
+
+    def mark_of(self, rank: int, store: Any = None) -> RankMark | None:
+        """Return what the process of a rank has left when it last began a training; None if it never did.
+
+        `store`: a connection of the caller's own.
+        """
+        store, key = store or self.store, f"{self._prefix}/begun/{rank}"
+        return msgspec.msgpack.decode(store.get(key), type=RankMark) if store.check([key]) else None
+
+    def _wait_for(self, key: str, rank: int, mark: RankMark) -> bytes | None:
+        until = time.monotonic() + PATIENCE
+        while not self.store.check([key]):
+            if rank in self._absent or mark.is_gone or time.monotonic() > until:
+                self._absent.add(rank)
+                return None
+            time.sleep(PAUSE)  # not `store.wait`, which writes to the user's screen when it has waited in vain
+        encoded: bytes = self.store.get(key)
+        self.store.delete_key(key)
+        return encoded
+
+    def _key(self, rank: int, number: int) -> str:
+        return f"{self._prefix}/{number}/{rank}"
+
+
+_groups: dict[tuple[Any, ...], tuple[Any, RankGroup]] = {}  # of this process: the others count its trainings, not runs
+
+
+def group_of(model: nn.Module) -> RankGroup | None:
+    """Return the processes that train this model together; None if it is one process alone."""
+    ranks = ranks_of(model)
+    if not ranks or distributed.get_rank() not in ranks:
+        return None
+    store: Any = distributed.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no other way to it
+    sharded = is_sharded([p for _, p in parameters_of(model)])
+    known = _groups.get((ranks, sharded))
+    if known is None or known[0] is not store:  # processes have joined anew
+        known = _groups[ranks, sharded] = (store, RankGroup(ranks, store, sharded=sharded))
+    return known[1]
+
+
+def _numbering() -> str:
+    """Return the name of the space in which this process has its number; a container has one of its own."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def _encode(array: Array) -> tuple[tuple[int, ...], bytes]:
+    own = np.ascontiguousarray(array, np.float64)
+    return own.shape, own.tobytes()
+
+
+def _decode(shape: tuple[int, ...], values: bytes) -> Array:
+    return np.frombuffer(values, np.float64).reshape(shape)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The low-rank adapters of a run: ranks and spectrum over the rounds, errors, and who contributes which directions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedvitals.errors import ConfigError, unknown
+from fedvitals.records import is_client
+from fedvitals.stats import ADAPTER_COLUMNS, DIRECTIONS, FAMILIES, Array
+from fedvitals.store.read.layer_history import layer_history
+from fedvitals.store.read.reader import Reader
+from fedvitals.views.cohort import matrix_of
+from fedvitals.views.grid import Grid, make_grid
+from fedvitals.views.heat import client_grid
+from fedvitals.views.layers import grid_of
+
+SERVER = "server"
+ERRORS = {
+    "adapter.product_error": "against the mean of products",
+    "adapter.product_error_by_rank": "each direction over those who have it",
+}
+RANKS = {"adapter.effective_rank": "effective rank", "adapter.stable_rank": "stable rank"}
+ENERGIES = {"adapter.energy_above": "energy above the smallest rank", "adapter.energy_kept": "of that, kept"}
+LANGUAGE = ("perplexity.before", "throughput.tokens")
+LEAST_SHARE = 1e-3  # of the energy, below which a direction belongs to nobody
+CLIENTS = 60  # rows of the heat maps
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterCurve:
+    """One metric of the server's adapters over the rounds."""
+
+    name: str
+    words: str
+    rounds: tuple[int, ...]
+    values: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptersPage:
+    """What is known of a run's adapters; `layers` is empty where it has none."""
+
+    layers: tuple[str, ...]
+    layer: str | None  # that spectrum and contributions are of; None: the mean over all
+    round: int | None  # that the contributions are of
+    effective_rank: Grid | None  # layers × rounds
+    spectrum: Grid | None  # directions × rounds: shares of the energy
+    contributions: Grid | None  # clients × directions, whose numbers are the columns
+    errors: tuple[AdapterCurve, ...]
+    ranks: tuple[AdapterCurve, ...]
+    energies: tuple[AdapterCurve, ...]
+    clients: Mapping[str, Grid]  # by sign: perplexity and tokens per second, clients × rounds
+
+
+def adapters_page(
+    reader: Reader, run: str, layer: str | None = None, selected: int | None = None, columns: int = 400
+) -> AdaptersPage:
+    """Return the page of a run's adapters. `selected`: the round whose contributions are shown; None: the newest."""
+    measured = layer_history(reader, run, "update.adapters", SERVER)
+    spectra = layer_history(reader, run, "update.directions", SERVER)
+    if layer is not None and layer not in measured.layers:
+        raise ConfigError(unknown("adapter", layer, measured.layers))
+    rounds = spectra.rounds
+    shown = (selected if selected in rounds else rounds[-1]) if rounds else None
+    ranks = measured.matrix[:, :, ADAPTER_COLUMNS.index("effective_rank")]
+    return AdaptersPage(
+        measured.layers,
+        layer,
+        shown,
+        grid_of(measured, ranks, "effective rank", columns=columns) if measured.rounds else None,
+        _spectrum(spectra.matrix, rounds, _place(measured.layers, layer), columns) if rounds else None,
+        None if shown is None else _contributions(reader, run, shown, _place(measured.layers, layer)),
+        _curves(reader, run, ERRORS),
+        _curves(reader, run, RANKS),
+        _curves(reader, run, ENERGIES),
+        {name: grid for name in LANGUAGE if (grid := client_grid(reader, run, name, limit=CLIENTS)).rows},
+    )
+
+
+def _place(layers: tuple[str, ...], layer: str | None) -> slice:
+    if layer is None:
+        return slice(None)
+    place = layers.index(layer)
+    return slice(place, place + 1)
+
+
+def _spectrum(shares: Array, rounds: tuple[int, ...], place: slice, columns: int) -> Grid:
+    names = [f"{k + 1}" for k in range(DIRECTIONS)]
+    values = _mean(shares[:, place], axis=1).T
+    matrix = matrix_of(names, rounds, values, np.isfinite(values))
+    return make_grid(matrix, rows=names, sort="given", columns=columns, unit="share", title="share of the energy")
+
+
+def _contributions(reader: Reader, run: str, round_index: int, place: slice) -> Grid | None:
+    """Return each client's part in the first directions, averaged over the chosen adapters."""
+    names = FAMILIES["update.directions"].columns
+    nodes, values = reader.history(run).across("update.directions", names, round_index)
+    rows = [i for i, node in enumerate(nodes) if is_client(node) and node != SERVER]
+    if not rows:
+        return None
+    parts = _mean(values[rows][:, place], axis=1)
+    shares = _mean(values[nodes.index(SERVER), place], axis=0) if SERVER in nodes else np.ones(DIRECTIONS)
+    parts[:, ~(shares >= LEAST_SHARE)] = np.nan  # a part in nothing is no part
+    clients = [nodes[i] for i in rows]
+    matrix = matrix_of(clients, range(1, DIRECTIONS + 1), parts, np.isfinite(parts))
+    return make_grid(matrix, rows=clients[:CLIENTS], sort="given", unit="share", title="part in each direction")
+
+
+def _mean(values: Array, axis: int) -> Array:
+    """Return the mean of what is known; NaN where nothing is."""
+    known = np.isfinite(values)
+    counts = known.sum(axis=axis)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.asarray(np.where(counts > 0, np.where(known, values, 0.0).sum(axis=axis) / counts, np.nan))
+
+
+def _curves(reader: Reader, run: str, names: Mapping[str, str]) -> tuple[AdapterCurve, ...]:
+    history = reader.history(run)
+    curves = []
+    for name, words in names.items():
+        rounds, values = history.series(name, SERVER)
+        if rounds:
+            finite = tuple(value if np.isfinite(value) else None for value in values)
+            curves.append(AdapterCurve(name, words, tuple(rounds), finite))
+    return tuple(curves)

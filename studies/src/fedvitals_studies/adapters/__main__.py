@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m fedvitals_studies.adapters RESULTS.jsonl [--tuning]`: run the study, or go on with it, and print it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from fedvitals_studies.adapters.study import (
+    FIRST_SEED,
+    HEALTHY_RUNS,
+    PLANTED_RUNS,
+    TUNING_SEED,
+    Judged,
+    run_study,
+    summary,
+)
+
+
+def main() -> None:
+    """Run the study; `--tuning`: on the seeds that limits may be set by."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--tuning", action="store_true")
+    parser.add_argument("--planted", type=int, default=PLANTED_RUNS)
+    parser.add_argument("--healthy", type=int, default=HEALTHY_RUNS)
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    first = TUNING_SEED if chosen.tuning else FIRST_SEED
+    sys.stdout.write(summary(run_study(chosen.results, first, chosen.planted, chosen.healthy, _tell)) + "\n")
+
+
+def _tell(run: Judged) -> None:
+    sys.stdout.write(f"{run.seed} {run.fault} onset {run.onset} named {run.named} {run.seconds} s {run.alarms}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

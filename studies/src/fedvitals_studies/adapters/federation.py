@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One federation that tunes a small language model by low-rank adapters, in a plain loop, with or without a fault.
+
+| fault | what happens from its onset on |
+| --- | --- |
+| rank_collapse | clients of different ranks are padded with zeros and averaged over all |
+| aggregation_bias | clients send other factors of the same product: turned, or with a new A |
+| scale_mismatch | some clients train and send with another α/r |
+| forgetting | the clients' steps are far too large |
+
+Without a fault, adapters are averaged: with one rank as they are, with several each direction over those who have it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from fedvitals.lab.adapters import LoraLinear
+from fedvitals.monitor.monitor import Monitor
+from fedvitals.records import Finding
+from fedvitals.store.in_memory import MemoryStore
+from fedvitals_studies.adapters.texts import (
+    HELD_BACK_BYTES,
+    MANUAL,
+    MANUAL_BYTES,
+    OTHER_CODE,
+    PACKAGES,
+    text_of,
+    windows,
+)
+from fedvitals_studies.bench.gpt import GPT, Block
+
+WIDTH, LAYERS, HEADS, VOCABULARY = 48, 2, 4, 256
+BATCH, TEST_WINDOWS, PRETRAINING = 8, 64, 400
+PIECE = 500  # bytes of a text that stay together when texts are mixed
+FAULTS = ("rank_collapse", "aggregation_bias", "scale_mismatch", "forgetting")
+ISSUES = {
+    "rank_collapse": "RANK_COLLAPSE",
+    "aggregation_bias": "ADAPTER_AGGREGATION_BIAS",
+    "scale_mismatch": "ADAPTER_SCALE_MISMATCH",
+    "forgetting": "FORGETTING",
+}
+FORGETFUL_RATE = 0.08  # to twice that, over √(α/r): forty times the largest usual one
+State = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A federation, drawn from its seed."""
+
+    seed: int
+    fault: str | None
+    rounds: int
+    onset: int
+    ranks: tuple[int, ...]  # of the clients
+    scale: float  # α/r
+    rate: float
+    steps: int
+    own_texts: bool  # a package each, else a mixture of all
+    weighted: bool  # by the length of the texts
+    variant: float  # of the fault, from 0 to 1
+
+
+def drawn_setting(seed: int, fault: str | None, rounds: int) -> Setting:
+    """Return the federation of a seed."""
+    generator = np.random.default_rng((seed, 27))
+    clients = int(generator.integers(5, 11))
+    largest = int(generator.choice([8, 16]))
+    mixed = fault == "rank_collapse" or (fault != "aggregation_bias" and generator.random() < 0.5)
+    few = [largest // 4, largest // 2]
+    ranks = [int(generator.choice(few)) for _ in range(clients - 1)] if mixed else [largest] * (clients - 1)
+    onset = int(generator.integers(2, 5))
+    return Setting(
+        seed,
+        fault,
+        rounds,
+        onset,
+        (*ranks, largest),
+        float(generator.choice([1.0, 2.0])),
+        float(generator.choice([5e-4, 1e-3, 2e-3])),
+        int(generator.integers(3, 9)),
+        bool(generator.random() < 0.6),
+        bool(generator.random() < 0.5),
+        float(generator.random()),
+    )
+
+
+@functools.cache
+def pretrained() -> GPT:
+    """Return the model that has learnt the manual, frozen; the same for all federations."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = GPT(WIDTH, LAYERS, HEADS, VOCABULARY)
+        optimizer, generator = torch.optim.AdamW(model.parameters(), 3e-3), torch.Generator().manual_seed(0)
+        texts = [text_of(MANUAL, MANUAL_BYTES)[:-HELD_BACK_BYTES], *map(text_of, OTHER_CODE)]
+        for _ in range(PRETRAINING):
+            optimizer.zero_grad()
+            parts = [windows(text, 4, generator) for text in texts]
+            token_loss(model, torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])).backward()
+            optimizer.step()
+    return model.requires_grad_(False)
+
+
+def token_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(model(x).reshape(-1, VOCABULARY), y.reshape(-1))
+
+
+def output_loss(output: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
+    """Return the loss of each text or of all, from the model's output, as `monitor.client` takes it."""
+    losses = functional.cross_entropy(output.transpose(1, 2), y, reduction="none").mean(1)
+    return losses if reduction == "none" else losses.mean()
+
+
+def adapted(rank: int, scale: float) -> GPT:
+    """Return the pretrained model with adapters of a rank; the same A for the same rank and more."""
+    model = copy.deepcopy(pretrained())
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        for block in model.blocks:
+            assert isinstance(block, Block)  # noqa: S101 - for the type checker
+            block.qkv = LoraLinear(block.qkv, rank, scale)  # type: ignore[assignment]
+            block.down = LoraLinear(block.down, rank, scale)  # type: ignore[assignment]
+    return model
+
+
+def trained_state(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+class AdapterFederation:
+    """The federation of a setting; `run` trains it and returns what the detectors said."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self._generator = torch.Generator().manual_seed(setting.seed)
+        self._numbers = np.random.default_rng((setting.seed, 28))
+        self._model = adapted(max(setting.ranks), setting.scale)
+        names = [*self._numbers.permutation(PACKAGES)[: len(setting.ranks)]]
+        texts = [text_of(str(name)) for name in names]
+        if not setting.own_texts:
+            pieces = [piece for text in texts for piece in text.split(PIECE)[:-1]]
+            order = torch.randperm(len(pieces), generator=self._generator).tolist()
+            texts = [torch.cat([pieces[i] for i in order[place :: len(texts)]]) for place in range(len(texts))]
+        test = len(texts[0]) // 10
+        self._train = [text[:-test] for text in texts]
+        self._tests = [windows(text[-test:], 8, self._generator) for text in texts]
+        manual = text_of(MANUAL, MANUAL_BYTES)[-HELD_BACK_BYTES:]
+        self._held_back = windows(manual, TEST_WINDOWS, torch.Generator().manual_seed(5))
+        sizes = self._numbers.integers(1, 4, len(texts)).astype(float)
+        self._sizes = sizes if setting.weighted else np.ones(len(texts))
+        self._odd = {int(i) for i in self._numbers.permutation(len(texts))[: max(1, len(texts) // 3)]}
+
+    def run(self, monitor: Monitor) -> None:
+        """Train all rounds, watched by a monitor."""
+        for number in range(self.setting.rounds):
+            ill = self.setting.fault is not None and number >= self.setting.onset
+            with monitor.round(number, self._model):
+                states = [self._client(monitor, place, ill=ill) for place in range(len(self.setting.ranks))]
+                self._aggregate(states, padded=ill and self.setting.fault == "rank_collapse")
+                with torch.no_grad():
+                    loss = torch.stack([token_loss(self._model, *test) for test in self._tests]).mean()
+                    forgotten = token_loss(self._model, *self._held_back)
+                monitor.log(loss=float(loss), **{"held_back.loss": float(forgotten)})
+
+    def _client(self, monitor: Monitor, place: int, *, ill: bool) -> State:
+        setting = self.setting
+        rank, fault = setting.ranks[place], setting.fault if ill else None
+        scale, rate = setting.scale, setting.rate
+        if fault == "scale_mismatch" and place in self._odd:
+            scale *= (0.25, 0.5, 4.0, 8.0)[int(setting.variant * 4)]
+        if fault == "forgetting":
+            rate = FORGETFUL_RATE * (1 + setting.variant) / scale**0.5
+        model = adapted(rank, scale)
+        global_state = trained_state(self._model)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    whole = global_state[name]
+                    parameter.copy_(whole[:rank] if "lora_A" in name else whole[:, :rank])
+        x, y = windows(self._train[place], BATCH * setting.steps, self._generator)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], rate)
+        with monitor.client(f"c{place}", model, data=TensorDataset(x, y), loss=output_loss):
+            if fault == "aggregation_bias" and setting.variant < 0.5:
+                self._new_directions(model)
+            for own_x, own_y in zip(x.split(BATCH), y.split(BATCH), strict=True):
+                optimizer.zero_grad()
+                token_loss(model, own_x, own_y).backward()
+                optimizer.step()
+            if fault == "aggregation_bias" and setting.variant >= 0.5:
+                self._turn(model)
+        return trained_state(model)
+
+    @torch.no_grad()
+    def _new_directions(self, model: nn.Module) -> None:
+        """The client begins with an A of its own draw, and B at zero."""
+        for layer in _adapters(model):
+            drawn = torch.randn(layer.lora_A.weight.shape, generator=self._generator)
+            layer.lora_A.weight.copy_(drawn / layer.lora_A.in_features**0.5)
+            layer.lora_B.weight.zero_()
+
+    @torch.no_grad()
+    def _turn(self, model: nn.Module) -> None:
+        """The client sends another factorisation of its product: B Q and Qᵀ A."""
+        for layer in _adapters(model):
+            rank = len(layer.lora_A.weight)
+            turn = torch.linalg.qr(torch.randn(rank, rank, generator=self._generator))[0]
+            layer.lora_A.weight.copy_(turn.T @ layer.lora_A.weight)
+            layer.lora_B.weight.copy_(layer.lora_B.weight @ turn)
+
+    @torch.no_grad()
+    def _aggregate(self, states: Sequence[State], *, padded: bool) -> None:
+        """Average A and B: each direction over the clients that have it, or `padded` with zeros over all."""
+        weights = torch.tensor(self._sizes / self._sizes.sum(), dtype=torch.float32)
+        full = max(self.setting.ranks)
+        held = torch.tensor([[float(k < rank) for k in range(full)] for rank in self.setting.ranks])
+        shares = held * weights[:, None]
+        shares = shares if padded else shares / shares.sum(0)
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                of_a = "lora_A" in name
+                parts = torch.zeros(len(states), *parameter.shape)
+                for place, state in enumerate(states):
+                    rank = self.setting.ranks[place]
+                    (parts[place, :rank] if of_a else parts[place, :, :rank]).copy_(state[name])
+                parameter.copy_((parts * (shares[:, :, None] if of_a else shares[:, None])).sum(0))
+
+
+def _adapters(model: nn.Module) -> list[LoraLinear]:
+    return [module for module in model.modules() if isinstance(module, LoraLinear)]
+
+
+def watched_run(setting: Setting) -> tuple[list[Finding], MemoryStore, str]:
+    """Run a federation with the detectors of «standard»; returns their findings, the records and the run's name."""
+    store = MemoryStore()
+    with Monitor(None, sinks=[store], seed=setting.seed) as monitor:
+        AdapterFederation(setting).run(monitor)
+        monitor.flush()
+        findings = [*monitor.findings()]
+    return findings, store, monitor.run.id

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planted and healthy federations, each judged by what the detectors of «standard» said of it.
+
+A planted problem counts as found if its issue is named within three rounds of its onset, and not before. In healthy
+federations every case above a note is an alarm, whatever its issue. Limits were set on seeds below 2000; those of the
+study begin there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fedvitals.diagnosis.cases import cases, is_trouble
+from fedvitals_studies.adapters.federation import FAULTS, ISSUES, drawn_setting, watched_run
+
+FIRST_SEED, TUNING_SEED = 2000, 1000
+PLANTED_RUNS, HEALTHY_RUNS, HEALTHY_ROUNDS = 40, 50, 10
+WITHIN = 3  # rounds
+FOUND_BAR, ALARM_BAR = 0.95, 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One federation: the round in which its fault was named, and the cases of other issues."""
+
+    seed: int
+    fault: str | None
+    rounds: int
+    onset: int | None
+    named: int | None
+    alarms: tuple[str, ...]
+    seconds: float
+
+    @property
+    def is_found(self) -> bool:
+        return self.onset is not None and self.named is not None and self.onset <= self.named < self.onset + WITHIN
+
+
+def judged_run(seed: int, fault: str | None) -> Judged:
+    """Run one federation: to three rounds after the onset, or of HEALTHY_ROUNDS."""
+    setting = drawn_setting(seed, fault, HEALTHY_ROUNDS)
+    if fault is not None:
+        setting = drawn_setting(seed, fault, setting.onset + WITHIN)
+    began = time.perf_counter()
+    findings, _, _ = watched_run(setting)
+    own = [f.where.round for f in findings if fault is not None and f.issue == ISSUES[fault]]
+    others = [case for case in cases(findings) if is_trouble(case) and (fault is None or case.issue != ISSUES[fault])]
+    alarms = tuple(f"{case.issue} {case.node or ''} since round {case.newest.where.round}" for case in others)
+    rounds = [number for number in own if number is not None]
+    return Judged(
+        seed,
+        fault,
+        setting.rounds,
+        None if fault is None else setting.onset,
+        min(rounds, default=None),
+        alarms,
+        round(time.perf_counter() - began, 2),
+    )
+
+
+def planned(first: int, planted: int, healthy: int) -> Iterator[tuple[int, str | None]]:
+    """Yield the seeds and faults of the study, those of each kind spread over it."""
+    for place in range(max(planted, healthy)):
+        for fault in (*FAULTS, None):
+            if place < (healthy if fault is None else planted):
+                yield first + place, fault
+
+
+def run_study(
+    results: Path, first: int, planted: int, healthy: int, tell: Callable[[Judged], None] = lambda _: None
+) -> list[Judged]:
+    """Run what is not among the results yet, one line each; returns all."""
+    results.parent.mkdir(parents=True, exist_ok=True)
+    done = {(run.seed, run.fault): run for run in kept_runs(results)}
+    wanted = [*planned(first, planted, healthy)]
+    with results.open("a", encoding="utf-8") as file:
+        for seed, fault in wanted:
+            if (seed, fault) not in done:
+                run = done[seed, fault] = judged_run(seed, fault)
+                file.write(json.dumps(asdict(run)) + "\n")
+                file.flush()
+                tell(run)
+    return [done[key] for key in wanted]
+
+
+def kept_runs(results: Path) -> list[Judged]:
+    """Return the runs of a file of results."""
+    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+    return [Judged(**{**row, "alarms": tuple(row["alarms"])}) for row in map(json.loads, lines)]
+
+
+def found_share(runs: Sequence[Judged], fault: str) -> tuple[int, int]:
+    """Return how many planted runs of a fault were found, and how many there are."""
+    own = [run for run in runs if run.fault == fault]
+    return sum(run.is_found for run in own), len(own)
+
+
+def alarm_rate(runs: Sequence[Judged]) -> tuple[int, int]:
+    """Return the alarms of healthy runs, and their rounds."""
+    healthy = [run for run in runs if run.fault is None]
+    return sum(len(run.alarms) for run in healthy), sum(run.rounds for run in healthy)
+
+
+def summary(runs: Sequence[Judged]) -> str:
+    """Return the study's figures as a table in Markdown, each beside its bar."""
+    lines = ["| what | measured | bar | |", "| --- | ---: | ---: | --- |"]
+    for fault in FAULTS:
+        found, total = found_share(runs, fault)
+        share = found / total if total else math.nan
+        verdict = "met" if share >= FOUND_BAR else "missed"
+        lines.append(
+            f"| {ISSUES[fault]} found within {WITHIN} rounds | {found} of {total} | {FOUND_BAR:.0%} | {verdict} |"
+        )
+    alarms, rounds = alarm_rate(runs)
+    rate = 100 * alarms / rounds if rounds else math.nan
+    verdict = "met" if rate <= ALARM_BAR else "missed"
+    lines.append(f"| alarms per 100 healthy rounds | {rate:.2f} ({alarms} in {rounds}) | {ALARM_BAR} | {verdict} |")
+    return "\n".join(lines)

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low-rank adapters at the server: recognised by structure, and every sign equal to that of the full products."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedvitals import lab
+from fedvitals.lab.adapters import BottleneckLinear
+from fedvitals.monitor.monitor import Monitor
+from fedvitals.probes.adapters.pairs import find_pairs, other_kinds, scale_of
+from fedvitals.probes.adapters.signs import ClientFactors, Factors, held_rank, mean_weights, signs_of
+from fedvitals.stats import ADAPTER_COLUMNS
+from fedvitals.testing import MemorySink
+from support.adapter_runs import federate, lora_model, only_trains
+
+
+class OwnLora(nn.Module):
+    """A low-rank adapter as somebody writes it by hand; its names tell nothing."""
+
+    def __init__(self, layer, rank, alpha):
+        super().__init__()
+        self.layer, self.alpha = layer, alpha
+        self.first = nn.Parameter(torch.randn(rank, layer.in_features) / math.sqrt(layer.in_features))
+        self.second = nn.Parameter(torch.zeros(layer.out_features, rank))
+
+    def forward(self, x):
+        return self.layer(x) + self.alpha / len(self.first) * (x @ self.first.T) @ self.second.T
+
+
+def shapes_of(model, *, trained):
+    return [(n, tuple(p.shape)) for n, p in model.named_parameters() if p.requires_grad is trained]
+
+
+def pairs_of(model):
+    return find_pairs(shapes_of(model, trained=True), shapes_of(model, trained=False))
+
+
+# -- recognised -------------------------------------------------------------------------------------------------------
+
+
+def test_pairs_of_peft_are_known_with_their_scale():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    base = nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 9), nn.Conv2d(3, 8, 3), nn.Embedding(40, 16))
+    targets = {"r": 2, "lora_alpha": 8, "target_modules": ["0", "2", "3", "4"], "rank_pattern": {"2": 4}}
+    model = peft.get_peft_model(base, peft.LoraConfig(**targets))
+    pairs = pairs_of(model)
+    assert [(p.name.rpartition(".")[2], p.rank, p.inputs, p.outputs) for p in pairs] == [
+        ("0", 2, 12, 10), ("2", 4, 10, 9), ("3", 2, 27, 8), ("4", 2, 40, 16),
+    ]  # fmt: skip
+    assert [scale_of(model, pair) for pair in pairs] == [4.0, 2.0, 4.0, 4.0]
+
+
+def test_prompts_and_vectors_of_peft_train_and_travel_but_are_no_pairs():
+    pytest.importorskip("peft", reason="peft is not installed")
+    names = ["prompt_encoder.default.embedding.weight", "h.0.ia3_l.default", "score.weight"]
+    assert find_pairs([(names[0], (20, 64)), (names[1], (64, 1)), (names[2], (2, 64))]) == ()
+    assert other_kinds(names, ()) == {"prompt": 1, "other": 2}
+
+
+def test_a_pair_is_known_by_its_shapes_beside_the_frozen_matrix():
+    model = nn.Sequential(OwnLora(nn.Linear(20, 30), 4, 8), nn.ReLU(), OwnLora(nn.Linear(30, 16), 2, 8))
+    only_trains(model, "first", "second")
+    pairs = pairs_of(model)
+    assert [(p.name, p.a, p.b, p.rank) for p in pairs] == [
+        ("0", "0.first", "0.second", 4), ("2", "2.first", "2.second", 2),
+    ]  # fmt: skip
+    assert [scale_of(model, pair) for pair in pairs] == [2.0, 4.0]
+
+
+def test_what_only_looks_like_a_pair_is_none():
+    two_layers = nn.Sequential(nn.Linear(20, 3), nn.Linear(3, 20))
+    assert pairs_of(two_layers) == ()  # a bottleneck of the model's own: nothing is frozen beside it
+    bottleneck = nn.Sequential(BottleneckLinear(nn.Linear(20, 20), 3))
+    assert pairs_of(only_trains(bottleneck, "down.weight", "down.bias", "up.weight", "up.bias")) == ()
+    assert find_pairs([("x.A", (16, 16)), ("x.B", (16, 16))]) == ()  # of full rank
+    assert find_pairs([("x.lora_A.d", (2, 9)), ("x.lora_B.d", (9, 2)), ("x.lora_E.d", (2, 1))]) == ()  # three factors
+
+
+# -- exact ------------------------------------------------------------------------------------------------------------
+
+
+def factors(generator, rank, scale=2.0, padded=None):
+    b, a = generator.normal(size=(30, rank)), generator.normal(size=(rank, 20))
+    if padded:
+        b, a = np.pad(b, ((0, 0), (0, padded - rank))), np.pad(a, ((0, padded - rank), (0, 0)))
+    return Factors(b, a, scale)
+
+
+def product(own):
+    return own.scale * own.b @ own.a
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_every_sign_is_that_of_the_full_products(padded):
+    generator, ranks = np.random.default_rng(0), (2, 4, 4, 6)
+    start, weights = factors(generator, 6), np.array([0.1, 0.2, 0.3, 0.4])
+    first = factors(generator, 6)
+    sent = [factors(generator, r, scale=1 + r, padded=6 if padded else None) for r in ranks]
+    clients = [ClientFactors(own, rank) for own, rank in zip(sent, ranks, strict=True)]
+    new = factors(generator, 6)
+    signs, parts = signs_of(start, clients, weights, new, first)
+    p, before = product(new), product(start)
+    mean = sum(w * product(own) for w, own in zip(weights, sent, strict=True))
+    intended = np.zeros_like(p)
+    above = np.zeros_like(p)
+    for k in range(6):
+        total = sum(w for w, r in zip(weights, ranks, strict=True) if r > k)
+        for w, r, own in zip(weights, ranks, sent, strict=True):
+            if r > k:
+                step = w / total * own.scale * np.outer(own.b[:, k], own.a[k])
+                intended += step
+                above += step if k >= 2 else 0
+    norm = np.linalg.norm
+    sigma = np.linalg.svd(p, compute_uv=False)
+    shares = sigma**2 / (sigma**2).sum()
+    kept = new.scale * new.b[:, 2:] @ new.a[2:]
+    expected = {
+        "norm": norm(p),
+        "change": norm(p - before),
+        "drift": norm(p - product(first)),
+        "effective_rank": np.exp(-(shares[:6] * np.log(shares[:6])).sum()),
+        "stable_rank": 1 / shares[0],
+        "energy_above": (norm(kept) / norm(p)) ** 2,
+        "energy_kept": (norm(kept) / norm(above)) ** 2,
+        "error": norm(p - mean) / norm(mean),
+        "error_by_rank": norm(p - intended) / norm(intended),
+    }
+    for name, value in expected.items():
+        assert getattr(signs, name) == pytest.approx(value, rel=1e-9), name
+    np.testing.assert_allclose(signs.spectrum[:6], shares[:6], rtol=1e-9)
+    u, _, vt = np.linalg.svd(p)
+    for part, own, weight in zip(parts, sent, weights, strict=True):
+        assert part.norm == pytest.approx(norm(product(own)))
+        assert part.change == pytest.approx(norm(product(own) - before))
+        wanted = [weight * u[:, k] @ product(own) @ vt[k] / sigma[k] for k in range(6)]
+        np.testing.assert_allclose(part.directions[:6], wanted, rtol=1e-6, atol=1e-9)
+
+
+def test_a_small_error_does_not_drown_in_rounding():
+    generator = np.random.default_rng(1)
+    start = factors(generator, 4)
+    sent = [Factors(start.b + 1e-5 * generator.normal(size=start.b.shape), start.a, 2.0) for _ in range(3)]
+    mean = Factors(sum(own.b for own in sent) / 3, start.a, 2.0)
+    signs, _ = signs_of(start, [ClientFactors(own, 4) for own in sent], np.full(3, 1 / 3), mean)
+    assert signs.error < 1e-6
+    moved = Factors(mean.b * (1 + 1e-4), mean.a, 2.0)
+    signs, _ = signs_of(start, [ClientFactors(own, 4) for own in sent], np.full(3, 1 / 3), moved)
+    assert signs.error == pytest.approx(1e-4, rel=1e-3)
+
+
+def test_the_weights_of_a_mean_are_solved_and_of_something_else_are_unknown():
+    generator = np.random.default_rng(2)
+    start = [generator.normal(size=(4, 9))]
+    ends = [[start[0] + generator.normal(size=(4, 9))] for _ in range(3)]
+    weights = np.array([0.5, 0.2, 0.3])
+    mean = [sum(w * end[0] for w, end in zip(weights, ends, strict=True))]
+    np.testing.assert_allclose(mean_weights(start, ends, mean), weights, atol=1e-9)
+    median = [np.median([end[0] for end in ends], axis=0)]
+    assert mean_weights(start, ends, median) is None
+    assert mean_weights(start, ends, [start[0] + 0.5 * (mean[0] - start[0])]) is None  # a server's rate
+    assert mean_weights(start, ends, start) is None
+
+
+def test_directions_that_are_zero_or_as_they_were_sent_are_not_a_clients():
+    generator = np.random.default_rng(3)
+    start, small = factors(generator, 6), factors(generator, 2)
+    padded = Factors(np.pad(small.b, ((0, 0), (0, 4))), np.pad(small.a, ((0, 4), (0, 0))))
+    kept = Factors(np.hstack([small.b, start.b[:, 2:]]), np.vstack([small.a, start.a[2:]]))
+    assert [held_rank(own, start) for own in (padded, kept, small, start)] == [2, 2, 2, 6]
+
+
+# -- in a run ---------------------------------------------------------------------------------------------------------
+
+
+def watched(tmp_path, model, **settings):
+    sink = MemorySink()
+    monitor = Monitor(str(tmp_path / "runs.db"), sinks=[sink], strict=True)
+    states = federate(monitor, model, **settings)
+    monitor.close()
+    return sink, states
+
+
+def metrics_of(sink, node, round_index):
+    wanted = {r.name: r.value for r in sink.metrics() if (r.where.node, r.where.round) == (node, round_index)}
+    return {name: value for name, value in wanted.items() if "adapter" in name}
+
+
+def test_a_loop_tells_of_its_adapters_what_full_products_do(tmp_path):
+    model = lora_model()
+    sink, states = watched(tmp_path, model)
+    errors = []
+    for layer in ("0", "2"):
+        names = f"{layer}.lora_B.weight", f"{layer}.lora_A.weight"
+        products = [2.0 * state[names[0]].double() @ state[names[1]].double() for state in states]
+        mean = torch.stack(products).mean(0)
+        own = {name: p.detach() for name, p in model.named_parameters()}
+        aggregated = 2.0 * own[names[0]].double() @ own[names[1]].double()
+        errors.append(float((aggregated - mean).norm() / mean.norm()))
+    measured = metrics_of(sink, "server", 1)
+    assert measured["adapter.product_error"] == pytest.approx(np.mean(errors), rel=1e-5)
+    assert measured["adapter.scale"] == 2.0
+    assert measured["adapter.unmoved"] == 0
+    assert "adapter.energy_above" not in measured  # all clients have one rank
+    client = metrics_of(sink, "c1", 1)
+    assert (client["adapter.scale"], client["adapter.rank"], client["update.adapter_rank"]) == (2.0, 4.0, 4.0)
+    rows = sink.layers("update.adapters", node="server", round=1).matrix
+    assert rows.shape == (2, len(ADAPTER_COLUMNS))
+    np.testing.assert_allclose(rows[:, ADAPTER_COLUMNS.index("error")], errors, rtol=1e-5)
+    parts = np.array([sink.layers("update.directions", node=f"c{c}", round=1).matrix[:, 0] for c in range(3)])
+    assert parts.sum(0) == pytest.approx([1, 1], abs=0.3)  # 1, but for the error of the aggregation
+
+
+def test_ranks_that_differ_lose_the_upper_directions_when_padded_with_zeros(tmp_path):
+    sink, _ = watched(tmp_path, lora_model(), ranks=(2, 2, 2, 4))
+    measured = metrics_of(sink, "server", 1)
+    assert measured["adapter.energy_kept"] < 0.01  # a quarter has them: (1/4)² in B A, squared
+    assert metrics_of(sink, "c0", 1)["update.adapter_rank"] == 2
+    assert metrics_of(sink, "c3", 1)["update.adapter_rank"] == 4
+
+
+def test_a_residual_in_the_frozen_weights_is_a_part_of_the_aggregation(tmp_path):
+    def add_residual(model, states):
+        del states
+        model[0].base_layer.weight.add_(0.01)
+
+    sink, _ = watched(tmp_path, lora_model(), aggregate=add_residual)
+    measured = metrics_of(sink, "server", 1)
+    assert "adapter.product_error" not in measured
+    assert measured["adapter.effective_rank"] > 0
+
+
+def test_the_lab_measures_its_adapters_and_exact_aggregation_has_no_error(tmp_path):
+    names = {}
+    for aggregation in ("zero_padded", "exact"):
+        sink = MemorySink()
+        monitor = Monitor(str(tmp_path / "runs.db"), sinks=[sink], strict=True)
+        adapters = lab.lora(rank=4, alpha=8, aggregation=aggregation)
+        local = lab.Local(iterations=3, optimizer=lab.sgd(0.5))
+        lab.run(
+            lab.Experiment(
+                dataset=lab.synthetic(samples=200),
+                model=lab.mlp(hidden=(12,)),
+                clients=4,
+                seed=3,
+                rounds=2,
+                local=local,
+                parameters=lab.Parameters(adapters=adapters),
+            ),
+            monitor,
+        )
+        monitor.close()
+        names[aggregation] = sink.names()
+    assert "adapter.product_error" in names["zero_padded"]
+    assert "adapter.product_error" not in names["exact"]
+    assert "adapter.effective_rank" in names["exact"]
+
+
+def test_an_adapter_that_nobody_moves_is_counted(tmp_path):
+    sink, _ = watched(tmp_path, lora_model(), stepped="2.")
+    assert metrics_of(sink, "server", 1)["adapter.unmoved"] == 1
+
+
+def test_an_adapter_that_nobody_moves_is_named_by_its_layer(tmp_path):
+    monitor = Monitor(str(tmp_path / "runs.db"), strict=True)
+    federate(monitor, lora_model(), rounds=3, stepped="2.")
+    monitor.flush()
+    dead = [finding for finding in monitor.findings() if finding.issue == "DEAD_ADAPTER"]
+    monitor.close()
+    assert [(finding.where.round, finding.where.layer) for finding in dead] == [(1, "0"), (2, "0")]
+
+
+def test_scales_that_differ_between_clients_are_named(tmp_path):
+    monitor = Monitor(str(tmp_path / "runs.db"), strict=True)
+    federate(monitor, lora_model(), rounds=1, scales=(2.0, 2.0, 8.0))
+    monitor.flush()
+    named = [finding.where.node for finding in monitor.findings() if finding.issue == "ADAPTER_SCALE_MISMATCH"]
+    monitor.close()
+    assert named == ["c2"]

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens, lengths and padding of a client's texts, and its perplexity."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fedvitals.monitor.monitor import Monitor
+from fedvitals.probes.token_counts import PEAK_FLOPS, peak_flops
+from fedvitals.testing import MemorySink
+
+
+class Texts(nn.Module):
+    def __init__(self, padding=None):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        if padding is not None:
+            self.config = type("Config", (), {"pad_token_id": padding})()
+
+    def forward(self, input_ids, attention_mask=None):
+        del attention_mask
+        return self.head(self.embedding(input_ids))
+
+
+def trained(tmp_path, model, batches, **settings):
+    """Train one client on batches of keyword arguments; returns its metrics."""
+    sink = MemorySink()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = Monitor(str(tmp_path / "runs.db"), sinks=[sink], strict=True, **settings)
+    with monitor.round(0), monitor.client("c0", model):
+        for batch in batches:
+            optimizer.zero_grad()
+            logits, mask = model(**batch)[:, :-1], batch.get("attention_mask")
+            targets = batch["input_ids"][:, 1:]
+            targets = targets if mask is None else targets.masked_fill(mask[:, 1:] == 0, -100)
+            nn.functional.cross_entropy(logits.reshape(-1, 11), targets.reshape(-1)).backward()
+            optimizer.step()
+        with torch.no_grad():
+            model(**batches[0])  # an evaluation is no training
+    monitor.close()
+    return {record.name: record.value for record in sink.metrics(node="c0")}
+
+
+def test_tokens_and_padding_are_those_of_the_mask(tmp_path):
+    tokens = torch.randint(1, 11, (2, 4), generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    short = {"input_ids": tokens[:, :3], "attention_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}
+    metrics = trained(tmp_path, Texts(), [{"input_ids": tokens, "attention_mask": mask}, short])
+    assert metrics["tokens"] == 10
+    assert metrics["tokens.length"] == pytest.approx(10 / 4)
+    assert metrics["tokens.padding"] == pytest.approx(4 / 14)
+    assert metrics["tokens.full"] == pytest.approx(1 / 4)  # of the widest batch, one text has no padding
+    assert metrics["throughput.tokens"] > 0
+    assert "model.flops_utilisation" not in metrics  # the peak of a CPU is not known
+
+
+def test_padding_by_the_models_own_token_and_none_where_that_is_unknown(tmp_path):
+    tokens = torch.tensor([[3, 4, 0, 0], [3, 4, 5, 6]])
+    assert trained(tmp_path, Texts(padding=0), [{"input_ids": tokens}])["tokens"] == 6
+    metrics = trained(tmp_path, Texts(), [{"input_ids": tokens}])
+    assert metrics["tokens"] == 8
+    assert "tokens.padding" not in metrics
+
+
+def test_perplexity_is_that_of_the_training_loss(tmp_path):
+    tokens = torch.randint(1, 11, (4, 6), generator=torch.Generator().manual_seed(0))
+    metrics = trained(tmp_path, Texts(), [{"input_ids": tokens}] * 3)
+    assert metrics["perplexity.before"] == pytest.approx(math.exp(metrics["train.loss_first"]))
+
+
+def test_a_model_without_texts_has_no_tokens(tmp_path):
+    model, sink = nn.Linear(4, 2), MemorySink()
+    monitor = Monitor(str(tmp_path / "runs.db"), sinks=[sink], strict=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with monitor.round(0), monitor.client("c0", model):
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    monitor.close()
+    assert not [name for name in sink.names() if "token" in name or "perplexity" in name]
+
+
+def test_the_peak_of_a_gpu_is_known_by_its_name():
+    assert peak_flops("NVIDIA H200") == PEAK_FLOPS["H200"]
+    assert peak_flops("NVIDIA H100 PCIe") < peak_flops("NVIDIA H100 80GB HBM3")
+    assert peak_flops("Some other GPU") is None
