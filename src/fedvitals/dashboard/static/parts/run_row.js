@@ -66,7 +66,7 @@ export function runRow(run, acts) {
 
   function measured(now) {
     const one = now.spark;
-    fill(spark, one ? sparkline(one.values, { unit: one.unit, width: 120, height: 24, label: `${one.title} over ${number(one.rounds.length)} points` }) : h("span", { class: "muted", text: "–" }));
+    fill(spark, one ? sparkline(one.values, { unit: one.name === "accuracy" ? "share" : "", width: 120, height: 24, label: `${one.name} over ${number(one.rounds.length)} points` }) : h("span", { class: "muted", text: "–" }));
     spark.title = one ? `${one.name}, ${one.of}` : "neither accuracy nor loss was measured";
     const value = now.accuracy ?? now.loss;
     fill(last, number(value), now.accuracy === null && now.loss !== null && h("small", { class: "muted", text: " loss" }));
