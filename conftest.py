@@ -4,6 +4,7 @@
 import gc
 import os
 import re
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from support.waiting import wait_until
 
 # Before torch is loaded, and without loading it: numbers do not depend on the machine's cores, workers do not fight.
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell: tests of Ctrl-C would never end
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LEAVING = 30.0  # seconds that a thread may take to end on a busy machine after it was told to
 
