@@ -41,7 +41,7 @@ def texts(figure, key="x"):
 
 
 def test_every_picture_of_the_package_is_tested():
-    others = {"client", "finding", "compare"}
+    others = {"client", "finding", "compare", "adapters"}  # the last in tests/dashboard/test_adapters.py
     assert {*OF_A_RUN, *others} == set(plot.__all__)
 
 
@@ -60,7 +60,7 @@ def test_a_picture_shows_the_run(name, store):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", OF_A_RUN)
+@pytest.mark.parametrize("name", [*OF_A_RUN, "adapters"])
 def test_an_empty_run_gives_a_figure_that_says_so(name, store):
     said, _ = texts(getattr(plot, name)(pictured.EMPTY, store=store))
     assert re.search(r"No |not |no |Neither", " ".join(said))
