@@ -62,7 +62,7 @@ def test_remedies_are_run_and_what_costs_accuracy_is_marked(slow, capsys, monkey
     assert "Quantise updates to 8 bits" in kept
     assert "!" not in kept
     assert "1/16 of the bytes" in costly
-    assert re.search(r"0\.\d\d → 0\.\d\d !", costly)
+    assert re.search(r"\d\d\.\d % → \d\d\.\d % !", costly)
     code, out, _ = run(capsys, "slow", "--try", "1", "--json", "--store", slow)
     (tried,) = json.loads(out)["result"]["tried"]
     assert tried["measured"] < tried["before"]

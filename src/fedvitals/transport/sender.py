@@ -34,13 +34,13 @@ CLIENT_METRICS = frozenset(
     for name in CATALOG
     if name.startswith((
         "accuracy", "batch.", "data.", "fit.", "gradient.", "gpu.", "label.", "local.", "loss", "machine.", "memory.",
-        "nonlinearity.", "optimizer.", "process.", "samples", "scale.", "steps", "throughput.", "train.", "update.",
-        "weight.",
+        "nonlinearity.", "optimizer.", "perplexity.", "process.", "samples", "scale.", "steps", "throughput.", "tokens",
+        "train.", "update.", "weight.",
     ))
 ) - {
-    "gradient.change_round", "update.base_age", "update.differs", "update.factor", "update.samples", "update.staleness",
+    "gradient.change_round", "update.adapter_change", "update.adapter_rank", "update.base_age", "update.differs", "update.factor", "update.samples", "update.staleness",
 } | {
-    "monitor.cost", "time.client", "time.cpu", "time.data", "time.step",
+    "adapter.rank", "adapter.scale", "model.flops_utilisation", "monitor.cost", "time.client", "time.cpu", "time.data", "time.step",
 }  # fmt: skip
 
 # Events that a client's own process writes; what else a user's code reports becomes `user.*`.

@@ -40,12 +40,12 @@ def test_shows_at_a_glance_which_run_is_ill(home, page):
     ready(page, home, "runs")
     assert names(page) == ["goes on", HOSTILE, "fell quiet", "good one", "ill one"]
     ill = row(page, "ill one")
-    assert ill.locator(".health").inner_text() == "▲ill"
+    assert ill.locator(".health").inner_text() == "▲problem"
     assert (
         "c1 sends updates like a client with wrong labels, since round 1 (96 %)"
         in ill.locator(".headline").inner_text()
     )
-    assert row(page, "good one").locator(".health").inner_text().endswith("healthy")
+    assert row(page, "good one").locator(".health").inner_text().endswith("OK")
     assert row(page, "goes on").locator(".run-state").inner_text() == "● live"
     assert row(page, "goes on").locator(".progress-cell").inner_text().startswith("4/10")
     assert "died, last heard" in row(page, "fell quiet").locator(".run-state").inner_text()

@@ -72,7 +72,7 @@ def test_every_such_sign_leads_to_what_was_measured(measured, name):
     reader, run = measured
     shown = evidence_of(reader, run, one_case("LABEL_NOISE", Number(name, 1.0, 0.0, 5.0)))
     first = shown.plots[0]
-    assert first.why == "what the finding rests on"
+    assert first.why == "evidence of the finding"
     assert first.lines
     assert first.band is not None
     assert first.band.clients[-1] == 5  # the peers, without the suspect itself
