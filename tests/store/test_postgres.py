@@ -30,7 +30,7 @@ from support.sinks import ending_queues
 from support.small_training import ROUNDS, check, suffer
 from support.store_contract import RUN, TABLE, StoreContract, metric, stats, sums
 from support.verbs import result
-from support.waiting import PATIENCE
+from support.waiting import PATIENCE, wait_until
 
 pytestmark = [pytest.mark.postgres, pytest.mark.thorough, available]
 
@@ -170,6 +170,7 @@ def test_a_server_that_goes_away_and_comes_back(monkeypatch, caplog):
             if r in (100, 200):
                 server.stop("immediate")
             if r in (150, 250):
+                wait_until(lambda: caplog.text, what="a failed attempt to write")
                 server.start()
             if r < 100 and r % 10 == 0 and queue.flush(PATIENCE):
                 acknowledged = r

@@ -38,9 +38,11 @@ CLIENT_METRICS = frozenset(
         "train.", "update.", "weight.",
     ))
 ) - {
-    "gradient.change_round", "update.adapter_change", "update.adapter_rank", "update.base_age", "update.differs", "update.factor", "update.samples", "update.staleness",
+    "gradient.change_round", "update.adapter_change", "update.adapter_rank", "update.base_age",
+    "update.differs", "update.factor", "update.samples", "update.staleness",
 } | {
-    "adapter.rank", "adapter.scale", "model.flops_utilisation", "monitor.cost", "time.client", "time.cpu", "time.data", "time.step",
+    "adapter.rank", "adapter.scale", "model.flops_utilisation", "monitor.cost", "time.client", "time.cpu",
+    "time.data", "time.step",
 }  # fmt: skip
 
 # Events that a client's own process writes; what else a user's code reports becomes `user.*`.
